@@ -1,8 +1,8 @@
-"""Converts weights between Hugging Face and Megatron: one table of rules per family serves both directions.
+"""Converts weights between Hugging Face and Megatron, with one table of rules per family for both directions.
 
-It runs on CPU and streams. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are the families'
-tables, ``hf.py`` reads HF folders, ``stream.py`` moves bytes, ``convert.py`` combines them into convert,
-split, merge and export, and ``verify.py`` compares.
+The converters run on CPU and stream tensors. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are
+the families' tables, ``hf.py`` reads HF folders, ``stream.py`` copies bytes, ``convert.py`` combines them for
+conversion, splitting, merging and export, and ``verify.py`` compares checkpoints.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ RULES: dict[str, Callable[..., list[Rule]]] = {
 
 
 def rules_for(spec: ModelSpec, experts: ExpertStyle | None = None) -> list[Rule]:
-    """The rules of a model, one for each canonical tensor. ``experts`` says how HF stores its
-    experts, if any; None: as released."""
+    """The rules of a model, one for each canonical tensor.
+
+    Args:
+        experts: how the HF folder stores experts, if the model has any; None: as released.
+    """
     of_family = RULES[spec.family]
     rules = of_family(spec, experts or RELEASED[spec.family]) if spec.language.moe else of_family(spec)
     check_cover(spec, rules)

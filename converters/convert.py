@@ -1,4 +1,4 @@
-"""Convert, split, merge and export: from any source of weights to any layout or a Hugging Face folder."""
+"""Converts, splits, merges and exports weights: from any source to any layout or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .rules import Rule
 from .stream import CopyJob, Progress, default_workers, run_jobs, verified_ahead
 
 FILE_BYTES = 5_000_000_000
-"""Largest file of unsplit weights (a single tensor may be larger)."""
+"""Largest size of a file of unsplit weights, unless a single tensor is larger."""
 
 
 class Source(Protocol):
@@ -53,7 +53,7 @@ class Source(Protocol):
     def region(self, name: str, region: Region) -> Tensor: ...
 
     def verify(self, name: str) -> None:
-        """Raises :class:`WeightsError` if a tensor is not what was written, as far as that can be known."""
+        """Raises :class:`WeightsError` if a tensor is known to differ from what was written."""
 
     def fingerprint(self) -> dict[str, str]:
         """Facts that change when the source changes."""
@@ -61,27 +61,29 @@ class Source(Protocol):
 
 @dataclass
 class WeightsReport:
-    """What was written. ``cast`` counts the tensors whose type was changed, by (from, to)."""
+    """The result of a conversion."""
 
     out: Path
     tensors: int
     files: int
     bytes: int
-    """Size of all files, including kept ones; ``seconds`` is the time for writing the others."""
+    """Size of all files, including those that an earlier attempt wrote."""
     seconds: float
+    """Time for writing the files that no earlier attempt wrote."""
     layout: Layout | None = None
     cast: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Number of tensors whose type was changed, by (from, to)."""
     skipped: list[str] = field(default_factory=list)
-    """Weights in the original's folder that were not copied, because they have other formats."""
+    """Files with weights in other formats, which were not copied from the original folder."""
     carried: int = 0
-    """Number of tensors that are not part of the model: an export copied them from the original folder, a
-    conversion left them there."""
+    """Number of tensors that are not part of the model. An export copies them from the original folder; a
+    conversion leaves them out."""
     notes: list[str] = field(default_factory=list)
-    """What else the user should know about the source."""
+    """Further information about the source for the user."""
     kept_files: int = 0
-    """Files that an earlier, interrupted attempt had completed; ``kept_tensors`` also counts tensors
-    in other files."""
+    """Files that an earlier, interrupted attempt had completed."""
     kept_tensors: int = 0
+    """Tensors that the earlier attempt had written, including those in incomplete files."""
 
 
 # --- To Megatron --------------------------------------------------------------------------------------------
@@ -95,7 +97,11 @@ def convert(
     Args:
         layout: arguments of :func:`make_layout` for shards; None: unsplit weights.
         workers: number of threads; 0: as many as the machine can use.
-        force: replace weights that are already in ``out``.
+        force: whether to replace weights that are already in ``out``.
+
+    Raises:
+        WeightsError, ConfigError, LayoutError: the folder cannot be converted, or not to this layout.
+        FileExistsError: ``out`` holds something that is not to be replaced.
     """
     source = HfCheckpoint(hf)
     source.check_tied_output()
@@ -114,10 +120,13 @@ def reshard(
     workers: int = 0,
     force: bool = False,
 ) -> WeightsReport:
-    """Converts Megatron weights of any layout to another layout, or merges them if ``layout`` is None."""
+    """Converts Megatron weights of any layout to another layout, or merges them if ``layout`` is None.
+
+    Arguments and errors are those of :func:`convert`.
+    """
     source = WeightReader(checkpoint)
     what = "split" if layout else "merge"
-    # A run names its rule for videos beside its weights, not in them.
+    # A run's rule for videos is not stored in its weights but in the step folder.
     rule = weights_video_rule(source.path, source.manifest, source.spec)
     origin = {**(source.manifest.get("origin") or {}), **rule_facts(rule)}
     return _write(source, [source.path], out, layout, what, workers, force, origin)
@@ -145,18 +154,7 @@ def _write(
     workers = workers or default_workers()
 
     with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
-        jobs: dict[str, list[CopyJob]] = {}
-        for name, file in plan.order():
-            if (file, name) not in output.kept:
-                part = plan.cut.part(
-                    table[name],
-                    **{f"{kind}_rank": n for kind, n in plan.ranks[file].items() if kind != "pp"},
-                )
-                jobs.setdefault(name, []).append(
-                    _job(source, table[name], part, plan.cut, output.writers[file])
-                )
-
-        seconds = _run(what, source, jobs, output, workers)
+        seconds = _run(what, source, _jobs(source, table, plan, output), output, workers)
         entries = [
             file_entry(
                 file,
@@ -182,10 +180,24 @@ def _write(
     )
 
 
+def _jobs(
+    source: Source, table: dict[str, TensorInfo], plan: _Plan, output: Output
+) -> dict[str, list[CopyJob]]:
+    """Tensor -> the jobs that write its shards, except for those that are kept."""
+    jobs: dict[str, list[CopyJob]] = {}
+    for name, file in plan.order():
+        if (file, name) in output.kept:
+            continue
+        ranks = {f"{kind}_rank": rank for kind, rank in plan.ranks[file].items() if kind != "pp"}
+        part = plan.cut.part(table[name], **ranks)
+        jobs.setdefault(name, []).append(_job(source, table[name], part, plan.cut, output.writers[file]))
+    return jobs
+
+
 def _work(
     what: str, source: Source, headers: dict[str, bytes], layout: dict | None, rest: Any
 ) -> dict[str, Any]:
-    """What is converted to what; an interrupted conversion continues only if all of it is unchanged."""
+    """Describes a conversion. An interrupted conversion continues only if its description is unchanged."""
     files = {file: hashlib.sha256(header).hexdigest() for file, header in headers.items()}
     return {
         "command": what,
@@ -202,13 +214,16 @@ def _say(text: str) -> None:
 
 
 def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Output, workers: int) -> float:
-    """Writes the tensors that are not kept, ordered by the tensor that they read. Returns the
-    seconds it took."""
+    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took.
+
+    Raises:
+        WeightsError: a stored tensor is damaged, or the source changed meanwhile.
+    """
     before = source.fingerprint()
     table = tensor_table(source.spec)
 
     def check(name: str) -> None:
-        if name in table:  # carried tensors are copied from a folder without hashes
+        if name in table:  # other tensors are copied from a folder without hashes
             source.verify(name)
 
     progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
@@ -216,11 +231,10 @@ def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Outp
         run_jobs(verified_ahead(jobs, check, workers), workers, progress, output.record)
     finally:
         progress.close()
+
     for name, now in source.fingerprint().items():
         if before[name] != now:
-            raise WeightsError(
-                f"{name} changed while it was read; what was written has been removed: start again"
-            )
+            raise WeightsError(f"{name} changed while it was read. The output was removed; start again")
     return progress.seconds
 
 
@@ -229,15 +243,15 @@ class _Plan:
     """Which tensors go into which file."""
 
     stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Tensor -> type and shape in the files (of one shard)."""
+    """Tensor -> type and shape in a file (of one shard)."""
     files: dict[str, list[str]]
+    """File -> its tensors."""
     ranks: dict[str, dict[str, int]]
     """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
     cut: Cut = WHOLE
 
     def order(self) -> list[tuple[str, str]]:
-        """(tensor, file) in model order, with all shards of a tensor together, so that its bytes are
-        read only once."""
+        """(tensor, file) in model order. A tensor's shards are adjacent, so that it is read only once."""
         holders: dict[str, list[str]] = {}
         for file, names in self.files.items():
             for name in names:
@@ -250,6 +264,7 @@ def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -
     stored = {name: (source.dtype(name), info.shard_shape(cut)) for name, info in table.items()}
     if layout:
         return _Plan(stored, *_shard_files(table, layout), cut)
+
     groups: list[list[str]] = [[]]
     size = 0
     for name, (dtype, shape) in stored.items():
@@ -259,6 +274,7 @@ def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -
             groups.append([])
             size = rows * cols * dtype.itemsize
         groups[-1].append(name)
+
     files = {f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
     return _Plan(stored, files, {file: {"tp": 0, "pp": 0} for file in files})
 
@@ -266,7 +282,8 @@ def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -
 def _shard_files(
     table: dict[str, TensorInfo], layout: Layout
 ) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
-    """File -> tensors and file -> ranks, for all ranks of a layout; a rank without tensors has no file."""
+    """File -> tensors, and file -> ranks, for all ranks of a layout. A rank without experts has no file for
+    them."""
     files: dict[str, list[str]] = {}
     ranks: dict[str, dict[str, int]] = {}
     for p in range(layout.pp):
@@ -287,6 +304,7 @@ def _shard_files(
 
 
 def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> CopyJob:
+    """The job that writes one part of a canonical tensor."""
     dtype = source.dtype(info.name)
     blocks = part_blocks(info, part, cut)
 
@@ -302,20 +320,25 @@ def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWr
 def export(
     checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False
 ) -> WeightsReport:
-    """Exports Megatron weights of any layout, or a run's latest, to a folder like the original
-    Hugging Face folder.
+    """Exports Megatron weights to a folder like the original Hugging Face folder.
 
-    Files, names, order and types of tensors are those of the original, so untrained weights give its files
-    back byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are the original's.
-    Values of another type (a run that kept float32) are rounded to the original's type
-    and counted in the report. Everything except weights is copied verbatim.
+    Files, names, order and types of tensors are those of the original, so the export of untrained weights
+    equals the original byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are
+    copied from the original. Values of another type, such as the weights of a float32 run, are rounded to the
+    original's type and counted in the report. All other files are copied unchanged.
 
-    ``megatron_vl.json`` beside the weights names the rule for videos that they were trained under, where it
-    is known: that of the run or of the weights, else that of ``hf``.
+    ``megatron_vl.json`` next to the weights names the rule for videos under which they were trained, if it is
+    known: that of the run or of the weights, otherwise that of ``hf``.
+
+    Args:
+        checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.
+        hf: the original Hugging Face folder.
+        workers, force: as in :func:`convert`.
 
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
             HF cannot store.
+        FileExistsError: ``out`` holds something that is not to be replaced.
     """
     source = WeightReader(checkpoint)
     origin = HfCheckpoint(hf)
@@ -329,21 +352,7 @@ def export(
     work = _work("export", source, headers, None, origin.fingerprint())
 
     with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
-        # In model order, so that tensors of one canonical tensor (q, k, v) find its bytes in the page cache.
-        jobs: dict[str, list[CopyJob]] = {}
-        for hf in origin.in_order():
-            stored = origin.stored[hf]
-            file = origin.folder.where[stored]
-            if (file, stored) not in output.kept:
-                tensor = str(origin.hf_blocks(hf)[0].part)
-                jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
-
-        for name in origin.carried:
-            file = origin.folder.where[name]
-            if (file, name) not in output.kept:
-                jobs[name] = [_carried_job(origin, output.writers[file], name)]
-
-        seconds = _run("export", source, jobs, output, workers)
+        seconds = _run("export", source, _export_jobs(source, origin, output), output, workers)
         output.commit()
         for path in companions:
             (out / path).parent.mkdir(parents=True, exist_ok=True)
@@ -353,16 +362,9 @@ def export(
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
             durable.sync(path)
 
-    cast: Counter[tuple[str, str]] = Counter()
-    for rule in origin.rules.values():
-        dtype = source.dtype(rule.name)
-        if dtype != origin.dtype(rule.name):
-            cast.update((dtype_name(dtype), dtype_name(origin.hf_dtype(hf))) for hf in rule.hf)
-
     names = [str(path) for path in skipped]
     written = [*(origin.stored[hf] for hf in origin.in_order()), *origin.carried]
     size = sum(CopyJob.size(origin.folder.dtype(name), origin.folder.shape(name)) for name in written)
-
     return WeightsReport(
         out,
         len(written),
@@ -370,7 +372,7 @@ def export(
         size,
         seconds,
         None,
-        dict(cast),
+        _casts(source, origin),
         names,
         carried=len(origin.carried),
         kept_files=output.kept_files(),
@@ -378,8 +380,39 @@ def export(
     )
 
 
+def _export_jobs(source: WeightReader, origin: HfCheckpoint, output: Output) -> dict[str, list[CopyJob]]:
+    """Canonical or carried tensor -> the jobs that write its HF tensors, except for those that are kept.
+
+    They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
+    page cache.
+    """
+    jobs: dict[str, list[CopyJob]] = {}
+    for hf in origin.in_order():
+        stored = origin.stored[hf]
+        file = origin.folder.where[stored]
+        if (file, stored) not in output.kept:
+            tensor = str(origin.hf_blocks(hf)[0].part)
+            jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
+
+    for name in origin.carried:
+        file = origin.folder.where[name]
+        if (file, name) not in output.kept:
+            jobs[name] = [_carried_job(origin, output.writers[file], name)]
+    return jobs
+
+
+def _casts(source: WeightReader, origin: HfCheckpoint) -> dict[tuple[str, str], int]:
+    """The number of HF tensors whose type an export changes, by (from, to)."""
+    casts: Counter[tuple[str, str]] = Counter()
+    for rule in origin.rules.values():
+        dtype = source.dtype(rule.name)
+        if dtype != origin.dtype(rule.name):
+            casts.update((dtype_name(dtype), dtype_name(origin.hf_dtype(hf))) for hf in rule.hf)
+    return dict(casts)
+
+
 def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> None:
-    """Notes the rule for videos in ``out``, and removes an earlier note where no rule is known."""
+    """Writes the rule for videos to ``out``. If no rule is known, removes the file of an earlier export."""
     rule = weights_video_rule(source.path, source.manifest, source.spec) or exported_video_rule(
         origin.path, origin.spec
     )
@@ -390,6 +423,7 @@ def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> 
 
 
 def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> CopyJob:
+    """The job that writes one HF tensor from canonical tensors."""
     blocks = origin.hf_blocks(hf)
     dtype = origin.hf_dtype(hf)
     stored = origin.stored[hf]
@@ -401,7 +435,7 @@ def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf
 
 
 def _carried_job(origin: HfCheckpoint, writer: TensorWriter, name: str) -> CopyJob:
-    """Copies a tensor of the original folder that is not part of the model."""
+    """The job that copies a tensor which is not part of the model from the original folder."""
 
     def read(region: Region) -> Tensor:
         return origin.folder.region(name, region)
@@ -412,7 +446,8 @@ def _carried_job(origin: HfCheckpoint, writer: TensorWriter, name: str) -> CopyJ
 def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
     if source.spec.family != origin.spec.family:
         raise WeightsError(
-            f"{source.path} is a {source.spec.family} model, but {origin.path} a {origin.spec.family} model"
+            f"{source.path} holds a {source.spec.family} model, but {origin.path} holds a"
+            f" {origin.spec.family} model"
         )
     for name, value, other in source.spec.differences(origin.spec):
         raise WeightsError(
@@ -421,8 +456,11 @@ def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
 
 
 def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:
-    """Refuses padding that is not zero: it would be lost silently, and the exported model would
-    compute something else."""
+    """Checks that padding is zero. Otherwise, it would be lost, and the exported model would be another one.
+
+    Raises:
+        WeightsError: the padding of a tensor is not zero.
+    """
 
     def check(rule: Rule) -> None:
         for region in rule.padding:

@@ -1,9 +1,10 @@
 """Reads Hugging Face folders: which tensors are in which file, their names, and the other files.
 
-Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``, and so
-does ``save_pretrained`` of transformers 5.17; in memory, and in folders written with
-``save_original_format=False``, they are ``model.language_model.layers.*`` and ``model.visual.*``, which are
-the released names of Qwen3-VL. Rules use each family's released names; both are read for all.
+Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``.
+``save_pretrained`` of transformers 5.17 uses the same names. In memory, and in folders written with
+``save_original_format=False``, transformers names them ``model.language_model.layers.*`` and
+``model.visual.*``, which are the released names of Qwen3-VL. Rules use each family's released names. Folders
+of all families may use either style.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ from .rules import DOWN, GATE_UP, HF_OUTPUT, RELEASED, ExpertStyle, Rule
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CARRIED = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
-"""Prefix of the tensors of a family's released folders that are not part of the model, here and in
-transformers. An export copies them from the original folder."""
+"""Family -> prefix of the tensors in its released folders that neither this project nor transformers treats
+as part of the model. An export copies them from the original folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
 
 def short_name(name: str) -> str:
-    """The short name of a tensor called ``model.language_model.*`` or ``model.*``,
-    ``model.visual.*`` or ``visual.*``."""
+    """The name of a tensor in the style ``model.*`` and ``visual.*``.
+
+    ``model.language_model.*`` becomes ``model.*``, and ``model.visual.*`` becomes ``visual.*``.
+    """
     for prefix, short in (("model.language_model.", "model."), ("model.visual.", "visual.")):
         if name.startswith(prefix):
             return short + name.removeprefix(prefix)
@@ -54,7 +57,7 @@ def short_name(name: str) -> str:
 
 
 class TensorFolder:
-    """The safetensors files of a HF folder, by the stored names; needs no config.
+    """The safetensors files of a HF folder, with the names that the files use. It needs no config.
 
     Raises:
         FileNotFoundError: the folder has no safetensors weights.
@@ -94,10 +97,10 @@ class TensorFolder:
         if not isinstance(index, dict) or not index:
             raise WeightsError(f"{path}: field 'weight_map' is missing or empty")
         for tensor, file in index.items():
-            # An index may come from anybody, so its names must stay inside its folder.
+            # An index may come from an untrusted source, so its names must stay inside its folder.
             if not isinstance(file, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise WeightsError(
-                    f"{path} places tensor {tensor!r} in {file!r}, which is not a file name of weights"
+                    f"{path} says tensor {tensor!r} is in {file!r}, which is not a file name of weights"
                 )
 
         return index
@@ -111,6 +114,7 @@ class TensorFolder:
                     )
         if self.index is None or self.index == self.where:
             return
+
         for tensor in sorted(self.index.keys() | self.where.keys()):
             said = self.index.get(tensor, "no file")
             found = self.where.get(tensor, "no file")
@@ -133,14 +137,14 @@ class TensorFolder:
         return self.files[self.where[name]].region(name, region)
 
     def companions(self) -> tuple[list[Path], list[Path]]:
-        """Relative paths of the checkpoint's other files, and of weights that are not read.
+        """Relative paths of the checkpoint's other files, and of files with weights that are not read.
 
-        Config, tokenizer, processor, chat templates and the index belong to the checkpoint; version control
+        The other files include config, tokenizer, processor, chat templates and the index. Version control
         folders are in neither list.
 
         Raises:
-            WeightsError: one of these files is a link out of the folder; an export would copy what
-                it points to.
+            WeightsError: one of the other files is a link to a file outside the folder, which an export would
+                copy.
         """
         keep: list[Path] = []
         other: list[Path] = []
@@ -148,16 +152,17 @@ class TensorFolder:
             folders[:] = [name for name in folders if name not in (".git", ".cache")]
             for name in names:
                 path = (Path(folder) / name).relative_to(self.path)
-                if str(path) == EXPORTED:  # speaks of another export
+                if str(path) == EXPORTED:  # it describes another export
                     continue
                 weights = name.endswith((*WEIGHT_SUFFIXES, ".index.json")) and str(path) != INDEX
                 (other if weights else keep).append(path)
+
         self._check_links(keep)
         return sorted(keep), sorted(path for path in other if str(path) not in self.files)
 
     def _check_links(self, companions: Sequence[Path]) -> None:
         root = self.path.resolve()
-        # In the cache of huggingface_hub, a snapshot consists of links into the neighbouring blobs.
+        # In the cache of huggingface_hub, a snapshot consists of links to files in a folder blobs.
         roots = (root, root.parent.parent / "blobs") if root.parent.name == "snapshots" else (root,)
         for path in companions:
             target = (root / path).resolve()
@@ -168,18 +173,20 @@ class TensorFolder:
 
 
 def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
-    """Derives from names and shapes how a folder stores its experts. Returns the released style if there are
-    none, or if their shapes are wrong.
+    """Finds out from names and shapes how a folder stores its experts.
 
-    Square matrices fit both orientations, and only one of the two stacks can be square. The other stack does
-    not decide for it: transformers 5 decides for each stack alone, reads a square one as output-first, and
-    scrambles it if that is wrong.
+    Returns the released style if there are no experts, or if their shapes are wrong.
+
+    Square matrices fit both orientations. Only one of the two stacks can be square, but the other one does
+    not decide for it: transformers 5 decides for each stack separately, reads a square stack as output-first,
+    and scrambles it if this is wrong.
 
     Raises:
         WeightsError: a stack fits both orientations.
     """
     if spec.language.moe is None:
-        return "apart"  # of no consequence
+        return "apart"  # any style will do
+
     released = RELEASED[spec.family]
     f = spec.language.moe.ffn_hidden_size
     h = spec.language.hidden_size
@@ -193,11 +200,11 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
     if not stacks:
         return "apart" if any(".mlp.experts." in name for name in names) else released
     if released == "output_first":
-        return released  # and so does transformers: there are no other stacks
+        return released  # as in transformers, which supports no other stacks for this family
     for name, (rows, cols) in stacks.items():
         if rows == cols:
             raise WeightsError(
-                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}, so it is unknown "
+                f"{folder.path}: tensor {name!r} holds square matrices, {rows} by {cols}, so it is not known "
                 "whether their inputs or their outputs come first. Store each expert's gate_proj, up_proj "
                 "and down_proj as separate tensors"
             )
@@ -207,21 +214,22 @@ def expert_style(spec: ModelSpec, folder: TensorFolder) -> ExpertStyle:
 
 
 def is_carried(spec: ModelSpec, name: str) -> bool:
-    """Whether a stored tensor is not part of the model and is kept as it is (:data:`CARRIED`)."""
+    """Whether a stored tensor is not part of the model and is copied unchanged (:data:`CARRIED`)."""
     prefix = CARRIED.get(spec.family)
     return prefix is not None and name.startswith(prefix)
 
 
 class HfCheckpoint:
-    """A HF folder read as Megatron weights: the source of a conversion and the pattern of an export.
+    """A HF folder that is read as Megatron weights: the source of a conversion, or the model for an export.
 
     Attributes:
         stored: released name -> the name in this folder's files.
         carried: stored names of tensors that are not part of the model, in the order of the files.
 
     Raises:
+        FileNotFoundError: the folder has no config or no safetensors weights.
         ConfigError: ``model_type`` is unknown, or a field is impossible.
-        WeightsError: a tensor is missing, unknown, of a wrong shape or type; the message names it.
+        WeightsError: a tensor is missing, unknown, or of a wrong shape or type. The message names it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -240,6 +248,7 @@ class HfCheckpoint:
         self._check_tensors()
 
     def _released_names(self) -> dict[str, str]:
+        """Released name -> stored name, for all tensors of the model."""
         stored: dict[str, str] = {}
         rules = {short_name(name): name for name in self.expected}
         for name in self.folder.where:
@@ -293,10 +302,10 @@ class HfCheckpoint:
             self.hf_dtype(name)
 
     def rounded_decays(self) -> str:
-        """What happened to the decay rates of linear attention (``A_log``), if they were rounded; else empty.
+        """A note if the decay rates of linear attention (``A_log``) were rounded; otherwise empty.
 
-        Released Qwen3.5 has them in float32, and so has the norm within these layers. Qwen3.6 and 3.8 have
-        them in bfloat16, and a ``bos_token_id`` in the text config, by which they are known here.
+        Released Qwen3.5 stores them in float32, like the norm within these layers. Qwen3.6 and 3.8 store them
+        in bfloat16. They are recognised by the ``bos_token_id`` in their text config.
         """
         names = [name for name in self.expected if name.endswith(".linear_attn.A_log")]
         text = self.spec.hf_config.get("text_config") or {}
@@ -313,17 +322,18 @@ class HfCheckpoint:
             if not all(torch.equal(value, value.bfloat16().float()) for value in values):
                 return ""
             how = "every A_log is stored as float32 but holds only values of bfloat16"
+
         return (
             f"{self.path}: {how}; released Qwen3.5 has them in float32. They were rounded, as transformers "
             "does when it loads the model as bfloat16 (or auto) and saves it: decays are up to 1.6 % off. "
-            "Start from the released folder where you can"
+            "Start from the released folder if you can"
         )
 
     def check_tied_output(self) -> None:
-        """Raises :class:`WeightsError` if a stored tied output layer differs from the embedding
-        in any bit."""
+        """Raises WeightsError if a stored tied output layer differs from the embedding in any bit."""
         if not self.has_tied_output:
             return
+
         names = [self.stored[HF_OUTPUT], self.stored[self.embedding]]
         same_type = self.folder.code(names[0]) == self.folder.code(names[1])
         regions = (
@@ -333,18 +343,18 @@ class HfCheckpoint:
             not _same_bits(*(self.folder.region(name, w) for name in names)) for w in regions
         ):
             raise WeightsError(
-                f"{self.path}: tensor {names[0]!r} differs from {names[1]!r} , but config.json ties them; "
+                f"{self.path}: tensor {names[0]!r} differs from {names[1]!r}, but config.json ties them; "
                 "set tie_word_embeddings to false, or remove the tensor"
             )
 
     def hf_dtype(self, released: str) -> torch.dtype:
-        """The stored data type of a tensor."""
+        """The data type of a stored tensor, from its released name."""
         return self.folder.dtype(self.stored[released])
 
-    # The interface of a source of weights, as WeightReader has it.
+    # The following methods are the interface of a source of weights, like those of WeightReader.
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of a canonical tensor: one that holds the values of all its HF tensors exactly."""
+        """The data type of a canonical tensor, which holds the values of all its HF tensors exactly."""
         dtypes = [self.hf_dtype(hf) for hf in self.rules[name].hf]
         common = dtypes[0]
         for dtype in dtypes[1:]:
@@ -352,11 +362,11 @@ class HfCheckpoint:
         return common
 
     def verify(self, name: str) -> None:
-        """Does nothing: HF folders have no hashes. Shapes, types and lengths were checked on opening."""
+        """Does nothing, because HF folders have no hashes. Shapes, types and lengths were checked earlier."""
 
     def fingerprint(self) -> dict[str, str]:
-        """Config, and each file's header, size and modification time: all that is known without
-        reading the weights."""
+        """The config, and each file's header, size and modification time, which are known without reading the
+        weights."""
         facts = {"config.json": _sha256((self.path / "config.json").read_bytes())}
         for name in self.folder.files:
             stat = (self.path / name).stat()
@@ -372,7 +382,7 @@ class HfCheckpoint:
         return gather(self.rules[name].blocks, region, read, self.dtype(name))
 
     def hf_blocks(self, released: str) -> Sequence[Block]:
-        """The rectangles of a HF tensor in the canonical tensors: the rules read backwards."""
+        """The rectangles of a HF tensor in the canonical tensors: the inverse of the rules."""
         return self._hf_blocks[self.embedding if released == HF_OUTPUT and self.has_tied_output else released]
 
     @cached_property
@@ -393,13 +403,8 @@ def _read_spec(path: Path) -> ModelSpec:
         return read_spec(path)
     except ConfigError as error:
         raise ConfigError(f"{path.parent}: {error}") from error
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:  # not JSON, or a field of another type
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        # The file is not JSON, or a field has an unexpected type.
         raise ConfigError(f"{path} is invalid: {type(error).__name__}: {error}") from error
 
 

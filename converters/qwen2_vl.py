@@ -69,7 +69,7 @@ TOWER = (
     Entry("vision_model.merger.linear_fc2.weight", ("visual.merger.mlp.2.weight",), as_it_is),
     Entry("vision_model.merger.linear_fc2.bias", ("visual.merger.mlp.2.bias",), as_it_is),
 )
-"""What Qwen2-VL and Qwen2.5-VL have in common; the norms of the latter have no bias."""
+"""The tensors that Qwen2-VL and Qwen2.5-VL have in common. Qwen2.5-VL's norms have no bias."""
 
 TOWER_MLP = (
     Entry(

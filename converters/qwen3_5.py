@@ -1,6 +1,6 @@
 """Qwen3.5 <-> Megatron: Gated DeltaNet, attention with an output gate, Qwen3-VL's tower without DeepStack.
 
-Qwen3.5-MoE is the same with a router, experts and a shared expert in the decoder layers. Names:
+Qwen3.5-MoE has a router, experts and a shared expert in its decoder layers. Names:
 ``Qwen3_5ForConditionalGeneration`` and ``Qwen3_5MoeForConditionalGeneration`` as released.
 """
 
@@ -77,7 +77,7 @@ LINEAR_ATTENTION = (
         as_it_is,
     ),
 )
-"""Layers with linear attention have these in place of softmax attention's."""
+"""Layers with linear attention have these tensors instead of those of softmax attention."""
 
 SHARED_EXPERT = (
     Entry(

@@ -1,9 +1,7 @@
-"""Qwen3-VL <-> Megatron: a two-layer vision MLP padded from 4304 to a multiple of 128,
-DeepStack mergers, QK-norm.
+"""Qwen3-VL <-> Megatron: a two-layer vision MLP padded from 4304 to a multiple of 128, DeepStack, QK-norm.
 
-Qwen3-VL-MoE is the same with a router and experts in the decoder layers.
-Names: ``Qwen3VLForConditionalGeneration`` and ``Qwen3VLMoeForConditionalGeneration`` as released
-(``model.visual.*``, ``model.language_model.*``).
+Qwen3-VL-MoE has a router and experts in its decoder layers. Names: ``Qwen3VLForConditionalGeneration`` and
+``Qwen3VLMoeForConditionalGeneration`` as released (``model.visual.*``, ``model.language_model.*``).
 """
 
 from __future__ import annotations
@@ -197,7 +195,8 @@ ROUTER = (
         as_it_is,
     ),
 )
-"""Layers with experts have these in place of ``mlp.linear_fc1`` and ``mlp.linear_fc2``."""
+"""Layers with experts have these tensors, and :data:`EXPERTS`, instead of ``mlp.linear_fc1`` and
+``mlp.linear_fc2``."""
 
 EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
     "input_first": (

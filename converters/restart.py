@@ -1,15 +1,14 @@
-"""Manages a conversion's output folder: claims it, continues after a kill, and marks it finished only
-at the end.
+"""Manages a conversion's output folder: locks it, continues after a kill, and marks it as finished.
 
-A conversion keeps a journal, ``unfinished.jsonl``, from before its first byte until after its last. The first
-line says what is converted to what; each further line records one written tensor with its SHA-256. Started
-again with the same arguments on the same source, a conversion reads those tensors back, keeps the ones whose
-bytes have that hash and writes the others. Whenever it was killed, the result is that of an undisturbed run.
-With other arguments it is refused.
+A conversion keeps a journal, ``unfinished.jsonl``, from before its first byte until after its last one. The
+first line describes the conversion. Each further line records one written tensor with its SHA-256. If the
+conversion is started again with the same arguments on the same source, it reads those tensors back, keeps the
+ones whose hash is unchanged, and writes the others. So the result does not depend on when it was killed. With
+other arguments, it is refused.
 
-A folder with a journal is unfinished, and one without is finished. Data files get their names only at the
-end; then the manifest (or a Hugging Face folder's small files) is written, and then the journal is deleted. A
-lock on the journal keeps a second conversion out of the folder.
+A folder with a journal is unfinished, and a folder without one is finished. At the end, data files get their
+final names, then the manifest (or a Hugging Face folder's small files) is written, and then the journal is
+deleted. A lock on the journal keeps a second conversion out of the folder.
 """
 
 from __future__ import annotations
@@ -34,20 +33,23 @@ MEGATRON_FILES = (
     r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
 )
 HF_FILES = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
-"""Names of the files that a conversion or an export writes; ``--force`` removes nothing else."""
+"""Names of the files that a conversion (above) or an export writes. ``--force`` removes no other files."""
 
 
 class DiskFull(WeightsError):
-    """There is not enough room for the remaining files. What was written stays, so the
-    conversion can continue."""
+    """The disk has too little space for the remaining files. Written files stay, to continue later."""
 
 
 class WriteJournal:
     """The journal of a folder, locked for this process.
 
     Attributes:
-        work: what is converted to what; None for a new journal, or one whose first line was never completed.
+        work: the description of the conversion; None if the journal is new or its first line is incomplete.
         done: (file, tensor) -> SHA-256 of each written tensor.
+
+    Raises:
+        FileExistsError: another process is writing to the folder.
+        WeightsError: the journal is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,8 +76,7 @@ class WriteJournal:
             raise FileExistsError(f"another process has just finished writing to {self.path.parent}")
 
     def _read(self) -> tuple[dict[str, Any] | None, dict[tuple[str, str], str], int]:
-        """Work, finished tensors and the end of the last whole line, because a kill may leave
-        an incomplete one."""
+        """``work``, ``done``, and the end of the last complete line. A kill may leave an incomplete line."""
         data = self.path.read_bytes()
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
@@ -96,7 +97,7 @@ class WriteJournal:
         self._append(work)
 
     def resume(self) -> None:
-        """Continues after the last whole line."""
+        """Continues after the last complete line."""
         os.ftruncate(self._fd, self._end)
 
     def record(self, file: str, name: str, digest: str) -> None:
@@ -123,8 +124,8 @@ class Output:
     """The files of a conversion while they are being written.
 
     Attributes:
-        kept: (file, tensor) pairs of an earlier attempt that need not be written again.
-        digests: (file, tensor) -> SHA-256 of everything written so far.
+        kept: (file, tensor) pairs that an earlier attempt wrote and that need not be written again.
+        digests: (file, tensor) -> SHA-256, for all tensors written so far.
     """
 
     writers: dict[str, TensorWriter]
@@ -145,7 +146,7 @@ class Output:
         )
 
     def commit(self) -> None:
-        """Renames all files to their final names after their bytes are on the disk."""
+        """Gives all files their final names, once their bytes are on the disk."""
         for writer in self.writers.values():
             writer.commit(sync=True)
 
@@ -162,19 +163,26 @@ def writing(
     hf: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Output]:
-    """Claims ``out`` and opens a file for each header; the caller writes, commits and completes the folder.
+    """A context that locks ``out`` and opens a file for each header.
 
-    After a disk error or an interruption, what was written stays for the next attempt. If the weights are at
-    fault, everything is removed.
+    The caller writes the tensors, commits the files and completes the folder. After a disk error or an
+    interruption, written files stay for the next attempt. If the weights are at fault, all files are removed.
 
     Args:
-        work: what is converted to what, JSON types only; an unfinished ``out`` with equal work is continued.
-        force: replace the weights (a HF checkpoint if ``hf``) or another unfinished conversion in ``out``.
-        say: receives a line about what was kept of an earlier attempt.
+        inputs: the folders that are read.
+        headers: file -> its header.
+        work: the description of the conversion, in JSON types. If ``out`` is unfinished and its description
+            is equal, the conversion continues.
+        force: whether to replace the weights in ``out`` (a HF checkpoint if ``hf``), or another unfinished
+            conversion there.
+        workers: number of threads that read back the tensors of an earlier attempt.
+        hf: whether ``out`` becomes a Hugging Face folder.
+        say: receives a line about the files and tensors that were kept.
 
     Raises:
-        FileExistsError: ``out`` holds something else.
-        ValueError: ``out`` is one of ``inputs``.
+        FileExistsError: ``out`` holds something that is not to be replaced.
+        WeightsError: ``out`` is one of ``inputs``.
+        DiskFull: the disk has too little space.
     """
     journal = _claim(
         out, inputs, json.loads(json.dumps({"kind": "Hugging Face" if hf else "Megatron"} | work)), force, hf
@@ -187,13 +195,10 @@ def writing(
         output = Output(writers, _verified(journal, writers, workers), journal)
         _check_space(out, writers)
         if journal.done:
-            total = sum(len(writer.names()) for writer in writers.values())
-            say(
-                f"continuing: {output.kept_files()} of {len(writers)} files kept, "
-                f"{len(output.kept)} of {total} tensors"
-            )
+            say(_continuing(output))
 
         yield output
+
     except BaseException as error:
         for writer in writers.values():
             writer.close()
@@ -206,8 +211,20 @@ def writing(
     journal.close(remove=True)
 
 
+def _continuing(output: Output) -> str:
+    total = sum(len(writer.names()) for writer in output.writers.values())
+    return (
+        f"continuing: {output.kept_files()} of {len(output.writers)} files kept, "
+        f"{len(output.kept)} of {total} tensors"
+    )
+
+
 def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool) -> WriteJournal:
-    """Returns the folder's journal if this conversion may write there; removes what is to be replaced."""
+    """Checks that this conversion may write to ``out``, and removes the files that it replaces.
+
+    Returns:
+        The locked journal of the folder.
+    """
     if any(out.resolve() == path.resolve() for path in inputs):
         raise WeightsError(f"--out {out} is the input folder")
     if out.exists() and not out.is_dir():
@@ -217,6 +234,7 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
         _check_replaceable(out, force, hf)
     out.mkdir(parents=True, exist_ok=True)
     journal = WriteJournal(out)
+
     try:
         if journal.work == work:
             journal.resume()
@@ -225,27 +243,29 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
         if journal.work is None:
             _check_replaceable(out, force, hf)
         elif not force or journal.work.get("kind") != work["kind"]:
-            raise FileExistsError(
-                f"--out {out} holds an unfinished conversion, and {_difference(journal.work, work)}; repeat "
-                "its command to continue it, give --force to start over, or give another --out"
-                if journal.work.get("kind") == work["kind"]
-                else (
-                    f"--out {out} holds an unfinished conversion to {journal.work.get('kind')} weights; "
-                    "give another --out"
-                )
-            )
+            raise FileExistsError(_unfinished(out, journal.work, work))
 
-        journal.begin(work)  # before any removal: from here on the folder is unfinished
+        journal.begin(work)  # before any removal, so that the folder counts as unfinished from now on
         _remove_weights(out, hf)
         return journal
+
     except BaseException:
         journal.close(remove=journal.work is None)
         raise
 
 
+def _unfinished(out: Path, then: dict[str, Any], now: dict[str, Any]) -> str:
+    """The message if ``out`` holds an unfinished conversion ``then`` that differs from ``now``."""
+    if then.get("kind") != now["kind"]:
+        return f"--out {out} holds an unfinished conversion to {then.get('kind')} weights; give another --out"
+    return (
+        f"--out {out} holds an unfinished conversion, and {_difference(then, now)}; repeat "
+        "its command to continue it, give --force to start over, or give another --out"
+    )
+
+
 def _check_replaceable(out: Path, force: bool, hf: bool) -> None:
-    """Raises :class:`FileExistsError` unless ``out`` is empty, or holds such weights and
-    ``force`` is given."""
+    """Raises FileExistsError unless ``out`` is empty, or holds such weights and ``force`` is given."""
     present = [path for path in out.iterdir() if path.name != UNFINISHED] if out.is_dir() else []
     if not present:
         return
@@ -294,11 +314,13 @@ def _short(value: Any) -> str:
     return "absent" if value is None else str(value)
 
 
-def _tidy(out: Path, headers: dict[str, bytes], going_on: bool, hf: bool) -> None:
-    """Makes all files partial again. A manifest goes first; without it, the journal would
-    already be deleted."""
+def _tidy(out: Path, headers: dict[str, bytes], continues: bool, hf: bool) -> None:
+    """Gives all files their partial names again, and removes those that are not needed.
+
+    The manifest is removed first, so that the remaining files do not count as complete.
+    """
     for path in sorted(_weights_in(out, hf), key=lambda path: path.name != MANIFEST):
-        if path.name in headers and going_on and not partial_path(path).exists():
+        if path.name in headers and continues and not partial_path(path).exists():
             os.replace(path, partial_path(path))
         elif path.name.removesuffix(".partial") not in headers or not path.name.endswith(".partial"):
             path.unlink()
@@ -307,7 +329,7 @@ def _tidy(out: Path, headers: dict[str, bytes], going_on: bool, hf: bool) -> Non
 def _verified(
     journal: WriteJournal, writers: dict[str, TensorWriter], workers: int
 ) -> frozenset[tuple[str, str]]:
-    """The tensors in the journal whose bytes are in place."""
+    """The (file, tensor) pairs in the journal whose bytes in the files still have the recorded hash."""
 
     def same(item: tuple[tuple[str, str], str]) -> bool:
         (file, name), digest = item

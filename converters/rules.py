@@ -1,12 +1,12 @@
-"""Defines what a Megatron tensor consists of in a Hugging Face checkpoint, once for both directions.
+"""Defines which parts of Hugging Face tensors a Megatron tensor consists of, once for both directions.
 
-A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor
-and its HF tensors share. Conversion reads the list forwards and export backwards, so each is the inverse of
-the other. What no rectangle covers is padding and zero. The functions below build the lists for the
-structures that occur.
+A :class:`Rule` lists the rectangles (:class:`~megatron_vl.weights.blocks.Block`) that a canonical tensor has
+in common with its HF tensors. Conversion reads the list forwards and export backwards, so each is the inverse
+of the other. Elements that no rectangle covers are padding, and zero. The functions below build the lists for
+all structures that occur.
 
-The families' tables (``qwen*.py``) list names as :class:`Entry`: whole, with ``*`` for numbers, so that a
-search for a tensor's name ends there.
+The families' tables (``qwen*.py``) list names as :class:`Entry`. They contain complete names, with ``*`` for
+numbers, so that a text search for a tensor's name finds them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_vl.weights.blocks import Block
 from megatron_vl.weights.tensor_files import Region, matrix_shape
 
 HF_OUTPUT = "lm_head.weight"
+"""HF's name of the output layer."""
 
 ExpertStyle = Literal["input_first", "output_first", "apart"]
 """How a folder stores a layer's experts:
@@ -30,8 +31,8 @@ ExpertStyle = Literal["input_first", "output_first", "apart"]
   ``down_proj [E, f, h]``, as in the released Qwen3-VL-MoE and as saved by transformers 4.57.
 * ``output_first``: stacks as in Megatron and in transformers 5's memory, ``[E, 2 * f, h]`` and
   ``[E, h, f]``, as in the released Qwen3.5-MoE and as saved by transformers 5.
-* ``apart``: three matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text models
-  (Qwen3-MoE).
+* ``apart``: three separate matrices for each expert, ``experts.N.gate_proj.weight`` and so on, as in the text
+  models (Qwen3-MoE).
 """
 RELEASED: dict[str, ExpertStyle] = {"qwen3_vl_moe": "input_first", "qwen3_5_moe": "output_first"}
 """How the released folders of a family store their experts."""
@@ -41,7 +42,7 @@ GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 @dataclass(frozen=True)
 class Rule:
-    """One canonical tensor and its HF tensors under their released names."""
+    """One canonical tensor, and the HF tensors that it consists of, under their released names."""
 
     name: str
     hf: dict[str, tuple[int, ...]]
@@ -52,14 +53,19 @@ class Rule:
 
 
 def same(info: TensorInfo, hf: str, shape: tuple[int, ...] | None = None) -> Rule:
-    """Copies the tensor; ``shape`` is HF's shape if it has more dimensions (the Conv3d of
-    the patch embedding)."""
+    """The rule of a tensor that equals its HF tensor.
+
+    Args:
+        shape: HF's shape if it has more dimensions, as the patch embedding's Conv3d; None: the same shape.
+    """
     return Rule(info.name, {hf: shape or info.shape}, (Block(hf, *matrix_shape(info.shape)),))
 
 
 def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
-    """HF has query, key and value; for each key/value head, the canonical tensor has its query heads, its key
-    and its value head."""
+    """The rule of a fused QKV tensor, for separate query, key and value tensors in HF.
+
+    For each key/value head (``groups``), the canonical tensor has its query heads, its key and its value.
+    """
     per_group = heads // groups
     cols = matrix_shape(info.shape)[1]
     sizes = dict(zip(hf, (per_group * dim, dim, dim), strict=True))
@@ -69,8 +75,11 @@ def split_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: in
 
 
 def split_gated_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, groups: int, dim: int) -> Rule:
-    """As :func:`split_qkv`, but HF's query tensor has for each head its query and its gate. The canonical
-    tensor has for each key/value head all queries, all gates, the key and the value."""
+    """The same as :func:`split_qkv`, with output gates.
+
+    For each head, HF's query tensor has the query and its gate. For each key/value head, the canonical tensor
+    has all queries, all gates, the key and the value.
+    """
     query, key, value = hf
     per_group = heads // groups
     cols = matrix_shape(info.shape)[1]
@@ -84,11 +93,12 @@ def split_gated_qkv(info: TensorInfo, hf: tuple[str, str, str], heads: int, grou
         for name in (key, value):
             blocks.append(Block(name, dim, cols, row=row, part_row=group * dim))
             row += dim
+
     return _runs(info, {query: 2 * heads * dim, key: groups * dim, value: groups * dim}, blocks)
 
 
 def stacked_rows(info: TensorInfo, hf: Sequence[str], rows: Sequence[int]) -> Rule:
-    """HF tensors of so many rows, one below the other."""
+    """The rule of a tensor that consists of HF tensors with ``rows`` rows, one below the other."""
     cols = matrix_shape(info.shape)[1]
     starts = [sum(rows[:i]) for i in range(len(rows))]
     blocks = [Block(name, n, cols, row=start) for name, n, start in zip(hf, rows, starts, strict=True)]
@@ -96,8 +106,10 @@ def stacked_rows(info: TensorInfo, hf: Sequence[str], rows: Sequence[int]) -> Ru
 
 
 def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
-    """HF has one tensor with all queries, all keys, all values; the canonical one has q, k, v of
-    each head together."""
+    """The rule of a fused QKV tensor, for one HF tensor with all queries, all keys and all values.
+
+    For each head, the canonical tensor has its query, key and value.
+    """
     cols = matrix_shape(info.shape)[1]
     blocks = [
         Block(hf, dim, cols, row=(3 * head + which) * dim, part_row=(which * heads + head) * dim)
@@ -108,7 +120,7 @@ def fused_qkv(info: TensorInfo, hf: str, heads: int, dim: int) -> Rule:
 
 
 def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
-    """Stores gate, then up; each is padded with zero rows from ``width`` to half of the canonical rows."""
+    """The rule of a gated ``linear_fc1``: gate, then up, each padded with zero rows after ``width`` rows."""
     rows, cols = matrix_shape(info.shape)
     half = rows // 2
     blocks = [Block(hf, width, cols, row=i * half) for i, hf in enumerate((gate, up))]
@@ -117,29 +129,33 @@ def gated(info: TensorInfo, gate: str, up: str, width: int) -> Rule:
 
 
 def padded_rows(info: TensorInfo, hf: str, width: int) -> Rule:
-    """Pads with zero rows from ``width`` on."""
+    """The rule of a tensor that is padded with zero rows after ``width`` rows."""
     rows, cols = matrix_shape(info.shape)
     padding = [Region(width, rows, 0, cols)] if rows > width else []
     return _runs(info, {hf: width}, [Block(hf, width, cols)], padding)
 
 
 def padded_columns(info: TensorInfo, hf: str, width: int) -> Rule:
-    """Pads with zero columns from ``width`` on."""
+    """The rule of a tensor that is padded with zero columns after ``width`` columns."""
     rows, cols = matrix_shape(info.shape)
     padding = (Region(0, rows, width, cols),) if cols > width else ()
     return Rule(info.name, {hf: (rows, width)}, (Block(hf, rows, width),), padding)
 
 
 def stacked(info: TensorInfo, hf: str) -> Rule:
-    """One HF stack of all experts' matrices, each one transposed."""
+    """The rule of a stack of experts, for one HF stack of transposed matrices."""
     count, rows, cols = info.shape
     blocks = (Block(hf, rows, cols, row=i * rows, part_row=i * cols, transposed=True) for i in range(count))
     return Rule(info.name, {hf: (count, cols, rows)}, tuple(blocks))
 
 
 def expert_by_expert(info: TensorInfo, hf: Sequence[str]) -> Rule:
-    """HF matrices of their own for each expert, one below the other in ours; names hold ``*`` for the
-    expert's number."""
+    """The rule of a stack of experts, for separate HF matrices of each expert.
+
+    Args:
+        hf: the names of one expert's matrices, which are below each other in the canonical tensor. ``*``
+            stands for the expert's number.
+    """
     count, rows, cols = info.shape
     height = rows // len(hf)
     tensors = [name.replace("*", str(expert)) for expert in range(count) for name in hf]
@@ -170,24 +186,26 @@ def _runs(
 
 
 class Entry(NamedTuple):
-    """Tensors of one kind: their names with ``*`` for the number of a layer, a merger or an expert."""
+    """The tensors of one kind. In their names, ``*`` stands for the number of a layer, merger or expert."""
 
     name: str
-    """Canonical; the first ``*`` of the HF names is the same number."""
+    """The canonical name. Its number is the first ``*`` of the HF names."""
     hf: tuple[str, ...]
-    """The HF tensors that it is made of, under their released names."""
+    """The released names of the HF tensors that it consists of."""
     kind: Callable[[ModelSpec, TensorInfo, tuple[str, ...]], Rule]
+    """The function that makes the rule."""
 
 
 def rules_of(spec: ModelSpec, entries: Sequence[Entry]) -> list[Rule]:
-    """One rule for each tensor of the model, in model order. What the model does not have is left out.
+    """Makes one rule for each tensor of the model, in model order. Entries for other tensors are not used.
 
     Raises:
-        ValueError: the table has no entry for a tensor, or two.
+        ValueError: the table has no entry for a tensor, or two entries.
     """
     by_name = {entry.name: entry for entry in entries}
     if len(by_name) < len(entries):
         raise ValueError(f"{spec.family}: two entries for one name")
+
     rules = []
     for info in tensor_table(spec).values():
         number = _NUMBER.search(info.name)
@@ -203,33 +221,33 @@ _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def as_it_is(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """One HF tensor of the same shape."""
+    """The tensor equals one HF tensor of the same shape."""
     return same(info, hf[0])
 
 
 def conv3d(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """The patch embedding, a Conv3d in HF."""
+    """The tensor is the patch embedding, which is a Conv3d in HF."""
     v = spec.vision
     shape = (v.hidden_size, v.in_channels, v.temporal_patch_size, v.patch_size, v.patch_size)
     return same(info, hf[0], shape)
 
 
 def language_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF query, key and value of a decoder layer."""
+    """The tensor consists of the query, key and value of a decoder layer."""
     query, key, value = hf
     m = spec.language
     return split_qkv(info, (query, key, value), m.num_heads, m.num_kv_heads, m.head_dim)
 
 
 def language_gated_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF query with output gate, key and value of a decoder layer."""
+    """The tensor consists of the query with output gate, the key and the value of a decoder layer."""
     query, key, value = hf
     m = spec.language
     return split_gated_qkv(info, (query, key, value), m.num_heads, m.num_kv_heads, m.head_dim)
 
 
 def linear_attention_input(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF projections of linear attention: queries, keys and values; output gate (z); beta (b); decay (a)."""
+    """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
     a = spec.language.linear_attention
     assert a is not None
     return stacked_rows(
@@ -238,46 +256,46 @@ def linear_attention_input(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...
 
 
 def shared_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF gate and up of the shared expert."""
+    """The tensor consists of the shared expert's gate and up projections."""
     gate, up = hf
     assert spec.language.moe is not None
     return gated(info, gate, up, spec.language.moe.shared_ffn_hidden_size)
 
 
 def vision_qkv(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """One HF tensor of a vision layer with all three."""
+    """The tensor equals one HF tensor with query, key and value of a vision layer, in another order."""
     return fused_qkv(info, hf[0], spec.vision.num_heads, spec.vision.head_dim)
 
 
 def language_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF gate and up of a decoder layer."""
+    """The tensor consists of a decoder layer's gate and up projections."""
     gate, up = hf
     return gated(info, gate, up, spec.language.ffn_hidden_size)
 
 
 def vision_gated(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF gate and up of a vision layer."""
+    """The tensor consists of a vision layer's gate and up projections, each padded with zero rows."""
     gate, up = hf
     return gated(info, gate, up, spec.vision.ffn_hidden_size)
 
 
 def vision_rows(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """The first linear layer of a vision MLP without a gate."""
+    """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
     return padded_rows(info, hf[0], spec.vision.ffn_hidden_size)
 
 
 def vision_columns(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """The last linear layer of a vision MLP."""
+    """The tensor is the last linear layer of a vision MLP, padded with zero columns."""
     return padded_columns(info, hf[0], spec.vision.ffn_hidden_size)
 
 
 def stack_input_first(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """One HF stack of transposed matrices."""
+    """The tensor equals one HF stack of transposed matrices."""
     return stacked(info, hf[0])
 
 
 def each_expert(spec: ModelSpec, info: TensorInfo, hf: tuple[str, ...]) -> Rule:
-    """HF matrices of each expert, whose number is the ``*`` that is left."""
+    """The tensor is a stack of HF matrices of each expert, whose number is the remaining ``*``."""
     return expert_by_expert(info, hf)
 
 

@@ -1,8 +1,8 @@
-"""Moves tensors from a source to files, a few megabytes at a time, in several threads, with progress.
+"""Copies tensors from a source to files, a few megabytes at a time, in several threads, and shows progress.
 
-Memory is bounded by a small constant times :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times
-the number of workers, whatever the size of the model: regions of mapped files are read, and files are
-filled in place.
+Memory is limited to a small constant times :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times the
+number of workers, and does not depend on the size of the model: regions of mapped files are read, and files
+are filled in place.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from megatron_vl.weights.tensor_files import Region, TensorWriter, matrix_shape,
 
 
 class Progress:
-    """Shows bytes, rate and time left on stderr: redrawn on a terminal, otherwise as a line
-    every 30 seconds."""
+    """Shows bytes, rate and time left on stderr.
+
+    On a terminal, the line is redrawn. Otherwise, a line is printed every 30 seconds.
+    """
 
     def __init__(self, what: str, total: int, stream: TextIO | None = None) -> None:
         self._what = what
@@ -68,13 +70,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One tensor of one file. ``read`` returns a region of it as a matrix."""
+    """The job to write one tensor to one file."""
 
     writer: TensorWriter
     name: str
+    """The tensor's name in the file."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[Region], Tensor]
+    """Returns a region of the tensor as a matrix."""
 
     @property
     def bytes(self) -> int:
@@ -88,16 +92,16 @@ class CopyJob:
 
 
 def default_workers() -> int:
-    """The number of useful workers: hashing takes most of the time, and eight saturate the disk."""
+    """The number of useful workers. Hashing takes most of the time, and eight workers saturate the disk."""
     return max(1, min(8, len(os.sched_getaffinity(0))))
 
 
 def give_back_freed_chunks() -> None:
     """Makes glibc return freed chunks to the system at once, for the rest of this process.
 
-    By default, it keeps freed memory up to a limit that grows with what is freed: chunks of 4 MB and the
-    slightly smaller ones of other shapes left 20 MB per thread unused (183 MB for 8 workers on stacks of
-    experts; 63 MB with the limit fixed, no slower).
+    By default, glibc keeps freed memory up to a limit that grows with the freed sizes. Chunks of 4 MB, and
+    slightly smaller ones, left 20 MB per thread unused (183 MB in all for 8 workers on stacks of experts,
+    against 63 MB with a fixed limit, at the same speed).
     """
     try:
         ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
@@ -110,15 +114,15 @@ class _Stopped(Exception):
 
 
 Task = CopyJob | Callable[[], None]
-"""Something to write, or something to check before it is read."""
+"""A tensor to write, or a check of a tensor before it is read."""
 
 
 def verified_ahead(
     jobs: Mapping[str, Sequence[CopyJob]], check: Callable[[str], None], workers: int
 ) -> list[Task]:
-    """Orders jobs by the tensor that they read, with each tensor's check a few tensors ahead.
+    """Orders jobs by the tensor that they read, and puts the check of each tensor a few tensors earlier.
 
-    A job checks an unchecked tensor first. Checks ahead of time keep the workers from waiting for each other.
+    If a tensor is unchecked, a job checks it first. Earlier checks keep workers from waiting for each other.
     """
     names = list(jobs)
     tasks = list[Task]()
@@ -133,10 +137,10 @@ def verified_ahead(
 def run_jobs(
     tasks: Sequence[Task], workers: int, progress: Progress, record: Callable[[str, str, str], None]
 ) -> None:
-    """Runs all tasks with ``workers`` threads; the first failure stops all.
+    """Runs all tasks in ``workers`` threads. The first failure stops all of them and is raised.
 
     Args:
-        record: receives the file, the tensor and the SHA-256 of each written tensor.
+        record: called with the file, the name and the SHA-256 of each written tensor.
     """
     give_back_freed_chunks()
     stop = threading.Event()
@@ -169,6 +173,7 @@ def run_jobs(
             raise
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
     errors = [error for future in futures if not future.cancelled() and (error := future.exception())]
     for error in errors:
         if not isinstance(error, _Stopped):

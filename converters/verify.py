@@ -32,21 +32,21 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison; names are those of the first folder."""
+    """The result of a comparison. Names are those of the first folder."""
 
     tensors: int
     bytes: int
     differences: list[Difference]
     renamed: int = 0
-    """Tensors that the second folder has under the other naming style of
-    transformers, see :mod:`converters.hf`."""
+    """Number of tensors that the second folder names in transformers' other style (see
+    :mod:`converters.hf`)."""
     example: str = ""
-    """One of these tensors under both names, for a message."""
+    """One of these tensors with both names, for a message."""
 
 
 @dataclass(frozen=True)
 class _Tensors:
-    """Names, shapes and types (safetensors' codes) of a folder, and regions of its tensors."""
+    """The tensors of a folder: their shapes, types (safetensors' codes), and a function to read them."""
 
     shapes: dict[str, tuple[int, ...]]
     codes: dict[str, str]
@@ -54,8 +54,8 @@ class _Tensors:
     is_hf: bool
 
     def renamed(self, names: dict[str, str]) -> _Tensors:
-        """The same tensors, some under other names (new name -> present name)."""
-        new = {present: name for name, present in names.items()}
+        """The same tensors, some of them with new names (new name -> current name)."""
+        new = {current: name for name, current in names.items()}
         shapes = {new.get(name, name): shape for name, shape in self.shapes.items()}
         codes = {new.get(name, name): code for name, code in self.codes.items()}
         return _Tensors(
@@ -64,15 +64,16 @@ class _Tensors:
 
 
 def _open(path: Path) -> _Tensors:
-    """Opens a HF folder under its own names, or Megatron weights of any layout as full tensors."""
+    """Opens a HF folder with its stored names, or Megatron weights of any layout as full tensors."""
     if any((path / name).exists() for name in (MANIFEST, LATEST, f"weights/{MANIFEST}")) or any(
         path.glob("step_*")
     ):
-        weights = WeightReader(path, verify=False)  # show differences instead of refusing them
+        weights = WeightReader(path, verify=False)  # differences are to be shown, not refused
         shapes = {name: info.shape for name, info in weights.table.items()}
         return _Tensors(
             shapes, {name: CODES[weights.dtype(name)] for name in shapes}, weights.region, is_hf=False
         )
+
     folder = TensorFolder(path)
     shapes = {name: folder.shape(name) for name in folder.where}
     return _Tensors(shapes, {name: folder.code(name) for name in shapes}, folder.region, is_hf=True)
@@ -81,10 +82,11 @@ def _open(path: Path) -> _Tensors:
 def _same_under_other_names(a: _Tensors, b: _Tensors) -> dict[str, str]:
     """Maps names in ``a`` to names in ``b`` for tensors of two HF folders that differ only in naming style.
 
-    A tensor that one folder has under both names is left out, because it is unclear which one is meant.
+    A tensor that one folder has under both names is left out, because the match would be ambiguous.
     """
     if not (a.is_hf and b.is_hf):
         return {}
+
     sides: list[dict[str, list[str]]] = [{}, {}]
     for side, folder in zip(sides, (a, b), strict=True):
         for name in folder.shapes:
@@ -101,28 +103,27 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _itemsize(code: str) -> int:
-    """Bytes of an element: the first number in a code such as ``BF16`` or ``F8_E4M3`` counts its bits
-    (``BOOL`` has none)."""
+    """Bytes of an element. The first number in a code such as ``BF16`` or ``F8_E4M3`` is the number of bits;
+    ``BOOL`` has none."""
     bits = re.search(r"\d+", code)
     return int(bits[0]) // 8 if bits else 1
 
 
 def compare(a: str | Path, b: str | Path, *, workers: int = 0) -> Comparison:
-    """Compares all tensors of two HF folders (or of two folders of Megatron weights in any layouts)
-    bit for bit.
+    """Compares all tensors of two folders bit for bit: HF folders, or Megatron weights of any layouts.
 
-    Tensors of two HF folders that differ only in naming style are compared with each other. Differences are
-    sorted by name: tensors that only one folder has, other types, other shapes, other bits.
+    Tensors of two HF folders whose names differ only in style are compared with each other. Differences are
+    sorted by name. They are tensors that only one folder has, other types, other shapes, or other bits.
 
     Raises:
-        WeightsError: one folder is Hugging Face, the other Megatron.
+        WeightsError: one folder is a Hugging Face folder, and the other holds Megatron weights.
     """
     left, right = _open(Path(a)), _open(Path(b))
     if left.is_hf != right.is_hf:
-        kinds = ("Megatron weights", "a Hugging Face folder")
+        kinds = ("a folder of Megatron weights", "a Hugging Face folder")
         raise WeightsError(
-            f"{a} holds {kinds[left.is_hf]}, {b} {kinds[right.is_hf]}: their names and shapes differ. "
-            "Compare two folders of one kind; `megatron-vl export` makes a Hugging Face folder of "
+            f"{a} is {kinds[left.is_hf]}, but {b} is {kinds[right.is_hf]}: their names and shapes differ. "
+            "Compare two folders of the same kind; `megatron-vl export` makes a Hugging Face folder from "
             "Megatron weights"
         )
 
@@ -168,7 +169,7 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
         x = a.region(name, region).contiguous()
         y = b.region(name, region).contiguous()
         bits = BITS[x.element_size()]
-        # Compared as integers, two NaN of the same bits are equal, and 0.0 and -0.0 are not.
+        # As integers, two NaNs with the same bits are equal, and 0.0 and -0.0 are not.
         other = (x.view(bits) != y.view(bits)).flatten()
         if other.any():
             count += int(other.sum())
@@ -186,7 +187,7 @@ def _different_bits(name: str, a: _Tensors, b: _Tensors, progress: Progress) -> 
 
 
 def check_hashes(path: str | Path, *, workers: int = 0) -> Comparison:
-    """Compares every stored tensor of Megatron weights with the SHA-256 in the manifest."""
+    """Compares every stored tensor of Megatron weights with its SHA-256 in the manifest."""
     reader = WeightReader(path, verify=False)
     work = [
         (file, name, digest)

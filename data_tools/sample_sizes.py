@@ -23,10 +23,10 @@ import numpy as np
 
 from megatron_vl import durable
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import META, DataSet, read_description
+from megatron_vl.data.description import META, SIZES, DataSet, read_description
 from megatron_vl.data.loader import RawSample, RowEncoder, grid_of, stored_video
 from megatron_vl.data.location import location
-from megatron_vl.data.sizes import MEDIUM, SAMPLE, SHARDS, SIZES, Medium, data_sets, has_sizes, text_id
+from megatron_vl.data.sizes import MEDIUM, SAMPLE, SHARDS, Medium, data_sets, has_sizes, text_id
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 

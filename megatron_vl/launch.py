@@ -4,8 +4,8 @@
 
 * When a rank stops with a message, only that message is shown.
   torchrun would print a traceback of its own after it.
-* SIGTERM and SIGUSR1 ask the ranks to save and end, and the exit code is then 0. torchrun would kill the
-  ranks after 30 seconds.
+* SIGTERM, SIGUSR1 and Ctrl-C ask the ranks to save and end, and the exit code is then 0. torchrun would kill
+  the ranks after 30 seconds. A second Ctrl-C ends them at once.
 * A rank that stays stopped (SIGSTOP) is killed. Other ranks of its node do that too, but it may be alone.
 * On CPU the ranks of a single node are forks of this process, which has imported what they need. Importing
   takes seconds of processor time, and there are more ranks than cores. With GPUs each rank is a program of
@@ -34,6 +34,7 @@ import psutil
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
+from megatron_vl.signals import STOP_SIGNALS, handle
 
 RANK_PROGRAM = "megatron_vl.train"
 STOPPED_S = 30.0
@@ -63,9 +64,8 @@ def main(argv: list[str] | None = None) -> int:
 
     if args.training_script == RANK_PROGRAM:
         # The signals on which torchrun may still kill the ranks.
-        args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, _ask_ranks)
+        args.signals_to_handle = "SIGHUP,SIGQUIT"
+        handle(STOP_SIGNALS, _ask_ranks)
 
     if config is not None and config.failures.timeout_s:
         limit_s = config.failures.timeout_s + STOPPED_S
@@ -131,7 +131,7 @@ def _be_rank(module: str, words: list[str]) -> None:
     """Runs ``python -m module words`` in a fork. Exits unless all went well."""
     import torch
 
-    os.setsid()  # Ctrl-C is for the launcher, which ends the ranks
+    os.setsid()  # Ctrl-C is for the launcher, which asks the ranks
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -152,7 +152,7 @@ def _be_rank(module: str, words: list[str]) -> None:
         sys.exit(1)
 
     # This process waits until the launcher has read its result. The handlers of the program do not end it.
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -187,18 +187,41 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _ask_ranks(number: int, frame: FrameType | None) -> None:
-    """Passes the request to stop on to the ranks. The main program keeps waiting for them."""
-    print(
-        f"megatron_vl.launch: {signal.Signals(number).name}: the ranks save and end",
-        file=sys.stderr,
-        flush=True,
-    )
-    everyone = children(os.getpid())
+    """Passes the request to stop on to the ranks. The main program keeps waiting for them.
+
+    Raises:
+        SignalException: there are no ranks yet, or a second Ctrl-C has ended them.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    name = signal.Signals(number).name
+    again = number == signal.SIGINT and number in _received
+    _received.add(number)
+    ranks = _ranks()
+    if again or not ranks:
+        _tell_ranks(ranks, signal.SIGKILL)
+        raise SignalException(f"{name} ends the launcher", signal.Signals(number))
+
+    hint = "; Ctrl-C again ends them at once, without saving" if number == signal.SIGINT else ""
+    print(f"megatron_vl.launch: {name}: the ranks save and end{hint}", file=sys.stderr, flush=True)
+    _tell_ranks(ranks, signal.SIGUSR1)
+
+
+_received: set[int] = set()
+"""Signals that this process has received."""
+
+
+def _ranks() -> list[int]:
+    """The ranks among this process's children: programs of their own, or forks of it."""
     forked = tuple(psutil.Process().cmdline())
-    for pid, command in everyone.items():
-        if RANK_PROGRAM in command or command == forked:
-            with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-                os.kill(pid, signal.SIGUSR1)
+    everyone = children(os.getpid())
+    return [pid for pid, command in everyone.items() if RANK_PROGRAM in command or command == forked]
+
+
+def _tell_ranks(ranks: list[int], number: signal.Signals) -> None:
+    for pid in ranks:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, number)
 
 
 if __name__ == "__main__":

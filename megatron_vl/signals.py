@@ -1,7 +1,8 @@
-"""The signals that ask a run to save its state and end. A cluster sends them before it takes the nodes back.
+"""The signals that ask a run to save its state and end.
 
-SIGTERM and SIGUSR1 set a flag. The loop reduces it over all ranks with the loss of the step, so that they
-save and end together, whichever of them were signalled. A second SIGTERM ends the process at once.
+A cluster sends SIGTERM or SIGUSR1 before it takes the nodes back, and Ctrl-C sends SIGINT. Each sets a flag.
+The loop reduces it over all ranks with the loss of the step, so that they save and end together, whichever of
+them were signalled. A second SIGTERM or SIGINT ends the process at once.
 
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
 remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
@@ -16,6 +17,7 @@ import ctypes
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterable
 from types import FrameType
 
 from megatron_vl.processes import children
@@ -23,30 +25,39 @@ from megatron_vl.processes import children
 _MESSAGE_S = 10.0
 """Seconds that a rank whose peer is gone has to say why."""
 
-_asked: str = ""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+_asked: list[str] = []
+"""Names of the signals that have come, the latest last."""
 
 
 def take_stop_signals() -> None:
-    """Handles both signals from now on. Call it in the main thread of a rank."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, _ask)
+    """Handles the signals from now on. Call it in the main thread of a rank."""
+    handle(STOP_SIGNALS, _ask)
+
+
+def handle(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> None:
+    """Sets a handler for signals, except for a SIGINT that is ignored, as in the background of a script."""
+    for number in numbers:
+        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def asked_to_stop() -> str:
     """The name of the signal that asked this process to stop; empty if none has."""
-    return _asked
+    return _asked[-1] if _asked else ""
 
 
 def _ask(number: int, frame: FrameType | None) -> None:
-    global _asked
-    if number == signal.SIGTERM and _asked == "SIGTERM":
+    name = signal.Signals(number).name
+    if number != signal.SIGUSR1 and name in _asked:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     if number == signal.SIGTERM and _peer_is_gone():
         end = threading.Timer(_MESSAGE_S, os._exit, (128 + number,))
         end.daemon = True
         end.start()
-    _asked = signal.Signals(number).name
+    _asked.append(name)
 
 
 def _peer_is_gone() -> bool:
@@ -64,7 +75,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def shield_loader_worker(seconds: int = 30) -> None:
-    """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too.
+    """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too, and
+    after the SIGINT of a terminal.
 
     The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
     it; a stopped one would stay otherwise.
@@ -72,3 +84,4 @@ def shield_loader_worker(seconds: int = 30) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

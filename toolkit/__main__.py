@@ -1,5 +1,7 @@
-"""``python -m toolkit``: the ``megatron-vl`` command in this Python, even if its environment
-is not activated."""
+"""``python -m toolkit``: runs the ``megatron-vl`` command in this Python.
+
+The environment need not be activated.
+"""
 
 import sys
 

@@ -1,5 +1,4 @@
-"""The register of commands. A command's folder has ``options.py`` (dataclass)
-and ``command.py`` (function)."""
+"""The register of commands. A command's folder has ``options.py`` (a dataclass) and ``command.py``."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from toolkit.options import CommandOptions
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command is defined; its modules are imported only when it is used."""
+    """Where a command is defined. Its modules are imported only when it is used."""
 
     folder: str
-    """The folder of ``toolkit.FOLDER.options`` and ``toolkit.FOLDER.command``."""
+    """The folder of its modules, ``toolkit.FOLDER.options`` and ``toolkit.FOLDER.command``."""
     options: str
-    """Dataclass in ``options``."""
+    """The name of the dataclass in ``options``."""
     function: str
-    """Function in ``command``: takes the options, returns the exit code."""
+    """The name of the function in ``command``, which takes the options and returns the exit code."""
 
     def load_options(self) -> type[CommandOptions]:
         return getattr(importlib.import_module(f"toolkit.{self.folder}.options"), self.options)

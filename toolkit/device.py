@@ -6,10 +6,10 @@ from megatron_vl.errors import UserError
 
 
 def chosen_platform(wanted: str, option: str = "--platform") -> str:
-    """Returns ``cuda`` or ``cpu``: the one in ``wanted``, or for ``auto`` the one that this machine has.
+    """Returns ``cuda`` or ``cpu``: ``wanted``, or for ``auto`` the one that this machine has.
 
     Raises:
-        UserError: ``option`` asks for CUDA, but torch sees no GPU.
+        UserError: ``wanted`` is ``cuda``, but torch sees no GPU. The message names ``option``.
     """
     import torch
 

@@ -1,9 +1,8 @@
 """Opens Hugging Face folders in ``transformers`` without executing or unpickling anything in them.
 
-A checkpoint may come from anybody. By default, transformers 5.17 asks at the terminal whether to run the code
-that ``auto_map`` names (``trust_remote_code`` left out), falls back to ``torch.load`` if there are no
-safetensors, follows ``adapter_config.json`` to another model, and fetches kernels that ``config.json`` names
-as its attention.
+A checkpoint may come from an untrusted source. By default, transformers 5.17 asks at the terminal whether to
+run the code that ``auto_map`` names, falls back to ``torch.load`` if there are no safetensors, follows
+``adapter_config.json`` to another model, and downloads kernels that ``config.json`` names as its attention.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ SAFE: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 
 def check_folder(folder: str | Path) -> TensorFolder:
-    """Checks a checkpoint folder before anything opens it; returns its weights by safetensors
-    files and index.
+    """Checks a checkpoint folder before anything opens it.
+
+    Returns:
+        Its safetensors files.
 
     Raises:
         FileNotFoundError: there is no config or no safetensors weights.
@@ -38,10 +39,11 @@ def check_folder(folder: str | Path) -> TensorFolder:
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder / 'config.json'} is missing; give a Hugging Face checkpoint folder")
+
     spec = read_spec(folder)
     if (folder / "adapter_config.json").exists():
         raise ConfigError(
-            f"{folder} holds an adapter (adapter_config.json), which names another model; merge the two"
+            f"{folder} holds an adapter (adapter_config.json) for another model; merge the two first"
         )
     if "transformers_weights" in spec.hf_config:
         raise ConfigError(
@@ -58,11 +60,11 @@ def load_processor(folder: str | Path) -> Any:
 
 
 def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
-    """Loads the folder's model in evaluation mode with SDPA attention, only from its safetensors.
+    """Loads the folder's model from its safetensors, in evaluation mode with SDPA attention.
 
     Args:
-        device_map: None loads it into this machine's memory; ``auto`` spreads it over the
-            GPUs (needs accelerate).
+        device_map: None loads it into this machine's memory; ``auto`` distributes it over the GPUs, which
+            needs accelerate.
 
     Raises:
         Like :func:`check_folder`.
@@ -79,10 +81,10 @@ def load_model(folder: str | Path, dtype: torch.dtype, device_map: str | None = 
 
 
 def use_torch_for_linear_attention(spec: ModelSpec) -> None:
-    """Lets transformers compute linear attention in plain torch in this process, whatever is installed.
+    """Makes transformers compute linear attention in plain torch in this process, whatever is installed.
 
-    With flash-linear-attention installed, it would take its kernels even on CPU, where they fail, and in
-    float32, where they round products to TF32.
+    If flash-linear-attention is installed, transformers would use its kernels even on CPU, where they fail,
+    and in float32, where they round products to TF32.
     """
     if spec.language.linear_attention is None:
         return
@@ -96,10 +98,10 @@ def use_torch_for_linear_attention(spec: ModelSpec) -> None:
 
 
 def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released") -> str:
-    """Prepares a rendered conversation so that the checkpoint's processor writes videos by ``video_prompt``.
+    """Prepares a rendered conversation so that the processor writes videos according to ``video_prompt``.
 
-    Qwen3-VL's processor replaces the bare placeholder by frame groups (since transformers 5.10). With the
-    rule ``released``, the surrounding pair of tokens is removed first, as in transformers 4.57.
+    Since transformers 5.10, Qwen3-VL's processor replaces only the placeholder with frame groups. With the
+    rule ``released``, the pair of tokens around it is removed first, as in transformers 4.57.
     """
     if not spec.vision.video_timestamps or video_prompt != "released":
         return text
@@ -110,8 +112,9 @@ def video_text(text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPr
 def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
     """Makes a transformers model use our positions instead of its own, in ``forward`` and in ``generate``.
 
-    transformers 5.3 to 5.23 lets text continue within a video (their issue 45381), and up to 5.17 it
-    truncates the seconds of a frame group. Qwen3-VL has the same rule everywhere and is left as it is.
+    In transformers 5.3 to 5.23, the positions of text continue within a video (their issue 45381). Up to
+    5.17, the seconds of a frame group are truncated. Qwen3-VL has the same rule in all versions and is not
+    changed.
 
     Args:
         model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned.
@@ -126,8 +129,7 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
         attention_mask: Tensor | None = None,
         **unused: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Positions, int64 [3, B, S], and the offset of a new token's position from its index,
-        int64 [B, 1]."""
+        """The positions, int64 [3, B, S], and a new token's position minus its index, int64 [B, 1]."""
         images = iter(_grids("image", image_grid_thw, None))
         videos = iter(_grids("video", video_grid_thw, second_per_grid_ts))
         positions = torch.zeros((3, *input_ids.shape), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Starts groups of processes of this Python, one per rank, as torchrun does for a training run."""
+"""Starts groups of Python processes, one per rank, as torchrun does for a training run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ def run_group(
     """Runs ``python -m module arguments`` in ``ranks`` processes on this machine and waits for them to end.
 
     Args:
-        show: where the output of the processes goes. nothing: into the result; all: to this process' output;
-            errors: all of it to standard error, because this process needs standard output for itself.
-        environment: variables of the processes, unless the user has set them.
-        on_cpu: the processes use no GPU, so several of them may be forks of one that has imported the module.
-        timeout: seconds after which the group is killed and subprocess.TimeoutExpired is raised.
+        show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
+            this process; ``errors``: all of it to standard error, because this process needs standard output.
+        environment: variables of the processes. Variables that the user has set take precedence.
+        on_cpu: whether the processes use no GPU, so that they may be forks of a process that has imported the
+            stack.
+        timeout: seconds after which the group is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: the group was killed because of ``timeout``.
     """
     launch: list[str] = []
     if ranks > 1:
@@ -45,7 +49,7 @@ def run_group(
     variables["PYTHONPATH"] = os.pathsep.join(
         part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
     )
-    if ranks == 1:  # set what torchrun would, without its start-up time
+    if ranks == 1:  # the variables that torchrun would set, without its start-up time
         alone = {
             "RANK": "0",
             "LOCAL_RANK": "0",
@@ -64,7 +68,7 @@ def run_group(
 
 
 def free_port() -> int:
-    """Finds a TCP port of this machine that nobody listens on."""
+    """Finds an unused TCP port of this machine."""
     import socket
 
     with socket.socket() as server:
@@ -73,7 +77,7 @@ def free_port() -> int:
 
 
 def end_of(done: subprocess.CompletedProcess[str], lines: int = 25) -> str:
-    """The last lines of a group's output, without torchrun's own report."""
+    """The last lines of a group's output, without torchrun's report."""
     said = (done.stderr or "") + (done.stdout or "")
     own = said.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError", 1)[0]
     return "\n".join(own.splitlines()[-lines:])

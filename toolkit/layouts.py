@@ -1,5 +1,4 @@
-"""Parses parallel layouts as written on the command line: ``1``, ``tp2sp``,
-``tp2pp2vpp2``, ``pp2:layers=1-3``, ``ep2``."""
+"""Parses parallel layouts from the command line, such as ``tp2sp``, ``tp2pp2vpp2`` or ``pp2:layers=1-3``."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ _TEXT = re.compile(rf"(1|(?:{_PART.pattern})+)(?::layers=(\d+(?:-\d+)*))?")
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """A layout as written, not yet checked against a model."""
+    """A layout as it was written, before it is checked against a model."""
 
     text: str
     tp: int = 1
@@ -45,8 +44,10 @@ class LayoutSpec:
 
     @property
     def rows(self) -> int:
-        """The rows of a step must be a multiple of this: data-parallel ranks have equal numbers, and
-        interleaving requires a multiple of ``pp``."""
+        """The number of rows of a step must be a multiple of this.
+
+        Data-parallel ranks have equal numbers of rows, and interleaving needs a multiple of ``pp`` on each.
+        """
         return self.dp * (self.pp if self.vpp > 1 else 1)
 
     @property
@@ -67,7 +68,7 @@ def parse_layout(text: str) -> LayoutSpec:
     """Parses a layout. Without ``dp``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
 
     Raises:
-        LayoutTextError: the text does not follow the grammar, or names a size twice.
+        LayoutTextError: the text does not follow the grammar, names a size twice, or has sp without tp.
     """
     match = _TEXT.fullmatch(text.strip())
     if match is None:
@@ -93,8 +94,7 @@ def parse_layout(text: str) -> LayoutSpec:
 
 
 def parse_layouts(text: str) -> list[LayoutSpec]:
-    """Parses comma-separated layouts. Raises LayoutTextError like :func:`parse_layout`, and for
-    an empty list."""
+    """Parses comma-separated layouts. Raises LayoutTextError like :func:`parse_layout`, and for no layout."""
     layouts = [parse_layout(part) for part in text.split(",") if part.strip()]
     if not layouts:
         raise LayoutTextError(f"no layout is given; valid: {GRAMMAR}")

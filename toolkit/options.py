@@ -1,10 +1,11 @@
-"""Command lines from dataclasses: a field is an option, its type is what is read, its docstring is the help.
+"""Makes command lines from dataclasses: a field is an option, its type says how to read the value, and its
+docstring is the help.
 
 A field ``media_root`` is the option ``--media-root``; the spelling ``--media_root`` is accepted too. The
 parser is jsonargparse's, as in the trainer. A command that sets ``run_fields`` also takes ``--config
 RUN.yaml`` and every field of a run by its dotted name, spelled as in the YAML.
 
-Nothing here imports torch: ``--help`` and wrong command lines answer at once.
+Nothing here imports torch, so that ``--help`` and errors in command lines appear at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_vl.errors import UsageError
 
 MISSING = dataclasses.MISSING
 SWITCHED = {"true": True, "false": False}
-"""Words that could once follow a switch."""
+"""Words that could follow a switch in earlier versions, and still can."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,7 +39,7 @@ class CommandOptions:
     """The words of the command line that set fields of a run, in order."""
 
     def check(self) -> None:
-        """Refuses options that contradict each other. Raises UsageError."""
+        """Raises UsageError if options contradict each other."""
 
 
 def option(
@@ -56,14 +57,15 @@ def option(
     """Declares an option: a field of a command's options.
 
     Args:
-        default: value without the option; if left out, the option is required.
+        default: the value without the option. If it is left out, the option is required.
+        metavar: the name of the value in ``--help``.
         shown_default: the default as ``--help`` shows it; empty: the value itself.
         least: smallest valid whole number.
-        share: accept a number from 0 to 1.
-        positional: take a word without an option name.
-        repeat: build a list, one item each time the option is given.
-        several: build a list of all words after the option.
-        must_exist: the path is read, so refuse one that does not exist.
+        share: whether the value is a number from 0 to 1.
+        positional: whether the value is a word without an option name.
+        repeat: whether to make a list, with one item each time the option is given.
+        several: whether to make a list of all words after the option.
+        must_exist: whether to refuse a path that does not exist.
     """
     facts = {
         "metavar": metavar,
@@ -90,7 +92,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
         program: how the command is called, used in messages: ``megatron-vl split``.
 
     Raises:
-        UsageError: the command line is invalid; the message says why.
+        UsageError: the command line is invalid. The message says why.
         SystemExit: ``--help`` was requested and has been printed.
     """
     from jsonargparse import ArgumentError
@@ -102,6 +104,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
     if "-h" in own or "--help" in own:
         print(help_text(options, program), end="")
         raise SystemExit(0)
+
     try:
         values = parser.parse_args(own)
     except (ArgumentError, ValueError, TypeError) as error:
@@ -114,7 +117,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
 
 
 def _as_spelled(message: str, options: type[CommandOptions]) -> str:
-    """jsonargparse's message in one line, with missing options spelled as on the command line."""
+    """jsonargparse's message on one line, with missing options spelled as on the command line."""
     message = " ".join(message.split())
     start, colon, names = message.partition("the following arguments are required: ")
     if not colon:
@@ -125,7 +128,7 @@ def _as_spelled(message: str, options: type[CommandOptions]) -> str:
 
 
 def check_paths(options: CommandOptions) -> None:
-    """Refuses input paths that do not exist. Raises FileNotFoundError."""
+    """Raises FileNotFoundError for input paths that do not exist."""
     for field in _shown(type(options)):
         value = getattr(options, field.name)
         if not field.metadata.get("must_exist") or value is None:
@@ -135,7 +138,7 @@ def check_paths(options: CommandOptions) -> None:
 
 
 def _check_path(path: Path, is_hf: bool) -> None:
-    # The name of a repository on the Hugging Face hub is not a folder.
+    # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
     advice = (
         "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
         if is_hf
@@ -158,7 +161,7 @@ def exactly_one(options: CommandOptions, *names: str) -> None:
 
 
 def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
-    """The command line that sets these options in another process; options at their defaults are left out."""
+    """The command line that sets these options in another process, without options at their defaults."""
     line: list[str] = []
     for field in _shown(type(options)):
         value = getattr(options, field.name)
@@ -177,7 +180,7 @@ def kebab(name: str) -> str:
 
 
 def build_parser(options: type[CommandOptions], program: str) -> Any:
-    """Builds jsonargparse's parser of a command's own options."""
+    """Builds jsonargparse's parser for a command's own options."""
     from jsonargparse import ArgumentParser
 
     parser = ArgumentParser(
@@ -187,7 +190,7 @@ def build_parser(options: type[CommandOptions], program: str) -> Any:
         epilog=options.epilog or None,
         formatter_class=_help_formatter(),
         exit_on_error=False,
-        allow_abbrev=False,  # an option added later must not change what a shortened one means
+        allow_abbrev=False,  # an option that is added later must not change what an abbreviation means
     )
     hints = typing.get_type_hints(options)
     texts = _field_texts(options)
@@ -254,7 +257,7 @@ def _reader(hint: Any, facts: typing.Mapping[str, Any]) -> Any:
 
 
 class _Words:
-    """Reads a list that is given item by item; jsonargparse passes the list so far back to it."""
+    """Reads a list that is given item by item. jsonargparse also passes it the list read so far."""
 
     def __init__(self, item: type) -> None:
         self.item = item
@@ -302,7 +305,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def _shown(options: type[CommandOptions]) -> list[dataclasses.Field]:
-    """The fields that are options: a class's own first, then those of its bases."""
+    """The fields that are options: first those of the class itself, then those of its bases."""
     found = [field for field in dataclasses.fields(options) if not field.metadata.get("hidden")]
     own = set(vars(options).get("__annotations__", ()))
     return sorted(found, key=lambda field: field.name not in own)
@@ -325,8 +328,8 @@ def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
 def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     """Separates the command's own options from the fields of a run, which may follow ``--``.
 
-    ``--data DIR`` may be an option of the command while ``data`` is a section of a run; the command's own
-    option takes precedence.
+    The command's own options take precedence: ``--data DIR`` may be an option, although ``data`` is also a
+    section of a run.
     """
     known = parser._option_string_actions
     before = argv[: argv.index("--")] if "--" in argv else argv
@@ -391,10 +394,10 @@ def _help(field: dataclasses.Field, text: str) -> str:
 
 @functools.cache
 def _help_formatter() -> type[argparse.HelpFormatter]:
-    """argparse's formatter: our help texts already contain what jsonargparse's would add."""
+    """argparse's formatter. Our help texts already contain what jsonargparse's formatter would add."""
 
     class Formatter(argparse.RawDescriptionHelpFormatter):
-        """Wraps the description as prose and leaves the epilog's lines as they are."""
+        """Wraps the description as prose, and keeps the lines of the epilog."""
 
         def _fill_text(self, text: str, width: int, indent: str) -> str:
             if "\n" in text:

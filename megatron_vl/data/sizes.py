@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data.chat import ChatEncoder, read_chat_template
-from megatron_vl.data.description import META, DataSet, Description, Metadataset
+from megatron_vl.data.description import META, SIZES, DataSet, Description, Metadataset
 from megatron_vl.data.frame_files import Sampling
 from megatron_vl.data.location import Location, is_file, read_text
 from megatron_vl.data.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
@@ -36,8 +36,6 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW
 
-SIZES = "sizes"
-"""Folder within ``.nv-meta``."""
 SHARDS = "shards.json"
 VERSION = 1
 SAMPLE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])

@@ -1,23 +1,24 @@
-"""The failure of one rank ends all ranks, within seconds and with one message.
+"""Ends all ranks within seconds, with one message, when one rank fails.
 
-A failure is an error of a rank, its death, or that it hangs. The latter two are found by
-:mod:`megatron_vl.parallel.signs_of_life`.
+A rank fails if it raises an error, dies, or hangs. :mod:`megatron_vl.parallel.signs_of_life` detects the last
+two.
 
-If one rank fails (because of its replica's data or its part of a checkpoint, say), the others wait for it in
-collectives. Over NCCL they wait until the watchdog's timeout after half an hour; over gloo they report that a
-connection was closed. So a rank that fails leaves its message in the key-value store of the process group
-before it ends. On every other rank a thread waits for that key, prints the message and ends the process,
-wherever the main thread is. The first message counts, because later failures usually follow from it.
+If one rank fails, for example because of its replica's data or its part of a checkpoint, the others wait for
+it in collectives. Over NCCL, they wait for half an hour, until the watchdog's timeout; over gloo, they report
+that a connection was closed. So a rank that fails writes its message to the key-value store of the process
+group before it ends. On every other rank, a thread waits for that key, prints the message and ends the
+process, whatever the main thread is doing. Only the first message is used, because later failures usually
+follow from the first one.
 
-Steps do not become slower: the threads wait inside the store's server without polling. Each rank holds one
+Steps do not become slower: the threads wait inside the store's server and do not poll. Each rank holds one
 more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
-of the last rank is the store's round trip, plus at most ``_SEEN_S`` for ranks that no longer answer and at
+of the last rank is the store's round trip, plus at most ``_SEEN_S`` for ranks that no longer answer, plus at
 most ``_WRITERS_S`` while a checkpoint is being written. No rank ends before all have written, because
-launchers end the remaining ranks as soon as one is gone. Nobody waits for a rank that is dead or stopped, and
-a stopped one is killed by the ranks of its node. A rank that ends kills its loaders and exports with it.
+launchers end the remaining ranks as soon as one has ended. No rank waits for a rank that is dead or stopped.
+The ranks of the same node kill a stopped rank. A rank that ends kills its loaders and exports.
 
-The store lives in rank 0, or in the launcher's process. If that is killed, nobody can leave a message: the
-threads see the connection close and end their processes with a message of their own.
+The store lives in rank 0 or in the launcher's process. If that process is killed, no rank can write a
+message: the threads see the connection close, and each ends its process with its own message.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ _SEEN_S = 5.0
 _WRITERS_S = 60.0
 """Seconds that an ending rank waits for threads that write a checkpoint, on all ranks."""
 _HOST_S = 5.0
-"""Seconds that the orderly end may be under way on a rank that has lost the store."""
+"""Seconds that a rank which lost the store waits for its main thread to reach the orderly end."""
 _STORE_S = 5.0
-"""Seconds in which a verdict must reach the store. If they pass, a rank ends without the others."""
+"""Seconds in which a verdict must reach the store. After that, a rank ends without the others."""
 _CAUSE_S = 5.0
-"""Seconds that a rank which has lost a peer waits to hear why that has ended."""
+"""Seconds that a rank which lost a peer waits for the peer's message."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +63,17 @@ class Failure:
     """The rank that failed. The empty message of an orderly end also has a rank."""
     message: str
     fixable: bool = True
-    """Whether a user can fix it; a traceback would then not help."""
+    """Whether a user can fix the cause, so that a traceback would not help."""
     where: str = ""
-    """The rank's place in the layout, its step, and what it was doing; empty before the layout is known."""
+    """The rank's coordinates in the layout, its step, and its phase; empty before the layout is known."""
     silent: tuple[int, ...] = ()
     """Ranks that are dead or stopped."""
     processes: tuple[Process, ...] = ()
-    """Processes of the ranks that are dead or stopped, or hang."""
+    """Processes of the ranks that are dead, are stopped, or hang."""
     died: bool = False
-    """Whether the rank has ended without a message."""
+    """Whether the rank ended without a message."""
     hangs: bool = False
-    """Whether the rank is alive, but does not go on."""
+    """Whether the rank is alive but makes no progress."""
 
     @staticmethod
     def of(verdict: Verdict) -> Failure:
@@ -93,11 +94,11 @@ class _Watch:
         self.store = default_store().clone()
         self.leaving = threading.RLock()
         self.orderly = threading.Event()
-        """Set when this rank has come to the orderly end."""
+        """Set when this rank has reached the orderly end."""
         self.reported: Failure | None = None
-        """What :func:`report` has returned."""
+        """The result of :func:`report`."""
         self.known: Failure | None = None
-        """The first failure of any rank, once this one has heard of it."""
+        """The first failure of any rank, once this rank knows it."""
         self.kills = host_memory.oom_kills()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
@@ -110,7 +111,7 @@ class _Watch:
         return first
 
     def wait(self, store: Any, seconds: float) -> Failure | None:
-        """The first failure, or None after ``seconds``. Raises RuntimeError if the store has ended."""
+        """Waits for the first failure; None after ``seconds``. Raises RuntimeError if the store has ended."""
         import torch.distributed as dist
 
         try:
@@ -126,7 +127,7 @@ class _Watch:
                 failure = self.wait(self.store, 3600)
         except RuntimeError:
             if self.orderly.wait(_HOST_S):
-                return  # the host of the store has ended before this rank, and well
+                return  # the host of the store has ended in an orderly way before this rank
             failure = self._without_store()
         self.known = failure if failure.message else None
         if not failure.message or not self.leaving.acquire(blocking=False):
@@ -135,7 +136,7 @@ class _Watch:
         self.leave(self.store)
 
     def _without_store(self) -> Failure:
-        """The failure if the process that keeps the store is gone: rank 0, or the launcher."""
+        """The failure to report if the process that keeps the store (rank 0 or the launcher) is gone."""
         verdict = self.life.verdict
         if verdict is None:
             return Failure(self.rank, _host_is_gone(), fixable=False, where=progress.where())
@@ -143,10 +144,11 @@ class _Watch:
         return dataclasses.replace(failure, message=f"{failure.message}; {_host_is_gone()}")
 
     def _judge(self, verdict: Verdict) -> None:
-        """Publishes what the signs of life say, so that all ranks end with it.
+        """Publishes a verdict of the signs of life, so that all ranks end with it.
 
-        It takes a connection of its own, because both others may be waited in. If the store does not answer,
-        because it lived in the rank that is dead or stopped, this rank ends without the others.
+        It uses a separate connection, because other threads may be waiting in both existing ones. If the
+        store does not answer, because it lived in the rank that is dead or stopped, this rank ends without
+        the others.
         """
         published = threading.Event()
 
@@ -157,7 +159,7 @@ class _Watch:
 
         threading.Thread(target=publish, name="verdict", daemon=True).start()
         if published.wait(_STORE_S) or self.orderly.is_set():
-            return  # the other thread hears of it
+            return  # the thread that waits for failures ends this process
         failure = self._without_store()
         self.known = failure
         if self.leaving.acquire(blocking=False):
@@ -165,13 +167,16 @@ class _Watch:
             self.leave(None)
 
     def meet(self, store: Any, where: str, seconds: float) -> bool:
-        """Waits until all ranks are here. Returns whether they came: one that does not has ended, or the
-        store has."""
-        place = f"{self.key}/{where}"
-        everyone = f"{place}/all"
+        """Waits until all ranks have called this method with the same ``where``.
+
+        Returns whether they did so in time. It does not wait for dead or stopped ranks, and it returns False
+        if the store has ended.
+        """
+        key = f"{self.key}/{where}"
+        everyone = f"{key}/all"
         silent = self.known.silent if self.known else ()
         try:
-            if store.add(place, 1) == self.world - len(silent):
+            if store.add(key, 1) == self.world - len(silent):
                 store.set(everyone, "1")
             store.wait([everyone], timedelta(seconds=seconds))
         except RuntimeError:
@@ -182,7 +187,7 @@ class _Watch:
         """Ends the process without running destructors of communicators, whose peers may be gone.
 
         Args:
-            store: None if it is gone: then nobody is waited for.
+            store: the store; None if it is gone. Then this rank does not wait for others.
         """
         deadline = time.monotonic() + _WRITERS_S
         all_seen = store is not None and self.meet(store, "seen", _SEEN_S)
@@ -197,10 +202,10 @@ class _Watch:
             self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
 
         if known is not None and not all_seen:
-            self._kill(known.processes)  # what hangs may not be able to end
+            self._kill(known.processes)  # a process that hangs may not be able to end itself
         sys.stdout.flush()
         sys.stderr.flush()
-        kill_children()  # loaders and exports, of which a stopped one would stay
+        kill_children()  # loaders and exports; a stopped child would otherwise remain
         os._exit(1)
 
     def _kill(self, processes: tuple[Process, ...]) -> None:
@@ -220,31 +225,32 @@ def _join(thread: threading.Thread, deadline: float) -> None:
 
 
 def _host_is_gone() -> str:
-    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (
-        f"the process that keeps the store of all ranks ({place}: rank 0, or the launcher) is gone. It was"
+        f"the process that keeps the store of all ranks ({address}: rank 0, or the launcher) is gone. It was"
         " killed, or its node is lost; start again to continue from the latest checkpoint"
     )
 
 
 def _read(value: bytes) -> Failure:
-    told = json.loads(value)
-    told["silent"], told["processes"] = tuple(told["silent"]), tuple(Process(**p) for p in told["processes"])
-    return Failure(**told)
+    fields = json.loads(value)
+    fields["silent"] = tuple(fields["silent"])
+    fields["processes"] = tuple(Process(**process) for process in fields["processes"])
+    return Failure(**fields)
 
 
 _watch: _Watch | None = None
 _alone: SignsOfLife | None = None
-"""The clock of a run of one rank, which has nobody to tell."""
+"""The watch of a run of one rank, which has no other ranks to notify."""
 _started = 0
 
 
 def watch(timeout_s: float = 0.0) -> None:
-    """From now on, the failure of any rank ends this one. Call it on all ranks, with a process group.
+    """From now on, the failure of any rank ends this one. Call it on all ranks, after the group was made.
 
     Args:
-        timeout_s: seconds in which something must go on somewhere (``failures.timeout_s``); 0: no limit. A
-            rank that dies is found in any case.
+        timeout_s: seconds in which some rank must make progress (``failures.timeout_s``); 0: no limit. The
+            death of a rank is detected in any case.
     """
     global _watch, _alone, _started
     import torch.distributed as dist
@@ -265,7 +271,7 @@ def _end_alone(verdict: Verdict) -> None:
 
 
 def stop_alone() -> None:
-    """Ends the clock of a run of one rank, however that has ended."""
+    """Ends the watch of a run of one rank, whether or not the run failed."""
     global _alone
     if _alone is not None:
         _alone.stop()
@@ -284,20 +290,22 @@ def stop() -> None:
     except RuntimeError:
         pass  # the rank that hosts the store has ended before this one
     else:
-        _watch.meet(default_store(), "stopped", _SEEN_S)  # the host's end would look like its death elsewhere
+        # The end of the rank that hosts the store would look like its death to the others.
+        _watch.meet(default_store(), "stopped", _SEEN_S)
     _watch.life.stop()
     _watch.thread.join(_SEEN_S)
     _watch = None
 
 
 def report(message: str, fixable: bool = True, *, follows: bool = False) -> Failure:
-    """Publishes this rank's failure. Returns the failure to print: the first of any rank.
+    """Publishes this rank's failure. Returns the failure to print: the first one of any rank.
 
-    The caller prints it and then calls :func:`leave`. A second report returns what the first did.
+    The caller prints it and then calls :func:`leave`. A second call returns the result of the first one.
 
     Args:
-        follows: whether the error usually follows from the end of another rank. What ended that one is then
-            waited for, and counts.
+        fixable: whether a user can fix the cause.
+        follows: whether the error usually follows from the end of another rank. If so, this function waits
+            for the other rank's failure and returns that one.
     """
     rank = int(os.environ.get("RANK", "0"))
     own = Failure(rank, message, fixable, where=progress.where())
@@ -307,14 +315,14 @@ def report(message: str, fixable: bool = True, *, follows: bool = False) -> Fail
         return _watch.reported
 
     if follows and cause(_CAUSE_S) is None:
-        _watch.life.wait_for_verdict(_CAUSE_S)  # the store is gone with the rank that kept it
+        _watch.life.wait_for_verdict(_CAUSE_S)  # the store may have ended with the rank that kept it
     _watch.leaving.acquire()  # does not return if the thread is already ending the process
     try:
         first = _watch.publish(default_store(), own)
     except RuntimeError:
         first = own if _watch.life.verdict is None else _watch._without_store()
         _watch.known = first
-    # An empty one: others may have come to the orderly end.
+    # The first message is empty if other ranks have reached the orderly end.
     _watch.reported = first if first.message else own
     return _watch.reported
 
@@ -325,7 +333,7 @@ def lost() -> tuple[int, ...]:
 
 
 def cause(seconds: float = _SEEN_S) -> str | None:
-    """Why another rank that is known to have failed did so; None if that does not become known in time."""
+    """Why the first rank that failed did so; None if that does not become known within ``seconds``."""
     if _watch is None:
         return None
     try:
@@ -336,31 +344,32 @@ def cause(seconds: float = _SEEN_S) -> str | None:
 
 
 def leave() -> None:
-    """Ends this process with exit code 1 once the others know why. Returns only if there are no others."""
+    """Ends this process with exit code 1 once the other ranks know why. Returns only if there are none."""
     if _watch is not None:
         _watch.leave(default_store())
 
 
 def tell_once(failure: Failure) -> None:
-    """Prints why the training ends. Of this node's ranks, only the first with this message prints it.
+    """Prints why the training ends. Of the ranks of a node, only the first one with this message prints it.
 
-    The rank that hangs also prints where its main thread stands.
+    The rank that hangs also prints the stack of its main thread.
     """
     if failure.hangs and _watch is not None and failure.rank == _watch.rank:
         _print_stack()
     message = failure.message.partition("\n")[0]
     if failure.died or failure.silent:
-        message = f"ranks {failure.silent}"  # without the store, each rank words it with numbers of its own
+        message = f"ranks {failure.silent}"  # without the store, the messages of ranks differ in numbers
+
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
-        # torchrun makes one folder for this start, and in it one for each rank.
+        # torchrun makes a folder for this start, which contains one folder for each rank.
         mark = Path(error_file).parent.parent / f"told_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
         try:
             mark.open("x").close()
         except FileExistsError:
             return
         except OSError:
-            pass  # better printed twice than never
+            pass  # it is better to print the message twice than not at all
 
     where = f" ({failure.where})" if failure.where else ""
     memory = f". {_memory_note(failure)}" if failure.died else ""
@@ -378,7 +387,7 @@ LESS_HOST_MEMORY = (
 
 
 def _memory_note(failure: Failure) -> str:
-    """Whether the kernel has killed the rank for lack of memory, as far as that shows on this machine."""
+    """Says whether the kernel killed the rank for lack of memory, as far as this machine shows that."""
     before = _watch.kills if _watch is not None else None
     now = host_memory.oom_kills()
     if before is None or now is None or not any(process.is_here() for process in failure.processes):
@@ -386,18 +395,18 @@ def _memory_note(failure: Failure) -> str:
     if now[0] > before[0]:
         count = now[0] - before[0]
         return (
-            f"Since the start the kernel has killed {count} processes for lack of memory {now[1]}"
+            f"Since the start, the kernel has killed {count} processes for lack of memory {now[1]}"
             f" ({host_memory.limits()}): {LESS_HOST_MEMORY}"
         )
-    return "The kernel has killed nothing for lack of memory here, so look for who ended it"
+    return "The kernel has killed no process for lack of memory here, so look for who ended it"
 
 
 def _print_stack() -> None:
-    """Prints where the main thread of this rank stands."""
+    """Prints the stack of this rank's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
         stack = traceback.extract_stack(frame)
         last = len(stack) - 2
         shown = [one for i, one in enumerate(stack) if i >= last or "megatron_vl" in one.filename]
         lines = "".join(traceback.format_list(shown))
-        print(f"the main thread of the rank that hangs stands here:\n{lines}", file=sys.stderr, flush=True)
+        print(f"the stack of the main thread of the rank that hangs:\n{lines}", file=sys.stderr, flush=True)

@@ -1,19 +1,19 @@
-"""Who is dead, and who hangs: every rank tells rank 0 now and then what it is doing.
+"""Detects ranks that are dead or hang: every rank regularly reports its progress to rank 0.
 
-A rank that is killed cannot leave a message, and one that is stopped, or whose file system hangs, leaves none
-either. So a thread of each rank holds a connection to rank 0. Its end says at once that a process has ended,
-wherever that was, however it was started. Over it goes a line that says how far the rank is (see
-:mod:`megatron_vl.progress`), every second in small jobs. In large ones the lines come less often, so that
-rank 0 reads at most :data:`LINES_A_S` of them a second. Nothing of it touches the store or a collective.
+A rank that is killed cannot write a message. Neither does a rank that is stopped, or whose file system hangs.
+So a thread of each rank holds a connection to rank 0. When the connection ends, rank 0 knows at once that
+the process has ended, on any node and however it was started. Over the connection, the rank sends lines with
+its progress (see :mod:`megatron_vl.progress`): one per second in small jobs, and fewer in large jobs, so that
+rank 0 reads at most :data:`LINES_A_S` lines per second. Neither the store nor collectives are involved.
 
-A run hangs if nothing goes on anywhere for ``timeout_s``: no row, no micro-batch, no part of a file, on any
-rank. A rank that waits for another is not at fault. The verdict names the ranks that were not heard of,
-because they are stopped or their node is lost. If there are none, it names those that came least far, because
-the others wait for them. Before the first step is done the limit is :data:`SLOW_START` times as long (and at
-least :data:`SLOW_START_S`), because kernels are compiled and tuned then. A rank whose main thread is in a
-Python debugger stops the clock.
+A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch, no part of a file. A rank
+that waits for another one is not at fault. The verdict names the ranks that sent no lines, because they are
+stopped or their node is lost. If there are none, it names the ranks with the least progress, because the
+others wait for them. Until the first step is done, the limit is :data:`SLOW_START` times as long, and at
+least :data:`SLOW_START_S`, because kernels are compiled and tuned. The clock does not run while the main
+thread of a rank is in a Python debugger.
 
-The ranks watch rank 0 in the same way, which sends its own lines to all of them.
+The other ranks watch rank 0 in the same way: it sends its own lines to all of them.
 """
 
 from __future__ import annotations
@@ -41,35 +41,39 @@ from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.progress import Progress
 
 LINES_A_S = 128
-"""Lines that rank 0 reads in a second, at most: 4,096 ranks send one every 32 seconds."""
+"""Largest number of lines per second that rank 0 reads: 4,096 ranks send one line every 32 seconds."""
 SLOW_START, SLOW_START_S = 3, 300.0
-"""How much longer than usual nothing may go on before the first step is done, and how long at least."""
+"""The factor by which the limit is longer until the first step is done, and its least value in seconds."""
 CONNECT_S = 60.0
-"""Seconds that a rank tries to reach rank 0."""
+"""Seconds for which a rank tries to reach rank 0."""
 _TOGETHER_S = 0.3
-"""Seconds that are waited for further ranks to be lost, because those of a node are lost together."""
+"""Seconds to wait for more ranks to be lost, because the ranks of a node are lost together."""
 _LINE = 1 << 14
-"""Bytes of the longest line that is read."""
+"""Largest number of bytes in a line."""
 _NAMED = 8
-"""Number of ranks that a message names one by one."""
+"""Largest number of ranks that a message names one by one."""
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process, so that nobody mistakes another one for it."""
+    """A process, identified so that it cannot be confused with a later one of the same id."""
 
     host: str
     pid: int
     machine: str
-    """The start of the machine and the namespace of process ids: equal where ``pid`` means the same."""
+    """The boot of the machine and the namespace of process ids. Where it is equal, ``pid`` means the same."""
     started: float
+    """When the process started, in seconds since the epoch."""
 
     def is_here(self) -> bool:
+        """Whether the process runs on the machine of the current process."""
         return self.machine == _machine()
 
     def kill(self) -> None:
-        """SIGKILL to it and its children, if it runs where this process does. SIGTERM does not reach a
-        stopped one."""
+        """Kills the process and its children, if it runs on this machine.
+
+        It sends SIGKILL, because a stopped process does not react to SIGTERM.
+        """
         if not self.is_here():
             return
         with contextlib.suppress(psutil.Error):
@@ -81,7 +85,7 @@ class Process:
                     one.kill()
 
     def state(self) -> str:
-        """Its state, as the system names it, if it runs where this process does; else empty."""
+        """The system's name of the process's state, if it runs on this machine; otherwise empty."""
         if not self.is_here():
             return ""
         with contextlib.suppress(psutil.Error):
@@ -106,24 +110,30 @@ def _machine() -> str:
 
 @dataclass
 class Sign:
-    """What a rank last said, and when."""
+    """The latest line of a rank, and when it arrived."""
 
     rank: int
     process: Process
     progress: Progress
     debugged: bool = False
+    """Whether the main thread is in a debugger."""
     heard_at: float = field(default_factory=time.monotonic)
+    """When the line arrived, by this process's monotonic clock in seconds."""
 
     def line(self) -> bytes:
-        told = {"rank": self.rank, "process": asdict(self.process), "progress": asdict(self.progress)}
-        return json.dumps(told | {"debugged": self.debugged}).encode() + b"\n"
+        fields = {"rank": self.rank, "process": asdict(self.process), "progress": asdict(self.progress)}
+        return json.dumps(fields | {"debugged": self.debugged}).encode() + b"\n"
 
     @staticmethod
     def of(line: bytes) -> Sign:
-        """Raises ValueError, KeyError, TypeError: this is no such line."""
-        told = json.loads(line)
-        process, done = Process(**told["process"]), Progress(**told["progress"])
-        return Sign(int(told["rank"]), process, done, bool(told["debugged"]))
+        """The inverse of :meth:`line`.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``line`` is not such a line.
+        """
+        fields = json.loads(line)
+        process, done = Process(**fields["process"]), Progress(**fields["progress"])
+        return Sign(int(fields["rank"]), process, done, bool(fields["debugged"]))
 
 
 @dataclass(frozen=True)
@@ -133,19 +143,20 @@ class Verdict:
     rank: int
     """The first of the ranks at fault."""
     where: str
+    """The rank's coordinates in the layout, its step, and its phase."""
     message: str
     silent: tuple[int, ...] = ()
-    """Ranks that are dead or stopped, for which nobody needs to wait."""
+    """Ranks that are dead or stopped. No rank needs to wait for them."""
     processes: tuple[Process, ...] = ()
-    """Their processes, as far as they are known."""
+    """The processes of the ranks at fault, as far as they are known."""
     died: bool = False
-    """Whether the rank has ended without a message."""
+    """Whether the rank ended without a message."""
     hangs: bool = False
-    """Whether the rank is alive, but does not go on."""
+    """Whether the rank is alive but makes no progress."""
 
 
 def interval(world: int, timeout_s: float) -> float:
-    """Seconds between two lines of a rank."""
+    """Seconds between two lines of a rank, in a run of ``world`` ranks."""
     wanted = max(1.0, world / LINES_A_S)
     return min(wanted, max(0.2, timeout_s / 4)) if timeout_s else wanted
 
@@ -156,12 +167,14 @@ def longest_s(timeout_s: float) -> float:
 
 
 class SignsOfLife:
-    """The thread of this rank. Begins at once; collective, because the others need rank 0's address.
+    """The thread of this rank that sends and receives lines. The constructor starts it.
+
+    The constructor is collective, because the other ranks need rank 0's address.
 
     Args:
-        key: prefix of the keys in the store under which rank 0 tells its address.
-        timeout_s: seconds without progress after which the run is said to hang; 0: never.
-        tell: called once, in the thread, with what was found.
+        key: prefix of the keys in the store under which rank 0 publishes its address.
+        timeout_s: seconds without progress after which the run hangs; 0: never.
+        tell: called once, in the thread, with the verdict.
     """
 
     def __init__(self, key: str, timeout_s: float, tell: Callable[[Verdict], None]) -> None:
@@ -171,12 +184,12 @@ class SignsOfLife:
         self.timeout_s, self.tell = timeout_s, tell
         self.interval = interval(self.world, timeout_s)
         self.silent_s = min(3 * self.interval + 5, self.interval + timeout_s / 2)
-        """Seconds after which a rank that was not heard of does not run."""
+        """Seconds without a line after which a rank is considered stopped."""
         self.process = own_process()
         self.ended = threading.Event()
         self.verdict: Verdict | None = None
         self.found = threading.Event()
-        """Set with the verdict."""
+        """Set when there is a verdict."""
 
         work: Callable[[], None]
         if self.world == 1:
@@ -192,10 +205,11 @@ class SignsOfLife:
         self.thread.start()
 
     def own(self) -> Sign:
+        """The current sign of this rank."""
         return Sign(self.rank, self.process, dataclasses.replace(progress.now), in_debugger())
 
     def find(self, verdict: Verdict | None) -> bool:
-        """Tells a verdict, unless this rank has come to its end. Returns whether there was one."""
+        """Reports a verdict, if there is one and this rank has not ended. Returns whether it did so."""
         if verdict is None or self.ended.is_set():
             return False
         self.verdict = verdict
@@ -204,11 +218,11 @@ class SignsOfLife:
         return True
 
     def wait_for_verdict(self, seconds: float) -> None:
-        """Until there is a verdict, or for so many seconds."""
+        """Waits until there is a verdict, at most ``seconds``."""
         self.found.wait(seconds)
 
     def _alone(self) -> None:
-        """A single rank looks at its own clock only."""
+        """The thread of a run of one rank, which watches only its own progress."""
         clock = _Clock(self.timeout_s)
         while not self.ended.wait(self.interval):
             own = self.own()
@@ -218,7 +232,7 @@ class SignsOfLife:
                 return
 
     def stop(self) -> None:
-        """The connections of this rank may end from now on."""
+        """From now on, the connections of this rank may end."""
         self.ended.set()
 
 
@@ -232,7 +246,7 @@ def _listen(world: int) -> socket.socket:
 
 
 class _Clock:
-    """How long nothing has gone on, on some ranks."""
+    """Measures how long none of some ranks has made progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -240,9 +254,9 @@ class _Clock:
         self.last = self.looked = time.monotonic()
 
     def look(self, signs: Iterable[Sign], pause: float) -> float:
-        """Seconds since anything went on. Call it at least every ``pause`` seconds.
+        """Seconds since a rank last made progress. Call it at least every ``pause`` seconds.
 
-        A clock that was not looked at for longer was stopped with the whole job, and begins anew.
+        If it was not called for longer, the whole job was stopped, and the clock starts again from 0.
         """
         now = time.monotonic()
         paused = now - self.looked > pause + max(5.0, self.timeout_s / 4)
@@ -264,7 +278,7 @@ class _Clock:
 
 
 class _FirstRank:
-    """Rank 0: listens to all others."""
+    """The thread of rank 0: listens to all other ranks."""
 
     def __init__(self, life: SignsOfLife, server: socket.socket, token: str) -> None:
         self.life, self.server, self.token = life, server, token
@@ -305,6 +319,7 @@ class _FirstRank:
                 self.buffers[connection] = b""
                 selector.register(connection, selectors.EVENT_READ)
             return
+
         data = _received(found)
         if data is None:
             selector.unregister(found)
@@ -313,23 +328,24 @@ class _FirstRank:
             if found in self.ranks:
                 self.lost.append(self.ranks.pop(found))
             return
+
         *lines, self.buffers[found] = (self.buffers[found] + data).split(b"\n")
         for line in lines:
             self._hear(found, line)
         if len(self.buffers[found]) > _LINE:
-            self.buffers[found] = b""  # no rank sends such a line
+            self.buffers[found] = b""  # no rank sends such a long line
 
     def _hear(self, connection: socket.socket, line: bytes) -> None:
-        token, _, told = line.partition(b" ")
+        token, _, fields = line.partition(b" ")
         if token != self.token.encode():
             return
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            sign = Sign.of(told)
+            sign = Sign.of(fields)
             self.ranks[connection] = sign.rank
             self.signs[sign.rank] = sign
 
     def _gather_lost(self, selector: selectors.BaseSelector) -> None:
-        """Ranks of one node are lost together, and so are ranks that a launcher ends."""
+        """Waits for more lost ranks: those of a node, or those that a launcher ends, are lost together."""
         until = time.monotonic() + _TOGETHER_S
         while (left := until - time.monotonic()) > 0:
             for key, _ in selector.select(left):
@@ -337,13 +353,13 @@ class _FirstRank:
 
     def _send_to_all(self, line: bytes) -> None:
         for connection in self.ranks:
-            # Of a rank that does not read, the buffer fills; the line is then left out.
+            # If a rank does not read, its buffer fills, and the line is dropped.
             with contextlib.suppress(OSError):
                 connection.send(line)
 
 
 class _OtherRank:
-    """Any other rank: tells rank 0 what it does, and listens to it."""
+    """The thread of any other rank: reports its progress to rank 0, and listens to it."""
 
     def __init__(self, life: SignsOfLife, port: int, token: str) -> None:
         self.life, self.port, self.token = life, port, token
@@ -365,7 +381,7 @@ class _OtherRank:
             if ready:
                 data = _received(connection)
                 if data is None:
-                    # The last line tells where rank 0 was.
+                    # The last line says where rank 0 was.
                     life.find(dead([0], {0: self.zero} if self.zero else {}))
                     return
                 heard_at = time.monotonic()
@@ -395,15 +411,16 @@ class _OtherRank:
                 time.sleep(1)
         if not self.life.ended.is_set():
             print(
-                f"NOTE: rank {self.life.rank} does not reach rank 0 at {host}:{self.port} ({error}): if it"
-                " dies or hangs, only the timeout of the collectives says so. Open the ports between nodes",
+                f"NOTE: rank {self.life.rank} does not reach rank 0 at {host}:{self.port} ({error}). If this"
+                " rank dies or hangs, only the timeout of the collectives will show it. Open the ports"
+                " between nodes",
                 file=sys.stderr,
                 flush=True,
             )
         return None
 
     def _send(self, connection: socket.socket, sign: Sign) -> None:
-        """Sends a line, or the rest of one that did not fit."""
+        """Sends a line, or the rest of an earlier line that did not fit the buffer."""
         line = self.unsent or self.token.encode() + b" " + sign.line()
         try:
             self.unsent = line[connection.send(line) :]
@@ -412,7 +429,7 @@ class _OtherRank:
 
 
 def _received(connection: socket.socket) -> bytes | None:
-    """What has arrived; None: the connection has ended."""
+    """The bytes that have arrived; None if the connection has ended."""
     try:
         return connection.recv(1 << 16) or None
     except (BlockingIOError, InterruptedError):
@@ -437,15 +454,16 @@ def dead(ranks: list[int], signs: dict[int, Sign]) -> Verdict:
 
 
 def hanging(signs: dict[int, Sign], seconds: float, silent_s: float, timeout_s: float) -> Verdict:
-    """The verdict on a run in which nothing has gone on for ``seconds``.
+    """The verdict on a run in which no rank has made progress for ``seconds``.
 
     Args:
-        signs: the last one of each rank that is known.
-        silent_s: ranks that were not heard of for longer do not run.
+        signs: the latest sign of each known rank.
+        silent_s: a rank whose latest sign is older is considered stopped.
+        timeout_s: the limit, for the message.
     """
     now = time.monotonic()
     silent = sorted(rank for rank, sign in signs.items() if now - sign.heard_at > silent_s)
-    limit = f"If this was no hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
+    limit = f"If the run did not hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
     if silent:
         first = signs[silent[0]]
         state = first.process.state()
@@ -467,10 +485,10 @@ def hanging(signs: dict[int, Sign], seconds: float, silent_s: float, timeout_s: 
     first = signs[slowest[0]]
     p = first.progress
     if len(slowest) == len(signs):
-        same = ", and all are at the same place" if len(signs) > 1 else ""
-        waits = f"nothing has gone on for {seconds:.0f} s on any rank{same}"
+        same = ", and all ranks are in the same phase" if len(signs) > 1 else ""
+        waits = f"no rank has made progress for {seconds:.0f} s{same}"
     else:
-        waits = f"it has been there for {seconds:.0f} s, and the others wait for it{_others(slowest)}"
+        waits = f"it has made no progress for {seconds:.0f} s, and the others wait for it{_others(slowest)}"
     process = f"process {first.process.pid} on {first.process.host}"
     message = f"{waits} ({process}). {_ADVICE.get(p.phase, '')}{limit}"
     processes = tuple(signs[rank].process for rank in slowest) if len(slowest) < len(signs) else ()
@@ -486,12 +504,12 @@ _ADVICE = {
     ),
     progress.UPDATING: "Look at the GPUs (dmesg shows Xid errors) and the network. ",
     progress.SAVING: "Look at the file system of checkpoint.dir. ",
-    progress.EVALUATING: "Look at the GPUs and the network; eval.interval 0 leaves evaluations out. ",
+    progress.EVALUATING: "Look at the GPUs and the network; eval.interval 0 turns evaluations off. ",
 }
 
 
 def _others(ranks: list[int]) -> str:
-    """``; the same holds for rank 4, 5 and 6 more``, without the first; empty if it is alone."""
+    """Text about all ranks but the first, such as ``; the same holds for rank 4, 5 and 6 more``, or empty."""
     rest = ranks[1:]
     if not rest:
         return ""
@@ -500,7 +518,7 @@ def _others(ranks: list[int]) -> str:
 
 
 def in_debugger() -> bool:
-    """Whether the main thread stands in a debugger of Python."""
+    """Whether the main thread is in a Python debugger."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_filename.endswith(("/bdb.py", "/pdb.py")) or "pydevd" in frame.f_code.co_filename:

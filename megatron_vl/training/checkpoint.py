@@ -4,8 +4,8 @@
                                         (see :mod:`megatron_vl.weights.run_folder`)
     DIR/step_00000120/run.json          step, layout, data-parallel size, loader topology, rule for videos,
                                         lineage, and files with their hashes
-    DIR/step_00000120/lineage.json      what it was trained from; small, so that those of all checkpoints
-                                        can be read
+    DIR/step_00000120/lineage.json      what the checkpoint was trained from; a small file, because a start
+                                        reads those of all checkpoints
     DIR/step_00000120/weights/          safetensors shards, read by merge, export and every later run
     DIR/step_00000120/optimizer/        one safetensors file per rank and an index of them
                                         (see :mod:`megatron_vl.training.optimizer_state`)
@@ -13,9 +13,9 @@
 
 A save copies the state to host memory and returns; a thread writes it while training continues. Ranks agree
 through marker files, not collectives, so that the thread never interferes with the training's communication.
-Each rank writes a marker when its files are on disk, and rank 0 gives the folder its name when all markers
-are there. So a checkpoint has its name only when it is complete, and a crash at any moment leaves the last
-good one. A step that another branch has saved is set aside, not replaced.
+Each rank writes a marker when its files are on disk, and rank 0 gives the folder its final name when all
+markers exist. So a checkpoint has this name only when it is complete, and a crash at any moment leaves the
+last good one. If another branch has saved the same step, its folder is renamed and not replaced.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ __all__ = [
 ]
 
 _FORMAT = 1
+"""The version of ``run.json``."""
 
 
 def run_parameters(
@@ -109,14 +110,14 @@ class Snapshot:
 
     step: int
     weights: dict[str, Tensor] | None
-    """None on all data-parallel replicas but the first."""
+    """This rank's dense tensors by canonical name; None except on the first data-parallel replica."""
     experts: dict[str, Tensor] | None
-    """Stacks of this rank's experts. If several ranks hold the same experts, None on all but the first."""
+    """Stacks of this rank's experts. If several ranks hold the same experts, only the first has them."""
     optimizer: dict[str, Tensor]
     loader: dict[str, Any] | None
     facts: dict[str, Any]
     pending: dict[str, int] = field(default_factory=dict)
-    """This rank's own counts since the last printed step (see :func:`add_pending`)."""
+    """This rank's counts since the last printed step (see :func:`add_pending`)."""
 
 
 def take_snapshot(
@@ -138,14 +139,15 @@ def take_snapshot(
         pending: this rank's counts that ``run["bad_samples"]`` does not include yet.
     """
     for chunk in chunks:
-        # With the overlapped gather the weights of the last update arrive only with the next forward pass.
+        # With the overlapped gather, the weights of the last update arrive only in the next forward pass.
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
+
     parameters, table = run_parameters(chunks, layout, grid), tensor_table(spec)
     weights = experts = None
     if grid.dp_rank == 0:
         dense = [t for t in parameters if t.expert is None and layout.stage_of(table[t.name]) == grid.pp_rank]
-        # Weights are stored as for a tower on the first stage, so that nobody who reads them has to know.
+        # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
         cut, stored = layout.cut, layout.cut._replace(whole_vision=False)
         weights = {}
         for tensor in dense:
@@ -155,6 +157,7 @@ def take_snapshot(
                 weights[tensor.name] = part.contiguous()
     if spec.language.moe and grid.edp_rank == 0:
         experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
+
     facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), **run}
     return Snapshot(
         step, weights, experts, snapshot(optimizer, parameters), loader_state, facts, pending or {}
@@ -163,10 +166,11 @@ def take_snapshot(
 
 @torch.no_grad()
 def stack_experts(tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Host copies of a rank's experts by canonical name, stacked [E / ep, ...] by expert number."""
+    """Copies a rank's experts to the host, by canonical name and stacked [E / ep, ...] by expert number."""
     numbers: dict[str, list[int]] = {}
     for name, _, expert in tensors:
         numbers.setdefault(name, []).append(expert)  # type: ignore[arg-type]
+
     stacks: dict[str, Tensor] = {}
     for name, parameter, expert in tensors:
         if name not in stacks:
@@ -179,13 +183,17 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        keep: number of latest checkpoints to keep; 0 keeps all. Only checkpoints that the current weights
-            were trained from are counted and deleted. Those that a roll-back abandoned are left to the user.
-            The one that the current branch's roll-back went back to is kept too, so that it can be repeated.
-        keep_every: checkpoints of multiples of this step are never deleted; 0: none.
-        lineage: lineage of what is saved (see :func:`megatron_vl.weights.run_folder.choose`);
+        keep: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the current
+            weights were trained are counted and deleted. Users delete those that a roll-back abandoned. The
+            checkpoint that the current branch was rolled back to is kept too, so that the roll-back can be
+            repeated.
+        keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
+        lineage: lineage of the checkpoints to save (see :func:`megatron_vl.weights.run_folder.choose`);
             None: a new branch.
-        exporter: receives each complete checkpoint and holds those that it still needs; on rank 0.
+        exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
+
+    Raises:
+        CheckpointError: another run is writing to the folder, or the folder's checkpoints cannot be read.
     """
 
     def __init__(
@@ -206,10 +214,11 @@ class CheckpointSaver:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._lock: Any = None
+
         if grid.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = lock_folder(folder)
-            for left in folder.glob("step_*.partial"):  # of a run that was killed while it saved
+            for left in folder.glob("step_*.partial"):  # from a run that was killed while it saved
                 shutil.rmtree(left, ignore_errors=True)
             saved = saved_checkpoints(folder)
             self._lineage = dataclasses.replace(
@@ -217,7 +226,7 @@ class CheckpointSaver:
             )
 
     def start(self, take: Callable[[], Snapshot], step: int) -> None:
-        """Takes a snapshot and starts to write it. Collective. Waits for an unfinished earlier save."""
+        """Waits for an unfinished earlier save, takes a snapshot, and starts to write it. Collective."""
         self.wait()
         partial = self._partial(step)
         if self.grid.rank == 0:
@@ -225,16 +234,17 @@ class CheckpointSaver:
             for name in ("weights", "optimizer", "loader", "done"):
                 (partial / name).mkdir(parents=True)
         dist.barrier()
+
         try:
             snapshot = take()
         except BaseException as error:
-            self._mark_failed(partial, error)  # the others may be writing already
+            self._mark_failed(partial, error)  # other ranks may already be writing
             raise
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
         self._thread.start()
 
     def error(self) -> str | None:
-        """The error of a save on this rank; None if there was none."""
+        """Why a save failed on this rank; None if none failed."""
         return self._error
 
     def wait(self) -> None:
@@ -253,6 +263,7 @@ class CheckpointSaver:
         return self.folder / f"{step_folder(self.folder, step).name}.partial"
 
     def _write(self, snapshot: Snapshot) -> None:
+        """Writes this rank's part in the background thread and, on rank 0, completes the checkpoint."""
         partial, rank = self._partial(snapshot.step), self.grid.rank
         progress.in_background(progress.WRITING)
         try:
@@ -268,14 +279,15 @@ class CheckpointSaver:
             progress.in_background("")
             if rank == 0:
                 self._commit(partial, snapshot)
-        except BaseException as error:  # a thread's exception would be lost, so the loop asks for it
+
+        except BaseException as error:  # a thread's exception would be lost, so the loop reads _error
             progress.in_background("")
             why = host_message(error) or f"{type(error).__name__}: {error}"
             self._error = f"checkpoint of step {snapshot.step} could not be written: {why}"
             self._mark_failed(partial, error)
 
     def _mark_failed(self, partial: Path, error: BaseException) -> None:
-        """Tells rank 0 that this rank's part will not come."""
+        """Tells rank 0 that this rank cannot write its part."""
         failed = partial / "done" / f"rank_{self.grid.rank:05d}.failed"
         try:
             try:
@@ -286,8 +298,7 @@ class CheckpointSaver:
             pass  # rank 0 will see the missing marker when this rank stops
 
     def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
-        """Writes this rank's dense tensors, its experts, both or none.
-        Returns their entries of the manifest."""
+        """Writes the weights in the snapshot. Returns the manifest's entries of the files."""
         grid, folder, entries = self.grid, partial / "weights", []
         if snapshot.weights is not None:
             entries.append(write_rank_file(folder, grid.tp_rank, grid.pp_rank, snapshot.weights))
@@ -299,16 +310,16 @@ class CheckpointSaver:
 
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
-        place = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "pp", "dp", "ep", "etp")}
+        ranks = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "pp", "dp", "ep", "etp")}
         name = f"optimizer/{state_file(self.grid.rank)}"
-        files = {name: write_hashed(partial / name, snapshot.optimizer, place)}
+        files = {name: write_hashed(partial / name, snapshot.optimizer, ranks)}
         if snapshot.loader is not None:
             name = f"loader/dp_{self.grid.dp_rank:05d}.json"
             files[name] = write_json(partial / name, snapshot.loader)
         return files
 
     def _commit(self, partial: Path, snapshot: Snapshot) -> None:
-        """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its name."""
+        """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
         markers = self._wait_for_markers(partial / "done")
         entries = [entry for marker in markers for entry in marker["weights"]]
         weights = write_manifest(
@@ -343,16 +354,17 @@ class CheckpointSaver:
         self.prune()
 
     def _name(self, partial: Path, step: int) -> None:
-        """Gives a complete checkpoint its name. A checkpoint that already has the name is renamed first."""
+        """Gives a complete checkpoint its final name. If a checkpoint already has it, that one is renamed."""
         final = step_folder(self.folder, step)
         if final.exists():
-            # If it was the latest, it stays so until the new one has the name.
-            # A kill in between loses only the new one.
+            # If the old checkpoint was the latest, it stays the latest until the new one has the name. A kill
+            # between the two renames loses only the new one.
             os.replace(final, aside(Saved(final, step, lineage_or_none(final, step))))
         os.replace(partial, final)
         durable.sync(self.folder)
 
     def _wait_for_markers(self, done: Path) -> list[dict[str, Any]]:
+        """Waits for the markers of all ranks. Raises CheckpointError if a rank failed or ended."""
         while True:
             failed = sorted(done.glob("*.failed"))
             if failed:
@@ -365,11 +377,11 @@ class CheckpointSaver:
                 return [json.loads(path.read_text()) for path in present]
             lost = [rank for rank in failures.lost() if done / f"rank_{rank:05d}.json" not in present]
             if lost:
-                raise CheckpointError(f"rank {lost[0]} has ended before its part was written")
+                raise CheckpointError(f"rank {lost[0]} ended before its part was written")
             time.sleep(0.05)
 
     def prune(self) -> None:
-        """Deletes those checkpoints that led to the newest one and are not to be kept. On rank 0."""
+        """On rank 0: of the checkpoints that led to the newest one, deletes those that need not be kept."""
         newest = self._lineage.parent
         held = self.exporter.held() if self.exporter is not None else set()
         try:
@@ -386,15 +398,17 @@ class CheckpointSaver:
         for one in line:
             for_good = self.keep_every and one.step % self.keep_every == 0
             if one not in kept and one.path not in held and not for_good:
-                # A half deleted one must not look whole.
+                # A checkpoint that is only partly deleted must not look complete.
                 going = one.path.with_name(f"{one.path.name}.old.partial")
                 os.replace(one.path, going)
                 shutil.rmtree(going, ignore_errors=True)
 
 
 def lineage_or_none(path: Path, step: int) -> Lineage:
-    """A checkpoint's lineage, needed only to name it.
-    An unreadable one counts as that of an older version."""
+    """Reads a checkpoint's lineage, which is needed only for its new name.
+
+    If it cannot be read, it counts as that of an older version.
+    """
     try:
         return read_lineage(path, step)
     except CheckpointError:
@@ -406,7 +420,7 @@ def state_file(rank: int) -> str:
 
 
 def lock_folder(folder: Path) -> Any:
-    """Keeps other runs from writing to ``folder`` while this process lives. The lock ends with the process.
+    """Keeps other runs from writing to ``folder`` until this process ends. Returns the open lock file.
 
     Raises:
         CheckpointError: another run holds the lock.
@@ -424,10 +438,15 @@ def lock_folder(folder: Path) -> Any:
 
 
 def read_run(source: Path) -> dict[str, Any]:
-    """``run.json`` of a step folder. Raises CheckpointError if it cannot be used."""
+    """Reads ``run.json`` of a step folder.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or of another format.
+    """
     path = source / "run.json"
     if not path.is_file():
         raise CheckpointError(f"{source} is not a checkpoint of a run: {path.name} is missing")
+
     try:
         saved = json.loads(path.read_text())
         if saved["format"] != _FORMAT:
@@ -436,32 +455,34 @@ def read_run(source: Path) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} was changed after it was written (its digest differs); resume from another step"
             )
+
         if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(
             saved["step"], int
         ):
-            raise CheckpointError(f"{path} is damaged: layout, files or step has another type")
+            raise CheckpointError(f"{path} is damaged: layout, files or step has a wrong type")
         for name in saved["files"]:
-            # A checkpoint may come from anybody, so its names must stay inside its folder.
+            # A checkpoint may come from an untrusted source, so its names must stay inside its folder.
             if not re.fullmatch(
                 r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name
             ):
                 raise CheckpointError(f"{path}: {name!r} is not a file name of optimizer or loader state")
         if saved.get("bad_samples") is not None:
-            BadSampleMeter(1.0).load_state_dict(saved["bad_samples"])
+            BadSampleMeter(1.0).load_state_dict(saved["bad_samples"])  # checks the counts
+
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return saved
 
 
 class LoaderStates:
-    """The loader states of a checkpoint, one for each data-parallel rank that it was saved on."""
+    """The loader states of a checkpoint, one for each data-parallel rank that saved it."""
 
     def __init__(self, source: Path, files: dict[str, Any]) -> None:
         self.source, self.files = source, files
         self.ranks = sum(name.startswith("loader/") for name in files)
 
     def read(self, rank: int) -> dict[str, Any]:
-        """The state of a rank. Raises CheckpointError if it is missing or damaged."""
+        """Reads the state of a rank. Raises CheckpointError if it is missing or damaged."""
         name = f"loader/dp_{rank:05d}.json"
         if name not in self.files:
             raise CheckpointError(f"{self.source} has no {name}: data-parallel rank {rank} did not save")
@@ -471,10 +492,10 @@ class LoaderStates:
 
 @dataclass
 class Restored:
-    """What loading a checkpoint returns; weights, optimizer and random numbers are restored in place."""
+    """The parts of a checkpoint that :func:`load` returns instead of restoring them itself."""
 
     loader: LoaderStates | None
-    """The states of all loaders, on a rank that owns one."""
+    """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
     bad_samples: dict[str, Any] | None
     """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None if an older
     version saved the checkpoint."""
@@ -494,9 +515,9 @@ def load(
     """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
     Args:
-        run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`);
-            those of :data:`SAME` must equal the saved ones.
-        restart_data: read the data set from its start instead; the facts may then differ.
+        run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`).
+            Those in :data:`SAME` must equal the saved ones.
+        restart_data: whether to read the data set from its start. The facts may then differ.
 
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples would change.
@@ -504,6 +525,7 @@ def load(
     saved = check_resumable(source, run, restart_data)
     parameters = run_parameters(chunks, layout, grid)
     load_weights(open_weights(source, saved), parameters, grid)
+
     written = read_layout(spec, saved["layout"])
     state = open_optimizer(source, saved, written, grid)
     restore(state, optimizer, parameters, tensor_table(spec), grid)
@@ -514,6 +536,7 @@ def load(
             elif torch.cuda.is_available():
                 torch.cuda.set_rng_state(value)
     state.close()
+
     loader = None
     if grid.owns_loader and not restart_data:
         loader = LoaderStates(source, saved["files"])
@@ -521,15 +544,17 @@ def load(
 
 
 def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
-    """The weights of a step folder.
+    """Opens the weights of a step folder.
 
     Raises:
-        CheckpointError, WeightsError: they are not the weights that ``run.json`` names.
+        CheckpointError: they are not the weights that ``run.json`` names.
+        WeightsError: they cannot be read.
     """
     reader = WeightReader(source / "weights")
     if reader.manifest["digest"] != saved.get("weights"):
         raise CheckpointError(
-            f"{reader.path / 'manifest.json'} is not the one that {source / 'run.json'} was written with"
+            f"{reader.path / 'manifest.json'} does not belong to {source / 'run.json'} (its digest differs);"
+            " fetch the checkpoint again, or resume from another step"
         )
     return reader
 
@@ -537,9 +562,9 @@ def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
 def open_optimizer(
     source: Path, saved: dict[str, Any], written: Layout, grid: ProcessGrid
 ) -> OptimizerReader:
-    """The optimizer state of a step folder. Collective.
+    """Opens the optimizer state of a step folder. Collective.
 
-    If there is no index, rank 0 reads all headers and sends the others what it found.
+    If there is no index, rank 0 reads all headers and sends the index that it made to the other ranks.
     """
     states = {
         name.removeprefix("optimizer/"): f
@@ -548,30 +573,31 @@ def open_optimizer(
     }
     index = None
     if INDEX not in states and grid.world_size > 1:
-        index = _told_by_first(grid, lambda: index_of_headers(source / "optimizer", sorted(states)))
+        index = _from_first_rank(grid, lambda: index_of_headers(source / "optimizer", sorted(states)))
     return OptimizerReader(source / "optimizer", states, written.cut, index, state_file(grid.rank))
 
 
-def _told_by_first(grid: ProcessGrid, work: Callable[[], Any]) -> Any:
+def _from_first_rank(grid: ProcessGrid, work: Callable[[], Any]) -> Any:
     """Runs ``work`` on rank 0 and returns its result, or raises its CheckpointError, on all ranks."""
-    told: list[Any] = [None, ""]
+    answer: list[Any] = [None, ""]
     if grid.rank == 0:
         try:
-            told[0] = work()
+            answer[0] = work()
         except CheckpointError as error:
-            told[1] = str(error)
-    dist.broadcast_object_list(told)
-    if told[1]:
-        raise CheckpointError(told[1])
-    return told[0]
+            answer[1] = str(error)
+
+    dist.broadcast_object_list(answer)
+    if answer[1]:
+        raise CheckpointError(answer[1])
+    return answer[0]
 
 
 SAME = ("seq_len",)
-"""The facts of a run without which it cannot go on in the data where it stopped."""
+"""The facts of a run that must not change if it is to continue in the data where it stopped."""
 
 
 def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> dict[str, Any]:
-    """``run.json`` of a step folder from which a run with the facts ``now`` can continue.
+    """Reads ``run.json`` of a step folder, and checks that a run with the facts ``now`` can resume from it.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the order of samples would change.
@@ -599,21 +625,25 @@ def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: Proce
 
 
 def verify_files(source: Path) -> list[str]:
-    """What is wrong with the optimizer, loader and lineage files of a step folder; empty if nothing is."""
+    """Lists what is wrong with the optimizer, loader and lineage files of a step folder.
+
+    Raises:
+        CheckpointError: ``run.json`` cannot be used.
+    """
     problems, saved = [], read_run(source)
     for name, facts in sorted(saved["files"].items()):
         try:
             check_hash(source / name, facts)
         except CheckpointError as error:
             problems.append(str(error))
-    if "lineage" in saved and not _says_the_same(source, saved):
+    if "lineage" in saved and not _is_same_lineage(source, saved):
         problems.append(
-            f"{source / LINEAGE} is missing or damaged; run.json says the same, so nothing is lost"
+            f"{source / LINEAGE} is missing or damaged; run.json holds a copy, so nothing is lost"
         )
     return problems
 
 
-def _says_the_same(source: Path, saved: dict[str, Any]) -> bool:
+def _is_same_lineage(source: Path, saved: dict[str, Any]) -> bool:
     """Whether ``lineage.json`` exists and has the same lineage as ``run.json``."""
     try:
         return parse_lineage(read_signed(source / LINEAGE, saved["step"])) == parse_lineage(saved["lineage"])

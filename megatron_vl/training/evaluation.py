@@ -1,7 +1,7 @@
-"""Validation during training: the loss on the held-out split, and answers to a few of its prompts.
+"""Evaluation during training: the loss on the held-out split, and answers to a few of its prompts.
 
-The rows are read once, before the first step. They are the same each time and in every layout: each
-data-parallel replica reads all of them and keeps its share. Training is not affected: evaluation touches no
+The rows are read once, before the first step. They are the same for each evaluation and in every layout: each
+data-parallel replica reads all of them and keeps its share. Training is not affected: evaluation changes no
 gradient, no random number generator and no training row (tests/training/test_run.py).
 """
 
@@ -57,10 +57,10 @@ class Evaluation:
 
 
 class Evaluator:
-    """Holds the rows and prompts to evaluate. Building it is collective.
+    """Holds the rows and prompts to evaluate. The constructor is collective.
 
     Raises:
-        ValueError: on all ranks, if the split cannot be read or none of its samples can be used.
+        RunConfigError: on all ranks, if the split cannot be read or none of its samples can be used.
     """
 
     def __init__(
@@ -73,14 +73,16 @@ class Evaluator:
         self.answers: list[Answer] = []
         self.tokenizer: Any = None
         self.stop: list[int] = []
+
         failure, cause = "", None
         if grid.owns_loader:
             try:
                 with _random_state_kept():
                     self._read(spec)
             except (ValueError, OSError, RuntimeError) as error:
-                # All ranks must raise this: the others would wait and then report a lost peer.
+                # All ranks must raise this error. Otherwise, the others would wait and report a lost peer.
                 failure, cause = describe(error), error
+
         counts: list[Any] = [(failure, len(self.rows), len(self.prompts), self.stop)]
         if grid.tp * grid.pp > 1:
             dist.broadcast_object_list(counts, src=grid.replica_source, group=grid.replica_gloo)
@@ -113,8 +115,7 @@ class Evaluator:
             loader.close()
 
     def _share(self, rows: list[Row]) -> list[Row]:
-        """This replica's rows. All replicas get the same number;
-        rows without loss fill up the shorter shares."""
+        """This replica's rows. All replicas get the same number: rows without loss pad shorter shares."""
         grid, data = self.grid, self.config.data
         if not rows:
             raise RunConfigError(
@@ -123,7 +124,7 @@ class Evaluator:
                 " to 0"
             )
         count = -(-len(rows) // grid.dp)
-        if grid.vpp > 1:  # the interleaved schedule takes multiples of the stages
+        if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages
             count = -(-count // grid.pp) * grid.pp
         mine = rows[grid.dp_rank :: grid.dp]
         filler = dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
@@ -148,8 +149,10 @@ class Evaluator:
         self.answers.append(Answer(row.keys[0], *texts))
 
     def due(self, step: int, last: int) -> bool:
-        """Whether to evaluate after ``step`` steps:
-        before the first, every ``eval.interval``, and at the end."""
+        """Whether to evaluate after ``step`` steps.
+
+        An evaluation is due before the first step, every ``eval.interval`` steps, and at the end.
+        """
         return step % self.config.eval.interval == 0 or step == last
 
     def run(self, wrapped: list[DistributedDataParallel]) -> Evaluation:
@@ -166,7 +169,7 @@ class Evaluator:
     def _loss(self, chunks: list[Any]) -> tuple[float, int]:
         total, tokens = 0.0, 0
         rows = iter(self.rows) if self.grid.owns_loader else None
-        # As many rows as in a training step, so that memory suffices.
+        # At most as many rows as in a training step, so that there is enough memory.
         at_once = self.config.global_batch_size // self.grid.dp
 
         for start in range(0, self.row_count, at_once):
@@ -192,10 +195,10 @@ class Evaluator:
 
 @contextmanager
 def _weights_in_place(wrapped: list[DistributedDataParallel]) -> Iterator[None]:
-    """Makes the weights of the last update available inside the context.
+    """A context in which the weights of the last update are complete.
 
-    With the overlapped gather they would arrive only in the next forward pass of DDP. They are gathered now,
-    and the hooks that would wait for them are removed until the context ends.
+    With the overlapped gather, they would arrive only in DDP's next forward pass. They are gathered now, and
+    the hooks that would wait for them are removed until the context ends.
     """
     overlapped = [chunk for chunk in wrapped if chunk.ddp_config.overlap_param_gather]
     for chunk in overlapped:

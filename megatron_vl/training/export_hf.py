@@ -1,9 +1,10 @@
-"""Hugging Face folders of saved steps (``checkpoint.export_hf``), made while training goes on.
+"""Exports saved steps as Hugging Face folders while training continues (``checkpoint.export_hf``).
 
-The library does not know the converters: a process of its own (``toolkit.weights.export_step``) reads the
-saved step from disk and needs neither a GPU nor a place in the process group. It works at low priority,
-streams, gives the folder its name when all of it is there, and ends when this process does. A folder that is
-missing at the next start (a kill, a full disk) is made then, as long as its checkpoint is there.
+The library does not import the converters. A separate process (``toolkit.weights.export_step``) reads the
+saved step from disk; it needs no GPU and is not part of the process group. It runs at low priority, streams
+tensors, gives the folder its final name when it is complete, and ends when this process ends. If a folder is
+missing at the next start, because of a kill or a full disk, it is exported then, as long as its checkpoint
+still exists.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from megatron_vl.weights.run_folder import EXPORTED, EXPORTS, Saved, export_fold
 
 PROGRAM = "toolkit.weights.export_step"
 WAITING_TOLD = 2
-"""From so many checkpoints on that wait for their export, a line says so."""
+"""If at least this many checkpoints wait for their export, a line says so."""
 _END_S = 10.0
-"""How long an export has to end before it is killed."""
+"""Seconds that an export has to end before it is killed."""
 
 
 class HfExporter:
     """Exports saved steps one after another, in the background; on rank 0.
 
-    A failure is reported and costs that folder, not the run.
+    If an export fails, this is reported, and the run continues without that folder.
 
     Args:
-        folder: the run's checkpoints.
-        hf: Hugging Face folder of origin.
+        folder: the folder of the run's checkpoints.
+        hf: the Hugging Face folder that the model comes from.
         every: ``checkpoint.export_hf``.
         last: last step of the run, which is always exported.
     """
@@ -48,53 +49,54 @@ class HfExporter:
         self.folder, self.hf = folder, hf
         self.every, self.last = 0 if every == "last" else every, last
         self._waiting: deque[Saved] = deque()
-        """What is to be exported; the first is being exported."""
+        """The checkpoints to export. The first one is being exported."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[str] | None = None
         self._stopped = False
 
     def due(self, step: int) -> bool:
-        """Whether a step is exported at all."""
+        """Whether a step is to be exported."""
         return step == self.last or bool(self.every) and step % self.every == 0
 
     def add(self, saved: Saved) -> None:
-        """Exports a checkpoint that is whole, if it is due and has not been exported. Returns at once."""
+        """Starts the export of a complete checkpoint, if it is due and not exported yet. Returns at once."""
         if not self.due(saved.step) or self._is_exported(saved):
             return
+
         with self._lock:
             if self._stopped:
                 return
             self._waiting.append(saved)
             waiting = len(self._waiting) - 1
             if self._thread is None:
-                # A daemon: a rank that fails does not wait for it.
+                # A daemon thread, so that a rank that fails does not wait for it.
                 self._thread = threading.Thread(target=self._work, name="export-hf", daemon=True)
                 self._thread.start()
         if waiting >= WAITING_TOLD:
             _say(f"NOTE: {waiting} checkpoints wait for their export and are kept until then")
 
     def make_up(self, line: Iterable[Saved]) -> None:
-        """Exports what an earlier start of the run has left out.
+        """Exports the checkpoints that an earlier start of the run did not export.
 
         Args:
-            line: the checkpoints that led to the present weights, by step.
+            line: the checkpoints that led to the current weights, sorted by step.
         """
         due = [saved for saved in line if self.due(saved.step)]
-        going_on = {_partial(self.folder, saved.step) for saved in due}
+        continued = {_partial(self.folder, saved.step) for saved in due}
         for partial in (self.folder / EXPORTS).glob("step_*.partial"):
-            if partial not in going_on:  # its checkpoint is gone
+            if partial not in continued:  # its checkpoint is gone
                 shutil.rmtree(partial, ignore_errors=True)
         for saved in due:
             self.add(saved)
 
     def held(self) -> set[Path]:
-        """The checkpoints that must stay until they are exported."""
+        """The checkpoints that must be kept until they are exported."""
         with self._lock:
             return {saved.path for saved in self._waiting}
 
     def wait(self, stop: Callable[[], object]) -> None:
-        """Until nothing waits. Where ``stop()`` becomes true, the next start makes up for the rest."""
+        """Waits until all exports are done. If ``stop()`` becomes true, leaves the rest to the next start."""
         told = False
         while (thread := self._thread) is not None:
             if stop():
@@ -105,7 +107,7 @@ class HfExporter:
             thread.join(0.2)
 
     def stop(self) -> None:
-        """Ends what is under way."""
+        """Ends the current export and starts no more."""
         with self._lock:
             self._stopped, thread, process = True, self._thread, self._process
         if thread is None:
@@ -122,7 +124,7 @@ class HfExporter:
             return [str(saved.step) for saved in self._waiting]
 
     def _is_exported(self, saved: Saved) -> bool:
-        """Whether the folder of a step was made of these very weights, and not of another branch's."""
+        """Whether the step's folder was exported from these weights, and not from those of another branch."""
         try:
             made_of = json.loads((export_folder(self.folder, saved.step) / EXPORTED).read_text())["weights"]
             return made_of == json.loads((saved.path / "weights" / MANIFEST).read_text())["digest"]
@@ -130,7 +132,7 @@ class HfExporter:
             return False
 
     def _work(self) -> None:
-        """One after another, until none waits."""
+        """Exports one checkpoint after another until none is left. Runs in the thread."""
         while True:
             with self._lock:
                 if self._stopped or not self._waiting:
@@ -139,14 +141,14 @@ class HfExporter:
                 saved = self._waiting[0]
             try:
                 self._export(saved)
-            except Exception as error:  # a thread's exception would vanish
+            except Exception as error:  # a thread's exception would be lost
                 _say(f"NOTE: step {saved.step} could not be exported: {type(error).__name__}: {error}")
             with self._lock:
                 if not self._stopped:
                     self._waiting.popleft()
 
     def _export(self, saved: Saved) -> None:
-        """Runs the program on one checkpoint, to its end."""
+        """Runs the program on one checkpoint and waits until it ends."""
         start = time.monotonic()
         out = export_folder(self.folder, saved.step)
         job = {
@@ -167,7 +169,7 @@ class HfExporter:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the ranks
+                start_new_session=True,  # Ctrl-C goes only to the ranks
             )
         _, said = process.communicate()
         if self._stopped:
@@ -180,12 +182,12 @@ class HfExporter:
         why = _why(process.returncode, said)
         _say(
             f"NOTE: step {saved.step} could not be exported to {out}: {why}. Training is not affected; the"
-            " next start of this run tries again while the checkpoint is there"
+            " next start of this run tries again, as long as the checkpoint exists"
         )
 
 
 def _why(exit_code: int, said: str) -> str:
-    """Why an export failed, by how its process ended and what that wrote to standard error."""
+    """Why an export failed, from its process's exit code and standard error."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
         return f"{name} ended it" + (
@@ -201,7 +203,7 @@ def _partial(folder: Path, step: int) -> Path:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of a checkpoint, which the next one will need again."""
+    """Size of a checkpoint in bytes, which the next checkpoint will need too."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -1,8 +1,8 @@
 """Greedy decoding of prompts with pictures and videos, in any layout, with the chunks of a training run.
 
-Each prompt goes through the pipeline as one row. After that, each pass adds one token to all prompts
-together, with keys and values kept (:mod:`megatron_vl.models.kv_cache`). New tokens have the same positions
-as an answer in training.
+Each prompt goes through the pipeline as one row. After that, each pass adds one token to every prompt, using
+stored keys and values (:mod:`megatron_vl.models.kv_cache`). New tokens have the same positions as an answer
+in training.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ class Prompt:
 
     @property
     def next_position(self) -> int:
-        """The position of the first new token, as in training:
-        one after that of the last token, which is text."""
+        """The position of the first new token: one after that of the prompt's last token, which is text."""
         return int(self.row.position_ids[:, self.length - 1].max()) + 1
 
 
 @dataclass
-class _Ask:
-    """A row, and those of its tokens whose successors are wanted."""
+class _Request:
+    """A row, and the indices of its tokens whose successors are to be predicted."""
 
     row: DeviceRow
     tokens: list[int]
@@ -53,7 +52,7 @@ class _Ask:
 
 @contextmanager
 def inference(chunks: Sequence[VisionLanguageModel]) -> Iterator[None]:
-    """Turns off gradients, dropout and recomputation."""
+    """A context without gradients, dropout and recomputation."""
     for chunk in chunks:
         chunk.eval()
     try:
@@ -73,14 +72,17 @@ def generate(
     max_new_tokens: int,
     stop: Collection[int],
 ) -> list[list[int]]:
-    """The greedily decoded tokens of each prompt, equal on every rank. Collective over all ranks.
-
-    An answer includes the token of ``stop`` that ended it.
+    """Decodes an answer to each prompt greedily. Collective over all ranks.
 
     Args:
         chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
         prompts: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
             may have different prompts, but the same number of them.
+        stop: tokens that end an answer.
+
+    Returns:
+        The tokens of each prompt's answer, including the stop token that ended it. They are equal on all
+        ranks of a replica.
     """
     facts: list[Any] = [[(p.length, p.next_position) for p in prompts] if prompts is not None else None]
     if grid.tp * grid.pp > 1:
@@ -93,14 +95,14 @@ def generate(
     answers: list[list[int]] = [[] for _ in lengths]
 
     with inference(chunks), tp_overlap.paused(chunks):
-        asks = []
+        requests = []
         tower = chunks[0].decoupled
         vision = None if tower is None else tower.vision
         data = Feed(grid, platform, rows, len(lengths), balanced=False, vision=vision).next_step()
         for i, row in enumerate(data.rows):
             row.cache = CacheUse(cache, [i], filling=True)
-            asks.append(_Ask(row, [lengths[i] - 1]))
-        chosen = _successors(chunks, grid, platform, asks, len(lengths))
+            requests.append(_Request(row, [lengths[i] - 1]))
+        chosen = _successors(chunks, grid, platform, requests, len(lengths))
 
         active = list(range(len(lengths)))
         for count in range(max_new_tokens):
@@ -113,15 +115,16 @@ def generate(
             tokens = [(answers[p][-1], positions[p] + count) for p in active]
             row = _new_tokens(chunks[0], grid, platform, tokens)
             row.cache = CacheUse(cache, active, filling=False)
-            chosen = _successors(chunks, grid, platform, [_Ask(row, list(range(len(active))))], len(active))
+            request = _Request(row, list(range(len(active))))
+            chosen = _successors(chunks, grid, platform, [request], len(active))
             cache.advance(active)
     return answers
 
 
 def _any_rank(here: bool, platform: Platform) -> bool:
-    """Whether ``here`` is true on any rank.
+    """Whether ``here`` is true on any rank. Collective over all ranks.
 
-    All ranks make the same number of passes, which the exchange between experts requires.
+    All ranks must make the same number of passes, because experts exchange tokens between ranks.
     """
     flag = torch.tensor([int(here)], device=platform.device)
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -131,7 +134,7 @@ def _any_rank(here: bool, platform: Platform) -> bool:
 def _new_tokens(
     chunk: VisionLanguageModel, grid: ProcessGrid, platform: Platform, tokens: list[tuple[int, int]]
 ) -> DeviceRow:
-    """A row of (token, position) pairs, padded to the length that sequence parallelism and FP8 need."""
+    """A row of (token, position) pairs, padded to a length that sequence parallelism and FP8 support."""
     multiple = (grid.tp if chunk.config.sequence_parallel else 1) * fp8_rows(chunk.config)
     length = -(-max(len(tokens), 1) // multiple) * multiple
     filled = tokens + [(0, 0)] * (length - len(tokens))
@@ -150,23 +153,33 @@ def _new_tokens(
 
 
 def _successors(
-    chunks: list[VisionLanguageModel], grid: ProcessGrid, platform: Platform, asks: list[_Ask], count: int
+    chunks: list[VisionLanguageModel],
+    grid: ProcessGrid,
+    platform: Platform,
+    requests: list[_Request],
+    count: int,
 ) -> list[int]:
-    """The likeliest successor of each token asked for, on every rank of the replica."""
-    given = list(asks)
-    # The interleaved schedule takes multiples of the stages only. The results of these fillers are not used.
-    while grid.vpp > 1 and len(given) % grid.pp:
-        row = asks[0].row
-        given.append(_Ask(DeviceRow(**{**vars(row), "cache": None}), []))
-    length = asks[0].row.tokens.numel()
+    """The most likely successor of each requested token, on every rank of the replica.
+
+    Args:
+        count: number of requested tokens.
+    """
+    # The interleaved schedule needs a multiple of the number of stages. Results of this padding are not used.
+    padded = list(requests)
+    while grid.vpp > 1 and len(padded) % grid.pp:
+        row = requests[0].row
+        padded.append(_Request(DeviceRow(**{**vars(row), "cache": None}), []))
+
+    length = requests[0].row.tokens.numel()
     found = run_schedule(
         chunks,
-        given,
+        padded,
         seq_len=length,
         forward_only=True,
         step=partial(_choose_step, grid=grid),
         collect_non_loss_data=True,
     )
+
     chosen = torch.cat(found) if found else torch.zeros(count, dtype=torch.int64, device=platform.device)
     if grid.pp > 1:
         last = max(dist.get_process_group_ranks(grid.replica_group))
@@ -174,20 +187,23 @@ def _successors(
     return chosen.tolist()
 
 
-def _choose_step(asks: Iterator[_Ask], model: torch.nn.Module, *, grid: ProcessGrid) -> tuple[Tensor, Any]:
+def _choose_step(
+    requests: Iterator[_Request], model: torch.nn.Module, *, grid: ProcessGrid
+) -> tuple[Tensor, Any]:
     """The function that core's schedules call for each micro-batch of each chunk."""
-    ask = next(asks)
-    return model(ask.row, labels=False), partial(_choose, ask=ask, grid=grid)
+    request = next(requests)
+    return model(request.row, labels=False), partial(_choose, request=request, grid=grid)
 
 
-def _choose(logits: Tensor, non_loss_data: bool, *, ask: _Ask, grid: ProcessGrid) -> Tensor:
-    """The likeliest tokens, int64 [tokens asked for], from logits [1, S, V / tp].
+def _choose(logits: Tensor, non_loss_data: bool, *, request: _Request, grid: ProcessGrid) -> Tensor:
+    """The most likely tokens, int64 [requested tokens], from logits [1, S, V / tp].
 
-    Among equal logits the first one wins, as in ``argmax``.
+    Among equal logits, the first one is chosen, as in ``argmax``.
     """
-    best = logits[0, ask.tokens].float().max(-1)
+    best = logits[0, request.tokens].float().max(-1)
     if grid.tp == 1:
         return best.indices
+
     mine = torch.stack((best.values.double(), (best.indices + grid.tp_rank * logits.shape[-1]).double()))
     everyone = [torch.empty_like(mine) for _ in range(grid.tp)]
     dist.all_gather(everyone, mine, group=grid.tp_group)

@@ -78,10 +78,10 @@ class Run:
     """The loader on the rank that owns it; None elsewhere."""
     saver: checkpoint.CheckpointSaver | None = None
     exporter: HfExporter | None = None
-    """On rank 0, where the run exports saved steps."""
+    """On rank 0, if the run exports saved steps."""
     evaluator: Evaluator | None = None
     step: int = 0
-    """Optimizer steps done, including skipped ones."""
+    """Number of optimizer steps done, including skipped ones."""
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIPPED, 0))
     """Skipped steps of the whole run, by reason."""
     resumed: bool = False
@@ -91,7 +91,7 @@ class Run:
     swaps: bool = False
     """Whether rows are swapped between data-parallel ranks while the run trains."""
     split: str = ""
-    """Where the split of the decoder layers comes from, if the run does not give it."""
+    """A line that says where the split of the decoder layers comes from; empty if the run gives the split."""
     bad_samples: dict[str, Any] | None = None
     """Counts over all ranks from the checkpoint that the run resumes from."""
     sources: tuple[Source, ...] = ()
@@ -101,8 +101,7 @@ class Run:
 
 
 def set_up(config: TrainConfig) -> Run:
-    """Builds the run: platform, groups, model, weights, optimizer,
-    loader, and state when resuming. Collective.
+    """Builds the run: platform, groups, model, weights, optimizer, loader, and resumed state. Collective.
 
     All checks run before a process group starts, except those of the data set, which one rank reads.
     """
@@ -157,14 +156,14 @@ def set_up(config: TrainConfig) -> Run:
 
 
 def _minutes_of_collectives(timeout_s: float) -> int:
-    """How long a collective may wait: longer than our own limit, whose message says more."""
+    """The timeout of collectives: longer than ``failures.timeout_s``, whose message says more."""
     return max(30, math.ceil(longest_s(timeout_s) / 60) + 10) if timeout_s else 30
 
 
 def agree_on_split(layout: Layout) -> Layout:
-    """The layout with the split that rank 0 has found. Collective.
+    """The layout with the split that rank 0 found. Collective.
 
-    Other nodes may have an older view of shared storage, and so of the checkpoint whose split stays.
+    Other nodes may see an older state of shared storage, and so not the checkpoint whose split is kept.
     """
     told = [layout.layers]
     dist.broadcast_object_list(told)
@@ -172,9 +171,12 @@ def agree_on_split(layout: Layout) -> Layout:
 
 
 def agree_on_start(config: TrainConfig, dp: int, facts: SplitFacts) -> tuple[Start, bool]:
-    """Where the run begins, and whether its batches are planned, as rank 0 sees the folder. Collective.
+    """Where the run begins, and whether its batches are planned, by rank 0's view of the folder. Collective.
 
-    Other nodes may have an older view of shared storage.
+    Other nodes may see an older state of shared storage.
+
+    Raises:
+        CheckpointError: on all ranks, if rank 0 cannot decide where to begin.
     """
     told: list[Any] = [None, False, ""]
     if dist.get_rank() == 0:
@@ -209,24 +211,24 @@ def plans_batches(start: Start, facts: SplitFacts) -> bool:
 
 
 def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """What rank 0 reads from the data set's description, by split. Collective.
+    """The facts of each split, which rank 0 reads from the data set's description. Collective.
 
-    If thousands of ranks read and checked it themselves, they would load the storage before the first step,
-    and some could end with a message that the others do not have.
+    If thousands of ranks read and checked the description themselves, they would overload the storage before
+    the first step, and some could end with a message that the others do not have.
 
     Raises:
-        LoaderError: on all ranks, with what rank 0 found wrong.
+        LoaderError: on all ranks, if rank 0 cannot use the data set.
     """
     answer: list[Any] = [None, ""]
     cause = None
     if dist.get_rank() == 0:
         try:
             answer[0] = read_data(config)
-        except Exception as error:  # any kind: the other ranks wait for an answer
+        except Exception as error:  # of any type, because the other ranks wait for an answer
             answer[1], cause = str(error) or repr(error), error
     dist.broadcast_object_list(answer, src=0)
     if answer[1]:
-        dist.barrier()  # nobody leaves before all have the message
+        dist.barrier()  # no rank ends before all have the message
         raise LoaderError(answer[1]) from cause
     return answer[0]
 
@@ -256,7 +258,7 @@ def build_run_loader(
 
 
 def build_exporter(config: TrainConfig, start: Start) -> HfExporter | None:
-    """What exports saved steps, where the run asks for it. On rank 0."""
+    """The exporter of saved steps, if the run exports them. On rank 0."""
     c = config.checkpoint
     if not c.export_hf:
         return None
@@ -264,7 +266,7 @@ def build_exporter(config: TrainConfig, start: Start) -> HfExporter | None:
 
 
 def make_up_exports(run: Run, start: Start) -> None:
-    """Begins the exports that an earlier start of the run has left out; on rank 0."""
+    """Starts the exports that an earlier start of the run did not finish; on rank 0."""
     source = start.source
     if run.exporter is None or source is None:
         return
@@ -274,7 +276,7 @@ def make_up_exports(run: Run, start: Start) -> None:
 
 
 def resume(run: Run, start: Start) -> None:
-    """Resumes from the chosen checkpoint, if there is one, and prints what was chosen."""
+    """Resumes from the chosen checkpoint, if there is one, and prints which one was chosen."""
     c, source = run.config.checkpoint, start.source
     for line in start.said:
         say(run.grid, line)
@@ -329,9 +331,9 @@ def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
 
 
 def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
-    """A note if other tokens of answers with thinking are learnt than before; otherwise empty.
+    """A note if the rule for the loss of answers with thinking has changed; otherwise empty.
 
-    A loader that continues refuses this. One that starts its data again does not.
+    A loader that continues in its data refuses such a change. One that restarts its data does not.
     """
     if run.loader is None or not run.loader.thinking:
         return ""
@@ -350,8 +352,7 @@ def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
 
 
 def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
-    """A note if the experts' load-balancing loss may have another coefficient
-    than before; otherwise empty."""
+    """A note if the coefficient of the experts' load-balancing loss may have changed; otherwise empty."""
     moe, model = run.spec.language.moe, run.config.model
     if moe is None or model.freeze_language:
         return ""
@@ -365,14 +366,17 @@ def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
         return ""
     return (
         "the checkpoint does not say which load-balancing loss its run had. Earlier versions added it with"
-        f" router_aux_loss_coef ({moe.aux_loss_coef}) unless model.moe_aux_loss was set, and now it is {now}."
-        f" Give --model.moe_aux_loss {moe.aux_loss_coef} to go on as before"
+        f" router_aux_loss_coef ({moe.aux_loss_coef}) unless model.moe_aux_loss was set; now its coefficient"
+        f" is {now}. Give --model.moe_aux_loss {moe.aux_loss_coef} to continue as before"
     )
 
 
 def load_loader(loader: Any, states: checkpoint.LoaderStates, start: Start, dp_rank: int) -> None:
-    """Continues in the data. If the loader refuses the state,
-    the message says how to restart the data instead."""
+    """Makes the loader continue in its data.
+
+    Raises:
+        CheckpointError: the loader refuses the state. The message says how to restart the data instead.
+    """
     try:
         loader.load_state_dict(states.read(dp_rank % states.ranks), states.read)
     except ValueError as error:
@@ -387,7 +391,7 @@ def load_loader(loader: Any, states: checkpoint.LoaderStates, start: Start, dp_r
 
 
 def kept_counts(run: Run, counts: dict[str, Any] | None, restarted: bool) -> dict[str, Any] | None:
-    """The checkpoint's counts of bad samples, unless the run continues with another data set.
+    """The checkpoint's counts of bad samples; None if the run continues with another data set.
 
     Collective if the data was restarted.
     """
@@ -441,6 +445,7 @@ def train(config: TrainConfig) -> None:
 def _train(config: TrainConfig) -> None:
     with explained(config):
         run = set_up(config)
+
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
         say(run.grid, f"load-balancing loss of the experts: {reason}")
@@ -461,8 +466,9 @@ def _train(config: TrainConfig) -> None:
         say(
             run.grid,
             f"nothing to do: step {run.step} of {_last_step(config)} is done; raise steps (or stop_after) to"
-            " go on",
+            " continue",
         )
+
     profiler = StepProfiler(config, run.grid.rank)
     with _closing(run, log, profiler), explained(config):
         signalled = _steps(run, log, profiler)
@@ -471,26 +477,27 @@ def _train(config: TrainConfig) -> None:
         if run.saver is not None:
             run.saver.wait()
         progress.enter(progress.ENDING)
-        dist.barrier()  # no rank leaves before rank 0 has named the checkpoint
-        if run.saver is not None and run.grid.rank == 0:  # elsewhere shared storage may still look as before
+        dist.barrier()  # no rank ends before rank 0 has named the checkpoint
+        if run.saver is not None and run.grid.rank == 0:  # other nodes may see an older state of the folder
             say(run.grid, f"checkpoints in {config.checkpoint.dir}: {_steps_of(Path(config.checkpoint.dir))}")
         if signalled:
             then = (
-                "start it again to go on"
+                "start it again to continue"
                 if run.saver is not None
                 else "nothing is saved, as checkpoint.dir is empty"
             )
-            say(run.grid, f"stopped after step {run.step} of {config.steps}, as a signal asked; {then}")
+            say(run.grid, f"a signal stopped the run after step {run.step} of {config.steps}; {then}")
         failures.stop()
+
     finish_exports(run)
 
 
 @contextlib.contextmanager
 def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None]:
-    """Closes log and loader at the end.
+    """A context that closes log and loader at its end.
 
-    After a failure the other ranks hear of it first, because closing may take a while. The failure also stays
-    the error that is raised: a log that cannot be closed usually has the same cause.
+    A failure is first reported to the other ranks, because closing may take a while. It also remains the
+    error that is raised: if the log cannot be closed then, the cause is usually the same.
     """
     failed = False
     ignored: list[type[Exception]] = []
@@ -502,6 +509,7 @@ def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None
             failures.report(describe(error), is_fixable(error), follows=follows(error))
             ignored.append(Exception)
         raise
+
     finally:
         with contextlib.suppress(*ignored):
             if failed:
@@ -516,13 +524,13 @@ def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None
 
 
 def finish_exports(run: Run) -> None:
-    """Waits for the exports on rank 0, when all other ranks may have ended. A signal ends the wait."""
+    """Waits for the exports on rank 0, while the other ranks may end. A signal ends the wait."""
     if run.exporter is None:
         return
     end_groups()  # first, because ending them may wait for all ranks
     run.exporter.wait(asked_to_stop)
     assert run.saver is not None
-    run.saver.prune()  # what stayed for its export
+    run.saver.prune()  # deletes the checkpoints that were kept only for their export
 
 
 def _last_step(config: TrainConfig) -> int:
@@ -544,6 +552,7 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
     skipped_in_a_row: list[str] = []
     if run.step == 0:
         evaluate(run, log, last)
+
     while run.step < last:
         progress.enter(progress.LOADING, run.step + 1)
         profiler.begin(run.step + 1)
@@ -570,6 +579,7 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
         ends = run.step == last or result.stop
         if run.step % config.log.interval == 0 or ends or not result.updated:
             log.write(run.step, result, rates, run.skipped)
+
         if problem := log.too_many_bad():
             raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
         skipped_in_a_row = [*skipped_in_a_row, result.skipped] if result.skipped else []
@@ -577,11 +587,13 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
             raise TrainingStopped(_too_many_skipped(skipped_in_a_row, run.step))
         if result.failed:
             raise TrainingStopped(_save_failure(run))
+
         if c.dir and (ends or c.interval and run.step % c.interval == 0):
             save(run, log)
         if result.stop and run.step < last:
             return True
         evaluate(run, log, last)
+
     return False
 
 
@@ -593,7 +605,7 @@ def evaluate(run: Run, log: MetricsLog, last: int) -> None:
 
 
 def _too_many_skipped(reasons: list[str], step: int) -> str:
-    """The message of a run that ends because its last steps were all skipped, for these reasons."""
+    """The message of a run that ends because its last steps were all skipped for ``reasons``."""
     where = f"in {len(reasons)} steps in a row, the last one step {step}"
     if NOT_FINITE not in reasons:
         return (

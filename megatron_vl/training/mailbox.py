@@ -1,8 +1,8 @@
-"""Messages of the ranks that own loaders to rank 0: lists of samples and counts by reason.
+"""Messages from owners to rank 0: lists of samples, and counts by reason.
 
-They are sent at printed lines, through the key-value store of the process group, from host to host. Only rank
-0 and the ranks that have something to send take part, and no GPU memory is used. A reduction before has
-counted the senders (``Tally.senders``).
+They are sent whenever a step is printed, through the key-value store of the process group, from host to host.
+Only rank 0 and the ranks that have something to send take part, and no GPU memory is used. An earlier
+reduction has counted the senders (``Tally.senders``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _PART = 1 << 20
 
 
 class Mailbox:
-    """Messages to rank 0 and its answer to all, in rounds. Either every rank takes part in a round, or none.
+    """Sends messages to rank 0 and its answer to all ranks, in rounds.
+
+    Either every rank takes part in a round, or none does.
 
     Args:
         rank: the rank of this process.
@@ -43,7 +45,7 @@ class Mailbox:
         store.set(self._key(slot, "parts"), str(len(parts)))
 
     def receive(self, senders: int) -> list[Any]:
-        """On rank 0: waits for the messages of ``senders`` ranks and returns them sorted by their order."""
+        """On rank 0: waits for messages of ``senders`` ranks. Returns their values, sorted by ``order``."""
         store, found = default_store(), []
         for slot in range(senders):
             keys = [self._key(slot, number) for number in range(int(store.get(self._key(slot, "parts"))))]
@@ -58,7 +60,7 @@ class Mailbox:
         store, last, self.answer = default_store(), self.answer, self._key("answer")
         if self.rank == 0:
             store.set(self.answer, json.dumps(value))
-            if last:  # all have read it: they have begun another round
+            if last:  # all ranks have read it, because they have begun another round
                 store.delete_key(last)
         return json.loads(store.get(self.answer))
 

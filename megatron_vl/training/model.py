@@ -1,4 +1,4 @@
-"""The model of a run on this rank: chunks in their place of the layout, with weights or random."""
+"""Builds this rank's part of a run's model, with given or random weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_vl.training.checkpoint import load_weights
 from megatron_vl.weights.reader import WeightReader
 
 HALF = PixelNorm((0.5,) * 3, (0.5,) * 3)
-"""Pixel statistics for models that see no real pictures."""
+"""Pixel statistics for models that are not given real pictures."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class BuiltModel:
     """One rank's part of a model."""
 
     chunks: list[VisionLanguageModel]
-    """One for each virtual stage, not wrapped in DDP."""
+    """One chunk for each virtual stage, not wrapped in DDP."""
     tensors: list[LiveTensor]
-    """Their parameters under canonical names."""
+    """The chunks' parameters with canonical names."""
 
 
 def build_model(
@@ -43,12 +43,13 @@ def build_model(
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
 
     Args:
-        grid: of ``layout``, so that Megatron-core's process groups exist.
-        weights: in any layout; each rank reads its own slices. None: weights are random.
+        grid: the grid of ``layout``, whose process groups must exist.
+        weights: weights in any layout, of which each rank reads its own slices; None: random weights.
         norm: statistics of pixels; None: those of ``model.hf``.
 
     Raises:
-        RuntimeError: the modules and the tensor table have drifted apart.
+        RuntimeError: the modules do not match the tensor table.
+        WeightsError: a stored tensor is damaged.
     """
     norm = norm or read_pixel_norm(config.model.hf)
     chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)

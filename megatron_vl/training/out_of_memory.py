@@ -1,4 +1,4 @@
-"""The message of a rank that runs out of memory: how much there was, what was expected, what would fit."""
+"""Messages for ranks that run out of memory: how much there was, what was estimated, and what would fit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_vl.spec.families import read_spec
 
 GIB = 2**30
 FRAGMENTED = 0.1
-"""Share of the GPU's memory that is reserved and not in use, from which on it counts as fragmented."""
+"""If more than this share of the GPU's memory is reserved but not in use, memory counts as fragmented."""
 
 _OF_GPU = re.compile(
     r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED"
@@ -37,19 +37,20 @@ class OutOfMemory(UserError, MemoryError):
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The memory of a GPU when an allocation failed, in GiB, as far as it is known."""
+    """The memory of a GPU in GiB when an allocation failed, as far as it is known."""
 
     wanted: float | None
+    """The size of the allocation."""
     allocated: float
     reserved: float
     total: float
     others: float = 0.0
-    """What other processes hold."""
+    """Memory that other processes hold."""
 
 
 @contextlib.contextmanager
 def explained(config: TrainConfig) -> Iterator[None]:
-    """Raises :class:`OutOfMemory` for any error that means lack of memory; all others pass through."""
+    """A context that replaces errors caused by a lack of memory with :class:`OutOfMemory`."""
     try:
         yield
     except Exception as error:
@@ -60,7 +61,7 @@ def explained(config: TrainConfig) -> Iterator[None]:
 
 
 def explain(error: Exception, config: TrainConfig) -> str | None:
-    """The message for an error that means lack of memory; None for any other."""
+    """The message for an error caused by a lack of memory; None for any other error."""
     if isinstance(error, OutOfMemory):
         return None
     said = str(error)
@@ -70,7 +71,7 @@ def explain(error: Exception, config: TrainConfig) -> str | None:
 
 
 def host_message(error: BaseException) -> str | None:
-    """The message for an error that means lack of host memory; None for any other."""
+    """The message for an error caused by a lack of host memory; None for any other error."""
     said = str(error)
     of_host = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
     if not of_host and not _OF_HOST.search(said):
@@ -82,6 +83,7 @@ def _gpu_message(said: str, config: TrainConfig) -> str:
     memory = read_gpu_message(said)
     if memory is None:
         return f"out of GPU memory: {_first_line(said)}"
+
     wanted = f" when {memory.wanted:.2f} GiB more were wanted" if memory.wanted is not None else ""
     parts = [
         f"out of GPU memory: {memory.allocated:.1f} GiB were allocated and {memory.reserved:.1f} reserved of"
@@ -94,14 +96,15 @@ def _gpu_message(said: str, config: TrainConfig) -> str:
             f"{memory.reserved - memory.allocated:.1f} GiB are reserved but not in use: set"
             " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
-    # The estimate is of use for the message only, and must not hide it.
+
+    # The estimate only adds to the message. An error in it must not hide the message.
     with contextlib.suppress(Exception):
         parts += _by_the_estimate(config, memory)
     return ". ".join(parts)
 
 
 def read_gpu_message(said: str) -> GpuMemory | None:
-    """What torch's message says, and its statistics where that says nothing. None without a GPU."""
+    """Reads torch's message. Torch's statistics replace what it does not say. None without a GPU."""
     wanted = _gib(r"Tried to allocate ([\d.]+ \wi?B)", said)
     total = _gib(r"total capacity of ([\d.]+ \wi?B)", said)
     free = _gib(r"of which ([\d.]+ \wi?B) is free", said)
@@ -116,6 +119,7 @@ def read_gpu_message(said: str) -> GpuMemory | None:
             return None
         allocated, total = torch.cuda.memory_allocated() / GIB, torch.cuda.mem_get_info()[1] / GIB
         unused = torch.cuda.memory_reserved() / GIB - allocated
+
     others = total - free - in_use if free is not None and in_use is not None else 0.0
     return GpuMemory(wanted, allocated, allocated + unused, total, max(0.0, others))
 
@@ -132,13 +136,13 @@ def _gib(pattern: str, said: str) -> float | None:
 
 
 def _by_the_estimate(config: TrainConfig, memory: GpuMemory) -> list[str]:
-    """Sentences: what the estimate expected of this stage, and the change that would fit."""
+    """Two sentences: the estimate for this stage, and the change that would fit."""
     spec, world, stage = read_spec(config.model.hf), int(os.environ.get("WORLD_SIZE", 1)), own_stage()
     rates = calibration_for(config.platform)
     expected = estimate(config, spec, world, calibration=rates)[stage]
     said = [f"The estimate of pipeline stage {stage} is {expected.total / GIB:.1f} GiB ({_parts(expected)})"]
 
-    # What the estimate did not foresee stays after any change.
+    # Memory beyond the estimate is assumed to be needed after any change, too.
     beyond = max(0.0, memory.allocated + (memory.wanted or 0.0) - expected.total / GIB)
     left = dataclasses.replace(rates, memory_gib=memory.total - memory.others - beyond)
     return [*said, advice(config, spec, world, left, near=True).removesuffix(".")]

@@ -1,8 +1,8 @@
-"""Sends the pictures of a step to the ranks that encode them, where every rank holds the vision tower.
+"""Sends the pictures of a step to the ranks that encode them, if every rank holds the vision tower.
 
-The rank that owns the loader cuts the frames of all rows into one contiguous run for each rank of its
-replica (:mod:`megatron_vl.planning.shares`). All ranks make the same cuts from the sizes of the frames. Each
-rank gets one message of pixels and one of indices.
+The frames of all rows are cut into one contiguous share for each rank of the replica
+(:mod:`megatron_vl.planning.shares`). All ranks compute the same cuts from the sizes of the frames. The owner
+sends each rank one message of pixels and one of indices.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megatron_vl.planning.shares import Array, Frames, cut_evenly, frame_flops, 
 from megatron_vl.spec.families import VisionSpec
 
 PATCH_INTS = ("plane_index", "position_hw", "frame_hw")
-"""What a rank needs of each patch beside its planes."""
+"""The integers that a rank needs for each patch, in addition to its planes."""
 
 
 def plane_bounds(plane_index: Array, frames: list[int]) -> list[list[int]]:
     """For each frame of a row, its first plane and the one after its last.
 
     Args:
-        plane_index: int [P, temporal_patch_size]
-        frames: patches of each frame.
+        plane_index: int [P, temporal_patch_size], the planes of each patch of the row.
+        frames: number of patches of each frame.
     """
     if not frames:
         return []
@@ -39,11 +39,11 @@ def plane_bounds(plane_index: Array, frames: list[int]) -> list[list[int]]:
 
 
 class Shares:
-    """How the frames of a step are spread over the ranks of a replica; the same on all of them.
+    """How the frames of a step are divided among the ranks of a replica. It is the same on all of them.
 
     Args:
-        lengths: for each row, the patches of its frames and those of its windows.
-        bounds: for each row, :func:`plane_bounds`.
+        lengths: for each row, the numbers of patches of its frames and of its windows.
+        bounds: for each row, the result of :func:`plane_bounds`.
         ranks: number of ranks.
     """
 
@@ -65,7 +65,7 @@ class Shares:
         return (np.diff(self.frames.first_patch[cuts]) // vision.merge_unit).tolist()
 
     def runs(self, rank: int) -> list[tuple[int, int, int]]:
-        """A rank's frames by row: (row, first frame, the one after the last), numbered over all rows."""
+        """A rank's frames by row: (row, first frame, one after the last frame), numbered over all rows."""
         begin, end = self.cuts[rank], self.cuts[rank + 1]
         found = []
         for row in range(len(self.row_cuts) - 1):
@@ -75,7 +75,7 @@ class Shares:
         return found
 
     def planes_of_run(self, run: tuple[int, int, int]) -> tuple[int, int]:
-        """The planes of the row that a run needs."""
+        """The planes of the row that a run needs: (first, one after the last)."""
         own = self.bounds[run[1] : run[2]]
         return int(own[:, 0].min()), int(own[:, 1].max())
 
@@ -86,7 +86,7 @@ class Shares:
         return slice(int(first[run[1]] - at), int(first[run[2]] - at))
 
     def of_rank(self, rank: int) -> tuple[Frames, Array, int]:
-        """A rank's frames, their bounds among the planes that it gets, and the number of these planes."""
+        """A rank's frames, their bounds among the planes that it receives, and the number of these planes."""
         begin, end = self.cuts[rank], self.cuts[rank + 1]
         windows = self.frames.first_window
         frames = Frames(
@@ -94,6 +94,7 @@ class Shares:
             self.frames.windows[windows[begin] : windows[end]],
             self.frames.row[begin:end],
         )
+
         parts, count = [np.zeros((0, 2), dtype=np.int64)], 0
         for run in self.runs(rank):
             low, high = self.planes_of_run(run)
@@ -111,7 +112,7 @@ def send_pictures(
     device: torch.device,
     vision: VisionSpec,
 ) -> StepVision:
-    """Gives each rank of a replica its share of the pictures. Collective over the group.
+    """Sends each rank of a replica its share of the pictures. Collective over the group.
 
     Args:
         group: the replica; its first rank has the pictures.
@@ -129,13 +130,15 @@ def send_pictures(
     patches = torch.empty(0, dtype=torch.int32)
     if rank == 0 and len(shares.frames.patches):
         pixels, patches = _all_parts(shares, ranks, fields, planes)
+
     per_rank = [int(part.patches.sum()) for part, _, _ in parts]
     if sum(per_rank):
         pixels = exchange_with_first(pixels, [count for _, _, count in parts], group, gather=False)
-        # One message for all that is known of a patch, as one launch and one latency count, not its bytes.
+        # All integers of a patch are in one message, because its latency costs more than its bytes.
         patches = exchange_with_first(
             patches.to(device, non_blocking=True), [ints * n for n in per_rank], group, gather=False
         )
+
     sizes = [vision.temporal_patch_size, 2, 2]
     own = patches.to(device).split([per_rank[rank] * size for size in sizes])
     index, position_hw, frame_hw = (part.view(-1, size) for part, size in zip(own, sizes, strict=True))
@@ -166,10 +169,10 @@ def _pinned(tensor: Tensor) -> Tensor:
 def _all_parts(
     shares: Shares, ranks: int, fields: list[dict[str, Tensor]], planes: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """What all ranks get, one rank's part after the other: pixels, and for each rank the indices, positions
-    and frame sizes of its patches."""
+    """The parts of all ranks, one after another: pixels, and :data:`PATCH_INTS` of each rank's patches."""
     pixels: list[Tensor] = []
     ints: list[Tensor] = []
+
     for rank in range(ranks):
         own: dict[str, list[Tensor]] = {name: [] for name in PATCH_INTS}
         count = 0
@@ -183,4 +186,5 @@ def _all_parts(
             pixels.append(planes[run[0]][low:high])
             count += high - low
         ints += [part.flatten() for name in PATCH_INTS for part in own[name]]
+
     return torch.cat(pixels) if len(pixels) > 1 else pixels[0], _pinned(torch.cat(ints))

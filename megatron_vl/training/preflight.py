@@ -1,4 +1,4 @@
-"""Checks that run before anything is started. torch is not imported until fields and paths are right."""
+"""Checks that run before anything is started. torch is imported only after fields and paths were checked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.description import META, SplitFacts, read_description
+from megatron_vl.data.description import META, SIZES, SplitFacts, read_description
 from megatron_vl.data.location import in_store, location
-from megatron_vl.data.sizes import SIZES, why_not_planned
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
@@ -35,10 +34,10 @@ from megatron_vl.weights.run_folder import (
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 
 OWN_FILES = 512
-"""Open files that a rank needs besides one connection to each peer: libraries, shards, workers, log files."""
+"""Open files that a rank needs besides a connection to each peer: for libraries, shards, workers and logs."""
 
 MANY_TRACED = 10
-"""From more steps in a trace on, a line says what that costs."""
+"""If a trace has more steps than this, a line warns of its cost."""
 
 
 def launched_world_size() -> int:
@@ -60,13 +59,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     check_core_version()
     world_size = launched_world_size() if world_size is None else world_size
     validate(config, world_size)
-    if not config.model.hf:
-        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
-    if not (Path(config.model.hf) / "config.json").is_file():
-        raise RunConfigError(
-            f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
-            "(hf download REPOSITORY --local-dir FOLDER)"
-        )
+    check_inputs(config)
 
     spec = read_spec(config.model.hf)
     dp = check_layout(config, spec, world_size)
@@ -76,7 +69,6 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         )
     if config.data.balance and not may_have_sizes(config.data.path):
         check_open_files(dp)
-    check_data_path(config.data.path)
     check_folder("checkpoint.dir", config.checkpoint.dir)
     check_folder("log.tensorboard", config.log.tensorboard)
     check_folder("profile.dir", config.profile.dir)
@@ -99,16 +91,16 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
 
 
 def split_of(config: TrainConfig, spec: ModelSpec, world_size: int, source: Saved | None) -> Layout:
-    """The layout of a run on this machine that resumes from ``source``."""
+    """The layout of a run on this machine. A run that resumes from ``source`` keeps its split."""
     rates, saved = calibration_for(config.platform), saved_layout(config, spec, source)
     return run_layout(config, spec, world_size, calibration=rates, saved=saved)
 
 
 def split_note(config: TrainConfig, spec: ModelSpec, layout: Layout, source: Saved | None) -> str:
-    """A line about a split that the run does not give; empty if it does.
+    """A line that says where the split of the decoder layers comes from; empty if the run gives the split.
 
     Args:
-        config: the run before its split was settled.
+        config: the run before :func:`settle_split`.
     """
     how = split_source(config, layout, saved_layout(config, spec, source))
     if how == "given":
@@ -118,9 +110,10 @@ def split_note(config: TrainConfig, spec: ModelSpec, layout: Layout, source: Sav
 
 
 def check_gpu_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_size: int) -> str:
-    """Compares the memory estimate with this machine's GPUs, if the run is for GPUs and there are any.
+    """Compares the memory estimate with this machine's GPUs, if there are any and the run uses them.
 
-    Returns a remark if a run is let through that may not fit; otherwise nothing.
+    Returns:
+        A remark if the run may not fit but is not refused; otherwise an empty text.
 
     Raises:
         RunConfigError: the run does not fit.
@@ -130,9 +123,9 @@ def check_gpu_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world
 
 
 def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> Layout | None:
-    """The layout that a checkpoint was saved with, whose split a resumed run keeps; None where it needs none.
+    """The layout of a checkpoint, whose split a resumed run keeps; None if the run does not need it.
 
-    A damaged checkpoint is reported where it is checked.
+    It is also None if the checkpoint is damaged, which other checks report.
     """
     if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return None
@@ -143,16 +136,16 @@ def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> 
 
 
 def settle_split(config: TrainConfig, layout: Layout) -> None:
-    """Writes the split that was found into the run, so that all that follows reads the same one."""
+    """Writes the chosen split into the config, so that all later code uses the same one."""
     if layout.pp > 1:
         config.parallel.layers = list(layout.layers)
 
 
 def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> None:
-    """Refuses to offload more optimizer state than this node has memory for, before any is allocated.
+    """Checks that this node has enough memory for the offloaded optimizer state, before any is allocated.
 
     Raises:
-        RunConfigError: says how much there is, and which share would fit.
+        RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
     share, ranks = config.optimizer.offload_fraction, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if config.platform == "cpu" or share in (0, "auto"):
@@ -163,22 +156,22 @@ def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: 
         fits = math.floor(20 * float(share) * there / needed) / 20
         raise RunConfigError(
             f"optimizer.offload_fraction {share} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
-            f" {ranks} ranks of this node, which has {there / host_memory.GIB:.1f} GiB left; {fits:g} would"
-            " fit, or fewer ranks a node"
+            f" {ranks} ranks of this node, which has {there / host_memory.GIB:.1f} GiB left; lower it to"
+            f" {fits:g}, or start fewer ranks per node"
         )
 
 
 def check_open_files(dp: int) -> None:
-    """Refuses to exchange rows between more replicas than this process may hold connections to.
+    """Checks that this process may open enough connections to exchange rows between all replicas.
 
     Raises:
-        RunConfigError: the limit is too low; the message names the one that is needed.
+        RunConfigError: the limit on open files is too low. The message names the limit that is needed.
     """
     needed, allowed = dp + OWN_FILES, raise_open_files()
     if needed > allowed:
         raise RunConfigError(
-            f"data.balance connects each of {dp} data-parallel ranks to all others. That takes {needed} open"
-            f" files a process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set"
+            f"data.balance connects each of {dp} data-parallel ranks to all others. That needs {needed} open"
+            f" files per process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set"
             " data.balance to false"
         )
 
@@ -192,13 +185,29 @@ def may_have_sizes(path: str) -> bool:
     return in_store(path) or folder.is_file() or (folder / META / SIZES).is_dir()
 
 
-def check_data_path(path: str) -> None:
-    """Refuses what is neither a data set's folder nor a metadataset.
-
-    It looks only at which files exist, because importing Energon takes seconds.
+def check_inputs(config: TrainConfig) -> None:
+    """Refuses a run whose model or data set is not there. It looks only at which files exist.
 
     Raises:
-        RunConfigError: says what is missing.
+        RunConfigError: names the field and says what to give.
+    """
+    if not config.model.hf:
+        raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
+    if not (Path(config.model.hf) / "config.json").is_file():
+        raise RunConfigError(
+            f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
+            "(hf download REPOSITORY --local-dir FOLDER)"
+        )
+    check_data_path(config.data.path)
+
+
+def check_data_path(path: str) -> None:
+    """Checks that ``path`` is a data set's folder or a metadataset.
+
+    Only the existence of files is checked, because importing Energon takes seconds.
+
+    Raises:
+        RunConfigError: it is neither. The message says what is missing.
     """
     advice = "give a folder written by `megatron-vl data convert`"
     if not path:
@@ -206,9 +215,10 @@ def check_data_path(path: str) -> None:
     if in_store(path):
         location(path)
         return
+
     folder = Path(path)
     if not folder.exists():
-        raise RunConfigError(f"data.path {path} does not exist")
+        raise RunConfigError(f"data.path {path} does not exist; {advice}")
     if folder.is_file():
         if folder.suffix != ".yaml":
             raise RunConfigError(
@@ -223,33 +233,36 @@ def check_data_path(path: str) -> None:
 
 
 def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """What loaders need to know of the data set's splits: ``train``, and ``eval.split`` if the run evaluates.
+    """Reads the facts that loaders need about ``train`` and, if the run evaluates, about ``eval.split``.
 
-    Only one rank of a run calls this (see :func:`megatron_vl.training.loop.share_data`).
-    It reads about 60 bytes for each shard.
+    Only one rank of a run calls this function (see :func:`megatron_vl.training.loop.share_data`). It reads
+    about 60 bytes for each shard.
 
     Raises:
-        LoaderError: there is no data set, or a split of it is empty.
-        DescriptionError: its description could run code or leads out of its folder.
+        LoaderError: there is no data set, or one of these splits is empty.
+        DescriptionError: the data set's description could run code, or refers to files outside its folder.
     """
     found = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
     facts = {split: found.facts(split) for split in sorted(splits)}
     if config.data.balance:
+        # It imports torch, which only ranks do.
+        from megatron_vl.data.sizes import why_not_planned
+
         unplanned = why_not_planned(found, config.model.hf, config.data)
         facts["train"] = dataclasses.replace(facts["train"], unplanned=unplanned)
     return facts
 
 
 def check_folder(field: str, path: str) -> None:
-    """Refuses an output folder if a file is in its place or in the place of a folder above it.
+    """Checks that an output folder, and every folder above it, is not a file.
 
     Args:
-        field: name of the field that gives the folder.
-        path: the folder; empty: none.
+        field: the field that names the folder, for the message.
+        path: the folder; empty: there is none.
 
     Raises:
-        RunConfigError: names the field and the file.
+        RunConfigError: one of them is a file. The message names the field and the file.
     """
     folder = Path(path)
     in_the_way = next(
@@ -260,13 +273,13 @@ def check_folder(field: str, path: str) -> None:
 
 
 def check_wandb(project: str) -> None:
-    """Refuses W&B without its package.
+    """Checks that the package of W&B is installed, if the run uses it.
 
     Raises:
-        RunConfigError: names the extra.
+        RunConfigError: it is not. The message names the extra to install.
     """
     found = find_spec("wandb") if project else None
-    # W&B keeps its files in a folder wandb/, which Python takes for a package without content.
+    # W&B keeps its files in a folder wandb/, which Python considers an empty package.
     if project and (found is None or found.origin is None):
         raise RunConfigError(
             f"wandb.project {project} needs the package wandb, which is not installed: install the extra"
@@ -276,10 +289,10 @@ def check_wandb(project: str) -> None:
 
 
 def check_export(config: TrainConfig) -> None:
-    """Refuses exports like a folder that has no weights to be like.
+    """Checks that ``model.hf`` has weights, because exports use their names and types of tensors.
 
     Raises:
-        RunConfigError: names the file that is missing.
+        RunConfigError: it has none. The message names the missing file.
     """
     if not config.checkpoint.export_hf:
         return
@@ -302,9 +315,9 @@ class Start:
     """Where a run begins.
 
     Attributes:
-        source: the checkpoint to resume from; None:
-            the run starts from ``model.checkpoint`` or random weights.
-        lineage: lineage of what the run will save.
+        source: the checkpoint to resume from; None: the run starts from ``model.checkpoint`` or from random
+            weights.
+        lineage: lineage of the checkpoints that the run will save.
         restart_data: whether the data set is read from its start.
         said: lines to print for the user.
     """
@@ -319,8 +332,8 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
     """Decides where a run with data-parallel size ``dp`` begins.
 
     Raises:
-        RunConfigError: there is no checkpoint of ``checkpoint.step``.
-        CheckpointError: it is not known which checkpoint is the latest, or it cannot be read.
+        RunConfigError: there is no checkpoint of step ``checkpoint.step``.
+        CheckpointError: the latest checkpoint is not known or cannot be read.
     """
     c = config.checkpoint
     folder = Path(c.dir) if c.dir and c.resume else None
@@ -330,9 +343,11 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
         if c.step is None:
             raise
         raise RunConfigError(str(error)) from error
+
     source, lineage = choice.source, choice.lineage
     if not c.restart_data:
-        # The record stays: one start without the option does not make a file that pins it restart again.
+        # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that
+        # overrides it does not make the next start restart the data again.
         return Start(source, lineage, False, choice.said)
     if source is None:
         return Start(
@@ -342,8 +357,8 @@ def plan_start(config: TrainConfig, dp: int) -> Start:
     done = source.lineage.data_restart
     if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
         line = (
-            f"checkpoint.restart_data: the data set was read from its start at step {done.step}, as this"
-            " checkpoint records; the run continues in it. To read it from its start once more, give"
+            f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
+            f" step {done.step}; the run continues in it. To read it from its start once more, give"
             f" --checkpoint.attempt {done.attempt + 1}"
         )
         return Start(source, lineage, False, (*choice.said, line))
@@ -377,13 +392,13 @@ def step_to_resume(config: TrainConfig) -> int | None:
 
 
 def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: Start) -> None:
-    """Refuses a checkpoint of this run from which it cannot continue.
+    """Checks that the run can continue from its own checkpoint.
 
-    The checkpoint's own files say which model it holds. ``model.checkpoint`` is not read and need not exist.
+    The checkpoint's files say which model it holds. ``model.checkpoint`` is not read and need not exist.
 
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples would change.
-        RunConfigError: it holds another model than ``model.hf``.
+        RunConfigError: the checkpoint holds another model than ``model.hf``.
     """
     from megatron_vl.training import checkpoint
 
@@ -394,12 +409,12 @@ def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: S
 
 
 def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """The facts about the reading of samples that a checkpoint records."""
+    """The facts about how samples are read that a checkpoint records."""
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None:
-    """Refuses a rule for videos other than that of the step folder ``source``, even with ``restart_data``.
+    """Checks that the rule for videos is that of the step folder ``source``, even with ``restart_data``.
 
     Raises:
         RunConfigError: the rules differ. The message names the field, both rules, and what to do.
@@ -410,7 +425,7 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None
         if before != now:
             raise RunConfigError(
                 f"data.{name} is {now!r}, but {source} was trained under {before!r}: set data.{name} to"
-                f" {before!r} to go on with this run, or start a new one from its weights (model.checkpoint)"
+                f" {before!r} to continue this run, or start a new one from its weights (model.checkpoint)"
                 f" under {now!r}"
             )
 
@@ -419,7 +434,7 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
     """Opens ``model.checkpoint``. Returns its reader.
 
     Raises:
-        RunConfigError: it holds another model than ``model.hf``.
+        RunConfigError: the weights are of another model than ``model.hf``.
         WeightsError, FileNotFoundError: the weights cannot be read.
     """
     from megatron_vl.weights.reader import WeightReader
@@ -430,24 +445,32 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
 
 
 def changed_video_rule(weights: Any, config: TrainConfig, spec: ModelSpec) -> str:
-    """A note if the weights that a run starts from were trained under another rule for videos; else empty.
+    """A note if a run's start weights were trained under another rule for videos; otherwise empty.
 
     Args:
-        weights: what :func:`check_start_weights` returned.
+        weights: the result of :func:`check_start_weights`.
     """
     trained = weights_video_rule(weights.path, weights.manifest, spec)
     for name, now in video_rule(config.data, spec.vision.video_timestamps).items():
         before = trained.get(name, now)
         if before != now:
             return (
-                f"{weights.path} was trained under data.{name} {before!r}, and this run trains it under"
-                f" {now!r}; --data.{name} {before} keeps the rule"
+                f"{weights.path} was trained under data.{name} {before!r}, but this run uses {now!r};"
+                f" --data.{name} {before} keeps the rule"
             )
     return ""
 
 
 def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: ModelSpec) -> None:
-    """Raises RunConfigError unless weights are of the model that ``model.hf`` describes."""
+    """Checks that weights are of the model that ``model.hf`` describes.
+
+    Args:
+        held_by: names the weights in the message.
+        held: the model of the weights.
+
+    Raises:
+        RunConfigError: they are of another model.
+    """
     if held.differences(spec):
         theirs, ours = held.family, spec.family
         sizes = f"both {ours}, other sizes" if theirs == ours else f"{theirs}, {ours}"
@@ -458,37 +481,43 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
     """Notes on settings that are allowed but rarely intended.
 
     Args:
+        platform: ``cuda`` or ``cpu``.
         resumes: whether weights come from the run's own checkpoint.
     """
     found = []
     c = config.checkpoint
     if not c.dir:
-        found.append("checkpoint.dir is empty: nothing of this run is saved")
+        found.append("checkpoint.dir is empty: no checkpoint of this run is saved")
     elif not c.interval:
         found.append(
-            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}); a run"
-            " that dies before loses everything. Set an interval, for instance --checkpoint.interval 500"
+            f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}), so a"
+            " run that fails earlier loses everything. Set an interval, for instance --checkpoint.interval"
+            " 500"
         )
+
     traced = config.profile.steps
     if traced and traced[1] - traced[0] >= MANY_TRACED:
         found.append(
-            f"profile.steps {traced} traces {traced[1] - traced[0] + 1} steps, which takes much memory and"
-            " disk on each traced rank; three to five show what there is to see"
+            f"profile.steps {traced} traces {traced[1] - traced[0] + 1} steps, which needs much memory and"
+            " disk space on each traced rank; three to five steps are usually enough"
         )
+
     if not config.model.checkpoint and not resumes:
         found.append("model.checkpoint is empty: weights are random")
+
     frozen = {"vision": config.model.freeze_vision, "merger": config.model.freeze_merger}
     for part, rate in (("vision", config.optimizer.vision_lr), ("merger", config.optimizer.merger_lr)):
         if frozen[part] and rate is not None:
             found.append(
-                f"optimizer.{part}_lr {rate:g} has no effect: model.freeze_{part} keeps those weights as"
-                " they are"
+                f"optimizer.{part}_lr {rate:g} has no effect, because model.freeze_{part} keeps those weights"
+                " unchanged"
             )
         elif rate == 0:
             found.append(
-                f"optimizer.{part}_lr 0 keeps those weights as they are, but computes their gradients and"
-                f" keeps their moments; --model.freeze_{part} true spares both"
+                f"optimizer.{part}_lr 0 keeps those weights unchanged, but still computes their gradients and"
+                f" stores their moments; --model.freeze_{part} true saves both"
             )
+
     if platform == "cpu" and config.dtype == "bfloat16":
         found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return found

@@ -1,4 +1,4 @@
-"""Traces of chosen steps by torch.profiler (the section ``profile`` of a run)."""
+"""Traces chosen steps with torch.profiler (section ``profile`` of a run)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_vl import durable
 from megatron_vl.config import TrainConfig
 
 FOLDER = "profile"
-"""Where traces go in the folder of the checkpoints."""
+"""The subfolder of ``checkpoint.dir`` for traces, if ``profile.dir`` is empty."""
 
 
 class StepProfiler:
     """Traces this rank from the beginning of one step to the end of another.
 
-    The file is a Chrome trace, which Perfetto and TensorBoard read. Its name says which steps are in it:
-    fewer than were asked for where the run began, or ended, between them.
+    The file is a Chrome trace, which Perfetto and TensorBoard read. Its name says which steps it holds. These
+    are fewer than requested if the run began or ended within them.
 
     Args:
-        config: steps, ranks and folder; those of :func:`megatron_vl.config.validate`.
-        rank: this process's.
+        config: a validated run, whose ``profile`` gives steps, ranks and folder.
+        rank: rank of this process.
     """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
@@ -37,20 +37,19 @@ class StepProfiler:
         self._began = self._ended = 0
 
     def begin(self, step: int) -> None:
-        """Called before anything of ``step`` (from 1) is done."""
+        """Call this before ``step`` (counted from 1) begins."""
         if not self.first <= step <= self.last:
             return
         if self._trace is None:
             self._began = step
-            self._trace = profile(activities=_activities(), acc_events=True)  # one cycle; else it warns
+            self._trace = profile(activities=_activities(), acc_events=True)  # without acc_events, it warns
             self._trace.start()
 
         self._step = record_function(f"step {step}")
         self._step.__enter__()
 
     def end(self, step: int) -> float:
-        """Called when ``step`` is done. After the last step to trace, returns the seconds that writing
-        took."""
+        """Call this when ``step`` is done. Returns the seconds that it took to write the trace, else 0."""
         if self._trace is None:
             return 0.0
         if self._step is not None:
@@ -59,9 +58,9 @@ class StepProfiler:
         return self.finish() if step >= self.last else 0.0
 
     def finish(self) -> float:
-        """Writes what was traced, where a trace has begun. Returns the seconds that it took.
+        """Writes the trace, if one has begun. Returns the seconds that this took.
 
-        A folder that cannot be written costs the trace, not the run.
+        If the trace cannot be written, a line says so, and the run continues.
         """
         trace, self._trace = self._trace, None
         if trace is None:
@@ -69,7 +68,7 @@ class StepProfiler:
 
         start = time.perf_counter()
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # kernels of the last step are in the trace, too
+            torch.cuda.synchronize()  # so that the trace includes the kernels of the last step
         trace.stop()
         name = f"rank_{self.rank:05d}_steps_{self._began}_to_{self._ended}.pt.trace.json.gz"
         try:
@@ -87,14 +86,13 @@ class StepProfiler:
 
     def _write(self, trace: profile, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(
-            f".{path.name.removesuffix('.gz')}{durable.PARTIAL}.gz"
-        )  # torch packs by suffix
+        # torch compresses the file if its name ends with .gz.
+        partial = path.with_name(f".{path.name.removesuffix('.gz')}{durable.PARTIAL}.gz")
         trace.export_chrome_trace(str(partial))
         durable.put(partial, path)
 
 
 def _activities() -> list[ProfilerActivity]:
-    """Without GPUs, Kineto would look for CUPTI and complain."""
+    """The activities to trace. Without a GPU, tracing CUDA would make Kineto warn that CUPTI is missing."""
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     return [ProfilerActivity.CPU, *gpu]

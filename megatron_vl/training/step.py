@@ -38,8 +38,8 @@ from megatron_vl.training.source_counts import SourceCounts
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
 SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}
-"""Why a step's update is skipped. Weights, moments and Adam's step count do not change; data and schedules
-advance."""
+"""The reasons for which a step's update is skipped. Weights, moments and Adam's step count then stay as they
+are; data and learning-rate schedules advance."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class StepResult:
     expert_load: Tensor | None = None
     """Number of tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
     failed: bool = False
-    """Whether any rank reported a failure outside the step (a checkpoint that could not be written)."""
+    """Whether any rank reported a failure outside the step, such as a checkpoint that cannot be written."""
     stop: bool = False
     """Whether any rank was asked to stop."""
     sources: SourceCounts | None = None
@@ -67,7 +67,7 @@ class StepResult:
 
 
 def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
-    """Wraps the chunks in Megatron-core's DDP and sets the schedule's hooks on the language config."""
+    """Wraps the chunks in Megatron-core's DDP and sets the schedule's hooks in the language config."""
     p = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -76,32 +76,38 @@ def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[Replica
         use_distributed_optimizer=p.distributed_optimizer,
         bucket_size=p.bucket_size,
     )
+
     core = chunks[0].config
     wrapped = [ReplicaDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-    # Delayed scaling reduces the maxima of all layers over all ranks, so every rank must run them in every
-    # row.
+    # Delayed scaling reduces the maxima of all layers over all ranks, so every rank must run all layers in
+    # every row.
     tower_may_rest = not (config.fp8.recipe == "delayed" and config.fp8.vision)
     for chunk in wrapped:
         report_directly(chunk)
         if tower_may_rest:
             connect_tower(chunk)
+
     if p.overlap_grad_reduce:
         hooks = [chunk.no_sync for chunk in wrapped]
         core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
     core.finalize_model_grads_func = finalize_model_grads
+
     tower = chunks[0].decoupled
     if tower is not None:
-        # Its gradients are reduced at once after the pipeline, when the number of loss tokens is known.
+        # The tower's gradients are reduced together, after the pipeline, when the number of loss tokens is
+        # known.
         alone = dataclasses.replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
         tower.wrap(alone)
-        core.finalize_model_grads_func = partial(_finalize_and_tell, tower)
+        core.finalize_model_grads_func = partial(_finalize_and_pass_on, tower)
     core.grad_scale_func = None
     return wrapped
 
 
-def _finalize_and_tell(tower: DecoupledTower, model: Any, num_tokens: Tensor, **options: Any) -> None:
-    """Completes the gradients of the language model. The tower, whose turn comes after, learns the number of
-    loss tokens of the global batch, which core sums in place."""
+def _finalize_and_pass_on(tower: DecoupledTower, model: Any, num_tokens: Tensor, **options: Any) -> None:
+    """Completes the gradients of the language model, and passes the number of loss tokens on to the tower.
+
+    Core sums ``num_tokens`` over the ranks in place. The tower's gradients are completed later.
+    """
     finalize_model_grads(model, num_tokens, **options)
     tower.tokens = num_tokens
 
@@ -141,24 +147,29 @@ def run_schedule(
     step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
     collect_non_loss_data: bool = False,
 ) -> list[Any]:
-    """Runs forward (and backward) of all rows through this rank's chunks.
-
-    Returns the reports of the rows. The list is empty on all stages but the last.
+    """Runs the forward passes (and backward passes) of all rows through this rank's chunks.
 
     Args:
         rows: the inputs of ``step``, one for each micro-batch.
-        collect_non_loss_data: the function that ``step`` returns gives only a report and no loss.
+        forward_only: whether to leave out the backward passes.
+        step: the function that core's schedules call, as :func:`forward_step`.
+        collect_non_loss_data: whether the function that ``step`` returns gives only a report and no loss.
+
+    Returns:
+        The reports of the rows on the last stage; an empty list on other stages.
     """
     progress.tick()
     if not forward_only:
         begin_step(chunks, rows)
+
     iterators = [iter(rows) for _ in chunks]
-    # Core derives only the size of its messages from the length. Levels of DeepStack travel after the hidden
+    # Core uses the length only for the size of its messages, in which DeepStack's levels follow the hidden
     # state.
     parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
     tower = get_attr_wrapped_model(chunks[0], "decoupled")
     if tower is not None:
         tower.encode(rows, train=not forward_only)
+
     reports = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -169,13 +180,14 @@ def run_schedule(
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
     )
+
     if tower is not None and not forward_only:
         tower.backward()
     return reports
 
 
 def replicated_modules(chunks: list[ReplicaDDP]) -> list[ReplicaDDP]:
-    """What this rank shares with other ranks of the run: its chunks, and a tower that every rank holds."""
+    """The DDP modules of this rank: its chunks, and the trained tower if every rank holds one."""
     tower = chunks[0].module.decoupled
     return [*chunks, tower.ddp] if tower is not None and tower.ddp is not None else list(chunks)
 
@@ -190,11 +202,11 @@ def train_step(
     stop: bool = False,
     learnt: SourceCounts | None = None,
 ) -> StepResult:
-    """One step over this rank's micro-batches; collective over all ranks.
+    """Runs one step over this rank's micro-batches. Collective over all ranks.
 
     Args:
-        failed: this rank has failed at something outside the step. All ranks receive this flag with the loss.
-        stop: this rank was asked to stop. All ranks receive this flag too.
+        failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
+        stop: whether this rank was asked to stop. All ranks receive this flag too.
         learnt: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
     """
     progress.enter(progress.COMPUTING)
@@ -206,7 +218,7 @@ def train_step(
     device = rows[0].tokens.device
     loss_sum, tokens, raised, sources = reduce_losses(reports, grid, device, (failed, stop), learnt)
     loss = loss_sum / tokens if tokens else math.nan
-    # Without loss tokens the gradient is zero, but moments and weights would decay.
+    # Without loss tokens, the gradient is zero, but an update would still decay moments and weights.
     updated, norm = update(optimizer, wanted=math.isfinite(loss))
     finite = math.isfinite(loss_sum) and math.isfinite(norm)
     skipped = "" if updated else NO_LOSS_TOKENS if finite and not tokens else NOT_FINITE
@@ -226,13 +238,15 @@ def reduce_losses(
     flags: tuple[bool, ...] = (),
     learnt: SourceCounts | None = None,
 ) -> tuple[float, int, list[bool], SourceCounts | None]:
-    """(loss sum, loss tokens, whether each flag is set on any rank, numbers by source) of the global batch,
-    equal on every rank.
+    """Adds up the losses of the global batch over all ranks. Collective.
 
     This is the only host synchronisation of a step.
 
     Args:
         learnt: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+
+    Returns:
+        (loss sum, loss tokens, whether any rank set each flag, numbers by source), equal on every rank.
     """
     counts = learnt.flat() if learnt is not None else []
     has_loss = grid.is_last_stage and grid.tp_rank == 0
@@ -254,10 +268,10 @@ def reduce_losses(
 
 
 def _loss_by_source(reports: list[dict[str, Tensor]], sources: int) -> Tensor:
-    """float64 [sources]: the loss sums of the reports' segments.
+    """Sums the losses of the reports' segments by source, float64 [sources].
 
-    A sum over a table instead of an addition by index, whose order and so whose bits vary on a GPU. Segments
-    of other sources are left out rather than multiplied by 0, so that a NaN shows in its own source alone.
+    This sums over a table. An addition by index has no fixed order on a GPU, so its bits vary. Segments of
+    other sources are masked, not multiplied by 0, so that a NaN shows only in its own source.
     """
     losses = torch.cat([report["segments"] for report in reports])
     source = torch.cat([report["sources"] for report in reports])

@@ -21,11 +21,12 @@ class Block(NamedTuple):
     """A rectangle of ``rows`` x ``cols`` that a whole matrix and one of its parts have in common."""
 
     part: str | int
+    """The name or number of the part."""
     rows: int
     cols: int
     row: int = 0
-    """First row in the whole matrix. ``col`` is the first column;
-    ``part_row`` and ``part_col`` are those in the part."""
+    """First row in the whole matrix. ``col`` is the first column there; ``part_row`` and ``part_col`` are the
+    first row and column in the part."""
     col: int = 0
     part_row: int = 0
     part_col: int = 0
@@ -42,13 +43,13 @@ class Block(NamedTuple):
 def gather(
     blocks: Sequence[Block], region: Region, read: Callable[[str | int, Region], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    """A region of a matrix that consists of ``blocks``. What no block covers is zero.
+    """Reads a region of a matrix that consists of ``blocks``. Elements that no block covers are zero.
 
     Args:
         read: returns a region of a part as a matrix.
 
     Returns:
-        ``[rows, cols]`` of ``dtype``. It is not copied if one block covers the region and has that type.
+        ``[rows, cols]`` of ``dtype``. It is not a copy if one block covers the region and has that type.
     """
     out: Tensor | None = None
     for block in blocks:
@@ -66,14 +67,14 @@ def gather(
             out = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
         target = out[top - region.row : bottom - region.row, left - region.col : right - region.col]
         _copy(data, target, block.transposed)
+
     if out is None:
         return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
     return out
 
 
 def _copy(data: Tensor, out: Tensor, transposed: bool) -> None:
-    """Copies a matrix. A transposed one is copied in strips that fit the cache,
-    which is four times as fast."""
+    """Copies a matrix. A transposed matrix is copied in strips that fit the cache, which is 4x faster."""
     strip = 64 if transposed else max(1, data.shape[1])
     for col in range(0, data.shape[1], strip):
         out[:, col : col + strip] = data[:, col : col + strip]
@@ -96,15 +97,16 @@ def _read_block(block: Block, region: Region, read: Callable[[str | int, Region]
 
 @lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
 def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
-    """The blocks of the full matrix. :attr:`Block.part` is the number of the part (see :meth:`Cut.part`).
+    """The blocks that make up the full matrix. :attr:`Block.part` is a part's number (see :meth:`Cut.part`).
 
-    A replicated tensor is taken from part 0.
+    A replicated tensor is read from part 0.
     """
     rows, cols = matrix_shape(info.shape)
     if info.experts:
         return tuple(_expert_blocks(info, cut))
     if info.split == "replicated":
         return (Block(0, rows, cols),)
+
     tp = cut.ways(info)
     if info.split == "row":
         width = cols // tp
@@ -124,12 +126,12 @@ def shard_blocks(info: TensorInfo, cut: Cut) -> tuple[Block, ...]:
 
 
 def _sections(info: TensorInfo, rows: int) -> tuple[int, ...]:
-    """Numbers of rows of the sections that are cut one by one."""
+    """Number of rows of each section. Each section is cut separately."""
     return (rows // 2, rows // 2) if info.split == "gated" else info.sections
 
 
 def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
-    """The blocks of one expert, repeated for each expert. Runs of whole experts are joined into one block."""
+    """Repeats the blocks of one expert for each expert. Adjacent blocks of one part are joined."""
     one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
     rows = one.shape[0]
     part_rows = one.shard_shape(Cut(cut.etp))[0]
@@ -157,7 +159,7 @@ def _expert_blocks(info: TensorInfo, cut: Cut) -> list[Block]:
 
 
 def part_blocks(info: TensorInfo, part: int, cut: Cut) -> list[Block]:
-    """The blocks of one part, taken from the full matrix: the inverse of :func:`shard_blocks`."""
+    """The blocks of the full matrix that make up one part: the inverse of :func:`shard_blocks`."""
     source = 0 if info.split == "replicated" else part
     return [block.inverted(info.name) for block in shard_blocks(info, cut) if block.part == source]
 
@@ -171,6 +173,7 @@ def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
         axis += 1
         ways = cut.etp
         part = part % cut.etp
+
     if info.split == "replicated" or ways == 1:
         return tensor
     if info.split in ("gated", "sections"):
@@ -180,7 +183,7 @@ def shard(tensor: Tensor, info: TensorInfo, part: int, cut: Cut) -> Tensor:
 
 
 def unshard(shards: Sequence[Tensor], info: TensorInfo, cut: Cut) -> Tensor:
-    """The full tensor from all parts in order: the inverse of :func:`shard`."""
+    """Joins all parts, in order, to the full tensor: the inverse of :func:`shard`."""
     if info.experts:
         one = dataclasses.replace(info, shape=info.shape[1:], experts=0)
         runs = [zip(*shards[at : at + cut.etp], strict=True) for at in range(0, len(shards), cut.etp)]

@@ -2,17 +2,18 @@
 
 A folder of weights holds ``manifest.json`` and either the unsplit tensors
 (``weights-00001-of-00003.safetensors``) or one file for each model-parallel rank (``tp00_pp01.safetensors``,
-with all virtual chunks of that rank). For models with experts, the experts are in one file for each
-expert-parallel rank (``ep00_etp00_pp01.safetensors``), because which tensor ranks hold which experts depends
-on the data-parallel size, which weights do not have. Tensors have the canonical names of
-:mod:`megatron_vl.spec.tensors` with global layer numbers. A replicated tensor is in the file of every
+with all virtual chunks of that rank). Experts are in one file for each expert-parallel rank
+(``ep00_etp00_pp01.safetensors``), because the mapping of experts to tensor-parallel ranks depends on the
+data-parallel size, which weights do not have. Tensors have the canonical names of
+:mod:`megatron_vl.spec.tensors`, with global layer numbers. A replicated tensor is in the file of every
 tensor-parallel rank of its stage, so a rank reads only one or two files. A tied output layer is not stored:
 the last stage reads the embedding from the first stage's file.
 
-:meth:`WeightReader.get` gives any slice for any layout, whatever layout is on disk. What is read is first
-compared with the manifest's SHA-256, and the manifest with its own digest, so that damaged data is never
-returned. The mapping from one cut to another is a list of :class:`Block`, rectangles of a matrix, which
-converters also use. Nothing here imports Megatron-core, and nothing is unpickled.
+:meth:`megatron_vl.weights.reader.WeightReader.get` returns any slice for any layout, whatever layout is on
+disk. Before data is returned, it is compared with the manifest's SHA-256, and the manifest with its own
+digest, so that damaged data is never used. The mapping from one cut to another is a list of
+:class:`~megatron_vl.weights.blocks.Block`, which converters also use. Nothing here imports Megatron-core, and
+nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ from megatron_vl.weights.tensor_files import (
 
 FORMAT = "megatron-vl-weights"
 VERSION = 2
-"""Version 2 added the manifest's own digest."""
+"""The version of the format. Version 2 added the manifest's own digest."""
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.jsonl"
-"""Journal of an unfinished conversion (see :mod:`converters.restart`). A folder with it and without a
+"""Journal of an unfinished conversion (see :mod:`converters.restart`). A folder that has a journal and no
 manifest is not a checkpoint."""
 
 
@@ -62,11 +63,11 @@ def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
 def file_entry(
     file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], ranks: Mapping[str, int]
 ) -> dict[str, Any]:
-    """The manifest's entry for one rank's file.
+    """Makes the manifest's entry for one rank's file.
 
     Args:
         tensors: name -> (type, stored shape, SHA-256).
-        ranks: of the file's owner: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
+        ranks: the ranks that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
     table = {
         name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
@@ -81,11 +82,14 @@ def write_rank_file(
     """Writes the dense tensors of one model-parallel rank atomically and flushes them to the disk.
 
     Args:
-        tensors: canonical name -> this rank's slice, of all virtual chunks, on any device.
-            They are copied in small pieces.
+        tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. They are copied in
+            small pieces.
 
     Returns:
         The rank's entry (plain JSON types) for :func:`write_manifest`.
+
+    Raises:
+        WeightsError: weights cannot have the type of a tensor.
     """
     return _write_file(
         Path(folder) / rank_file_name(tp_rank, pp_rank), tensors, {"tp": tp_rank, "pp": pp_rank}
@@ -97,7 +101,7 @@ def write_expert_file(
 ) -> dict[str, Any]:
     """Writes the expert tensors of one expert-parallel rank, stacked ``[E / ep, ...]``.
 
-    It is the same as :func:`write_rank_file` otherwise.
+    Otherwise, it is the same as :func:`write_rank_file`.
     """
     path = Path(folder) / expert_file_name(ep_rank, etp_rank, pp_rank)
     return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
@@ -137,21 +141,20 @@ def write_manifest(
     rank_entries: Sequence[dict],
     origin: dict | None = None,
 ) -> str:
-    """Writes ``manifest.json`` as the last file, after checking that the entries are the whole model.
+    """Checks that the entries make up the whole model, then writes ``manifest.json`` as the last file.
 
     Args:
         layout: None for unsplit weights.
-        rank_entries: the results of :func:`write_rank_file` and :func:`write_expert_file`
-            on all ranks, in any order.
-        origin: any facts to keep about the origin of the weights.
-            A run's ``step`` is compared with its folder's.
+        rank_entries: the results of :func:`write_rank_file` and :func:`write_expert_file` on all ranks, in
+            any order.
+        origin: facts about the origin of the weights. A reader compares ``step`` with the name of the folder.
 
     Returns:
         The manifest's digest, which identifies these weights.
 
     Raises:
-        WeightsError: a tensor or file is missing or unexpected,
-            or has a wrong shape or two types. The message names it.
+        WeightsError: a tensor is missing, unexpected, or of a wrong shape, or its parts have different types.
+            The message names it.
     """
     if not spec.hf_config or read_spec(spec.hf_config) != spec:
         raise WeightsError(
@@ -183,7 +186,7 @@ def write_manifest(
 
 
 def _part(info: TensorInfo | None, entry: Mapping[str, Any], layout: Layout | None) -> int | None:
-    """The part of a tensor that the file of ``entry`` holds; None if the file's ranks hold no part of it."""
+    """The part of a tensor that the file of ``entry`` may hold; None if it does not belong in that file."""
     if info is None or layout is None or not info.experts:
         return entry.get("tp")
     return layout.cut.part(info, ep_rank=entry["ep"], etp_rank=entry["etp"]) if "ep" in entry else None
@@ -200,8 +203,11 @@ def _rank(info: TensorInfo, part: int, cut: Cut) -> str:
 def _check_entries(
     spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]
 ) -> dict[str, dict[str, Any]]:
-    """Checks that every tensor is in its place with its shape and one type.
-    Returns the manifest's tensor table."""
+    """Checks that every part of every tensor is there once, with its shape and type.
+
+    Returns:
+        The manifest's tensor table.
+    """
     infos = tensor_table(spec)
     cut = layout.cut if layout else WHOLE
     stored: dict[tuple[int, int, str], dict[str, Any]] = {}
@@ -222,13 +228,13 @@ def _check_entries(
         for part in range(cut.parts(info)):
             if (part, stage, name) not in stored:
                 raise WeightsError(
-                    f"tensor {name!r} is missing in {_rank(info, part, cut)}, pipeline rank {stage}"
+                    f"tensor {name!r} is missing on {_rank(info, part, cut)}, pipeline rank {stage}"
                 )
             tensor = stored.pop((part, stage, name))
             if tensor["shape"] != shape:
                 where = _rank(info, part, cut)
                 raise WeightsError(
-                    f"tensor {name!r} has shape {tensor['shape']} in {where}; it should be {shape}"
+                    f"tensor {name!r} has shape {tensor['shape']} on {where}; it should be {shape}"
                 )
             found.append(tensor)
 
@@ -250,7 +256,11 @@ def _check_entries(
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads a manifest. Raises :class:`WeightsError` if it is not a manifest or was changed."""
+    """Reads a manifest.
+
+    Raises:
+        WeightsError: the file is not a manifest, has another version, or was changed.
+    """
     try:
         manifest = json.loads(path.read_text())
     except ValueError as error:
@@ -277,10 +287,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _read_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
-    """The layout in a manifest, after checking that the other fields agree with it and with the config."""
+    """Reads the layout of a manifest, and checks that the other fields agree with it and with the config."""
     layout, kind, family = manifest["layout"], manifest["kind"], manifest["family"]
     if family != spec.family:
-        raise ConfigError(f"family is {family!r}, but hf_config is of a {spec.family} model")
+        raise ConfigError(f"family is {family!r}, but hf_config describes a {spec.family} model")
     if kind != ("full" if layout is None else "shards"):
         raise LayoutError(f"kind is {kind!r}, but layout is {layout}")
     return None if layout is None else read_layout(spec, layout)

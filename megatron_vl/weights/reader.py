@@ -1,4 +1,4 @@
-"""Reads tensors, or any part of them, from weights of any layout."""
+"""Reads tensors, or any parts of them, from weights of any layout."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from megatron_vl.weights.tensor_files import (
 
 
 def find_weights(path: str | Path) -> Path:
-    """Finds the weights folder for ``path``, which may be that folder, a step folder, or a run folder.
+    """Finds the folder of weights for ``path``, which may be that folder, a step folder, or a run folder.
 
-    For a run folder it is that of the latest checkpoint.
+    For a run folder, it is the folder of the latest checkpoint.
 
     Raises:
-        FileNotFoundError: there is no folder of weights. The message says what was looked for.
+        FileNotFoundError: there is no folder of weights. The message says which files were looked for.
         WeightsError: it is not known which checkpoint of a run is the latest.
     """
     path = Path(path)
@@ -62,8 +62,8 @@ def find_weights(path: str | Path) -> Path:
         looks = f"holds no weights: looked for {MANIFEST}, weights/{MANIFEST} and {run_folder.LATEST}"
         if (path / "config.json").is_file():
             looks = (
-                f"is a Hugging Face folder, not Megatron weights; `megatron-vl convert --hf {path} --out DIR`"
-                " writes those"
+                "is a Hugging Face folder, not a folder of Megatron weights; write one with"
+                f" `megatron-vl convert --hf {path} --out DIR`"
             )
         raise FileNotFoundError(f"{path} {looks}")
 
@@ -80,12 +80,12 @@ class WeightReader:
     """Reads weights of any layout as if they had any other layout.
 
     Args:
-        verify: compare each stored tensor with its SHA-256 before any of it is first returned. For a slice of
-            a larger stored tensor, the whole tensor is read for this (1 to 2 GB/s per core).
+        verify: whether to compare each stored tensor with its SHA-256 before any part of it is first
+            returned. This reads the whole stored tensor, even for a slice (1 to 2 GB/s per core).
 
     Attributes:
-        path: the folder of weights (resolved from a run or step folder).
-        manifest: content of the manifest.
+        path: the folder of weights, found from a run or step folder.
+        manifest: the content of the manifest.
         spec: the model.
         layout: the layout of the weights; None for unsplit weights.
         cut: how the layout cuts the tensors of a stage.
@@ -104,7 +104,7 @@ class WeightReader:
             self.layout = _read_layout(self.spec, self.manifest)
             self.cut = self.layout.cut if self.layout else WHOLE
             self.table = tensor_table(self.spec)
-            self._where = self._place_files()
+            self._where = self._locate_parts()
             self._check_step()
         except (WeightsError, FileNotFoundError):
             raise
@@ -121,13 +121,13 @@ class WeightReader:
         self._checks: dict[tuple[str, str], threading.Lock] = {}
         self._lock = threading.Lock()
 
-    def _place_files(self) -> dict[tuple[int, str], str]:
-        """(part, tensor) -> file, after checking that the manifest describes this model."""
+    def _locate_parts(self) -> dict[tuple[int, str], str]:
+        """(part, tensor) -> file, after checking that the manifest describes the whole model."""
         path = self.path / MANIFEST
         _check_tensor_table(path, self.manifest, self.table)
         where: dict[tuple[int, str], str] = {}
         for file, entry in self.manifest["files"].items():
-            # A manifest may come from anybody, so its names must stay inside its folder.
+            # A manifest may come from an untrusted source, so its names must stay inside its folder.
             if not re.fullmatch(r"[\w.-]+\.safetensors", file):
                 raise WeightsError(f"{path}: {file!r} is not a file name of weights")
             if not (self.path / file).is_file():
@@ -156,7 +156,7 @@ class WeightReader:
                     )
 
         if len(where) != sum(self.cut.parts(info) for info in self.table.values()):
-            raise WeightsError(f"{path}: files of more ranks than its layout's {self.cut}")
+            raise WeightsError(f"{path} names files of more ranks than its layout {self.cut} has")
         return where
 
     def _stage(self, name: str) -> int:
@@ -164,7 +164,7 @@ class WeightReader:
         return self.layout.stage_of(self.table[name]) if self.layout else 0
 
     def _check_step(self) -> None:
-        """Checks that a step folder holds the weights of its own step, if the weights record one."""
+        """Checks that the step in the weights' origin, if there is one, is the step of their folder."""
         step = (self.manifest.get("origin") or {}).get("step")
         folder = self.path.parent
         if (
@@ -173,7 +173,7 @@ class WeightReader:
             and run_folder.folder_step(folder) not in (None, step)
         ):
             raise WeightsError(
-                f"{self.path / MANIFEST}: the weights are those of step {step}, but they are in {folder.name}"
+                f"{self.path / MANIFEST}: the weights belong to step {step}, but they are in {folder.name}"
             )
 
     def names(self) -> list[str]:
@@ -185,8 +185,10 @@ class WeightReader:
         return NAMES[self.manifest["tensors"][name]["dtype"]]
 
     def _open(self, part: int, name: str) -> TensorReader:
-        """The file with one part of a tensor.
-        The file is opened and checked once, and the tensor verified once."""
+        """The file that holds one part of a tensor.
+
+        Each file is opened and checked once, and each tensor in it is verified once.
+        """
         file = self._where[part, name]
         with self._lock:
             if file not in self._files:
@@ -207,7 +209,11 @@ class WeightReader:
         return reader
 
     def open_file(self, file: str) -> TensorReader:
-        """Opens one of the manifest's files and checks that it holds the manifest's tensors."""
+        """Opens one of the manifest's files and checks that it holds the manifest's tensors.
+
+        Raises:
+            WeightsError: the file is damaged, or a tensor is missing or has another shape or type.
+        """
         reader = TensorReader(self.path / file)
         held = set(reader.names())
         for tensor in self.manifest["files"][file]["tensors"]:
@@ -221,7 +227,7 @@ class WeightReader:
         return reader
 
     def verify(self, name: str) -> None:
-        """Verifies now what :meth:`region` reads of this tensor.
+        """Verifies now all parts of this tensor that :meth:`region` reads.
 
         Raises:
             WeightsError: the tensor is damaged.
@@ -241,13 +247,13 @@ class WeightReader:
         )
 
     def get(self, name: str, part: int = 0, cut: Cut = WHOLE, expert: int | None = None) -> Tensor:
-        """A copy of one part of a tensor, whatever layout is on disk.
+        """Reads a copy of one part of a tensor, whatever layout is on disk.
 
         Args:
             part: number of the part, out of ``cut.parts(info)`` (see :meth:`Cut.part`).
-            cut: how to cut the model; the default gives the full tensor.
-            expert: for an expert tensor, return only this expert (counted within the part),
-                without the leading dimension.
+            cut: how to cut the model. By default, the part is the full tensor.
+            expert: for an expert tensor, the index within the part of the only expert to return, without the
+                leading dimension; None: all experts of the part.
 
         Raises:
             LayoutError: the model cannot be cut in this way.

@@ -1,7 +1,7 @@
 """A run's folder: the checkpoints in it, what each was trained from, and which one is the latest.
 
     DIR/latest.json                       {"step": 120, "serial": 7, "branch": "1f3a9c02"}
-    DIR/step_00000120/lineage.json        what this checkpoint was trained from; run.json says the same
+    DIR/step_00000120/lineage.json        what this checkpoint was trained from; run.json holds a copy
     DIR/step_00000120.branch_9b01c2d4.5/  step 120 of an abandoned branch, set aside when it was saved again
     DIR/hf/step_00000120/                 step 120 as a Hugging Face folder (``checkpoint.export_hf``)
 
@@ -10,14 +10,15 @@ with the largest step: after a roll-back to step 2, step 3 is newer than the aba
 project uses :func:`latest`. The order does not depend on ``latest.json``, so a run that is killed before that
 file is written loses nothing.
 
-A roll-back (``checkpoint.step``) begins a branch with the first checkpoint saved after it. Until then it has
-no effect. The checkpoints that the new branch was not trained from stay on disk and are chosen only if a user
-asks for them by step. Users delete them by hand.
+A roll-back (``checkpoint.step``) begins a branch with the first checkpoint that is saved after it. Until
+then, it has no effect. The checkpoints that the new branch was not trained from stay on disk and are used
+only if a user asks for their step. Users delete them by hand.
 
-Older versions saved no lineage. They wrote ``latest.json`` after every save, so among their checkpoints the
-one that it names counts, and the largest step if the file is missing. If it names a smaller step than the
-largest, the run was rolled back. (Or it was killed in the instant between the two; then an interval is
-trained again.) Times of files would tell these two apart only until the folder is copied.
+Older versions saved no lineage. They wrote ``latest.json`` after every save, so the latest of their
+checkpoints is the one that it names, or the largest step if the file is missing. If it names a smaller step
+than the largest one, the run was rolled back. (Or it was killed between saving and writing ``latest.json``.
+Then an interval is trained again.) The times of files could distinguish these cases, but a copy of the folder
+does not keep them.
 
 Nothing here imports torch.
 """
@@ -38,10 +39,10 @@ from megatron_vl.json_files import manifest_digest, write_json
 LATEST = "latest.json"
 LINEAGE = "lineage.json"
 EXPORTS = "hf"
-"""Folder of a run in which ``checkpoint.export_hf`` leaves Hugging Face folders."""
+"""Subfolder of a run in which ``checkpoint.export_hf`` writes Hugging Face folders."""
 EXPORTED = "megatron_vl.json"
-"""Beside exported weights: the rule for videos that they were trained under and, in such a folder, of which
-saved step it was made."""
+"""A file next to exported weights. It holds their rule for videos and, in a folder of :data:`EXPORTS`, the
+saved step that they come from."""
 FIRST_BRANCH = "0"
 """The branch of checkpoints of older versions."""
 
@@ -59,7 +60,7 @@ class StepMissingError(CheckpointError):
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint, identified by branch and step wherever its folder is."""
+    """A checkpoint, identified by branch and step instead of a path."""
 
     branch: str
     step: int
@@ -67,7 +68,7 @@ class Point:
 
 @dataclass(frozen=True)
 class RollBack:
-    """The request that began a branch. A start that repeats it continues the branch."""
+    """The request that began a branch. A start with the same request continues the branch."""
 
     step: int
     branch: str
@@ -77,8 +78,10 @@ class RollBack:
 
 @dataclass(frozen=True)
 class DataRestart:
-    """Records that the data set was read from its start at ``step``; all later checkpoints of the branch
-    keep the record."""
+    """The record that the data set was read from its start at ``step``.
+
+    All later checkpoints of the branch keep it.
+    """
 
     step: int
     attempt: int
@@ -90,9 +93,10 @@ class Lineage:
 
     Attributes:
         serial: number of the save in its folder, from 1; 0: saved by an older version.
-        branch: name of its branch; a new one is drawn at each roll-back and each start without a checkpoint.
-        parent: the checkpoint that training resumed from or saved before this one; None: start weights.
-        forks: the points where earlier branches were left for this one, oldest first.
+        branch: name of its branch. Each roll-back, and each start without a checkpoint, makes a new random
+            name.
+        parent: the checkpoint that training resumed from or saved before this one; None: the run began here.
+        forks: the points at which earlier branches were left for this one, oldest first.
     """
 
     serial: int = 0
@@ -109,6 +113,7 @@ class Lineage:
         return any(fork.branch == other.branch and other.step <= fork.step for fork in self.forks)
 
     def as_json(self) -> dict[str, Any]:
+        """The lineage in plain JSON types. :func:`parse_lineage` reads it back."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
@@ -133,7 +138,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def export_folder(folder: Path, step: int) -> Path:
-    """Where a step's Hugging Face folder lies."""
+    """The path of a step's Hugging Face folder."""
     return folder / EXPORTS / step_folder(folder, step).name
 
 
@@ -144,7 +149,7 @@ def folder_step(path: Path) -> int | None:
 
 
 def aside(saved: Saved) -> Path:
-    """A free name for a checkpoint whose step is saved again on another branch."""
+    """An unused path for a checkpoint whose step is saved again on another branch."""
     step = step_folder(saved.path.parent, saved.step)
     lineage = saved.lineage
     base = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
@@ -166,7 +171,11 @@ def write_lineage(folder: Path, step: int, lineage: Lineage) -> None:
 
 
 def parse_lineage(content: Any) -> Lineage:
-    """The inverse of :meth:`Lineage.as_json`. Raises ValueError, KeyError or TypeError on anything else."""
+    """The inverse of :meth:`Lineage.as_json`.
+
+    Raises:
+        ValueError, KeyError, TypeError: ``content`` is not a lineage.
+    """
 
     def point(value: Any) -> Point:
         return Point(_branch(value["branch"]), _whole(value["step"]))
@@ -198,13 +207,13 @@ def _branch(value: Any) -> str:
 
 
 def read_lineage(path: Path, step: int) -> Lineage:
-    """The lineage of the checkpoint in ``path``. Without one, it is that of an older version.
+    """Reads the lineage of the checkpoint in ``path``. If there is none, an older version saved it.
 
-    ``lineage.json`` is small, because every rank reads that of every checkpoint. If it is damaged,
-    ``run.json`` has the same lineage.
+    ``lineage.json`` is small, because every rank reads that of every checkpoint. If it is damaged, the copy
+    in ``run.json`` is used.
 
     Raises:
-        CheckpointError: both are damaged.
+        CheckpointError: both files are damaged.
     """
     try:
         return parse_lineage(read_signed(path / LINEAGE, step))
@@ -222,8 +231,8 @@ def read_lineage(path: Path, step: int) -> Lineage:
         if not problem:
             return Lineage()  # only weights, or damage that is reported when this checkpoint is used
         raise CheckpointError(
-            f"{problem}, and run.json beside it cannot be read either: which checkpoint is the latest is not "
-            f"known; move {path} away, or fetch it again"
+            f"{problem}, and run.json cannot be read either, so the latest checkpoint is not known; "
+            f"move {path} away, or fetch it again"
         ) from error
 
 
@@ -237,7 +246,7 @@ def read_signed(path: Path, step: int) -> dict[str, Any]:
     if not isinstance(content, dict) or content["digest"] != manifest_digest(content):
         raise ValueError("its digest differs")
     if content["step"] != step:
-        raise ValueError(f"it is that of step {content['step']}")
+        raise ValueError(f"it belongs to step {content['step']}")
     return content
 
 
@@ -245,10 +254,10 @@ def read_signed(path: Path, step: int) -> dict[str, Any]:
 
 
 def saved_checkpoints(folder: Path) -> list[Saved]:
-    """The complete checkpoints of a run in the order in which they were saved.
+    """The complete checkpoints of a run, in the order in which they were saved.
 
     Raises:
-        CheckpointError: the order is not known, because files that record it are damaged.
+        CheckpointError: the order is not known, because the files that record it are damaged.
     """
     found = []
     for path in sorted(folder.glob("step_*")):
@@ -259,7 +268,9 @@ def saved_checkpoints(folder: Path) -> list[Saved]:
 
 
 def latest(folder: Path) -> Saved | None:
-    """The checkpoint saved last. A run resumes from it, and all other commands use it for the run.
+    """The checkpoint saved last; None if there is none.
+
+    A run resumes from it, and other commands use it if they are given the run's folder.
 
     Raises:
         StepMissingError: ``latest.json`` names a checkpoint that is missing, so the folder is incomplete.
@@ -269,6 +280,7 @@ def latest(folder: Path) -> Saved | None:
     checkpoints = saved_checkpoints(folder) if folder.is_dir() else []
     if not checkpoints and named is None:
         return None
+
     if named is not None and not any(_is_named(saved, named) for saved in checkpoints):
         held = any(saved.step == named["step"] for saved in checkpoints)
         what = "there is no such step_ folder"
@@ -276,22 +288,22 @@ def latest(folder: Path) -> Saved | None:
             what = f"its folder holds an earlier save than number {named.get('serial')}"
         raise StepMissingError(
             f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or "
-            f"remove {LATEST} to take the newest that is there"
+            f"remove {LATEST} to use the newest checkpoint that exists"
         )
 
     newest = checkpoints[-1]
     by_older = [saved for saved in checkpoints if saved.lineage.serial == 0]
     if named is not None and "serial" not in named and by_older:
         last = next((saved for saved in by_older if saved.step == named["step"]), by_older[-1])
-        # An older version wrote latest.json.
-        # If it continued from what this version had saved, its checkpoint is newer.
+        # An older version wrote latest.json. If it continued from a checkpoint that this version had saved,
+        # its own checkpoint is newer.
         if newest in by_older or not newest.lineage.holds(newest.step, last.point):
             return last
     return newest
 
 
 def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
-    """The checkpoints that led to the latest one, by step, and those that roll-backs abandoned."""
+    """The checkpoints that led to the latest one, sorted by step, and those that roll-backs abandoned."""
     tip = latest(folder)
     checkpoints = saved_checkpoints(folder)
     if tip is None:
@@ -306,7 +318,7 @@ def _read_latest(path: Path) -> dict[str, Any] | None:
         content = json.loads(path.read_text())
         return {"step": content["step"], **content}
     except FileNotFoundError:
-        return None  # removed, or killed before the first one was written
+        return None  # it was removed, or the run was killed before it was first written
     except NotADirectoryError:
         return None
     except (ValueError, KeyError, TypeError) as error:
@@ -330,11 +342,12 @@ def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """The checkpoint that a run resumes from (None: it starts from step 0)
-    and the lineage of what it will save."""
+    """Where a run begins."""
 
     source: Saved | None
+    """The checkpoint that it resumes from; None: it starts from step 0."""
     lineage: Lineage
+    """The lineage of the checkpoints that it will save."""
     said: tuple[str, ...] = ()
     """Lines to print for the user."""
 
@@ -343,26 +356,28 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     """Decides where a run begins.
 
     Args:
-        folder: the run's folder; None: start from step 0 whatever it holds.
-        step: roll back to this step. A start that repeats the request that began the current branch continues
-            it, so that a job that is queued again keeps what it has trained.
-        branch: the branch of that step if several branches saved it.
-            Empty: the current one, else the one saved last.
-        attempt: number of the request for the same step.
-            A request that was already carried out is not repeated.
+        folder: the run's folder; None: start from step 0.
+        step: the step to roll back to. If the same request began the current branch, the run continues this
+            branch, so that a job that is queued again keeps its progress.
+        branch: the branch of that step, if several branches saved it. Empty: the current branch if it saved
+            the step, else the one that saved it last.
+        attempt: number of the request, among requests for the same step. A request that was already carried
+            out is not repeated.
 
     Raises:
         StepMissingError: there is no such checkpoint. The message lists the existing ones.
-        CheckpointError: :func:`latest` raises it.
+        CheckpointError: the latest checkpoint is not known (:func:`latest`).
     """
     tip = latest(folder) if folder is not None and step is None else None
     if folder is None or (step is None and tip is None):
         return Choice(None, Lineage(branch=new_branch()))
+
     if step is None:
         assert folder is not None and tip is not None
         left = _left_by_older_version(folder, tip)
         if left is None:
             return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+
         lineage = Lineage(branch=new_branch(), parent=tip.point, forks=(tip.point,))
         return Choice(tip, lineage, (_left_line(tip, left),))
 
@@ -380,7 +395,11 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
 
 
 def _left_by_older_version(folder: Path, tip: Saved) -> Saved | None:
-    """The largest step that an older version's roll-back left, when ``tip`` is that version's latest."""
+    """The checkpoint with the largest step that a roll-back by an older version abandoned, if there is one.
+
+    Args:
+        tip: the latest checkpoint.
+    """
     if tip.lineage.serial:
         return None
     by_older = [saved for saved in saved_checkpoints(folder) if saved.lineage.serial == 0]
@@ -389,14 +408,17 @@ def _left_by_older_version(folder: Path, tip: Saved) -> Saved | None:
 
 def _left_line(tip: Saved, left: Saved) -> str:
     return (
-        f"{LATEST} was written by an older version and names step {tip.step}, though step {left.step} is"
-        f" there too: the run was rolled back before it saved step {tip.step}, and goes on from there. To go"
-        f" on from step {left.step} instead, give --checkpoint.step {left.step}"
+        f"{LATEST} was written by an older version and names step {tip.step}, although step {left.step}"
+        f" exists too: the run was rolled back before it saved step {tip.step}, and continues from there. To"
+        f" continue from step {left.step} instead, give --checkpoint.step {left.step}"
     )
 
 
 def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:
-    """The latest checkpoint. A folder that has lost it can still be rolled back, which repairs it."""
+    """The latest checkpoint, as far as it is known.
+
+    A folder that has lost it can still be rolled back, which repairs the folder.
+    """
     try:
         return latest(folder)
     except CheckpointError:
@@ -410,7 +432,7 @@ def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
 def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
     line = (
         f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} "
-        f"is saved up to step {tip.step}: the run continues from there"
+        f"is saved up to step {tip.step}; the run continues from there"
     )
     if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
         return f"{line}. Step {done.step} itself no longer exists (checkpoint.keep)"
@@ -432,7 +454,7 @@ def _roll_back_line(source: Saved, tip: Saved | None) -> str:
     if tip is None or tip.point == source.point:
         return line
     return (
-        f"{line}. Once this run saves, its checkpoints are the latest, and those of later steps of branch "
+        f"{line}. Once this run saves, its checkpoints are the latest. The later checkpoints of branch "
         f"{tip.lineage.branch} stay on disk and are not used. Until then, a start without checkpoint.step "
         f"resumes from step {tip.step}"
     )

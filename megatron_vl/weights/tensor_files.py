@@ -1,8 +1,8 @@
 """Reads and writes safetensors files a few megabytes at a time.
 
-The library writes whole files. Conversions of models larger than memory need regions of tensors and files
-that are filled in place. The format is 8 bytes with the length of the header,
-a JSON header, and the raw tensors.
+The safetensors library writes whole files. Conversions of models larger than memory need regions of tensors,
+and files that are filled in place. A file consists of 8 bytes with the length of the header, a JSON header,
+and the raw tensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK_BYTES = 4 << 20
 memory of a conversion."""
 
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
-"""Linux's flag, for which Python's mmap has no name."""
+"""A flag of Linux for which Python's mmap has no name."""
 MAPPED_BYTES = 16 << 20
 """Largest number of bytes of a file that stay mapped."""
 
@@ -64,10 +64,10 @@ class Region(NamedTuple):
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """A shape as that of a matrix: dim 0 by all others. A vector is one column, a scalar one element.
+    """The shape of a tensor as a matrix: dim 0 by all others. A vector is one column, a scalar one element.
 
-    Three dimensions are a stack of matrices (experts), one below the other,
-    so that rows do not become too long.
+    A tensor with three dimensions is a stack of matrices (experts), one below the other, so that rows do not
+    become too long.
     """
     if not shape:
         return 1, 1
@@ -123,8 +123,8 @@ class TensorReader:
         self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
         self._entries.pop("__metadata__", None)
         self._start = len(header)
-        # The map is private and writable because torch needs such a buffer, and has no reserve because a file
-        # may be larger than the memory. Nothing writes to it.
+        # The map is private and writable, because torch needs a writable buffer. It reserves no memory,
+        # because a file may be larger than the memory. Nothing writes to it.
         with open(path, "rb") as file:
             flags = mmap.MAP_PRIVATE | MAP_NORESERVE
             protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -144,7 +144,7 @@ class TensorReader:
         return self._entries[name]["dtype"]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor. Raises :class:`WeightsError` if weights may not have this type."""
+        """The type of a tensor. Raises :class:`WeightsError` if weights cannot have this type."""
         if self.code(name) not in DTYPES:
             valid = ", ".join(DTYPES)
             raise WeightsError(
@@ -154,7 +154,11 @@ class TensorReader:
         return DTYPES[self.code(name)]
 
     def region(self, name: str, region: Region) -> Tensor:
-        """A region ``[rows, cols]`` of a tensor as a matrix. It is a view of the file: do not write to it."""
+        """A region ``[rows, cols]`` of a tensor as a matrix. It is a view of the file: do not write to it.
+
+        Raises:
+            WeightsError: tensors of this type cannot be read.
+        """
         if self.code(name) not in DTYPES | OTHER_DTYPES:
             raise WeightsError(
                 f"{self.path}: tensor {name!r} has type {self.code(name)}, which this program does not read"
@@ -168,21 +172,23 @@ class TensorReader:
         data = self._bytes[start:end]
         self._give_back(len(data))
         if start % dtype.itemsize:
-            # Unaligned tensors are allowed, although no current program writes them. torch cannot view them.
+            # The format allows unaligned tensors, although no current program writes them. torch cannot view
+            # them.
             data = data.clone()
         return data.view(dtype).view(-1, cols)[:, region.col : region.col_end]
 
     def _give_back(self, count: int) -> None:
-        """Unmaps all pages once in a while.
-        Readers that still use a page get it from the page cache again."""
+        """Releases all mapped pages once in a while.
+
+        If a reader still uses a page, the kernel maps it again from the page cache.
+        """
         self._used += count
         if self._used > MAPPED_BYTES:
             self._used = count
             self._map.madvise(mmap.MADV_DONTNEED)
 
     def sha256(self, name: str, seen: Callable[[int], object] | None = None) -> str:
-        """The SHA-256 of a tensor's stored bytes.
-        ``seen`` is called with the number of bytes of each piece."""
+        """The SHA-256 of a tensor's stored bytes. ``seen`` is called with the size in bytes of each piece."""
         digest = hashlib.sha256()
         start, end = (self._start + at for at in self._entries[name]["data_offsets"])
         for at in range(start, end, CHUNK_BYTES):
@@ -201,9 +207,9 @@ class TensorReader:
 def make_header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Length and JSON header of a safetensors file, padded to 8 bytes.
+    """Makes the length field and JSON header of a safetensors file, padded to 8 bytes.
 
-    Wide types come first, so that all tensors are aligned.
+    Tensors of wide types come first, so that all tensors are aligned.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     offset = 0
@@ -212,13 +218,14 @@ def make_header(
         end = offset + rows * cols * dtype.itemsize
         entries[name] = {"dtype": ALL_CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
+
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def read_header(path: Path) -> bytes:
-    """Length and JSON header of a safetensors file, as stored.
+    """Reads the length field and JSON header of a safetensors file, as stored.
 
     Raises:
         WeightsError: the file is not a safetensors file.
@@ -233,18 +240,20 @@ def read_header(path: Path) -> bytes:
 
 
 def partial_path(path: Path) -> Path:
-    """The path of a file until it is complete."""
+    """The path that a file has until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 class TensorWriter:
     """Writes a safetensors file tensor by tensor, in any order and from several threads.
 
-    The header is known in advance, so each tensor has its place, and nothing is kept in memory. Data goes to
-    ``NAME.partial`` until :meth:`commit` puts the whole file in place.
+    The header is known in advance, so each tensor has a fixed offset, and nothing is kept in memory. The file
+    is called ``NAME.partial`` until :meth:`commit` renames it.
 
     Args:
-        keep: continue an existing ``NAME.partial`` (see :meth:`stored_sha256`) instead of emptying it.
+        header: the result of :func:`make_header`.
+        keep: whether to continue an existing ``NAME.partial`` (see :meth:`stored_sha256`) instead of emptying
+            it.
     """
 
     def __init__(self, path: Path, header: bytes, keep: bool = False) -> None:
@@ -252,16 +261,16 @@ class TensorWriter:
         self._partial = partial_path(path)
         entries = json.loads(header[8:])
         self._metadata = entries.pop("__metadata__", None)
-        self._places = {
+        self._offsets = {
             name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()
         }
-        self.size = max([len(header), *(end for _, end in self._places.values())])
+        self.size = max([len(header), *(end for _, end in self._offsets.values())])
         self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o644)
         os.ftruncate(self._fd, self.size)
         self._write(header, 0)
 
     def names(self) -> list[str]:
-        return list(self._places)
+        return list(self._offsets)
 
     def _write(self, data: bytes | memoryview, offset: int) -> None:
         view = memoryview(data)
@@ -272,23 +281,29 @@ class TensorWriter:
             progress.tick()
 
     def write(self, name: str, chunks: Iterable[Tensor]) -> str:
-        """Writes one tensor, which is given in pieces in row-major order.
-        Returns the SHA-256 of its bytes."""
+        """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes.
+
+        Raises:
+            WeightsError: the pieces have another size than the header says.
+        """
         digest = hashlib.sha256()
-        offset, end = self._places[name]
+        offset, end = self._offsets[name]
         for chunk in chunks:
             data = memoryview(chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
             digest.update(data)
             self._write(data, offset)
             offset += len(data)
+
         if offset != end:
-            raise WeightsError(f"{self.path}: tensor {name!r} is {offset - end:+d} bytes off its header")
+            raise WeightsError(
+                f"{self.path}: the size of tensor {name!r} differs from its header by {offset - end:+d} bytes"
+            )
         return digest.hexdigest()
 
     def stored_sha256(self, name: str) -> str:
-        """The SHA-256 of the bytes that are currently in a tensor's place."""
+        """The SHA-256 of the bytes that the file currently has at a tensor's offset."""
         digest = hashlib.sha256()
-        offset, end = self._places[name]
+        offset, end = self._offsets[name]
         while offset < end and (data := os.pread(self._fd, min(CHUNK_BYTES, end - offset), offset)):
             digest.update(data)
             offset += len(data)
@@ -296,14 +311,13 @@ class TensorWriter:
 
     @property
     def allocated(self) -> int:
-        """Number of bytes that the file takes on the disk so far."""
+        """Number of bytes that the file occupies on the disk so far."""
         return os.fstat(self._fd).st_blocks * 512
 
     def commit(self, sync: bool = False) -> None:
-        """Puts the file in place.
+        """Gives the file its final name.
 
-        With ``sync``, its bytes are on the disk before it gets its name,
-        and its name is on the disk on return.
+        With ``sync``, its bytes are on the disk before it is renamed, and its name is on the disk on return.
         """
         if sync:
             os.fsync(self._fd)
@@ -321,6 +335,6 @@ class TensorWriter:
             self._fd = -1
 
     def abort(self) -> None:
-        """Removes what was written, unless the file was already put in place."""
+        """Removes ``NAME.partial``. If the file already has its final name, nothing is removed."""
         self.close()
         self._partial.unlink(missing_ok=True)

@@ -1,9 +1,11 @@
-"""The rule for videos that a model was trained under: in a run's checkpoints, and beside exported weights.
+"""Reads the rule for videos under which a model was trained.
 
-``data.video_positions`` (Qwen2-VL, Qwen2.5-VL) and ``data.video_prompt`` (Qwen3-VL) decide what a model sees
-where a video is. A checkpoint of a run names its rule in ``run.json``. Weights that were split or merged from
-it, or converted from its export, name it in their manifest. An exported Hugging Face folder names it in
-``megatron_vl.json``, which ``transformers`` ignores.
+``data.video_positions`` (Qwen2-VL, Qwen2.5-VL) and ``data.video_prompt`` (Qwen3-VL) decide how a video is
+presented to the model. A run's checkpoint names its rule in ``run.json``. Weights that were split or merged
+from the checkpoint, or converted from its export, name it in their manifest. An exported Hugging Face folder
+names it in ``megatron_vl.json``, which ``transformers`` ignores.
+
+A rule is a dict with one entry: the name of the field of :class:`DataConfig`, and its value.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ _ENTRY = "video_rule"
 
 
 def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
-    """The field of :class:`DataConfig`, with its value, that the step folder ``step`` was trained under.
+    """Reads the rule of the step folder ``step``; empty if it is not known.
 
-    It is in ``run.json``, and in those before 2026-11-22 in the first loader's state alone. Empty where
-    neither says. A damaged file is reported later, by its hash.
+    The rule is in ``run.json``. Checkpoints from before 2026-11-22 have it only in the first loader's state.
+    Damaged files are reported later, because their hashes differ.
     """
     if rule := _read_rule(step / "run.json", spec):
         return rule
@@ -37,10 +39,11 @@ def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
 
 
 def weights_video_rule(folder: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
-    """The same for a folder of weights, which belongs to a run's step or stands alone.
+    """Reads the rule of a folder of weights; empty if it is not known.
 
     Args:
-        manifest: of the weights; its ``origin`` names the rule of weights that stand alone.
+        folder: the weights of a run's step, or stand-alone weights.
+        manifest: their manifest. Its ``origin`` names the rule of stand-alone weights.
     """
     step = folder.parent
     if (step / "run.json").is_file() and (rule := trained_video_rule(step, spec)):
@@ -49,13 +52,15 @@ def weights_video_rule(folder: Path, manifest: Mapping[str, Any], spec: ModelSpe
 
 
 def exported_video_rule(folder: Path, spec: ModelSpec) -> dict[str, str]:
-    """The same for an exported Hugging Face folder. Empty where no ``megatron_vl.json`` names a rule, as in
-    a released model's folder."""
+    """Reads the rule of an exported Hugging Face folder.
+
+    It is empty if no ``megatron_vl.json`` names a rule, as in a released model's folder.
+    """
     return _read_rule(folder / EXPORTED, spec)
 
 
 def rule_facts(rule: dict[str, str]) -> dict[str, Any]:
-    """What ``megatron_vl.json``, or the origin in a manifest, says of the rule; empty where none is known."""
+    """The entry for ``megatron_vl.json``, or for a manifest's origin; empty if no rule is known."""
     return {_ENTRY: rule} if rule else {}
 
 
@@ -75,7 +80,7 @@ def _rule_in(facts: Any, spec: ModelSpec) -> dict[str, str]:
 
 
 def _read_dict(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Reads a JSON object; empty if the file is missing or is not a JSON object."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -13,10 +13,10 @@ import pytest
 
 from data_tools.sample_sizes import index
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import META, read_description
+from megatron_vl.data.description import META, SIZES, read_description
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.pixels import read_pixel_settings
-from megatron_vl.data.sizes import SIZES, SampleSizes, SizesError, open_sizes, text_id, why_not_planned
+from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_not_planned
 from megatron_vl.data.state import StateError
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint

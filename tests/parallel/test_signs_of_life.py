@@ -68,7 +68,7 @@ def test_the_rank_that_the_others_wait_for_is_named(heard: Callable[[], list[Sig
 
 def test_if_all_are_at_the_same_place_nobody_is_blamed() -> None:
     verdict = hanging(signs(*(sign(rank, COMPUTING) for rank in range(4))), 600, 8, 600)
-    assert "all are at the same place" in verdict.message and verdict.processes == ()
+    assert "all ranks are in the same phase" in verdict.message and verdict.processes == ()
     assert "NCCL_DEBUG=INFO" in verdict.message
 
 

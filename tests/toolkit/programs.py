@@ -47,7 +47,7 @@ def built_examples(
     return {
         "orders": [[order_of_chunks(pp, vpp, n, stage) for stage in range(pp)] for pp, vpp, n in schedules],
         "built": {name: _tensors(*example) for name, example in examples.items()},
-        "with CUDA's options": _tensors(*examples["qwen2_vl_7b"], *cuda),
+        "with CUDA's options": _tensors(*examples["qwen2_5_vl_32b"], *cuda),
     }
 
 

@@ -212,7 +212,7 @@ def test_a_peer_reads_no_data_set(tiny_checkpoint, capsys, tmp_path) -> None:
     (tmp_path / ".nv-meta").mkdir()
     options = ["--processes", "1", "--peer", "--rows", "data", "--data", str(tmp_path)]
     assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *options]) == 2
-    assert "--peer measures seeded rows only" in capsys.readouterr().err
+    assert "--peer measures only random rows" in capsys.readouterr().err
 
 
 def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
@@ -226,7 +226,7 @@ def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
         "--peer",
     ]
     assert main(["bench", *options]) == 2
-    assert "--even-routing with --peer" in capsys.readouterr().err
+    assert "leave out --even-routing or --peer" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:

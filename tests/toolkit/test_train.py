@@ -71,6 +71,15 @@ def test_a_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node():
     assert found == Surroundings(nnodes=2, master_addr="gpu007", master_port=23456, job_id="123456")
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> list[str]:
+    """A model and a data set, as far as can be seen before a start: which files exist."""
+    folder = tmp_path_factory.mktemp("inputs")
+    (folder / "data" / ".nv-meta").mkdir(parents=True)
+    (folder / "config.json").write_bytes((CONFIGS / "Qwen2.5-VL-7B-Instruct.json").read_bytes())
+    return ["--model.hf", str(folder), "--data.path", str(folder / "data")]
+
+
 @pytest.fixture
 def started(monkeypatch) -> list[list[str]]:
     """The launcher's arguments; it starts nothing."""
@@ -83,14 +92,25 @@ def started(monkeypatch) -> list[list[str]]:
     return given
 
 
-def test_ranks_of_one_node(started):
-    assert main(["train", "--nproc-per-node", "4", "--parallel.tp", "2", "--steps", "3"]) == 7
+def test_ranks_of_one_node(started, inputs):
+    assert main(["train", "--nproc-per-node", "4", *inputs, "--parallel.tp", "2", "--steps", "3"]) == 7
     group = ["--nnodes", "1", "--nproc-per-node", "4", "--standalone"]
-    assert started == [[*group, "-m", "megatron_vl.train", "--parallel.tp", "2", "--steps", "3"]]
+    assert started == [[*group, "-m", "megatron_vl.train", *inputs, "--parallel.tp", "2", "--steps", "3"]]
 
 
-def test_ranks_of_several_nodes(started, capsys):
-    nodes = ["train", "--nproc-per-node", "8", "--nnodes", "2", "--global_batch_size", "16"]
+def test_missing_inputs_are_refused_before_anything_starts(started, inputs, capsys, tmp_path):
+    ranks = ["train", "--nproc-per-node", "2", *inputs]
+    assert main([*ranks, "--data.path", str(tmp_path / "none")]) == 1
+    err = capsys.readouterr().err
+    assert "none does not exist; give a folder written by `megatron-vl data convert`" in err
+    assert main([*ranks, "--model.hf", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert f"model.hf {tmp_path} holds no config.json" in err and "rank" not in err
+    assert started == []
+
+
+def test_ranks_of_several_nodes(started, inputs, capsys):
+    nodes = ["train", "--nproc-per-node", "8", "--nnodes", "2", *inputs, "--global_batch_size", "16"]
     assert main(nodes) == 2 and "give --master-addr" in capsys.readouterr().err
     assert main([*nodes, "--master-addr", "head", "--job-id", "mine"]) == 7
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "head:29500", "--rdzv-id", "mine"]

@@ -115,7 +115,7 @@ def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     config.model.freeze_vision = True
     told = [remark for remark in remarks(config, "cpu") if "has no effect" in remark]
     assert told == [
-        "optimizer.vision_lr 2e-06 has no effect: model.freeze_vision keeps those weights as they are"
+        "optimizer.vision_lr 2e-06 has no effect, because model.freeze_vision keeps those weights unchanged"
     ]
 
 

@@ -19,6 +19,8 @@ from toolkit.checkpoint.contents import verify_checkpoint
 
 LAUNCHER = [sys.executable, "-m", "megatron_vl.launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+ALONE = [sys.executable, "-m", "megatron_vl", "train", "--nproc-per-node", "1"]
+"""One rank, in the process that a terminal signals."""
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +35,10 @@ def start(launcher: list[str], prepared: dict[str, Path], run: Path, ranks: int 
     """Data-parallel ranks with two loader workers each, far from their last step."""
     words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=4000)
     assert words[:3] == TORCHRUN
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*launcher, *words[3:]], env=environment(), cwd=prepared["folder"], **pipes)
+    # A terminal sends Ctrl-C to a whole group of processes.
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    after = words.index("megatron_vl.train") + 1 if launcher is ALONE else 3
+    return subprocess.Popen([*launcher, *words[after:]], env=environment(), cwd=prepared["folder"], **options)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
@@ -49,17 +53,18 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
 
 
 @pytest.mark.ranks
-def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_path):
+def test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_path):
     run = tmp_path / "run"
     first = start(LAUNCHER, prepared, run)
     wait_for(lambda: len(metrics(run)) >= 3, first)
-    first.send_signal(signal.SIGTERM)
+    os.killpg(first.pid, signal.SIGINT)
     out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     last = metrics(run)[-1]["step"]
-    assert f"stopped after step {last} of 4000, as a signal asked; start it again to go on" in out
+    assert f"a signal stopped the run after step {last} of 4000; start it again to continue" in out
     assert "NOTE: checkpoint.interval is 0" in out
-    assert err.count("SIGTERM: the ranks save and end") == 1 and "Traceback" not in err
+    assert err.count("SIGINT: the ranks save and end; Ctrl-C again ends them at once") == 1
+    assert "Traceback" not in err
     assert verify_checkpoint(run / f"step_{last:08d}") == []
 
     second = start(LAUNCHER, prepared, run)
@@ -78,13 +83,36 @@ def test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies(prepared, tmp_p
 
 @pytest.mark.full
 @pytest.mark.ranks
-def test_torchrun_saves_at_sigterm_too(prepared, tmp_path):
-    """It signals the loaders' worker processes with the ranks, and ends with a report of its own."""
+def test_a_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
     run = tmp_path / "run"
-    process = start(TORCHRUN, prepared, run, ranks=1)
+    process = start(LAUNCHER, prepared, run)
     wait_for(lambda: len(metrics(run)) >= 3, process)
-    process.send_signal(signal.SIGTERM)
+    # A stopped rank finishes no step, so the first Ctrl-C alone would not end the run.
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert time.monotonic() - began < 20
+    assert "Traceback" not in err and "killed from outside" not in err
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN, ALONE], ids=["launcher", "torchrun", "alone"])
+def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_path):
+    """torchrun signals the loaders' worker processes with the ranks, and ends with a report of its own."""
+    run = tmp_path / "run"
+    process = start(launcher, prepared, run, ranks=1)
+    wait_for(lambda: len(metrics(run)) >= 3, process)
+    os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
+    assert (process.returncode == 0) == (launcher is not TORCHRUN), err
     last = metrics(run)[-1]["step"]
     assert f"stopped after step {last} of 4000" in out, err
     assert verify_checkpoint(run / f"step_{last:08d}") == []

@@ -278,7 +278,7 @@ def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
 
     experts = next(i for i, entry in enumerate(entries) if entry.get("ep") == 1)
     refused(
-        "linear_fc1.weight' is missing in expert rank 1, pipeline rank 0",
+        "linear_fc1.weight' is missing on expert rank 1, pipeline rank 0",
         lambda e: e[experts]["tensors"].pop(name),
     )
     refused(
@@ -286,7 +286,7 @@ def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
         lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}),
     )
     refused(
-        r"has shape \[8, 24, 32\] in expert rank 1; it should be",
+        r"has shape \[8, 24, 32\] on expert rank 1; it should be",
         lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32]),
     )
     moved = "language_model.decoder.layers.2.mlp.router.weight"
@@ -425,9 +425,9 @@ def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: d
         assert not (tmp_path / MANIFEST).exists()
 
     last = {(entry["tp"], entry["pp"]): i for i, entry in enumerate(entries)}[1, 1]
-    refused("is missing in tensor rank 1, pipeline rank 1", lambda e: e.pop(last))
-    refused(f"'{name}' is missing in tensor rank 1", lambda e: e[last]["tensors"].pop(name))
-    refused("has shape \\[1, 2\\] in tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
+    refused("is missing on tensor rank 1, pipeline rank 1", lambda e: e.pop(last))
+    refused(f"'{name}' is missing on tensor rank 1", lambda e: e[last]["tensors"].pop(name))
+    refused("has shape \\[1, 2\\] on tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
     refused(f"'{name}' has different types", lambda e: e[last]["tensors"][name].update(dtype="float32"))
     refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
 
@@ -480,7 +480,7 @@ LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4]}
         ({"version": 1}, "has version 1; this program reads version 2: convert again"),
         ({"digest": "0" * 64}, "manifest.json was changed after it was written"),
         ({"kind": "shards"}, "kind is 'shards', but layout is None"),
-        ({"family": "qwen2_vl"}, "family is 'qwen2_vl', but hf_config is of a qwen2_5_vl model"),
+        ({"family": "qwen2_vl"}, "family is 'qwen2_vl', but hf_config describes a qwen2_5_vl model"),
         ({"layout": LAYOUT}, "kind is 'full', but layout"),
         ({"layout": LAYOUT, "kind": "shards"}, "no file holds tensor .* of tensor rank 1"),
         ({"layout": {"tp": 2}, "kind": "shards"}, "is damaged: KeyError: 'pp'"),

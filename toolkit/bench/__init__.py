@@ -1,8 +1,8 @@
-"""Measures speed, memory and time by part of real-size models with random weights; can measure a peer too.
+"""Measures speed, memory, and the time of each part of a step, for real-size models with random weights.
 
     torchrun --nproc-per-node 8 -m toolkit.bench --hf CONFIG_OR_FOLDER --rows images,text
 
-:mod:`.measure` measures the trainer's own model, schedule, DDP, optimizer and feed; :mod:`.peer` measures a
+:mod:`.measure` measures the trainer's own model, schedule, DDP, optimizer and feed. :mod:`.peer` measures a
 Hugging Face model under FSDP2. Both take their rows from :mod:`.workload` and write their figures with
 :mod:`.report`.
 """

@@ -1,5 +1,7 @@
-"""One rank of a benchmark, started by torchrun or ``megatron-vl bench``. With ``--peer``, it runs
-only the peer."""
+"""One rank of a benchmark, started by torchrun or ``megatron-vl bench``.
+
+With ``--peer``, it runs only the peer.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from .options import parse
 
 
 def main(argv: list[str]) -> int:
-    """Returns exit code 0, 1 for a failure while running, 2 for invalid options."""
+    """Runs the benchmark. Returns exit code 0, 1 if it fails while running, or 2 for invalid options."""
     rank = os.environ.get("RANK", "0")
     try:
         options = parse(argv)

@@ -1,9 +1,9 @@
 """``megatron-vl bench --calibrate``: measures the rates of this machine and stores them for the planner.
 
-Three things make a calibration. Kernels are timed alone: products, elementwise work, attention, the update of
-weights, copies, collectives. What depends on the model's modules more than on the GPU (how many bytes the
-norms of a layer move) comes from the calibration that counted so far. At last, all that computes is scaled by
-one factor, with which the predicted steps of the workloads are those that ``bench`` has measured.
+A calibration is made in three steps. First, single kernels are timed: products, elementwise work, attention,
+the update of weights, copies, collectives. Second, quantities that depend more on the model's modules than on
+the GPU, such as the bytes that a layer's norms move, are taken from the calibration that was used so far.
+Third, one factor scales all compute rates, so that predictions match the steps that ``bench`` measured.
 """
 
 from __future__ import annotations
@@ -44,23 +44,25 @@ from .options import BenchRun
 from .workload import rows
 
 ROWS = 16
-"""Rows of each workload from which its statistics are taken."""
+"""Number of rows from which the statistics of a workload are computed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Amounts:
-    """How much a kernel gets to do."""
+    """The amounts of work for which kernels are timed."""
 
     tokens: int
+    """Tokens in a product."""
     widths: tuple[int, ...]
-    """Sides of products."""
+    """Widths of products."""
     lengths: tuple[int, ...]
-    """Documents of causal attention."""
+    """Lengths in tokens of documents for causal attention."""
     elements: int
+    """Elements of elementwise kernels, updates and copies."""
     message: int
     """Bytes of a collective."""
     seconds: float
-    """For each kernel."""
+    """Seconds for which each kernel is timed."""
 
 
 AMOUNTS = {
@@ -86,7 +88,7 @@ class Kernels:
         return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Seconds of a call, from as many as fit into the time for a kernel."""
+        """Mean seconds of a call, over as many calls as fit into the time for a kernel."""
         for _ in range(3):
             work()
         self.platform.synchronize()
@@ -102,7 +104,10 @@ class Kernels:
         return torch.randn(*shape, device=self.platform.device, dtype=self.dtype).requires_grad_(grad)
 
     def products(self) -> tuple[float, float]:
-        """TFLOP/s of very wide products, and the width that halves them; all three products of a linear."""
+        """TFLOP/s of very wide products, and the width at which products reach half of that.
+
+        All three products of a linear are timed: forward, input gradient and weight gradient.
+        """
         tokens, rates = self.amounts.tokens, []
         for width in self.amounts.widths:
             x, weight = self.random(tokens, width, grad=True), self.random(width, width, grad=True)
@@ -121,7 +126,7 @@ class Kernels:
         return 2 * x.nbytes / self.seconds(lambda: torch.mul(x, 1.5, out=y)) / 1e12
 
     def attention(self) -> tuple[float, float]:
-        """TFLOP/s of the language model's attention over long documents, and the length that halves them."""
+        """TFLOP/s of the language model's attention over long documents, and the length with half of that."""
         m = self.spec.language
         name = choose_backend(
             self.config.model.language_attention,
@@ -150,7 +155,7 @@ class Kernels:
         return self._attention(name, v.num_heads, dim, self.amounts.lengths[1], causal=False)
 
     def _attention(self, name: str, heads: int, dim: int, length: int, *, causal: bool) -> float:
-        """Useful TFLOP/s of both passes over documents of one length."""
+        """Useful TFLOP/s of the forward and backward pass over documents of one length."""
         number = max(1, 2 * self.amounts.tokens // length)
         bounds = torch.arange(number + 1, dtype=torch.int32, device=self.platform.device) * length
         backend = make_backend(name)
@@ -161,12 +166,12 @@ class Kernels:
             out = backend(query, key, value, Segments(bounds, length), causal)
             torch.autograd.grad(out, (query, key, value), gradient)
 
-        # As the cost model counts: a backward pass takes 2.5 forward passes, in the tower 2.
+        # As in the cost model, a backward pass counts as 2.5 forward passes, and in the tower as 2.
         passes = 3.5 * 2 if causal else 3 * 4
         return passes * heads * dim * number * length**2 / self.seconds(work) / 1e12
 
     def update(self) -> tuple[float, float]:
-        """Picoseconds of AdamW, and of clearing and scaling a gradient, for a parameter."""
+        """Picoseconds per parameter of an AdamW update, and of clearing and scaling a gradient."""
         n = self.amounts.elements
         weight = torch.nn.Parameter(torch.zeros(n, device=self.platform.device))
         gradient = torch.zeros_like(weight)
@@ -180,11 +185,15 @@ class Kernels:
         return self.seconds(adam.step) / n * 1e12, self.seconds(clear) / n * 1e12
 
     def host_copies(self) -> float:
-        """GB/s between device and pinned host memory, each way at once. On CPU, between host buffers."""
+        """GB/s in each direction between device and pinned host memory, with copies both ways at once.
+
+        On CPU, it is the rate of a copy between host buffers.
+        """
         n = self.amounts.elements
         if self.platform.name == "cpu":
             a, b = torch.empty(n, dtype=torch.uint8), torch.empty(n, dtype=torch.uint8)
             return n / self.seconds(lambda: b.copy_(a)) / 1e9
+
         host = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         here = [torch.empty(n, dtype=torch.uint8, device=self.platform.device) for _ in range(2)]
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -198,7 +207,7 @@ class Kernels:
         return n / self.seconds(both) / 1e9
 
     def collectives(self) -> tuple[float, float]:
-        """GB/s that leave a device in an all-gather, and its latency in seconds. Collective."""
+        """GB/s that a device sends in an all-gather, and an all-gather's latency in seconds. Collective."""
         ranks = dist.get_world_size()
 
         def gather(size: int) -> float:
@@ -224,7 +233,7 @@ class Kernels:
         return tensor.nbytes / self._counted(send) / 1e9
 
     def _counted(self, work: Callable[[], Any], calls: int = 8) -> float:
-        """Seconds of a collective: all ranks call it equally often."""
+        """Mean seconds of a collective over ``calls`` calls, the same number on all ranks."""
         for _ in range(3):
             work()
         dist.barrier()
@@ -237,10 +246,11 @@ class Kernels:
 
 
 def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> Calibration:
-    """The rates of the kernels alone; the slowest rank's where several measure. Collective."""
+    """Measures the rates of single kernels. The slowest rank counts for most of them. Collective."""
     name = device_name(platform)
     base = base_calibration(name)
     kernels = Kernels(platform, spec, options.config)
+
     rates, width = kernels.products()
     attention, length = kernels.attention()
     adam, clear = kernels.update()
@@ -251,6 +261,7 @@ def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> C
         "tower_attention_tflops": kernels.tower_attention(),
         "host_copy_gb_s": kernels.host_copies(),
     }
+
     everyone = report.gather(mine)
     found = {field: min(rank[field] for rank in everyone) for field in mine}
     found |= {"product_width": width, "attention_length": length, "optimizer_ps": adam, "gradient_ps": clear}
@@ -287,7 +298,7 @@ def device_name(platform: Platform) -> str:
 
 
 def base_calibration(name: str) -> Calibration:
-    """What counted so far for a device, or H200's rates."""
+    """The calibration that is used so far for a device; H200's if there is none."""
     kind = kind_of(name)
     return known(kind if kind in DATA_SHEETS or stored_path(kind).is_file() else "H200")
 
@@ -295,10 +306,10 @@ def base_calibration(name: str) -> Calibration:
 def finish(
     options: BenchRun, spec: ModelSpec, layout: Layout, kernels: Calibration, workloads: dict[str, Any]
 ) -> dict[str, Any]:
-    """Scales the rates so that predicted steps are the measured ones, and stores them. On rank 0.
+    """Scales the rates so that predicted steps match measured ones, and stores them. On rank 0.
 
     Returns:
-        The rates and their file, the factor, predicted and measured steps.
+        The rates and their file, the factor (None if no factor fits), and predicted and measured steps.
     """
     statistics = {name: row_statistics(options, spec, name) for name in workloads}
     measured = {name: figures["step_s"] for name, figures in workloads.items()}
@@ -319,10 +330,11 @@ def finish(
     after = steps(calibration)
     compared = ", ".join(f"{name} {1e3 * measured[name]:,.0f}" for name in measured)
     scaled = (
-        f"Then all that computes was taken to be {factor:.3f} times as fast, with which predicted steps are"
-        f" the measured ones in the mean ({spec.family}, {compared} ms)."
+        f"Then all compute rates were multiplied by {factor:.3f}, so that predicted steps match measured"
+        f" steps on average ({spec.family}, {compared} ms)."
         if reached
-        else f"No factor explains the measured steps ({spec.family}, {compared} ms): kernels alone count."
+        else f"No factor explains the measured steps ({spec.family}, {compared} ms), so the rates were not"
+        " scaled."
     )
     calibration = dataclasses.replace(calibration, provenance=(*calibration.provenance, scaled))
     path = Path(options.calibration) if options.calibration else stored_path(calibration.gpu)
@@ -344,7 +356,7 @@ def _dp(options: BenchRun, layout: Layout) -> int:
 
 
 def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStatistics:
-    """What the rows of a workload hold."""
+    """The statistics of a workload's rows."""
     config = options.config
     if workload == "data":
         from toolkit.plan.data_rows import measured_rows

@@ -19,11 +19,11 @@ OF_COMMAND = ("gpus", "processes", "out", "json", "peer")
 
 
 def bench(options: BenchOptions) -> int:
-    """Starts our ranks, then those of the peer, and shows the figures. Returns the exit code."""
+    """Starts the trainer's ranks, then those of the peer, and shows the figures. Returns the exit code."""
     exactly_one(options, "gpus", "processes")
     processes = options.gpus or options.processes or 1
     peers = (False, True) if options.peer else (False,)
-    for peer in peers:  # refuse bad options before any process starts
+    for peer in peers:  # invalid options are refused before any process starts
         resolve(dataclasses.replace(options, peer=peer)).check_ranks(processes)
     if options.gpus:
         _check_gpus(options.gpus)
@@ -47,12 +47,12 @@ def _check_gpus(wanted: int) -> None:
 
     if (found := torch.cuda.device_count()) < wanted:
         raise UserError(
-            f"--gpus {wanted}: torch sees {found} GPUs here; for small models on CPU use --processes {wanted}"
+            f"--gpus {wanted}: torch sees {found} GPUs here; use --processes {wanted} for small models on CPU"
         )
 
 
 def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[str, Any] | int:
-    """Starts one process per GPU. Returns the figures of rank 0, or the exit code of a failed group."""
+    """Starts one process per rank. Returns the figures of rank 0, or the exit code of a failed group."""
     # Without a GPU, torch's profiler prints "ERROR: gpuGetDeviceCount failed" on each rank.
     variables = {"KINETO_LOG_LEVEL": "5"} if cpu else {}
     with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:

@@ -1,9 +1,8 @@
 """Times the trainer itself with random weights: its model, pipeline schedule, DDP, optimizer and feed.
 
 Rows are drawn, packed and pinned before the clock starts and used in turn, or come from the real loader
-(``data``). Each workload begins with warm-up steps. Then whole steps are timed as one span of wall
-clock, one after the other as in training. Further steps time the parts of a step, and a last one is
-profiled for its collectives.
+(``data``). Each workload begins with warm-up steps. Then consecutive whole steps are timed, as in training.
+Further steps time the parts of a step, and in the last one, the collectives are profiled.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
 
 
 def one_step(live: BenchModel, feed: Feed) -> tuple[StepResult, StepData]:
-    """Does what the training loop does in a step."""
+    """Runs one step as the training loop does."""
     data = feed.next_step()
     set_learning_rates(live.optimizer, live.options.config, live.step)
     result = train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
@@ -210,8 +209,10 @@ def count(work: report.Work, live: BenchModel, data: StepData) -> None:
 
 
 def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator[Row] | None:
-    """Rows of this replica, on the rank that owns its loader. Replicas get different rows,
-    so ranks straggle."""
+    """Rows of this replica, on the rank that owns its loader.
+
+    Replicas get different rows, so that their steps differ in length as in training.
+    """
     if not live.grid.owns_loader:
         return None
     o = live.options
@@ -228,8 +229,11 @@ def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator
 
 
 def memory(live: BenchModel, held: int) -> dict[str, Any]:
-    """GiB by part on the rank with the highest peak; ``held`` is what stays between steps: weights,
-    gradients and optimizer."""
+    """GiB of each part on the rank with the highest peak.
+
+    Args:
+        held: bytes that stay allocated between steps: weights, gradients and optimizer.
+    """
     mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
     if live.platform.name == "cuda":
         mine |= {f"{part}_gib": size for part, size in live.memory.items()}
@@ -243,7 +247,7 @@ def memory(live: BenchModel, held: int) -> dict[str, Any]:
 
 
 def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
-    """Times the parts of a step over all ranks and, in one more step, its collectives. Collective."""
+    """Times the parts of steps on all ranks and, in one more step, the collectives. Collective."""
     marks = parts.Marks(live.platform)
     work = report.Work()
     waits = []

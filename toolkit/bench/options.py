@@ -24,7 +24,7 @@ WORKLOADS = ("images", "text", "data")
 class BenchOptions(CommandOptions):
     """Time a real-size model with random weights: tokens/s, MFU, memory and the parts of a step.
 
-    The rows are seeded random ones (pictures, text) or come from a data set.
+    The rows are random (pictures or text, with a fixed seed) or come from a data set.
     """
 
     run_fields: ClassVar[bool] = True
@@ -38,7 +38,7 @@ class BenchOptions(CommandOptions):
     data: Path | None = option(None, metavar="DIR", must_exist=True)
     """Time the rows of this data set, read by the trainer's loader (data.path of a run)."""
     rows: str = option("", metavar="LIST", shown_default="data with a data set, else images,text")
-    """Workloads to time, separated by commas: images and text are seeded, data reads the data set."""
+    """Time these workloads, separated by commas: images and text are random rows, data reads the data set."""
     warm_up: int = option(2, metavar="N", least=1)
     """Run N untimed steps of each workload first."""
     timed: int = option(4, metavar="N", least=1)
@@ -53,15 +53,15 @@ class BenchOptions(CommandOptions):
     """Choose experts at random and evenly, as a trained router does. A router with random weights strongly
     prefers a few experts."""
     distinct_rows: int = option(0, metavar="N", least=0, shown_default="as many as it uses")
-    """Draw N seeded rows on each data-parallel rank, then repeat them."""
+    """Draw N random rows on each data-parallel rank, then repeat them."""
     calibrate: bool = False
-    """Also time single kernels, and store the rates of this machine for plan, train and doctor. The measured
-    steps decide how fast the whole is. Take a model and rows like those that you will train."""
+    """Also time single kernels, and store the rates of this machine for plan, train and doctor. The rates are
+    scaled so that they explain the measured steps. Use a model and rows like those that you will train."""
     calibration: str = option("", metavar="FILE", shown_default="the user's folder of calibrations")
-    """For --calibrate: write the rates to this file; `megatron-vl plan --calibration FILE` takes it."""
+    """For --calibrate: write the rates to this file; `megatron-vl plan --calibration FILE` reads it."""
     peer: bool = False
-    """Also time the Hugging Face model under FSDP2 with full activation checkpointing, on the
-    same seeded rows."""
+    """Also time the Hugging Face model under FSDP2 with full activation checkpointing, on the same random
+    rows."""
     gradient_sync: Literal["every", "last"] = option("every")
     """For --peer: reduce gradients after every row (less memory) or only after the last row of a step."""
     out: str = option("", metavar="FILE")
@@ -72,7 +72,7 @@ class BenchOptions(CommandOptions):
 
 @dataclass(kw_only=True)
 class BenchRun(BenchOptions):
-    """Checked options of one benchmark, of our program or (with ``peer``) of the peer."""
+    """The checked options of one benchmark: of the trainer or, with ``peer``, of the peer."""
 
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig, metadata={"hidden": True})
 
@@ -86,7 +86,7 @@ class BenchRun(BenchOptions):
         return self.warm_up + self.timed + (self.part_steps + 1 if self.part_steps else 0)
 
     def spec(self) -> ModelSpec:
-        """The model's sizes, with fewer layers where the options ask for it."""
+        """The model's sizes, with the numbers of layers that the options give."""
         layers = {"language": self.language_layers, "vision": self.vision_layers}
         return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
 
@@ -95,11 +95,14 @@ class BenchRun(BenchOptions):
         return run_layout(self.config, self.spec(), ranks, calibration=rates)
 
     def check_ranks(self, ranks: int) -> None:
-        """Raises RunConfigError or LayoutError, naming the field, if the run is impossible
-        on ``ranks`` ranks."""
+        """Checks that the run is possible on ``ranks`` ranks.
+
+        Raises:
+            UsageError, RunConfigError, LayoutError: it is not. The message names the option or field.
+        """
         if self.calibrate and self.spec().language.moe and not self.even_routing:
             raise UsageError(
-                "--calibrate with experts needs --even-routing: the planner reckons with even loads"
+                "--calibrate with experts needs --even-routing, because the planner assumes even loads"
             )
         if not self.peer:
             self.layout(ranks)
@@ -149,14 +152,14 @@ def _check(o: BenchRun) -> None:
     if "data" in o.workloads and not o.config.data.path:
         raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
     if "data" in o.workloads and o.peer:
-        raise UsageError("--peer measures seeded rows only; give --rows images,text")
+        raise UsageError("--peer measures only random rows; give --rows images,text")
     if o.calibration and not o.calibrate:
         raise UsageError("--calibration needs --calibrate")
     if o.calibrate and o.peer:
-        raise UsageError("--calibrate measures this program only: leave out --peer")
+        raise UsageError("--calibrate measures only this program; leave out --peer")
     if o.even_routing and o.peer:
         raise UsageError(
-            "--even-routing with --peer: the peer's router cannot be made even; leave out one of the two"
+            "--even-routing does not apply to the peer's router; leave out --even-routing or --peer"
         )
 
     if o.even_routing and not o.spec().language.moe:

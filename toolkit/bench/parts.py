@@ -1,22 +1,22 @@
 """Measures where the time of a step goes on one rank.
 
-Marks around the parts of a step are recorded in the order of the device's work (CUDA events; the clock on
-CPU). They are read when all steps are done, so that nothing waits in between. The hooks are attached only for
-these steps and removed afterwards.
+Marks around the parts of a step are recorded in the order of the device's work (as CUDA events, or as clock
+times on CPU). They are read when all steps are done, so that the host never waits for them. The hooks are
+attached only for these steps.
 
 The parts of a rank's step do not overlap:
 
-- ``data wait``: the loader's owner waits for its rows. ``feed``: the remaining work of getting rows onto the
-  device, copies and broadcasts.
-- ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: compute of this rank's
-  chunks, with the tensor-parallel collectives and the recomputation inside them.
+- ``data wait``: the time for which the owner waits for its rows. ``feed``: the other work of bringing rows to
+  the device, such as copies and broadcasts.
+- ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: the compute of this
+  rank's chunks, including the tensor-parallel collectives and the recomputation inside them.
 - ``vision recompute``, ``vision exchange``: with a tower on every rank, its second forward pass, and the
-  messages with features and their gradients, which also wait for slower ranks.
-- ``gradient finalisation``: the part of the gradient reduction that remains after the backward pass, and
-  waiting for slower ranks.
-- ``optimizer``: norm, clipping, update, and the gathering of parameters that is not overlapped.
-- ``idle``: the rest of the step. In a pipeline this is mostly its bubble and waiting for messages; it also
-  holds launch gaps and the reduction of the loss.
+  messages with features and their gradients, including the time to wait for slower ranks.
+- ``gradient finalisation``: the part of the gradient reduction that remains after the backward pass, and the
+  time to wait for slower ranks.
+- ``optimizer``: norm, clipping, update, and the part of the parameter gather that is not overlapped.
+- ``idle``: the rest of the step. In a pipeline, this is mostly the bubble and the time to wait for messages.
+  It also includes launch gaps and the reduction of the loss.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Marks:
         self._open[name] = self._now()
 
     def end(self, name: str) -> None:
-        """Ends the span of ``name``; a span that was not begun is not counted."""
+        """Ends the span ``name``. A span that was not begun is not counted."""
         start = self._open.pop(name, None)
         if start is not None:
             self.steps[-1].append((name, start, self._now()))
@@ -76,7 +76,7 @@ class Marks:
         self.end(name)
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with its calls as spans."""
+        """Wraps a function so that each call is a span."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.span(name):
@@ -107,7 +107,7 @@ class Marks:
 def attached(
     marks: Marks, chunks: list[DistributedDataParallel], optimizer: ChainedOptimizer
 ) -> Iterator[None]:
-    """Attaches the hooks to a rank's chunks and optimizer for the steps inside the block."""
+    """A context in which the hooks are attached to a rank's chunks and optimizer."""
     handles: list[Any] = []
     for chunk in chunks:
         handles += _hook(marks, chunk.module, "chunk")
@@ -119,6 +119,7 @@ def attached(
     everywhere = chunks[0].module.decoupled
     for method, span in DECOUPLED.items() if everywhere is not None else ():
         setattr(everywhere, method, marks.around(span, getattr(everywhere, method)))
+
     core = chunks[0].module.config
     finalize = core.finalize_model_grads_func
 
@@ -138,7 +139,7 @@ def attached(
         return result
 
     core.finalize_model_grads_func = timed_finalize
-    # Only this instance is changed; deleting the attributes restores the class's own methods.
+    # Only this instance is changed. Deleting the attributes restores the methods of the class.
     optimizer.prepare_grads = timed_prepare
     optimizer.step_with_ready_grads = timed_step
     try:
@@ -157,8 +158,8 @@ def _hook(
 ) -> list[Any]:
     """Marks ``name forward`` and ``name backward`` of a module.
 
-    The backward span begins with the gradient of an output. It ends with the gradient of ``until``, the
-    module's first parameter, or without ``until`` with the whole running backward pass.
+    The backward span begins when the gradient of an output arrives. It ends with the gradient of ``until``,
+    the module's first parameter, or, without ``until``, when the whole backward pass ends.
     """
     forward, backward = f"{name} forward", f"{name} backward"
 
@@ -185,7 +186,7 @@ def _hook(
 
 
 def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
-    """Splits one step of one rank into parts in seconds, from its spans; the parts add up to the step."""
+    """Computes the parts of one step of one rank, in seconds, from its spans. They add up to the step."""
     spans = {name: step.get(name, 0.0) for name in ("step", "feed", "gradient finalisation", "optimizer")}
     parts = {"data wait": min(data_wait, spans["feed"])}
     parts["feed"] = spans["feed"] - parts["data wait"]
@@ -200,9 +201,9 @@ def split(step: dict[str, float], data_wait: float) -> dict[str, float]:
 
 
 def communication(platform: Platform, step: Callable[[], None]) -> dict[str, float]:
-    """Seconds of the collectives of one profiled step; on CUDA also those during which nothing else ran.
+    """Seconds of the collectives in one profiled step and, on CUDA, the part during which nothing else ran.
 
-    A collective lasts until the slowest rank has joined it, so waiting is in these figures.
+    A collective lasts until the slowest rank has joined it, so these figures include waiting.
     """
     activity = (
         torch.profiler.ProfilerActivity.CUDA
@@ -241,15 +242,15 @@ def length(spans: list[tuple[int, int]]) -> int:
     return total
 
 
-def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]) -> dict[str, Any]:
+def summarise(steps: list[list[dict[str, float]]], coordinates: list[tuple[int, int]]) -> dict[str, Any]:
     """Summarises the parts of all ranks.
+
+    Straggling compares the data-parallel ranks of one stage step by step, because the slowest of them
+    determines the time of each step.
 
     Args:
         steps: the parts of each step, for each rank.
-        places: (pipeline stage, data-parallel rank) of each rank.
-
-    Straggling compares the data-parallel ranks of one stage step by step, since the slowest of them
-    determines each step.
+        coordinates: (pipeline stage, data-parallel rank) of each rank.
     """
     number = len(steps[0])
     means = [{name: sum(step[name] for step in rank) / number for name in PARTS} for rank in steps]
@@ -262,8 +263,9 @@ def summarise(steps: list[list[dict[str, float]]], places: list[tuple[int, int]]
     }
 
     stages: dict[int, list[int]] = {}
-    for rank, (stage, _) in enumerate(places):
+    for rank, (stage, _) in enumerate(coordinates):
         stages.setdefault(stage, []).append(rank)
+
     slowest = []
     for ranks in stages.values():
         compute = [[sum(steps[rank][i][name] for name in COMPUTE) for rank in ranks] for i in range(number)]

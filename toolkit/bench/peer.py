@@ -1,11 +1,10 @@
-"""Runs the same rows through the Hugging Face model under FSDP2, as a team without this toolkit would.
+"""Runs the same rows through the Hugging Face model under FSDP2, as a team without this toolkit would do.
 
 The recipe is ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer
 and vision block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW and packed
-variable-length attention. Where ``liger-kernel`` is installed, its kernels are used, installed by its own
-``apply_liger_kernel_to_FAMILY``. FlashAttention comes from torch (``torch.nn.attention.varlen``) instead of
-the package, through transformers' own registry of attention functions. On CPU, for dry runs, attention is
-SDPA segment by segment.
+variable-length attention. If ``liger-kernel`` is installed, its ``apply_liger_kernel_to_FAMILY`` installs its
+kernels. FlashAttention is torch's (``torch.nn.attention.varlen``) instead of the package's, and is registered
+in transformers' registry of attention functions. On CPU, for dry runs, attention is SDPA for each segment.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from .options import BenchRun
 from .workload import groups
 
 ATTENTION = "packed_flash"
-"""Name under which the attention function is registered. Vision towers pass ``cu_seqlens`` only to a function
-with ``flash`` in its name, and no mask is made for one without a mask function."""
+"""The name under which the attention function is registered. Vision towers pass ``cu_seqlens`` only to a
+function with ``flash`` in its name. No mask is made for a function without a mask function."""
 IGNORED = -100
 GIB = 2**30
 
 
 @dataclass
 class HfRow:
-    """A packed row in the form of the Hugging Face model; its tensors stay on the host until :meth:`to`."""
+    """A packed row in the form that the Hugging Face model takes, on the host."""
 
     inputs: dict[str, Tensor]
     """input_ids [1, S], position_ids [3, 1, S], shift_labels [1, S], pixel_values [P, patch_dim],
@@ -60,15 +59,17 @@ class HfRow:
     images: int
 
     def keywords(self, device: torch.device) -> dict[str, Any]:
-        """Arguments of the model; it passes ``row_segments`` on to the attention function of
-        the decoder layers."""
+        """The arguments of the model, on ``device``.
+
+        The model passes ``row_segments`` on to the attention function of the decoder layers.
+        """
         inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in self.inputs.items()}
         segments = Segments(self.cu_seqlens.to(device, non_blocking=True), self.max_seqlen)
         return inputs | {"labels": inputs["shift_labels"], "row_segments": segments, "use_cache": False}
 
 
 def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
-    """Packs samples as our loader does; pixels are float patches, as from the Hugging Face processor."""
+    """Packs samples as our loader does. Pixels are float patches, as from the Hugging Face processor."""
     row = pack_row(samples, spec, seq_len)
     labels = torch.where(row.loss_mask > 0, row.labels, IGNORED)
     inputs = {
@@ -123,7 +124,7 @@ def packed_attention(
 
 
 def hf_config(options: BenchRun) -> Any:
-    """The Hugging Face config, with fewer layers where the options ask for it."""
+    """The Hugging Face config, with the numbers of layers that the options give."""
     from transformers import AutoConfig
 
     path = Path(options.hf)
@@ -139,11 +140,13 @@ def hf_config(options: BenchRun) -> Any:
 
 
 def use_liger(family: str) -> list[str]:
-    """Installs Liger's kernels in transformers' module of the family, as documented; returns
-    what that changed.
+    """Installs Liger's kernels in transformers' module of the family, as Liger documents it.
 
-    Liger assigns to names of the module. Names that this version of transformers does not have change nothing
-    (with Liger 0.8.5 and transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
+    Liger assigns to names of the module. Assignments to names that this version of transformers does not have
+    change nothing (with Liger 0.8.5 and transformers 5.17: the rotary embedding of Qwen2-VL and Qwen2.5-VL).
+
+    Returns:
+        Notes on what was replaced.
     """
     if importlib.util.find_spec("liger_kernel") is None:
         return ["liger-kernel is not installed: using plain transformers modules"]
@@ -172,7 +175,7 @@ def use_liger(family: str) -> list[str]:
 
 
 def linear_attention_notes(spec: ModelSpec) -> list[str]:
-    """What computes linear attention, for families that have it."""
+    """Notes on the software that computes linear attention, for families that have it."""
     if spec.language.linear_attention is None:
         return []
     if importlib.util.find_spec("fla") is None:
@@ -185,9 +188,9 @@ def linear_attention_notes(spec: ModelSpec) -> list[str]:
 
 
 def keep_samples_apart(model: nn.Module) -> None:
-    """Gives each layer of linear attention the bounds of the samples, as its kernels want them.
+    """Gives each layer of linear attention the bounds of the samples, in the form that its kernels need.
 
-    They cannot be passed to the model, which would hand them to its vision tower, too.
+    They cannot be arguments of the model, because it would also pass them to its vision tower.
     """
 
     def bounds(module: nn.Module, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -203,7 +206,7 @@ def keep_samples_apart(model: nn.Module) -> None:
 
 
 def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
-    """Builds the model with random fp32 weights; every rank holds only its shards. Collective."""
+    """Builds the model with random fp32 weights, of which every rank holds only its shards. Collective."""
     from transformers import AttentionInterface, AutoModelForImageTextToText
 
     AttentionInterface.register(ATTENTION, packed_attention)
@@ -211,7 +214,7 @@ def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
         model = AutoModelForImageTextToText.from_config(
             config, dtype=torch.float32, attn_implementation="sdpa"
         )
-    # This goes by way of the config: the check at construction would look for a downloadable kernel of
+    # The name is set in the config, because the check at construction would look for a downloadable kernel of
     # this name.
     model.config._attn_implementation = ATTENTION
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -237,8 +240,10 @@ def shard(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def initialise(model: Any, config: Any) -> None:
-    """Sets matrices to random values, norms to one, biases to zero; buffers (rotary frequencies) as
-    the modules do."""
+    """Sets matrices to random values, norms to one and biases to zero.
+
+    Buffers (rotary frequencies) get the values that the modules' constructors give them.
+    """
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if name.endswith(".bias"):
@@ -247,6 +252,7 @@ def initialise(model: Any, config: Any) -> None:
             local.fill_(1.0)
         else:
             local.normal_(0.0, getattr(config.text_config, "initializer_range", 0.02))
+
     for module in model.modules():
         buffers = dict(module.named_buffers(recurse=False))
         if buffers:
@@ -274,8 +280,11 @@ class Trainer:
         )
 
     def step(self, rows: list[HfRow]) -> float:
-        """Does one optimizer step. Returns the mean loss over the loss tokens of the
-        global batch. Collective."""
+        """Does one optimizer step. Collective.
+
+        Returns:
+            The mean loss over the loss tokens of the global batch.
+        """
         loss = self.backward(rows)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
@@ -283,8 +292,11 @@ class Trainer:
         return float(loss)
 
     def backward(self, rows: list[HfRow]) -> Tensor:
-        """Computes the gradients of the mean loss over the global batch's loss tokens; returns
-        that loss. Collective."""
+        """Computes the gradients of the mean loss over the global batch's loss tokens. Collective.
+
+        Returns:
+            That loss.
+        """
         tokens = torch.tensor(float(sum(row.loss_tokens for row in rows)), device=self.device)
         dist.all_reduce(tokens)
         # FSDP averages gradients over ranks. A sum divided by the global count and multiplied by the number
@@ -303,7 +315,7 @@ class Trainer:
 
 
 def run(options: BenchRun) -> None:
-    """Measures the seeded workloads and reports them on rank 0. Collective."""
+    """Measures the random workloads and reports them on rank 0. Collective."""
     config = options.config
     spec = options.spec()
     device = _init_distributed()
@@ -349,7 +361,7 @@ def _init_distributed() -> torch.device:
 
 
 def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, peak: float) -> dict[str, Any]:
-    """Measures one workload; the figures have the same keys as ours where they apply. Collective."""
+    """Measures one workload. The figures have the trainer's keys, as far as these apply. Collective."""
     o = trainer.options
     cuda = trainer.device.type == "cuda"
     seq_len = o.config.data.seq_len

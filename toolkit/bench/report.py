@@ -1,9 +1,9 @@
-"""Figures of a benchmark: the work done, the rates that follow from its time, JSON and a table.
+"""Computes and shows the figures of a benchmark: the work done and the rates, as JSON and as a table.
 
-Our figures and the peer's come from the same code, so their FLOPs are counted alike: true document, frame and
-window lengths, no padding, the output layer only for tokens with loss (see
-:mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer for every token, as most
-published figures do.
+The same code computes the trainer's figures and the peer's, so their FLOPs are counted in the same way: from
+the true lengths of documents, frames and windows, without padding, and with the output layer only for loss
+tokens (see :mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer for every token, as
+most published figures do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .options import BenchRun
 
 @dataclass
 class Work:
-    """The work of some steps; sums over rows."""
+    """The work of some steps, summed over rows."""
 
     rows: int = 0
     tokens: int = 0
@@ -34,16 +34,15 @@ class Work:
     samples: int = 0
     images: int = 0
     patches: list[int] = field(default_factory=list)
-    """Patches of each row."""
+    """Number of patches of each row."""
     loss_tokens: int = 0
-    """Tokens with loss."""
     model: Flops = Flops(0.0, 0.0)
-    """FLOPs that training needs, with the output layer for the tokens with loss."""
+    """FLOPs that training needs, with the output layer for loss tokens only."""
     model_all_tokens: Flops = Flops(0.0, 0.0)
-    """The same with the output layer for every token."""
+    """The same, with the output layer for every token."""
     executed: Flops = Flops(0.0, 0.0)
-    """FLOPs that the system executed: with recomputation, and the output layer for as many tokens
-    as it computes."""
+    """FLOPs that the system executed, including recomputation, and the output layer for all tokens for which
+    it was computed."""
 
     def add(
         self,
@@ -61,7 +60,8 @@ class Work:
         """Counts a row with the given document, frame and window lengths.
 
         Args:
-            whole_head: the system computes the output layer for every token.
+            whole_head: whether the system computes the output layer for every token.
+            decoupled: whether every rank holds the vision tower, which then runs forward twice.
         """
         self.rows += 1
         self.tokens += sum(lengths)
@@ -90,7 +90,7 @@ class Work:
 
 
 def gather(mine: Any) -> list[Any]:
-    """Gathers one object of each rank on every rank."""
+    """Gathers one object of each rank on every rank. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
@@ -101,7 +101,8 @@ def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> 
 
     Args:
         work: the work of all ranks in all timed steps.
-        step_seconds: wall clock of each timed step.
+        step_seconds: wall-clock time of each timed step.
+        world: number of ranks.
         peak: TFLOP/s of one accelerator; 0 if unknown (MFU is then null).
     """
     seconds = sum(step_seconds)
@@ -153,8 +154,7 @@ def machine(options: BenchRun, device: torch.device, peak: float) -> dict[str, A
 
 
 def model_facts(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
-    """The measured model. Its parameters are those of our checkpoints, including the padding of
-    the vision FFN."""
+    """The measured model. Its parameters include the padding of the vision FFN, as in our checkpoints."""
     return {
         "hf": options.hf,
         "family": spec.family,
@@ -183,7 +183,7 @@ def image_over_text(workloads: dict[str, dict[str, Any]]) -> float | None:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Formats the machine, then a few lines per workload: speed, memory, parts."""
+    """Formats the machine, and a few lines per workload: speed, memory, parts."""
     m, model = figures["machine"], figures["model"]
     peak = f"{m['peak_tflops']:.0f} TFLOP/s peak" if m["peak_tflops"] else "peak unknown"
     size = f"{model['parameters'] / 1e9:.2f} B parameters"
@@ -200,7 +200,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def calibration_lines(facts: dict[str, Any]) -> list[str]:
-    """The calibration for a person."""
+    """Formats a calibration."""
     r = facts["rates"]
     said = [
         f"calibration of {facts['gpu']}: products {r['product_tflops']:.4g} TFLOP/s (half at a width of"
@@ -210,16 +210,16 @@ def calibration_lines(facts: dict[str, Any]) -> list[str]:
     ]
     for name, step in facts["steps_s"].items():
         said.append(
-            f"  {name}: {1e3 * step['measured']:,.0f} ms a step measured, {1e3 * step['predicted']:,.0f}"
-            f" predicted ({1e3 * step['kernels_alone']:,.0f} by the kernels alone)"
+            f"  {name}: {1e3 * step['measured']:,.0f} ms per step measured, {1e3 * step['predicted']:,.0f}"
+            f" predicted ({1e3 * step['kernels_alone']:,.0f} from the kernels alone)"
         )
     if facts["factor"] is None:
-        said.append("  no factor explains the measured steps: the rates are those of the kernels alone")
+        said.append("  no factor explains the measured steps, so the rates are those of the kernels alone")
     return [*said, f"stored in {facts['file']}: plan, train and doctor use it for {facts['gpu']} from now on"]
 
 
 def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """Both systems' figures and the ratio of their tokens/s for each workload."""
+    """The figures of both systems, and the ratio of their tokens/s for each workload."""
     names = [name for name in ours["workloads"] if name in peer["workloads"]]
     speeds = {name: [s["workloads"][name]["tokens_per_s_per_gpu"] for s in (ours, peer)] for name in names}
     return {
@@ -259,7 +259,7 @@ def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
         shown = (f"{part} {t['mean_s'] * 1e3:.1f}" for part, t in w["parts"].items())
         lines.append("    ms per step, mean over ranks: " + ", ".join(shown))
         lines.append(
-            "    collectives in one profiled step, waiting included: " + _communication(w["communication"])
+            "    collectives in one profiled step, including waiting: " + _communication(w["communication"])
         )
         if any(w["efficiency"].values()):
             halves = (f"{half} {share:.1%}" for half, share in w["efficiency"].items() if share is not None)

@@ -1,8 +1,7 @@
-"""A seeded stream of packed rows that resemble visual question answering: COCO-shaped pictures, each with 40
-to 260 tokens of text.
+"""Draws packed rows that resemble visual question answering, from a seed.
 
-Only shapes matter for speed, so tokens and pixels are random. Grids, windows, positions and packing are those
-of the loader.
+The pictures have the sizes of COCO's, each with 40 to 260 tokens of text. Only shapes matter for speed, so
+tokens and pixels are random. Grids, windows, positions and packing are those of the loader.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
 
 
 def text_sample(spec: ModelSpec, rng: random.Random, longest: int) -> Sample:
-    """Draws a document as long as an image sample, without a picture."""
+    """Draws a document about as long as an image sample, without a picture."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     text = _text(spec, min(longest, rng.randint(300, 700)), generator)
     return Sample(token_ids=text, loss_mask=torch.ones(len(text), dtype=torch.bool))
@@ -56,8 +55,7 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
 
 
 def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[list[Sample]]:
-    """Endless groups of samples; each has as many as fit into a row of ``seq_len`` tokens in the
-    order of drawing."""
+    """Yields groups of samples without end, as they are drawn. Each fills a row of ``seq_len`` tokens."""
     rng = random.Random(seed)
     samples: list[Sample] = []
     used = 0
@@ -75,5 +73,5 @@ def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterato
 
 
 def rows(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[Row]:
-    """Endless packed rows of ``seq_len`` tokens."""
+    """Packed rows of ``seq_len`` tokens, without end."""
     return (pack_row(samples, spec, seq_len) for samples in groups(spec, seq_len, images=images, seed=seed))

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def find_step(path: Path) -> Path:
-    """The step folder that ``path`` means: ``path`` itself, or the latest one of a run.
+    """Finds the step folder for ``path``: ``path`` itself, or the latest one of a run.
 
     Raises:
         FileNotFoundError: ``path`` holds no checkpoint of a run.
@@ -25,19 +25,24 @@ def find_step(path: Path) -> Path:
             else ""
         )
         looked = "looked for run.json, latest.json and step_ folders"
+
         raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
     return saved.path
 
 
 def describe(source: Path) -> dict[str, Any]:
-    """Step, layout, model, sizes by part, and the files that are missing."""
+    """Describes a step folder: step, layout, model, sizes by part, and missing files.
+
+    Raises:
+        FileNotFoundError, CheckpointError, WeightsError: its weights or ``run.json`` are missing or damaged.
+    """
     from megatron_vl.training.checkpoint import read_run
     from megatron_vl.weights.manifest import MANIFEST, read_manifest
 
     saved = read_run(source)
     if not (source / "weights" / MANIFEST).is_file():
         raise FileNotFoundError(
-            f"{source} lacks weights/{MANIFEST}; resume from another step with --checkpoint.step"
+            f"{source} has no weights/{MANIFEST}; resume from another step with --checkpoint.step"
         )
 
     manifest = read_manifest(source / "weights" / MANIFEST)
@@ -65,7 +70,7 @@ def describe(source: Path) -> dict[str, Any]:
 
 
 def verify_checkpoint(source: Path) -> list[str]:
-    """Lists what is wrong with a step folder, file by file; empty if every byte is as written."""
+    """Lists what is wrong with a step folder, file by file. The list is empty if every byte is as written."""
     from converters.verify import check_hashes
     from megatron_vl.training.checkpoint import verify_files
     from megatron_vl.weights.tensor_files import WeightsError
@@ -82,8 +87,7 @@ def verify_checkpoint(source: Path) -> list[str]:
 
 
 def lineage_of(path: Path) -> dict[str, Any]:
-    """The checkpoints of a run's folder: those that led to the latest one, and those
-    that roll-backs abandoned.
+    """The checkpoints of a run's folder: those that led to the latest one, and those that were abandoned.
 
     Returns:
         ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and
@@ -93,8 +97,8 @@ def lineage_of(path: Path) -> dict[str, Any]:
 
     def entry(saved: Saved) -> dict[str, Any]:
         facts = saved.lineage.as_json()
-        told = {name: facts[name] for name in ("branch", "parent", "rollback", "serial")}
-        return {"step": saved.step, "folder": saved.path.name, **told}
+        shown = {name: facts[name] for name in ("branch", "parent", "rollback", "serial")}
+        return {"step": saved.step, "folder": saved.path.name, **shown}
 
     present, left = ([], []) if (path / "run.json").is_file() else by_branch(path)
     return {

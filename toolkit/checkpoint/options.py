@@ -13,7 +13,7 @@ class ShowOptions(CommandOptions):
     """List a run's checkpoints by branch and describe one of them. Exit code 1 if files are missing."""
 
     path: Path = option(metavar="PATH", positional=True, must_exist=True)
-    """Folder of a run (its latest checkpoint is used) or a step_ folder."""
+    """Describe this step_ folder, or the latest checkpoint in this folder of a run."""
     json: bool = False
     """Print JSON."""
 

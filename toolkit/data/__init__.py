@@ -1,2 +1,1 @@
-"""``megatron-vl data``: converts conversation files into data sets, verifies them, and shows what they
-hold."""
+"""``megatron-vl data``: converts conversation files to data sets, verifies them, and shows their content."""

@@ -1,4 +1,4 @@
-"""What ``megatron-vl data stats | inspect | report`` read: a prepared data set with the settings of a run."""
+"""The input of ``megatron-vl data stats | inspect | report``: a prepared data set and a run's settings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .options import PreparedOptions
 
 @dataclass(frozen=True)
 class Prepared:
-    """A data set and how a run makes rows of it."""
+    """A data set, and the settings with which a run makes rows from it."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -51,11 +51,12 @@ class Prepared:
 
 
 def open_prepared(options: PreparedOptions) -> Prepared:
-    """Reads the run.
+    """Reads the settings of the run and finds the data set.
 
     Raises:
-        UsageError: no data set or no processor is given, or a field is wrong.
+        UsageError: no data set or no processor is given, or a field is invalid.
         RunConfigError: ``data.path`` is not a data set.
+        ConfigError: the processor's ``config.json`` cannot be used.
     """
     from megatron_vl.training.preflight import check_data_path
 
@@ -63,6 +64,7 @@ def open_prepared(options: PreparedOptions) -> Prepared:
         config = parse_config(options.fields)
     except RunConfigError as error:
         raise UsageError(str(error)) from error
+
     config.data.path = str(options.data or config.data.path)
     config.model.hf = str(options.processor or config.model.hf)
     missing = [

@@ -1,4 +1,4 @@
-"""The page of ``megatron-vl data report``: one HTML file with its pictures inside, without scripts."""
+"""Writes the page of ``megatron-vl data report``: one HTML file with embedded pictures, no scripts."""
 
 from __future__ import annotations
 
@@ -40,21 +40,23 @@ from .stats import (
 )
 
 ROWS_SHOWN = 24
+"""Number of rows on the page."""
 MEDIA_SHOWN = 8
-"""Pictures and videos of a sample."""
+"""Largest number of pictures and videos that are shown of a sample."""
 FRAMES_SHOWN = 8
-"""Frames of a video."""
+"""Largest number of frames that are shown of a video."""
 SIDE = 360
 """Largest side in pixels of a picture on the page."""
 TOKENS_SHOWN = (700, 200)
-"""Tokens at the start and at the end of a long sample."""
+"""Numbers of tokens that are shown at the start and at the end of a long sample."""
 EXAMPLES = 3
-"""Examples of each reason."""
+"""Largest number of examples for each reason."""
 QUARANTINE_READ = 32 << 20
-"""Bytes of a quarantine.jsonl in which examples are looked for."""
+"""Number of bytes of a quarantine.jsonl that are searched for examples."""
 BARS = 30
+"""About how many bars a histogram has."""
 DETAIL = 400
-"""Characters of a detail."""
+"""Largest number of characters in a detail."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,12 @@ class Chart:
     first: str
     last: str
     most: str
-    """Share of the highest bar."""
+    """Share of the values in the highest bar."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A sample within the bar of a row; widths are shares of the row."""
+    """A sample within the bar of a row. All widths are shares of the row."""
 
     start: float
     media: float
@@ -92,12 +94,12 @@ class Piece:
 
 @dataclass
 class Reason:
-    """Why samples or records are missing."""
+    """A reason for which samples or records are missing."""
 
     name: str
     count: str
     examples: list[tuple[str, str]] = field(default_factory=list)
-    """What it is, and the detail."""
+    """Pairs of a sample or record and the detail."""
 
 
 @dataclass(frozen=True)
@@ -105,18 +107,18 @@ class Card:
     """A sample on the page."""
 
     why: str
-    """Why it is shown."""
+    """Why the sample is shown."""
     sample: SampleView
     media: list[tuple[MediumView, list[str]]]
-    """Each medium with its pictures in base64."""
+    """Media with their pictures in base64."""
     unshown_media: int
     tokens: list[list[Run]]
-    """The tokens, or the first and the last ones."""
+    """All tokens, or the first and the last ones."""
     unshown_tokens: int
 
 
 def write_report(prepared: Prepared, found: Survey, shown: int, out: Path) -> None:
-    """Writes the page. All text of the data is escaped, and what it could hide is spelled out."""
+    """Writes the page. Text from the data is escaped, and characters that cannot be seen are spelled out."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -125,6 +127,7 @@ def write_report(prepared: Prepared, found: Survey, shown: int, out: Path) -> No
         lstrip_blocks=True,
     )
     environment.filters |= {"printable": printable, "visible": visible, "number": number}
+
     page = environment.get_template("report.html.jinja").render(
         found=found,
         basis=basis(found),
@@ -140,6 +143,7 @@ def write_report(prepared: Prepared, found: Survey, shown: int, out: Path) -> No
         skipped=_skipped(found),
         run_skipped=run_skipped(prepared.config.checkpoint.dir),
     )
+
     out.parent.mkdir(parents=True, exist_ok=True)
     durable.write(out, (page + "\n").encode(errors="backslashreplace"))
 
@@ -151,6 +155,7 @@ def _settings(prepared: Prepared, found: Survey) -> list[tuple[str, str]]:
         for name in ("min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
     }
     names = ", ".join(f"{name} {value:g}" for name, value in pixels.items() if value)
+
     return [
         ("data set", str(found.path)),
         ("split", found.split),
@@ -186,10 +191,11 @@ def _charts[Thing](
 
 
 def histogram(title: str, strata: list[Stratum]) -> Chart | None:
-    """Bars of a quantity; None if it is 0 everywhere. Values beyond the 99 % quantile share the last bar."""
+    """The histogram of a quantity; None if all values are 0. Values above the 99 % quantile share a bar."""
     values, weights = values_of(strata)
     if not values.any():
         return None
+
     show = percent if title == "fill" else number
     low, high = float(values.min()), quantile(strata, 0.99).value
     whole = bool((values == values.round()).all())
@@ -197,11 +203,11 @@ def histogram(title: str, strata: list[Stratum]) -> Chart | None:
     if whole:
         width = float(math.ceil((high - low + 1) / BARS))
     number_of_bars = max(1, math.ceil((high - low + (1 if whole else 0)) / width - 1e-9))
-    place = np.minimum((values - low) // width, number_of_bars).astype(int)
+    bar = np.minimum((values - low) // width, number_of_bars).astype(int)
     if not whole:  # the largest value belongs to the last bar
-        place = np.where(values <= high, np.minimum(place, number_of_bars - 1), number_of_bars)
+        bar = np.where(values <= high, np.minimum(bar, number_of_bars - 1), number_of_bars)
 
-    heights = np.bincount(place, weights, number_of_bars + 1)
+    heights = np.bincount(bar, weights, number_of_bars + 1)
     most = float(heights.max())
     total = number_of_bars + (1 if heights[-1] else 0)
     bars = []
@@ -241,8 +247,9 @@ def _cards(prepared: Prepared, found: Survey, shown: int) -> Iterator[Card]:
     for why, drawn in chosen(found.usable, shown):
         try:
             sample = viewer.view(found.sources[drawn.source], drawn.index)
-        except SurveyError:  # it has been excluded since it was drawn
+        except SurveyError:  # it was excluded after it was drawn
             continue
+
         media = sample.media[:MEDIA_SHOWN]
         first, last = TOKENS_SHOWN
         runs = sample.runs
@@ -258,29 +265,29 @@ def _cards(prepared: Prepared, found: Survey, shown: int) -> Iterator[Card]:
 
 
 def chosen(usable: list[Drawn], shown: int) -> list[tuple[str, Drawn]]:
-    """Samples to show, with the reason: extremes first, then those that were drawn first."""
+    """The samples to show, each with the reason: extremes first, then the samples that were drawn first."""
     found = [
         ("the most tokens of those drawn", max(usable, key=lambda sample: sample.tokens)),
         ("the most patches of those drawn", max(usable, key=lambda sample: sample.patches)),
         *[("the first drawn with a video", sample) for sample in usable if sample.videos][:1],
         *[("drawn at random", sample) for sample in usable[: shown + 3]],
     ]
-    places: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int]] = set()
     once = []
     for why, sample in found:
-        if (sample.source, sample.index) not in places:
-            places.add((sample.source, sample.index))
+        if (sample.source, sample.index) not in seen:
+            seen.add((sample.source, sample.index))
             once.append((why, sample))
     return once[:shown]
 
 
 def _pictures(pixels: Tensor | None) -> list[str]:
-    """Frames as JPEG in base64, evenly chosen if there are many."""
+    """Frames as JPEG in base64. If there are many, they are chosen at equal distances."""
     if pixels is None:
         return []
-    places = np.linspace(0, len(pixels) - 1, min(len(pixels), FRAMES_SHOWN)).round().astype(int)
-    side = SIDE if len(places) == 1 else SIDE // 2
-    return [_encoded(Image.fromarray(pixels[int(at)].permute(1, 2, 0).numpy()), side) for at in places]
+    frames = np.linspace(0, len(pixels) - 1, min(len(pixels), FRAMES_SHOWN)).round().astype(int)
+    side = SIDE if len(frames) == 1 else SIDE // 2
+    return [_encoded(Image.fromarray(pixels[int(at)].permute(1, 2, 0).numpy()), side) for at in frames]
 
 
 def _encoded(picture: Image.Image, side: int) -> str:
@@ -294,12 +301,12 @@ def _encoded(picture: Image.Image, side: int) -> str:
 
 
 def _skipped(found: Survey) -> list[Reason]:
-    """What the loader would leave out of the drawn samples."""
+    """The reasons for which the loader would leave out some of the drawn samples."""
     reasons: list[Reason] = []
     for name, estimate in found.skipped().items():
         hits = [sample for sample in found.samples if sample.refused and sample.refused[0] == name]
         examples = [
-            (_place(found, sample), sample.refused[1][:DETAIL])
+            (_origin(found, sample), sample.refused[1][:DETAIL])
             for sample in hits[:EXAMPLES]
             if sample.refused
         ]
@@ -307,13 +314,14 @@ def _skipped(found: Survey) -> list[Reason]:
     return reasons
 
 
-def _place(found: Survey, sample: Drawn) -> str:
+def _origin(found: Survey, sample: Drawn) -> str:
+    """The key, shard and record of a sample."""
     shard, _ = found.sources[sample.source].place(sample.index)
     return f"{sample.key} of {shard}" + (f" ({sample.record})" if sample.record else "")
 
 
 def quarantined(source: Source) -> tuple[int, list[Reason]]:
-    """The records that ``data convert`` left out: their number, and the reasons with examples."""
+    """The number of records that ``data convert`` left out, and the reasons with examples."""
     examples = _examples(source.data.path / "quarantine.jsonl")
     counts: Counter[str] = Counter()
     try:
@@ -322,7 +330,7 @@ def quarantined(source: Source) -> tuple[int, list[Reason]]:
         for by_reason in stored["refused"].values():
             counts.update({str(reason): int(count) for reason, count in by_reason.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # Without a report of the conversion, what the list names is counted.
+        # Without a report of the conversion, the entries of the list are counted.
         counts = Counter({reason: count for reason, (count, _) in examples.items()})
     return counts.total(), [
         Reason(reason, f"{count:,}", examples.get(reason, (0, []))[1])
@@ -331,26 +339,28 @@ def quarantined(source: Source) -> tuple[int, list[Reason]]:
 
 
 def run_skipped(folder: str) -> list[Reason]:
-    """What the loaders of a run left out, by its ``quarantine.jsonl`` beside the checkpoints."""
+    """The reasons for which a run's loaders left out samples, from ``quarantine.jsonl`` in ``folder``."""
     found = _examples(Path(folder) / "quarantine.jsonl") if folder else {}
     ordered = sorted(found.items(), key=lambda item: -item[1][0])
     return [Reason(reason, f"{count:,}", examples) for reason, (count, examples) in ordered]
 
 
 def _examples(path: Location) -> dict[str, tuple[int, list[tuple[str, str]]]]:
-    """Maps each reason of a quarantine.jsonl to its count and some examples, within the first bytes of it."""
+    """Maps each reason in the first bytes of a quarantine.jsonl to its count and some examples."""
     found: dict[str, tuple[int, list[tuple[str, str]]]] = {}
     try:
         with path.open("rb") as file:
             lines = file.read(QUARANTINE_READ).splitlines()
     except OSError:
         return found
+
     for line in lines:
         try:
             entry = json.loads(line)
             reason, detail = str(entry["reason"]), str(entry["detail"])[:DETAIL]
-        except (ValueError, KeyError, TypeError, RecursionError):  # cut off, or damaged
+        except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
             continue
+
         count, examples = found.get(reason, (0, []))
         if len(examples) < EXAMPLES:
             examples.append((_named(entry), detail))
@@ -359,7 +369,7 @@ def _examples(path: Location) -> dict[str, tuple[int, list[tuple[str, str]]]]:
 
 
 def _named(entry: dict[str, Any]) -> str:
-    """A record of an input file, or a sample of a shard."""
+    """Names a record of an input file, or a sample of a shard."""
     if "file" in entry:
         where = f", {entry['field']}" if entry.get("field") else ""
         return f"{entry['file']}, record {entry.get('record')}{where}"[:DETAIL]

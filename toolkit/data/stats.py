@@ -1,4 +1,4 @@
-"""The distributions of a data set, as a table or JSON."""
+"""Shows the distributions of a data set as tables or JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = {"p50": "median", "p5": "5 %", "p95": "95 %", "p99": "99 %"}
 
 @dataclass(frozen=True)
 class Distribution:
-    """One quantity of samples or rows."""
+    """The distribution of one quantity over samples or rows."""
 
     mean: Estimate
     least: float
@@ -36,7 +36,7 @@ class Distribution:
 
 
 def row_quantities(seq_len: int) -> dict[str, Callable[[SurveyRow], float]]:
-    """What is counted of each row."""
+    """The quantities that are computed for each row."""
     quantities: dict[str, Callable[[SurveyRow], float]] = {
         "fill": lambda row: fill(row, seq_len),
         "samples": lambda row: len(row.samples),
@@ -65,7 +65,10 @@ def of_rows(found: Survey) -> dict[str, Distribution]:
 
 
 def as_json(found: Survey) -> dict[str, Any]:
-    """What ``--json`` prints. Lower and upper bounds are of the 95 % interval; null: not known."""
+    """The output of ``--json``. Bounds are those of the 95 % interval; null: not known."""
+    per_sample = {name: each.as_json() for name, each in of_samples(found).items()}
+    per_row = {name: each.as_json() for name, each in of_rows(found).items()}
+
     return {
         "data": str(found.path),
         "split": found.split,
@@ -81,18 +84,18 @@ def as_json(found: Survey) -> dict[str, Any]:
             {"name": source.name, "samples": len(source), "share": round(source.share, 6)}
             for source in found.sources
         ],
-        "per_sample": {name: each.as_json() for name, each in of_samples(found).items()},
+        "per_sample": per_sample,
         "rows": len(found.rows),
-        "per_row": {name: each.as_json() for name, each in of_rows(found).items()},
+        "per_row": per_row,
         "skipped": {reason: each.as_json() for reason, each in found.skipped().items()},
     }
 
 
 def basis(found: Survey) -> str:
-    """What the numbers rest on, in a sentence."""
+    """A sentence that says from which samples the numbers were computed."""
     if found.exact:
         return f"All {found.population:,} samples of {found.split} were read: their numbers are exact."
-    reason = f" (the time was up; seed {found.seed})" if found.stopped else f" (seed {found.seed})"
+    reason = f" (until the time was up; seed {found.seed})" if found.stopped else f" (seed {found.seed})"
     return (
         f"{len(found.samples):,} of {found.population:,} samples of {found.split} were drawn at"
         f" random{reason}; intervals are for 95 %."
@@ -100,9 +103,9 @@ def basis(found: Survey) -> str:
 
 
 def rows_basis(found: Survey) -> str:
-    """How the rows were made, in a sentence."""
+    """A sentence that says how the rows were made."""
     return (
-        f"{len(found.rows):,} rows of {found.seq_len:,} tokens were packed of them in random order, as"
+        f"{len(found.rows):,} rows of {found.seq_len:,} tokens were packed from them in random order, as"
         " a loader does; intervals are for 95 %."
     )
 
@@ -140,7 +143,7 @@ def _table(title: str, found: dict[str, Distribution]) -> Table:
 
 
 def number(value: float) -> str:
-    """A number with a thousandth of precision at most."""
+    """Formats a number with at most four significant digits below 1,000, and as a whole number above."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
@@ -149,7 +152,7 @@ def percent(value: float) -> str:
 
 
 def with_error(estimate: Estimate, show: Callable[[float], str] = number) -> str:
-    """A mean with the half width of its interval."""
+    """Formats a mean with the half-width of its interval."""
     if estimate.exact:
         return show(estimate.value)
     if estimate.high is None:
@@ -158,7 +161,7 @@ def with_error(estimate: Estimate, show: Callable[[float], str] = number) -> str
 
 
 def with_bounds(estimate: Estimate, show: Callable[[float], str] = number) -> str:
-    """A quantile with its interval."""
+    """Formats a quantile with its interval."""
     if estimate.exact:
         return show(estimate.value)
     low, high = ("?" if bound is None else show(bound) for bound in (estimate.low, estimate.high))
@@ -166,13 +169,15 @@ def with_bounds(estimate: Estimate, show: Callable[[float], str] = number) -> st
 
 
 def shares(estimate: Estimate) -> str:
-    """A share of samples with its interval."""
+    """Formats a share of samples with its interval."""
     if estimate.exact:
         return percent(estimate.value)
     return f"{percent(estimate.value)} ({percent(estimate.low or 0)} to {percent(estimate.high or 1)})"
 
 
 def printable(text: str) -> str:
-    """Text of the data without what a terminal or a page would act on or hide (control characters, marks that
-    turn the direction of writing)."""
+    """Spells out characters that a terminal or a page would act on or hide.
+
+    These are control characters, and marks that change the direction of writing.
+    """
     return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)

@@ -1,2 +1,1 @@
-"""The whole path on a laptop, checked: small checkpoint, photographs, TP x PP training, back
-to Hugging Face."""
+"""Runs and checks the whole path on a laptop: small checkpoint, photographs, TP x PP training, and export."""

@@ -1,4 +1,4 @@
-"""``megatron-vl demo``: the whole path on CPU: Hugging Face folder, 3D-parallel training, and back."""
+"""``megatron-vl demo``: runs the whole path on CPU, from one Hugging Face folder to a trained one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The demo's conversations, written as ShareGPT JSON with image and video files.
+"""Writes the demo's conversations as ShareGPT JSON, with image and video files.
 
-The pictures are the photographs that come with scikit-image or, if it is not installed, drawings of
-the same motifs.
+The pictures are the photographs that come with scikit-image or, if it is not installed, drawings of the same
+motifs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PICTURES = {
 """Maps each photograph to the answer to :data:`QUESTION`. The question is always the same, so the answer can
 only come from the picture."""
 
-# In the order of the text; media are the files for the conversation's placeholders.
+# Media are the files for the conversation's placeholders, in the order of the text.
 CONVERSATIONS: list[dict[str, Any]] = [
     {
         "id": "two_images",
@@ -67,8 +67,11 @@ CONVERSATIONS: list[dict[str, Any]] = [
 
 
 def write_raw_data(folder: Path) -> Path:
-    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style). Returns
-    the JSON's path."""
+    """Writes ``folder/media/*`` and ``folder/conversations.json`` (ShareGPT style).
+
+    Returns:
+        The path of the JSON file.
+    """
     media = folder / "media"
     media.mkdir(parents=True, exist_ok=True)
     pictures = load_pictures()
@@ -87,7 +90,7 @@ def write_raw_data(folder: Path) -> Path:
 
 
 def texts() -> list[str]:
-    """All texts of the conversations, for the tokenizer."""
+    """All texts of the conversations, from which the tokenizer is made."""
     said = [QUESTION, *PICTURES.values()]
     for conversation in CONVERSATIONS:
         said += conversation["turns"]
@@ -116,7 +119,7 @@ def load_pictures() -> dict[str, Callable[[], NDArray[np.uint8]]]:
 
 
 def _write_images(media: Path, pictures: dict[str, Callable[[], NDArray[np.uint8]]]) -> dict[str, str]:
-    """Writes the pictures in different shapes with sides of at most 256 pixels. Maps name to file name."""
+    """Writes the pictures, in different shapes with sides of at most 256 pixels. Maps names to file names."""
     from PIL import Image
 
     files = {}

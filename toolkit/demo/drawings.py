@@ -1,6 +1,6 @@
-"""Drawings of the motifs of the demo's photographs, in the same sizes.
+"""Draws the motifs of the demo's photographs, in the same sizes.
 
-They are used on machines without scikit-image, which provides the photographs.
+The drawings are used on machines without scikit-image, which provides the photographs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ Canvas = ImageDraw.ImageDraw
 
 
 def drawings() -> dict[str, Callable[[], NDArray[np.uint8]]]:
-    """Maps each photograph's name to a function that draws it as height x width x 3 bytes,
-    always the same."""
+    """Maps each photograph's name to a function that draws it, height x width x 3, always in the same way."""
     return {
         "astronaut": lambda: _draw((512, 512), "midnightblue", _astronaut),
         "chelsea": lambda: _draw((451, 300), "tan", _cat),

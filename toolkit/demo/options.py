@@ -12,21 +12,20 @@ from toolkit.options import CommandOptions, option
 
 @dataclass(kw_only=True)
 class DemoOptions(CommandOptions):
-    """Train a small Qwen2.5-VL under tensor and pipeline parallelism on CPU and check every step
-    on the way."""
+    """Train a small Qwen2.5-VL with tensor and pipeline parallelism on CPU, and check every step."""
 
     dir: Path = option(Path(".demo"), metavar="DIR")
-    """Folder for all files that the demo writes."""
+    """Write all files to this folder."""
     steps: int = option(60, metavar="N", least=12)
-    """Training steps; fewer than 60 may not be enough to learn the answers."""
+    """Train for N steps; fewer than 60 may not be enough to learn the answers."""
     platform: Literal["cpu", "cuda"] = option("cpu")
-    """Where the ranks run; cuda needs Transformer Engine."""
+    """Run the ranks on this platform; cuda needs Transformer Engine."""
     ranks: int = option(4, metavar="N", least=1)
     """Start N processes; with cuda, one per GPU."""
     tp: int = option(2, metavar="T", least=1)
-    """Tensor parallel size in ranks."""
+    """Set the tensor parallel size, in ranks."""
     pp: int = option(2, metavar="P", least=1)
-    """Pipeline parallel size in stages."""
+    """Set the pipeline parallel size, in stages."""
     raw: Path | None = option(None, metavar="DIR", must_exist=True)
     """Use the raw data of an earlier demo (its raw/ folder) instead of generating new data."""
 

@@ -1,8 +1,8 @@
-"""Losses and answers of the exported checkpoint in ``transformers``, without any code of this project.
+"""Computes losses and answers of a checkpoint in ``transformers``.
 
-Conversations go through the checkpoint's own processor, starting from the raw JSON and media files. Agreement
-with the trainer therefore covers the data tool, the loader, the packing, the parallel model, the checkpoint
-and the export together.
+Conversations go through the checkpoint's own processor, starting from the raw JSON and media files. So if the
+results agree with the trainer's, they confirm the data tool, the loader, the packing, the parallel model, the
+checkpoint and the export together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ PLACEHOLDER = re.compile(r"(<image>|<video>)")
 
 
 class DemoReference:
-    """A Hugging Face folder in ``transformers``, float32 on CPU; videos follow the released models' rules."""
+    """A Hugging Face folder in ``transformers``, in float32 on CPU.
+
+    Videos follow the released models' rules.
+    """
 
     def __init__(self, folder: Path, *, video_fps: float, video_max_frames: int) -> None:
         from transformers.utils import logging
@@ -47,7 +50,7 @@ class DemoReference:
         first, images, videos = read_sample(sample | {"conversations": sample["conversations"][:1]}, media)
         text = self.processor.apply_chat_template(first, tokenize=False, add_generation_prompt=True)
         batch = self._batch(text, images, videos)
-        # The checkpoint's generation_config sets sampling and a repetition penalty, as in the released ones.
+        # Like released checkpoints, this one sets sampling and a repetition penalty in its generation_config.
         tokens = self.model.generate(
             **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=max_new_tokens
         )
@@ -60,8 +63,8 @@ class DemoReference:
                 "videos": [frames for frames, _ in videos],
                 "video_metadata": [facts for _, facts in videos],
             }
-            # Released folders do not limit the pixels of a frame, and transformers warns if no limit
-            # is given.
+            # Released folders do not limit the pixels of a frame. Without an explicit choice, transformers
+            # warns of this.
             extra |= {"do_sample_frames": True, "cap_pixels_per_frame": False} | self.sampling
         text = video_text(text, self.processor, self.spec)
         return self.processor(text=[text], return_tensors="pt", **extra)
@@ -83,8 +86,10 @@ class DemoReference:
 def read_sample(
     sample: dict[str, Any], media: Path
 ) -> tuple[list[dict[str, Any]], list[Any], list[tuple[Tensor, Any]]]:
-    """HF messages of a ShareGPT sample, its images (PIL), and its videos (uint8 frames [n, 3,
-    h, w], metadata)."""
+    """The HF messages of a ShareGPT sample, its images (PIL), and its videos.
+
+    A video is a pair of frames, uint8 [n, 3, h, w], and metadata.
+    """
     from PIL import Image
 
     names = {

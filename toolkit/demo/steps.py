@@ -1,5 +1,7 @@
-"""The demo, step by step. It shows every command as a user would type it and measures every claim
-in its table."""
+"""Runs the demo step by step.
+
+It shows every command as a user would type it, and a table with the measurement behind every claim.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ VIDEO_MAX_FRAMES = 8
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the demo runs and how the model is distributed."""
+    """The machine that the demo runs on, and the layout of the model."""
 
     platform: str = "cpu"
     ranks: int = 4
@@ -67,8 +69,11 @@ class Machine:
 
     @property
     def exact(self) -> bool:
-        """float32 on CPU is reproducible bit for bit; bf16 on GPUs is not (attention's backward sums
-        in any order)."""
+        """Whether results are the same bits in every run.
+
+        This holds for float32 on CPU, but not for bf16 on GPUs, where attention's backward pass sums in any
+        order.
+        """
         return self.platform == "cpu"
 
 
@@ -83,13 +88,13 @@ class Check:
 
 @dataclass
 class Demo:
-    """A demo in ``folder``: its paths, its checks, and the time of each part."""
+    """A demo in ``folder``: its paths, its checks, and the seconds of each part."""
 
     folder: Path
     steps: int
     machine: Machine = field(default_factory=Machine)
     raw_data: Path | None = None
-    """Raw data of an earlier demo."""
+    """Raw data of an earlier demo to use; None: new data are made."""
     console: Console = field(
         default_factory=lambda: Console(highlight=False, width=max(110, Console().width))
     )
@@ -117,7 +122,11 @@ class Demo:
         self.checks.append(Check(what, measured, passed))
 
     def shell(self, *command: str | Path, fails: bool = False) -> int:
-        """Shows a command and runs it. Raises UserError if it fails, unless ``fails`` allows that."""
+        """Shows a command and runs it. Returns its exit code.
+
+        Raises:
+            UserError: the command fails, and ``fails`` does not allow that.
+        """
         process = self.start(*command)
         code = process.wait()
         if code and not fails:
@@ -138,7 +147,7 @@ class Demo:
 
 
 def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data: Path | None = None) -> int:
-    """Runs everything in ``folder``, emptied first. Returns exit code 1 if a check failed."""
+    """Empties ``folder`` and runs all steps in it. Returns exit code 1 if a check failed."""
     machine = machine or Machine()
     demo = Demo(folder, steps, machine, raw_data)
     _clear(folder)
@@ -164,7 +173,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
     with demo.part("Both folders in transformers"):
         compare_losses(demo, _reference(demo.hf), "before training", before, 1e-5 if machine.exact else 1e-2)
         trained = _reference(demo.exported)
-        # For a loss near zero, rounding is a larger share.
+        # Relative to a loss near zero, rounding errors are larger.
         compare_losses(demo, trained, "after", after, 1e-4 if machine.exact else 0.1)
         compare_answers(demo, trained)
 
@@ -173,7 +182,7 @@ def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data:
 
 
 def _clear(folder: Path) -> None:
-    """Empties the folder of an earlier demo; refuses any other folder that is not empty."""
+    """Empties the folder of an earlier demo. Refuses any other folder that is not empty."""
     mark = folder / ".megatron-vl-demo"
     if folder.exists() and any(folder.iterdir()) and not mark.exists():
         raise UserError(f"{folder} is not empty and was not written by an earlier demo; give another --dir")
@@ -243,8 +252,7 @@ def _samples(demo: Demo) -> list[dict[str, Any]]:
 
 
 def round_trip(demo: Demo) -> None:
-    """Converts Hugging Face -> unsplit -> shards -> Hugging Face and compares bit for bit,
-    before any training."""
+    """Converts Hugging Face -> unsplit -> shards -> Hugging Face, and compares the folders bit for bit."""
     full = demo.folder / "full"
     shards = demo.folder / "shards"
     again = demo.folder / "hf_again"
@@ -253,35 +261,22 @@ def round_trip(demo: Demo) -> None:
     layers = ",".join(map(str, demo.machine.layers))
 
     demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
-    demo.shell(
-        "megatron-vl",
-        "split",
-        "--checkpoint",
-        full,
-        "--tp",
-        str(tp),
-        "--pp",
-        str(pp),
-        "--layers",
-        layers,
-        "--out",
-        shards,
-    )
-
+    sizes = ("--tp", str(tp), "--pp", str(pp), "--layers", layers)
+    demo.shell("megatron-vl", "split", "--checkpoint", full, *sizes, "--out", shards)
     demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
 
     code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
     count = sum(1 for _ in _shapes(demo.hf))
     measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
     demo.record(
-        f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face gives every bit back",
+        f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face returns every bit",
         measured,
         code == 0,
     )
 
 
 def train_until_killed(demo: Demo) -> None:
-    """Starts the training and kills all its processes with SIGKILL a few steps after its first checkpoint."""
+    """Starts the training and kills all its processes (SIGKILL) a few steps after its first checkpoint."""
     log = demo.folder / "killed.log"
     with log.open("wb") as stderr:
         process = demo.start(*demo.train(), stderr=stderr)
@@ -291,9 +286,10 @@ def train_until_killed(demo: Demo) -> None:
             saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))
         ):
             time.sleep(0.2)
+
         if process.poll() is not None:
             raise UserError(
-                f"the training ended on its own with exit code {process.returncode}; {log} says why"
+                f"the training ended with exit code {process.returncode} before it was killed; {log} says why"
             )
         kill_tree(process.pid)
         process.wait()
@@ -305,14 +301,14 @@ def train_until_killed(demo: Demo) -> None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's ``metrics.jsonl``, without an incomplete last one."""
+    """Reads the lines of a run's ``metrics.jsonl``, except an incomplete last line."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def check_training(demo: Demo) -> None:
-    """Checks that steps repeated after the kill give the same losses, and that the loss has fallen."""
+    """Checks that the steps repeated after the kill have the same losses, and that the loss has fallen."""
     lines = read_metrics(demo.run_dir)
     cut = next(i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"])
     before = {line["step"]: line["loss"] for line in lines[:cut]}
@@ -334,9 +330,9 @@ def check_training(demo: Demo) -> None:
         f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps",
         end < start / 10,
     )
+
     skipped = sum(not line["updated"] for line in lines)
     dropped = 0
-
     for line in lines:
         dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
     demo.record(
@@ -355,22 +351,15 @@ def export(demo: Demo) -> dict[str, Any]:
 
 
 def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
-    """The trainer's metrics of one step at learning rate 0 over every conversation once, each in
-    its own row.
+    """Runs one step of the trainer at learning rate 0 over all conversations. Returns its metrics.
 
-    One process loads the weights, whatever layout they were saved in.
+    Each conversation has its own row. One process loads the weights, whatever layout they were saved in.
     """
     folder = demo.folder / f"evaluation_{name}"
     start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
-    rows = (
-        "--data.pack",
-        "false",
-        "--data.shuffle_buffer",
-        "0",
-        "--global_batch_size",
-        str(len(_samples(demo))),
-    )
+    count = str(len(_samples(demo)))
+    rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", count)
     alone = ("--parallel.tp", "1", "--parallel.pp", "1", "--parallel.layers", "null")
     unsplit = (*alone, "--parallel.sequence_parallel", "false")
     demo.shell(*demo.train(*start, *still, *rows, *unsplit, ranks=1))
@@ -384,8 +373,13 @@ def _reference(hf: Path) -> DemoReference:
 def compare_losses(
     demo: Demo, reference: DemoReference, when: str, evaluated: dict[str, Any], tolerance: float
 ) -> None:
-    """Compares the loss of all conversations in transformers with the trainer's; ``tolerance`` is relative,
-    both are float32."""
+    """Compares the loss of all conversations in transformers with the trainer's, both in float32.
+
+    Args:
+        when: text for the table.
+        evaluated: the result of :func:`evaluate`.
+        tolerance: largest relative difference.
+    """
     samples = _samples(demo)
     losses = [reference.loss(sample, demo.raw / "media") for sample in samples]
     tokens = sum(count for _, count in losses)
@@ -400,8 +394,7 @@ def compare_losses(
 
 
 def compare_answers(demo: Demo, reference: DemoReference) -> None:
-    """Compares the answers that the exported folder generates in transformers with those it
-    was trained on."""
+    """Compares the answers that the exported folder generates in transformers with those in the data."""
     right = []
     for sample in _samples(demo):
         answer = reference.answer(sample, demo.raw / "media")
@@ -434,6 +427,7 @@ def report(demo: Demo) -> int:
         "seconds": demo.seconds,
     }
     (demo.folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+
     table = Table("checked", "measured", "", title=f"Demo in {demo.folder}, {demo.seconds['total']:.0f} s")
     for check in demo.checks:
         table.add_row(check.what, check.measured, "[green]ok[/]" if check.passed else "[bold red]FAILED[/]")
@@ -460,7 +454,7 @@ def draw_losses(demo: Demo, path: Path) -> None:
         part = lines[begin:end]
         style: dict[str, Any] = {"label": "resumed", "marker": "."}
         if number == 0 and len(starts) > 2:
-            # Rings, so that repeated steps are visible on top of them.
+            # These points are rings, so that the repeated steps are visible on top of them.
             style = {"label": "first run, killed", "marker": "o", "markersize": 9, "fillstyle": "none"}
         axes.semilogy([line["step"] for line in part], [line["loss"] for line in part], **style)
 

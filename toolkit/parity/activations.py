@@ -1,16 +1,16 @@
-"""Compares the output of every layer with ``transformers``, so that the first departing layer can be named.
+"""Compares the output of every layer with ``transformers`` and names the first layer that departs.
 
-Hooks on both sides record what the computation of the loss produces; nothing is recomputed. Patches are in
-the tower's order (windows, where the family has them), as in ``transformers``. Tokens are those of the
-samples one after another, without the padding of rows. Logits are compared for the tokens for which the
-trainer computes them, those with loss (:func:`megatron_vl.data.row.loss_index`), and for a few more.
+Hooks on both sides record outputs while the loss is computed; nothing is recomputed. Patches are in the
+tower's order (by windows, where the family has them), as in ``transformers``. Tokens are those of all
+samples, one sample after another, without the padding of rows. Logits are compared for the tokens for which
+the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.row.loss_index`).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,41 +27,48 @@ from .gather import StoredTensors, gather_on_first
 from .locations import EMBEDDED, LOGITS, MERGER, NORM, PATCH
 from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
 
-Keep = Callable[[str, Any], None]
 VISUAL = (PATCH, MERGER, "vision layer", "DeepStack merger")
-"""How the names of locations in the vision tower begin."""
+"""Prefixes of the names of locations in the vision tower."""
+LENGTHS = "lengths"
+"""An entry beside the locations: the number of tokens of each row, without padding [rows]."""
 SELECTED = "selected"
-"""An additional entry beside the locations: the tokens whose logits a row has."""
+"""Entries beside the locations, one per row: the indices of the tokens whose logits were computed."""
 
 
-def relative_error(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """Squared L2 norms of the difference and of ``want``, in float64."""
+def squared_norms(got: Tensor, want: Tensor) -> tuple[float, float]:
+    """Returns the squared L2 norms of the difference and of ``want``, computed in float64."""
     want = want.double()
     return float((got.double() - want).square().sum()), float(want.square().sum())
 
 
 class Watch:
-    """Hooks on modules; each output is copied to the host at once, in the order of the calls."""
+    """Hooks on modules. Each copies a value to the host when the module is called."""
 
     def __init__(self) -> None:
         self.kept: dict[str, list[Tensor]] = {}
+        """Maps each location to its values, in the order of the calls."""
         self._handles: list[Any] = []
 
     def keep(self, location: str, value: Any) -> None:
+        """Keeps a copy of a module's input or output; of a tuple, its first element."""
         value = value[0] if isinstance(value, tuple) else value
         # Always copy: pipeline stages free the memory of what they have sent.
         self.kept.setdefault(location, []).append(value.detach().to("cpu", copy=True))
 
     def output(self, module: nn.Module, location: str) -> None:
+        """Keeps the output of a module as the value of a location."""
         self._handles.append(module.register_forward_hook(lambda m, args, out: self.keep(location, out)))
 
     def input(self, module: nn.Module, location: str, name: str = "hidden_states") -> None:
+        """Keeps an input of a module as the value of a location: argument ``name``, or the first."""
+
         def hook(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.keep(location, kwargs[name] if name in kwargs else args[0])
 
         self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
+        """Removes the hooks; the kept values stay."""
         for handle in self._handles:
             handle.remove()
 
@@ -75,13 +82,15 @@ class HfWatch(Watch):
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__()
         tower, language = model.model.visual, model.model.language_model
+
         self.input(tower.blocks[0], PATCH)
         for i, block in enumerate(tower.blocks):
             self.output(block, f"vision layer {i}")
         for k in range(len(spec.vision.deepstack_layers)):
             self.output(tower.deepstack_merger_list[k], f"DeepStack merger {k}")
         self.output(tower.merger, MERGER)
-        # DeepStack adds its features after a layer, so the input of the next layer is recorded.
+
+        # transformers adds DeepStack's features after a layer. The input of the next module has them.
         locations = [EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
         for module, location in zip([*language.layers, language.norm], locations, strict=True):
             self.input(module, location)
@@ -89,7 +98,10 @@ class HfWatch(Watch):
         self.output(model.lm_head, LOGITS)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Maps each location to a tensor [patches, tokens or merge units, width] of all samples."""
+        """Maps each location to a tensor [positions, width] of all samples.
+
+        The positions are patches in the tower, merge units after a merger, and tokens in the language model.
+        """
         return {
             location: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts])
             for location, parts in self.kept.items()
@@ -100,8 +112,7 @@ class HfWatch(Watch):
 
 
 class Recorder(Watch):
-    """Records this rank's chunks during one step and compares them on rank 0 with
-    those of ``transformers``."""
+    """Records the outputs of this rank's chunks during one step. Rank 0 compares those of all ranks."""
 
     def __init__(self, wrapped: list[Any], layout: Layout, grid: ProcessGrid) -> None:
         super().__init__()
@@ -131,65 +142,76 @@ class Recorder(Watch):
             self.output(chunk.language_model.output_layer, LOGITS)
 
     def compare(self, data: StepData, folder: str, dtype: str) -> dict[str, Any]:
-        """Collective. On rank 0: {"activations": relative L2 by location, "departs": the first location with
-        too large an error, or ""}.
+        """Removes the hooks and compares the outputs of all ranks. Collective.
 
         Args:
-            data: the rows of the step. folder: output of :mod:`toolkit.parity.stored`.
+            data: the rows of the step.
+            folder: output of :mod:`toolkit.parity.stored`.
+
+        Returns:
+            On rank 0, {"activations": relative L2 error by location, "departs": the first location whose
+            error is too large, or ""}; empty on the other ranks.
         """
         self.close()
-        grid = self.grid
-        length = data.rows[0].tokens.numel()
-        mine: dict[str, Tensor] = {}
-        for location, rows in self.kept.items():
-            if not self._mine(location):
-                continue
-            for number, value in enumerate(rows):
-                if location.startswith(VISUAL):
-                    if data.vision_lengths[number][0]:  # otherwise it is the dummy of a text-only row
-                        mine[f"{location}/{number}"] = value.reshape(-1, value.shape[-1])
-                    continue
-                # The levels of DeepStack travel after the hidden state.
-                tokens = length // grid.tp if self.sequence_parallel and location != LOGITS else length
-                mine[f"{location}/{number}"] = value.reshape(-1, value.shape[-1])[:tokens]
-
+        mine = self._contribution(data)
         self.kept.clear()
+
+        grid = self.grid
+        parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
+        return compare_locations(parts, Path(folder), dtype) if grid.rank == 0 else {}
+
+    def _contribution(self, data: StepData) -> dict[str, Tensor]:
+        """Maps "location/row" to the values [positions, width] that this rank contributes.
+
+        The entries :data:`LENGTHS` and :data:`SELECTED` describe the rows; a rank without values has none.
+        """
+        mine: dict[str, Tensor] = {}
+        length = data.rows[0].tokens.numel()
+        for location, values in self.kept.items():
+            if not self._contributes(location):
+                continue
+            split = self.sequence_parallel and location != LOGITS
+            tokens = length // self.grid.tp if split else length
+
+            for number, value in enumerate(values):
+                value = value.reshape(-1, value.shape[-1])
+                if not location.startswith(VISUAL):
+                    # Cut off DeepStack's features, which follow the hidden state in the same tensor.
+                    mine[f"{location}/{number}"] = value[:tokens]
+                elif data.vision_lengths[number][0]:  # otherwise it is the dummy of a text-only row
+                    mine[f"{location}/{number}"] = value
+
         if mine:
-            mine["lengths"] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
+            mine[LENGTHS] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
             mine |= {
-                f"{SELECTED}/{i}": row.loss_index.cpu()
-                for i, row in enumerate(data.rows)
+                f"{SELECTED}/{number}": row.loss_index.cpu()
+                for number, row in enumerate(data.rows)
                 if row.loss_index is not None
             }
 
-        parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
-        return compare_places(parts, Path(folder), dtype) if grid.rank == 0 else {}
+        return mine
 
-    def _mine(self, location: str) -> bool:
-        """Whether this rank contributes to a location; the first tensor-parallel rank contributes what all
-        of them have."""
+    def _contributes(self, location: str) -> bool:
+        """Whether this rank contributes values of a location.
+
+        If all tensor-parallel ranks have the same values, only the first one contributes them.
+        """
         split = location == LOGITS or self.sequence_parallel and not location.startswith(VISUAL)
         return split or self.grid.tp_rank == 0
 
 
-def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str, Any]:
-    """Relative L2 errors of all locations, and the first location that departs."""
+def compare_locations(
+    parts: Mapping[tuple[int, ...], Mapping[str, Tensor]], folder: Path, dtype: str
+) -> dict[str, Any]:
+    """Returns the relative L2 errors of all locations and the first location that departs.
+
+    Args:
+        parts: maps (dp, pp, tp) to the contribution of that rank.
+        folder: output of :mod:`toolkit.parity.stored`.
+    """
     facts = json.loads((folder / "reference.json").read_text())
-    want = StoredTensors(folder / "activations.safetensors")
-    errors: dict[str, float] = {}
-    for location in want:
-        difference = scale = 0.0
-        start = 0
-        for got, tokens, computed in joined(parts, location):
-            stop = start + tokens
-            wanted = want.part(location, start, stop)
-            both = relative_error(got, wanted if computed is None else wanted[computed])
-            difference = difference + both[0]
-            scale = scale + both[1]
-            start = stop
-        error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
-        complete = start == want[location].shape[0]
-        errors[location] = error if complete and math.isfinite(error) else math.inf
+    reference = StoredTensors(folder / "activations.safetensors")
+    errors = {location: _location_error(parts, reference, location) for location in reference}
 
     limit = partial(activation_limit, noise=facts["activation_noise"], dtype=dtype)
     ordered = [location for location in facts["order"] if location in errors]
@@ -199,35 +221,67 @@ def compare_places(parts: dict[Any, Any], folder: Path, dtype: str) -> dict[str,
     }
 
 
+def _location_error(
+    parts: Mapping[tuple[int, ...], Mapping[str, Tensor]], reference: StoredTensors, location: str
+) -> float:
+    """Returns the relative L2 error over all rows; infinite if positions are missing or not finite."""
+    difference = scale = 0.0
+    start = 0
+    for got, length, computed in rows_at(parts, location):
+        want = reference.part(location, start, start + length)
+        squares = squared_norms(got, want if computed is None else want[computed])
+        difference += squares[0]
+        scale += squares[1]
+        start += length
+
+    error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
+    complete = start == reference[location].shape[0]
+    return error if complete and math.isfinite(error) else math.inf
+
+
 def activation_limit(location: str, *, noise: dict[str, float], dtype: str) -> float:
-    """The largest error that a location may have against the fp32 reference."""
-    return (
-        ACTIVATION_TOLERANCE
-        if dtype == "float32"
-        else BF16_ACTIVATION_RATIO * max(noise[location], BF16_ROUNDING)
-    )
+    """The largest relative error that a location may have against the fp32 reference.
 
-
-def joined(parts: dict[Any, Any], location: str) -> Iterator[tuple[Tensor, int, Tensor | None]]:
-    """Yields the rows of a place in the order of the samples, from (dp, pp, tp) -> tensors.
-
-    For each row: the computed values [tokens or patches, width]; how many the row has; which of them were
-    computed (None: all).
+    Args:
+        noise: for bf16, the error of ``transformers`` in bf16 at each location.
     """
-    for dp in sorted({key[0] for key in parts}):
-        ranks = [parts[key] for key in sorted(key for key in parts if key[0] == dp)]
-        holders = [rank for rank in ranks if any(name.startswith(f"{location}/") for name in rank)]
-        found = {name for rank in holders for name in rank}
-        rows = [name for name in found if name.startswith(f"{location}/")]
-        names = sorted(rows, key=lambda name: int(name.split("/")[1]))
+    if dtype == "float32":
+        return ACTIVATION_TOLERANCE
+    return BF16_ACTIVATION_RATIO * max(noise[location], BF16_ROUNDING)
 
-        for name in names:
-            row = torch.cat([rank[name] for rank in holders], dim=-1 if location == LOGITS else 0)
-            number = int(name.split("/")[1])
-            used = len(row) if location.startswith(VISUAL) else int(holders[0]["lengths"][number])
-            if location == LOGITS and f"{SELECTED}/{number}" in holders[0]:
-                computed = holders[0][f"{SELECTED}/{number}"]
-                real = computed < used  # the rest of the row is padding
-                yield row[real], used, computed[real]
+
+def rows_at(
+    parts: Mapping[tuple[int, ...], Mapping[str, Tensor]], location: str
+) -> Iterator[tuple[Tensor, int, Tensor | None]]:
+    """Yields the values of a location, row by row, in the order of the samples.
+
+    Args:
+        parts: maps (dp, pp, tp) to the contribution of that rank.
+
+    Yields:
+        The computed values [computed positions, width]; the number of the row's positions, without padding;
+        the indices of the computed positions, or None if all were computed.
+    """
+    prefix = f"{location}/"
+    for dp in sorted({key[0] for key in parts}):
+        ranks = [parts[key] for key in sorted(parts) if key[0] == dp]
+        holders = [rank for rank in ranks if any(name.startswith(prefix) for name in rank)]
+        names = {name for rank in holders for name in rank}
+        numbers = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
+
+        for number in numbers:
+            # Tensor-parallel ranks split the vocabulary of logits, and the tokens of every other location.
+            shards = [rank[f"{prefix}{number}"] for rank in holders]
+            values = torch.cat(shards, dim=-1 if location == LOGITS else 0)
+            if location.startswith(VISUAL):
+                yield values, len(values), None
+                continue
+
+            length = int(holders[0][LENGTHS][number])
+            selected = f"{SELECTED}/{number}"
+            if location == LOGITS and selected in holders[0]:
+                indices = holders[0][selected]
+                real = indices < length  # the rest of the row is padding
+                yield values[real], length, indices[real]
             else:
-                yield row[:used], used, None
+                yield values[:length], length, None

@@ -1,4 +1,4 @@
-"""Seeded samples of every kind (text, images, videos, mixtures), as small as windows and packing allow."""
+"""Makes random samples of every kind (text, images, videos, mixtures), as small as possible."""
 
 from __future__ import annotations
 
@@ -29,12 +29,15 @@ KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
 
 
 def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
-    """Makes a sample of ``kind`` with random tokens and pixels. About half of its text is learnt, none
-    of a question."""
+    """Makes a sample of a kind with random tokens and pixels.
+
+    About half of the text tokens have loss; those of a question have none.
+    """
     generator = torch.Generator().manual_seed(seed * 1000 + sorted(KINDS).index(kind))
     tokens: list[torch.Tensor] = []
-    learnt: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
     media: list[MediaItem] = []
+
     for part in KINDS[kind]:
         if isinstance(part, str):
             ids = _text(spec, 9 if part == "short" else 30, generator)
@@ -46,9 +49,9 @@ def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
             mask = torch.zeros(len(ids), dtype=torch.bool)
             media.append(item)
         tokens.append(ids)
-        learnt.append(mask)
+        masks.append(mask)
 
-    return Sample(token_ids=torch.cat(tokens), loss_mask=torch.cat(learnt), media=media)
+    return Sample(token_ids=torch.cat(tokens), loss_mask=torch.cat(masks), media=media)
 
 
 def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -60,6 +63,7 @@ def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Ten
 def _medium(
     spec: ModelSpec, kind: str, thw: tuple[int, int, int], generator: torch.Generator
 ) -> tuple[torch.Tensor, MediaItem]:
+    """Returns the tokens of an image or a video with random pixels, and the medium itself."""
     v = spec.vision
     t, h, w = thw
     grid = GridTHW(t, h, w, kind=kind, second_per_grid=SECONDS)  # type: ignore[arg-type]
@@ -67,9 +71,9 @@ def _medium(
     planes = torch.randint(
         0, 256, (frames, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8
     )
+
     pad = spec.image_token_id if kind == "image" else spec.video_token_id
     ids = []
-
     for run in placeholder_runs([grid], spec):
         if run.kind == "video" and v.video_timestamps:
             ids += _text(spec, 4, generator).tolist()

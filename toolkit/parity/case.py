@@ -1,8 +1,9 @@
-"""One layout to compare: its settings, and the model that it builds."""
+"""Defines a case of the comparison (one layout of one model) and builds its model."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +38,7 @@ ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="const
 
 @dataclass
 class Case:
-    """One layout, one model, and for each step the rows of the global batch, each a list of sample kinds."""
+    """One layout of one model, and the global batch of each step."""
 
     name: str
     hf: str
@@ -45,7 +46,7 @@ class Case:
     weights: str
     """Megatron weights of the model (in any layout)."""
     steps: list[list[list[str]]]
-    """[step][row][sample kind]; rows go to data-parallel ranks in order, an equal number each."""
+    """[step][row][sample kind]; each data-parallel rank gets an equal number of rows, in order."""
     tp: int = 1
     pp: int = 1
     vpp: int = 1
@@ -59,9 +60,9 @@ class Case:
     decoupled: bool = False
     """Whether every rank holds the vision tower."""
     patches: int = 0
-    """With ``decoupled``, about how many patches are in a call; 0: as many as the defaults say."""
+    """With ``decoupled``, the approximate number of patches in a call of the tower; 0: the default."""
     kept_patches: int = 0
-    """With ``decoupled``, about how many patches of a rank keep their activations."""
+    """With ``decoupled``, the approximate number of a rank's patches that keep their activations."""
     distributed_optimizer: bool = True
     overlap: bool = False
     seq_len: int = 256
@@ -78,8 +79,7 @@ class Case:
     samples: str = ""
     """File of :func:`toolkit.samples.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
     reference: str = ""
-    """Folder written by :mod:`toolkit.parity.stored`; if empty, rank 0 computes the reference
-    while others wait."""
+    """Folder written by :mod:`toolkit.parity.stored`; empty: rank 0 computes the reference."""
     activations: bool = False
     """Also compare layer outputs and logits. Needs ``reference``, samples without videos, and one forward
     pass per step."""
@@ -97,36 +97,41 @@ class Case:
 
     @property
     def config(self) -> TrainConfig:
+        """The settings of a training in this layout."""
+        model = ModelConfig(
+            checkpoint=self.weights,
+            hf=self.hf,
+            freeze_vision="vision" in self.freeze,
+            freeze_merger="merger" in self.freeze,
+            freeze_language="language" in self.freeze,
+            moe_aux_loss=self.aux_loss,
+            vision_attention=self.attention,  # type: ignore[arg-type]
+            language_attention=self.attention,  # type: ignore[arg-type]
+        )
+
+        parallel = ParallelConfig(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            layers=self.layers,
+            ep=self.ep,
+            etp=self.etp,
+            sequence_parallel=self.sequence_parallel,
+            tp_comm_overlap=self.tp_comm_overlap,
+            distributed_optimizer=self.distributed_optimizer,
+            overlap_grad_reduce=self.overlap,
+            overlap_param_gather=self.overlap and self.distributed_optimizer,
+            bucket_size=self.bucket_size,
+        )
+
         return TrainConfig(
             optimizer=ADAM,
             dtype=self.dtype,  # type: ignore[arg-type]
             data=DataConfig(seq_len=self.seq_len, balance=self.balanced),
-            model=ModelConfig(
-                checkpoint=self.weights,
-                hf=self.hf,
-                freeze_vision="vision" in self.freeze,
-                freeze_merger="merger" in self.freeze,
-                freeze_language="language" in self.freeze,
-                moe_aux_loss=self.aux_loss,
-                vision_attention=self.attention,  # type: ignore[arg-type]
-                language_attention=self.attention,  # type: ignore[arg-type]
-            ),
+            model=model,
             vision=self._vision,
             recompute=RecomputeConfig(**self.recompute),
-            parallel=ParallelConfig(
-                tp=self.tp,
-                pp=self.pp,
-                vpp=self.vpp,
-                layers=self.layers,
-                ep=self.ep,
-                etp=self.etp,
-                sequence_parallel=self.sequence_parallel,
-                tp_comm_overlap=self.tp_comm_overlap,
-                distributed_optimizer=self.distributed_optimizer,
-                overlap_grad_reduce=self.overlap,
-                overlap_param_gather=self.overlap and self.distributed_optimizer,
-                bucket_size=self.bucket_size,
-            ),
+            parallel=parallel,
         )
 
 
@@ -144,7 +149,11 @@ class BuiltCase:
     tensors: list[LiveTensor]
 
     def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
-        """This rank's rows of one step."""
+        """Packs the samples and returns this rank's rows of one step. Collective.
+
+        Args:
+            samples: for each row of the global batch, its samples.
+        """
         rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
         return Feed(
             self.grid,
@@ -157,11 +166,12 @@ class BuiltCase:
 
 
 def build(case: Case, platform: Platform) -> BuiltCase:
-    """Collective."""
+    """Builds the model of a case and loads its weights. Collective."""
     config = case.config
     spec = read_spec(case.hf)
     layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled)
     grid = make_grid(layout, owners=config.data.balance)
+
     built = build_model(config, spec, layout, platform, grid, weights=WeightReader(case.weights))
     wrapped = wrap(config, built.chunks)
     optimizer = build_optimizer(config, platform, wrapped) if case.optimizer else None
@@ -169,24 +179,28 @@ def build(case: Case, platform: Platform) -> BuiltCase:
 
 
 def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
-    """Draws the samples of one step's rows; equal for every distribution of the same kinds over rows."""
-    drawn = []
-    number = 0
+    """Draws the samples of one step.
+
+    The samples depend on the order of their kinds, but not on how the kinds are distributed over rows.
+
+    Args:
+        rows: for each row, the kinds of its samples.
+        given: file of the samples that kinds such as ``sample:2`` name.
+    """
     stored = read_samples(Path(given)) if given else []
-    for row in rows:
-        drawn.append(
-            [
-                stored[int(kind.removeprefix("sample:"))]
-                if kind.startswith("sample:")
-                else make_sample(kind, spec, seed=100 * step + number + i)
-                for i, kind in enumerate(row)
-            ]
-        )
-        number += len(row)
-    return drawn
+    seeds = itertools.count(100 * step)
+
+    def sample(kind: str) -> Sample:
+        seed = next(seeds)
+        if kind.startswith("sample:"):
+            return stored[int(kind.removeprefix("sample:"))]
+        return make_sample(kind, spec, seed=seed)
+
+    return [[sample(kind) for kind in row] for row in rows]
 
 
 def local_rows(samples: list[list[Sample]], grid: ProcessGrid, spec: ModelSpec, seq_len: int) -> list[Any]:
+    """Packs the rows of this data-parallel rank."""
     share = len(samples) // grid.dp
     return [
         pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]
@@ -194,4 +208,5 @@ def local_rows(samples: list[list[Sample]], grid: ProcessGrid, spec: ModelSpec, 
 
 
 def write_cases(cases: list[Case], path: Path) -> None:
+    """Writes the input file of :mod:`toolkit.parity.worker`."""
     path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))

@@ -28,6 +28,7 @@ def parity(options: ParityOptions) -> int:
 
     if options.reference_device.startswith("cuda"):
         chosen_platform("cuda", "--reference-device")
+
     request = ParityRequest(
         layouts=layouts,
         hf=options.hf,
@@ -52,10 +53,7 @@ def parity(options: ParityOptions) -> int:
 
 def show(report: dict[str, Any], console: Any) -> None:
     """Prints the table, and a line for each layout that departs."""
-    from rich.table import Table
-
-    from .compare import by_component, first_departure
-    from .locations import COMPONENTS
+    from .compare import first_departure
 
     differ, pixels = report["inputs"]["tokens_differ"], report["inputs"]["pixel_error"]
     if differ or pixels > 1e-5:
@@ -64,33 +62,7 @@ def show(report: dict[str, Any], console: Any) -> None:
         )
         console.print(f"[bold red]inputs:[/] {what} from those of the checkpoint's own processor")
 
-    training = any("state" in result for result in report["layouts"].values())
-    kinds = ("weights", "exp_avg", "exp_avg_sq") if training else (*COMPONENTS, "logits")
-    what = (
-        "relative error after a training"
-        if training
-        else "relative L2 error of outputs, and below of gradients"
-    )
-    table = Table(title=f"{report['hf']}, {report['dtype']}: {what}")
-
-    for heading in ("layout", "loss", "transformers", *kinds, ""):
-        table.add_column(heading, overflow="fold")
-    for name, result in report["layouts"].items():
-        steps = result.get("steps") or [{}]
-        last = steps[-1]
-        mark = "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]"
-        cells = [f"{last['loss']:.6f}", f"{last['reference']:.6f}"] if "loss" in last else ["", ""]
-        if training:
-            state = result.get("state", {})
-            cells += [f"{state[kind][1]:.0e}" if kind in state else "" for kind in kinds]
-        else:
-            gives = by_component(last.get("activations", {}))
-            gradients = by_component(last.get("gradients", {}))
-            cells += [f"{_error(gives.get(kind))}\n{_error(gradients.get(kind))}" for kind in COMPONENTS]
-            cells += [_error(last.get("activations", {}).get("logits"))]
-        table.add_row(name, *cells, mark)
-
-    console.print(table)
+    console.print(_table(report))
     for name, result in report["layouts"].items():
         if "error" in result:
             console.print(f"[bold red]{name}:[/] {result['error']}", markup=True)
@@ -102,6 +74,48 @@ def show(report: dict[str, Any], console: Any) -> None:
                 )
         elif not result["ok"]:
             console.print(f"[bold red]{name}: {json.dumps(result.get('state', {}), default=str)[:300]}[/]")
+
+
+def _table(report: dict[str, Any]) -> Any:
+    """Makes a table with a line for each layout: losses, and errors by component or by kind of state."""
+    from rich.table import Table
+
+    from .locations import COMPONENTS
+
+    training = any("state" in result for result in report["layouts"].values())
+    kinds = ("weights", "exp_avg", "exp_avg_sq") if training else (*COMPONENTS, "logits")
+    what = (
+        "relative error after a training"
+        if training
+        else "relative L2 error of outputs (above) and gradients (below)"
+    )
+
+    table = Table(title=f"{report['hf']}, {report['dtype']}: {what}")
+    for heading in ("layout", "loss", "transformers", *kinds, ""):
+        table.add_column(heading, overflow="fold")
+
+    for name, result in report["layouts"].items():
+        last = (result.get("steps") or [{}])[-1]
+        cells = [f"{last['loss']:.6f}", f"{last['reference']:.6f}"] if "loss" in last else ["", ""]
+        if training:
+            state = result.get("state", {})
+            cells += [f"{state[kind][1]:.0e}" if kind in state else "" for kind in kinds]
+        else:
+            cells += _component_errors(last)
+        table.add_row(name, *cells, "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]")
+
+    return table
+
+
+def _component_errors(step: dict[str, Any]) -> list[str]:
+    """A cell for each component, with the errors of outputs and gradients, and one for the logits."""
+    from .compare import by_component
+    from .locations import COMPONENTS
+
+    outputs = by_component(step.get("activations", {}))
+    gradients = by_component(step.get("gradients", {}))
+    cells = [f"{_error(outputs.get(kind))}\n{_error(gradients.get(kind))}" for kind in COMPONENTS]
+    return [*cells, _error(step.get("activations", {}).get("logits"))]
 
 
 def _error(value: float | None) -> str:

@@ -1,5 +1,4 @@
-"""``megatron-vl parity``: prepares pictures, weights and the reference, runs the layouts,
-returns the results."""
+"""Carries out ``megatron-vl parity``: prepares pictures, weights and the reference, and runs the layouts."""
 
 from __future__ import annotations
 
@@ -62,13 +61,14 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
     """Compares every layout with ``transformers``.
 
     Args:
-        say: receives a line of text before each longer part.
+        say: receives a line of text before each long phase.
 
     Returns:
         {"ok", "hf", "dtype", "tokens", "inputs", "layouts": {layout: result of the case}}.
 
     Raises:
-        UserError, FileNotFoundError: a process of the comparison failed, or the request is impossible.
+        UserError: a process of the comparison failed, or the request is impossible.
+        FileNotFoundError: a folder or a picture does not exist.
     """
     with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as folder:
         work = Path(folder)
@@ -81,43 +81,26 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
 
         weights = _weights(request, hf, spec, work, say)
         samples = prepare_samples(request.images, hf, work, _count(request.layouts))
-
         say(
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
             f"{request.dtype}"
         )
-        job = ReferenceJob(
-            hf=str(hf),
-            samples=str(work / "samples.safetensors"),
-            conversations=str(work / "conversations.json"),
-            out=str(work),
-            dtype=request.dtype,
-            device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
-            steps=request.steps,
-        )
-
-        write_job(job, work / "job.json")
-        done = run_group("toolkit.parity.stored", [work / "job.json"], 1)
-        if done.returncode:
-            raise UserError(f"transformers failed on {hf}:\n{end_of(done)}")
+        facts = _run_reference(request, hf, work)
 
         results = run_layouts(request, hf, weights, samples, work, say)
-        facts = json.loads((work / "reference.json").read_text())
-        inputs = facts["inputs"]
         if request.checkpoint:
             for result in results.values():
                 result["tensors"] = differing_tensors(request, hf, result, work)
 
+    inputs = facts["inputs"]
     ok = (
         not inputs["tokens_differ"]
         and inputs["pixel_error"] <= 1e-5
         and all(r["ok"] for r in results.values())
     )
-    shown = str(request.hf) if request.hf else request.family
-
     return {
         "ok": ok,
-        "hf": shown,
+        "hf": str(request.hf) if request.hf else request.family,
         "dtype": request.dtype,
         "tokens": facts["tokens"],
         "inputs": inputs,
@@ -125,8 +108,27 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
     }
 
 
+def _run_reference(request: ParityRequest, hf: Path, work: Path) -> dict[str, Any]:
+    """Runs ``transformers`` in a process of its own and returns the contents of its ``reference.json``."""
+    job = ReferenceJob(
+        hf=str(hf),
+        samples=str(work / "samples.safetensors"),
+        conversations=str(work / "conversations.json"),
+        out=str(work),
+        dtype=request.dtype,
+        device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
+        steps=request.steps,
+    )
+
+    write_job(job, work / "job.json")
+    done = run_group("toolkit.parity.stored", [work / "job.json"], 1)
+    if done.returncode:
+        raise UserError(f"transformers failed on {hf}:\n{end_of(done)}")
+    return json.loads((work / "reference.json").read_text())
+
+
 def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
-    """Raises UserError, in command-line terms, if this model cannot have the layout."""
+    """Raises UserError, in terms of the command line, if the layout is impossible for this model."""
     if spec.language.moe and layout.tp > 1 and not layout.sequence_parallel:
         sizes, colon, layers = layout.text.partition(":")
         raise UserError(
@@ -140,10 +142,12 @@ def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
 
 
 def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Callable[[str], None]) -> None:
-    """Says under which rule for videos the checkpoint was trained. Raises UserError if this version does not
-    know it.
+    """Says which rule for videos the checkpoint was trained under.
 
     The rule changes nothing here, because only pictures and text are compared.
+
+    Raises:
+        UserError: this version does not know the rule.
     """
     folder = hf
     trained = exported_video_rule(hf, spec)
@@ -183,14 +187,15 @@ def _weights(
 
 
 def _count(layouts: list[LayoutSpec]) -> int:
-    """Rows of a step: the same for all layouts, so that the reference is computed only once."""
+    """Returns the number of rows in a step: one for all layouts, so that one reference serves them."""
     multiple = math.lcm(*(layout.rows for layout in layouts))
     return multiple * -(-2 // multiple)
 
 
 def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list[Sample]:
-    """Makes at least ``rows`` samples of the pictures or the demo's photographs; also writes them as files
-    for a :class:`ReferenceJob`.
+    """Makes at least ``rows`` samples of the pictures or the demo's photographs.
+
+    Writes ``samples.safetensors`` and ``conversations.json`` of a :class:`ReferenceJob` to ``work``.
 
     Raises:
         RecordError, FileNotFoundError: a picture is unusable or missing.
@@ -244,7 +249,7 @@ def run_layouts(
     work: Path,
     say: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
-    """Maps each layout to its result; starts one group of processes for each number of ranks."""
+    """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
     rows = spread(len(samples), _count(request.layouts))
     longest = max(sum(len(samples[i]) for i in row) for row in rows)
     unit = math.lcm(64, *(layout.tp for layout in request.layouts))
@@ -279,6 +284,7 @@ def run_layouts(
         done = run_group(
             "toolkit.parity.worker", [given, out, request.platform], ranks, on_cpu=request.platform == "cpu"
         )
+
         found = json.loads(out.read_text()) if out.exists() else {}
         for layout in group:
             missing = {"ok": False, "error": f"the processes ended before this layout:\n{end_of(done)}"}
@@ -294,10 +300,9 @@ def spread(samples: int, rows: int) -> list[list[int]]:
 
 
 def first_departure(result: dict[str, Any]) -> str:
-    """Names the first location that departs: in forward order by output, otherwise in backward
-    order by gradient.
+    """Names the first location that departs, or "" if every location agrees.
 
-    Empty if every location agrees.
+    Outputs are examined first, in the order of the forward pass; then gradients, in backward order.
     """
     for step in result.get("steps", []):
         if step.get("departs"):
@@ -309,14 +314,13 @@ def first_departure(result: dict[str, Any]) -> str:
         order = list(step.get("activations", {}))
         wrong = [location for location, error in step.get("gradients", {}).items() if not error <= limit]
         if wrong:
-            return "gradient of " + max(
-                wrong, key=lambda location: order.index(location) if location in order else -1
-            )
+            last = max(wrong, key=lambda location: order.index(location) if location in order else -1)
+            return f"gradient of {last}"
     return ""
 
 
 def by_component(locations: dict[str, float]) -> dict[str, float]:
-    """The largest error of each component."""
+    """Maps each component to the largest error among its locations."""
     worst: dict[str, float] = {}
     for location, error in locations.items():
         worst[component_of(location)] = max(worst.get(component_of(location), 0.0), error)
@@ -324,17 +328,18 @@ def by_component(locations: dict[str, float]) -> dict[str, float]:
 
 
 def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
-    """Names tensors of the first departing location that differ from a conversion of ``hf``."""
+    """Names the tensors of the first departing location that differ from a conversion of ``hf``."""
     location = first_departure(result).removeprefix("gradient of ")
     if not location or request.checkpoint is None:
         return []
+
     fresh = work / "converted"
     if not fresh.exists():
         convert(hf, fresh)
     ours = WeightReader(request.checkpoint)
     theirs = WeightReader(fresh)
     return [
-        n
-        for n in tensor_table(ours.spec)
-        if location_of(n) == location and not torch.equal(ours.get(n), theirs.get(n))
+        name
+        for name in tensor_table(ours.spec)
+        if location_of(name) == location and not torch.equal(ours.get(name), theirs.get(name))
     ]

@@ -19,10 +19,16 @@ from megatron_vl.parallel.grid import ProcessGrid
 def gather_on_first(
     mine: Mapping[tuple[int, ...], Mapping[str, Tensor]], grid: ProcessGrid
 ) -> dict[tuple[int, ...], StoredTensors]:
-    """Maps each key to the tensors that a rank gave under it, on rank 0; empty on other ranks. Collective.
+    """Gathers the tensors of all ranks on rank 0. Collective.
 
-    The tensors go through files and each is read when it is accessed, because all ranks' gradients of a
-    released model would not fit into one process.
+    The tensors go through files, and each is read when it is accessed: the gradients of a released model,
+    from all ranks, would not fit into one process.
+
+    Args:
+        mine: this rank's tensors by key; no two ranks give the same key.
+
+    Returns:
+        On rank 0, the tensors of all ranks by key; empty on the other ranks.
     """
     folder: list[Any] = [tempfile.mkdtemp(prefix="parity-gathered-") if grid.rank == 0 else None]
     dist.broadcast_object_list(folder)
@@ -32,12 +38,14 @@ def gather_on_first(
                 {n: t.contiguous() for n, t in tensors.items()},
                 Path(folder[0]) / f"{'_'.join(map(str, key))}.safetensors",
             )
+
         dist.barrier()
         if grid.rank:
             return {}
         # Open files stay readable after their names are deleted.
         files = sorted(Path(folder[0]).glob("*.safetensors"))
         return {tuple(map(int, file.stem.split("_"))): StoredTensors(file) for file in files}
+
     finally:
         if grid.rank == 0:
             shutil.rmtree(folder[0])
@@ -62,7 +70,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self.held)
 
     def part(self, name: str, start: int, stop: int) -> Tensor:
-        """Reads rows ``start`` to ``stop`` of a tensor."""
+        """Reads the slice [start:stop] of a tensor's first dimension."""
         return self.file.get_slice(name)[start:stop]
 
 

@@ -1,4 +1,8 @@
-"""Names the locations of a model in forward order, and the components that they belong to."""
+"""Names the locations of a model in forward order, and groups them into components.
+
+A location is a point of the forward pass at which outputs are compared, such as "vision layer 3". The
+parameters of the module that computes this output belong to the location.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ _LAYERS = (
 
 
 def location_of(tensor: str) -> str:
-    """The location of a canonical tensor; layers count from 0."""
+    """Returns the location of a canonical tensor; layers count from 0."""
     for pattern, location in _LAYERS:
         if match := pattern.match(tensor):
             return f"{location} {match[1]}"
@@ -35,7 +39,7 @@ def location_of(tensor: str) -> str:
 
 
 def component_of(location: str) -> str:
-    """The entry of :data:`COMPONENTS` for a location."""
+    """Returns the entry of :data:`COMPONENTS` for a location."""
     if location in (PATCH, EMBEDDED):
         return location
     if location in (NORM, LOGITS):
@@ -46,7 +50,7 @@ def component_of(location: str) -> str:
 
 
 def forward_order(spec: ModelSpec) -> list[str]:
-    """All locations of a model in the order of a forward pass."""
+    """Lists all locations of a model in the order of a forward pass."""
     locations = [PATCH]
     for layer in range(spec.vision.num_layers):
         locations.append(f"vision layer {layer}")

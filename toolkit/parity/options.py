@@ -12,8 +12,8 @@ from toolkit.options import CommandOptions, exactly_one, option
 
 MEMORY = """
 Memory. transformers runs first and alone, on one device. It needs 8 bytes per parameter for weights
-and gradients in float32, and activations without recomputation (bfloat16 needs as much, because it is
-judged by how far it takes transformers from float32). Then each rank of a layout holds 8 bytes
+and gradients in float32, and activations without recomputation. A comparison in bfloat16 needs as
+much, because transformers runs in float32 for it too. Then each rank of a layout holds 8 bytes
 (float32) or 6 bytes (bfloat16) per parameter of its own; --steps adds AdamW's state, 8 or 12 bytes.
 A 7B model needs 66 GiB for transformers, then 46 GiB / (tp x pp) in bfloat16. Gradients and
 activations go through files in the temporary folder (TMPDIR), at most 12 bytes per parameter. If
@@ -39,20 +39,20 @@ class ParityOptions(CommandOptions):
     checkpoint: Path | None = option(
         None, metavar="DIR", must_exist=True, shown_default="a fresh conversion of --hf"
     )
-    """Compare these Megatron weights (in any layout, or a run) with the folder of --hf."""
+    """Compare these Megatron weights (in any layout), or those of a run, with the folder of --hf."""
     image: list[Path] = option([], metavar="FILE", repeat=True, must_exist=True)
     """Compare on this picture. May be repeated."""
     dtype: Literal["float32", "bfloat16"] = option("float32")
-    """float32 must agree within rounding. bfloat16, for GPUs, may be at most 1.5 times as far from
-    float32 as transformers in bfloat16. (On CPU, Megatron-core rounds RoPE's factors to bfloat16;
-    transformers does not.)"""
+    """Data type of the layouts. float32 must agree with transformers within rounding. bfloat16 may depart
+    from float32 at most 1.5 times as far as transformers in bfloat16; use it on GPUs. (On CPU,
+    Megatron-core rounds RoPE's factors to bfloat16; transformers does not.)"""
     platform: Literal["auto", "cpu", "cuda"] = option("auto", shown_default="cuda where there is a GPU")
-    """Where the ranks run."""
+    """Run the ranks on this kind of device."""
     reference_device: str = option("", metavar="DEVICE", shown_default="as --platform")
-    """Device that transformers runs on."""
+    """Run transformers on this device: cpu, cuda, cuda:1."""
     steps: int = option(0, metavar="N", least=1)
-    """Compare N optimizer steps instead (float32): losses, gradient norms, final weights
-    and Adam's moments."""
+    """Compare N optimizer steps instead (float32 only): losses, gradient norms, final weights and Adam's
+    moments."""
     json: bool = False
     """Print the results as JSON."""
 

@@ -1,7 +1,8 @@
-"""The reference: runs samples one by one through the Hugging Face model, with gradients in canonical form.
+"""Computes the reference: runs samples one by one through the Hugging Face model.
 
-The converters' rules are permutations and zero padding, so they apply to gradients as they do to weights. The
-padded rows and columns of the reference are zero, so those of the trained model must be zero too.
+Gradients are returned in canonical form. The converters only permute weights and pad them with zeros, so
+they convert gradients as well. The padded rows and columns of the reference are zero, so those of the trained
+model must be zero too.
 """
 
 from __future__ import annotations
@@ -28,13 +29,12 @@ from toolkit.hf import load_model
 
 
 def load_hf(hf_dir: str | Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> torch.nn.Module:
-    """Loads the Hugging Face model with SDPA attention in training mode (Qwen-VL has no
-    dropout by default)."""
+    """Loads the Hugging Face model with SDPA attention, in training mode (Qwen-VL has no dropout)."""
     return load_model(hf_dir, dtype).to(device).train()
 
 
 def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "cpu") -> dict[str, Any]:
-    """The Hugging Face model's keyword arguments for one sample.
+    """Returns the Hugging Face model's keyword arguments for one sample.
 
     ``mm_token_type_ids`` is required: without it, transformers 5.17 silently uses plain positions. Samples
     with videos also need explicit positions, because transformers 5.3 to 5.23 lets text continue within a
@@ -66,12 +66,16 @@ def hf_inputs(sample: Sample, spec: ModelSpec, norm: PixelNorm, device: str = "c
 
 
 def hf_pixels(item: MediaItem, spec: ModelSpec, norm: PixelNorm) -> Tensor:
-    """``pixel_values`` [patches, channels * time * patch * patch] of one medium, as from the HF processor."""
+    """Returns ``pixel_values`` of one medium, as the Hugging Face processor does.
+
+    Shape [patches, channels * time * patch * patch].
+    """
     v = spec.vision
     frames = item.planes
     wanted = item.grid.t * v.temporal_patch_size
-    if frames.shape[0] < wanted:
+    if frames.shape[0] < wanted:  # repeat the last frame
         frames = torch.cat([frames, frames[-1:].expand(wanted - frames.shape[0], -1, -1)])
+
     # [t, T, hw, C, pp]
     pixels = norm.apply(frames).view(item.grid.t, v.temporal_patch_size, -1, v.in_channels, v.patch_size**2)
     return pixels.permute(0, 2, 3, 1, 4).reshape(-1, v.patch_dim)
@@ -106,6 +110,7 @@ def backward(
     model.zero_grad(set_to_none=True)
     count = sum(int(s.loss_mask[1:].sum()) for s in samples)
     total = 0.0
+
     for number, sample in enumerate(samples):
         given = (
             {n: t.to(device) for n, t in inputs[number].items()}
@@ -137,8 +142,10 @@ _known: dict[tuple[str, ...], Any] = {}
 
 
 def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
-    """Caches the result of ``compute`` for ``key``, which many layouts of one model and batch share. The most
-    recently used results are kept."""
+    """Returns the cached result for ``key``, or computes it.
+
+    Many layouts of one model share a batch, and thus a result. The last :data:`KEPT` results used are kept.
+    """
     value = _known.pop(key) if key in _known else compute()
     _known[key] = value
     while len(_known) > KEPT:
@@ -147,8 +154,14 @@ def remembered(key: tuple[str, ...], compute: Callable[[], Any]) -> Any:
 
 
 def canonical(tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str, Tensor]:
-    """One fp32 host tensor for each parameter of the Hugging Face model (gradient, moment),
-    by canonical name."""
+    """Converts tensors of the Hugging Face model (weights, gradients, moments) to canonical form.
+
+    Args:
+        tensors: one tensor for each parameter, by its name in ``transformers``.
+
+    Returns:
+        fp32 host tensors by canonical name.
+    """
     folder = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
     try:
         hf = folder / "hf"

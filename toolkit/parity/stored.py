@@ -1,10 +1,10 @@
-"""Computes the reference in a separate process, once for all layouts; its memory is free before
-theirs is needed.
+"""Computes the reference once for all layouts.
 
     python -m toolkit.parity.stored JOB.json
 
-``JOB.json`` holds the fields of :class:`ReferenceJob`. Pictures and text go through the checkpoint's own
-processor in ``transformers``; what it makes of them is compared with what the loader's functions made.
+``JOB.json`` holds the fields of :class:`ReferenceJob`. This runs in a process of its own, which frees its
+memory before the layouts run. Pictures and text go through the checkpoint's own processor in
+``transformers``. Its tokens and pixels are compared with those that the loader's functions made.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.hf import load_processor
 from toolkit.samples import read_samples
 
-from .activations import HfWatch, relative_error
+from .activations import HfWatch, squared_norms
 from .gather import StoredTensors
 from .locations import forward_order
 from .reference import backward, canonical, hf_inputs, load_hf
@@ -37,9 +37,10 @@ from .training import reference_training
 
 @dataclass
 class ReferenceJob:
-    """What to compute."""
+    """One call of this program."""
 
     hf: str
+    """Hugging Face checkpoint folder."""
     samples: str
     """File written by :func:`toolkit.samples.write_samples`."""
     conversations: str
@@ -64,36 +65,48 @@ def main(argv: list[str]) -> int:
 
 
 def one_pass(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
-    """Loss, gradients and activations in fp32; for bf16, the loss in bf16 and how far bf16 alone
-    changes the others."""
+    """Computes loss, gradients and activations in one pass over the samples, and writes the tensors.
+
+    The tensors are in fp32. For a comparison in bf16, the loss is that of bf16, and the model runs a second
+    time for the errors of bf16 itself ("gradient_noise" and "activation_noise").
+
+    Returns:
+        The contents of ``reference.json``.
+    """
     spec = read_spec(job.hf)
     out = Path(job.out)
     given, inputs = processed(job, samples, spec)
     loss, gradients, activations = run(job, samples, given, spec, torch.float32)
     save_file(gradients, out / "gradients.safetensors")
     save_file(activations, out / "activations.safetensors")
+
     facts: dict[str, Any] = {
         "loss": loss,
         "gradient_noise": {},
         "activation_noise": {},
         "order": forward_order(spec),
+        "inputs": inputs,
+        "tokens": sum(len(s) for s in samples),
     }
 
-    facts |= {"inputs": inputs, "tokens": sum(len(s) for s in samples)}
     if job.dtype == "bfloat16":
         del gradients, activations
         gc.collect()
         facts["loss"], gradients, activations = run(job, samples, given, spec, torch.bfloat16)
-        exact = {"gradient": StoredTensors(out / "gradients.safetensors")}
-        exact["activation"] = StoredTensors(out / "activations.safetensors")
-        for kind, ours in (("gradient", gradients), ("activation", activations)):
-            facts[f"{kind}_noise"] = {name: _distance(ours[name], exact[kind][name]) for name in ours}
+
+        for kind, file, rounded in (
+            ("gradient", "gradients", gradients),
+            ("activation", "activations", activations),
+        ):
+            exact = StoredTensors(out / f"{file}.safetensors")
+            facts[f"{kind}_noise"] = {name: _error(rounded[name], exact[name]) for name in rounded}
 
     return facts
 
 
-def _distance(got: Tensor, want: Tensor) -> float:
-    difference, scale = relative_error(got, want)
+def _error(got: Tensor, want: Tensor) -> float:
+    """Relative L2 error."""
+    difference, scale = squared_norms(got, want)
     return math.sqrt(difference / max(scale, 1e-60))
 
 
@@ -121,8 +134,8 @@ def processed(
     """Runs the checkpoint's own processor on the conversations and compares its output with ours.
 
     Returns:
-        (keyword arguments of the model for each sample, {"tokens_differ": samples whose tokens differ,
-        "pixel_error": largest difference of a normalised pixel}).
+        (keyword arguments of the model for each sample, {"tokens_differ": numbers of the samples whose tokens
+        differ, "pixel_error": largest difference of a normalised pixel}).
     """
     processor = load_processor(job.hf)
     norm = read_pixel_norm(job.hf)
@@ -138,7 +151,7 @@ def processed(
         ours = hf_inputs(sample, spec, norm)
         if not torch.equal(theirs["input_ids"], ours["input_ids"]):
             differ.append(number)
-            theirs = ours  # the loss would be of other tokens; report the difference
+            theirs = ours  # the losses must be of the same tokens; the caller reports the difference
         elif images:
             pixel_error = max(
                 pixel_error, float((theirs["pixel_values"].float() - ours["pixel_values"]).abs().max())
@@ -149,16 +162,18 @@ def processed(
 
 
 def _opened(path: str) -> Any:
-    """Opens a picture like ``transformers.image_utils.load_image``, in the formats that
-    this project opens."""
+    """Opens a picture as ``transformers.image_utils.load_image`` does; the loader's formats are valid."""
     from PIL import ImageOps
 
     return ImageOps.exif_transpose(open_image(Path(path).read_bytes())).convert("RGB")
 
 
 def train(job: ReferenceJob, samples: list[Sample]) -> dict[str, Any]:
-    """Trains; returns losses and gradient norms, writes final weights and
-    moments to ``training.safetensors``."""
+    """Runs the training and writes the final weights and moments to ``training.safetensors``.
+
+    Returns:
+        The contents of ``reference.json``: losses, gradient norms and facts about the samples.
+    """
     losses, norms, state = reference_training(job.hf, [samples] * job.steps, job.device)
     tensors: dict[str, Tensor] = {}
     for kind, part in state.items():

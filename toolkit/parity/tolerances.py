@@ -5,7 +5,7 @@ LOSS_TOLERANCE = 1e-5
 GRADIENT_TOLERANCE = 1e-4
 """Relative L2 per parameter, fp32."""
 ACTIVATION_TOLERANCE = 1e-5
-"""Relative L2 of a layer's output, fp32. Rounding makes up 1e-6 of it in small models."""
+"""Relative L2 of a layer's output, fp32. In small models, rounding alone reaches 1e-6."""
 BF16_LOSS_TOLERANCE = 1e-2
 """Relative, compared with transformers in bf16 on the same samples."""
 BF16_GRADIENT_RATIO = 1.5
@@ -13,4 +13,4 @@ BF16_GRADIENT_RATIO = 1.5
 BF16_ACTIVATION_RATIO = 1.5
 """The same for each layer's output."""
 BF16_ROUNDING = 2.0**-8
-"""Half a unit in the last place of bf16: the largest change by one rounding."""
+"""Half a unit in the last place of bf16: the largest relative change that one rounding causes."""

@@ -1,9 +1,8 @@
-"""Compares a short training, including the optimizer, with ``transformers`` and torch's AdamW on
-the same samples.
+"""Compares a short training, including the optimizer, with ``transformers`` and torch's AdamW.
 
-The moments are compared as a checkpoint holds them: the trainer's own saver writes them in the case's layout,
-and they are read back as full tensors. This checks both that the optimizer steps correctly and that nothing
-is lost or misplaced on disk.
+Both sides train on the same samples. Weights and moments are compared after a round trip through a
+checkpoint: the trainer's own saver writes them in the case's layout, and they are read back as full tensors.
+This checks both that the optimizer steps correctly and that nothing is lost or misplaced on disk.
 """
 
 from __future__ import annotations
@@ -45,7 +44,12 @@ WEIGHT_TOLERANCE = 2.5e-4
 
 
 def run_training(case: Case, platform: Platform) -> dict[str, Any]:
-    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state"}."""
+    """Trains in the layout of a case and compares with the reference. Collective.
+
+    Returns:
+        On rank 0, {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": {kind: (worst tensor,
+        its error)}}.
+    """
     live = build(case, platform)
     results: list[dict[str, Any]] = []
     batches = [draw(rows, live.spec, number, case.samples) for number, rows in enumerate(case.steps)]
@@ -78,7 +82,7 @@ def run_training(case: Case, platform: Platform) -> dict[str, Any]:
 
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, float]:
-    """The tensor with the largest relative L2 error, and that error; infinite for a missing tensor."""
+    """Returns the tensor with the largest relative L2 error, and that error (infinite if it is missing)."""
     if ours.keys() != theirs.keys():
         return sorted(ours.keys() ^ theirs.keys())[0], math.inf
     errors = {
@@ -90,7 +94,12 @@ def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, floa
 
 
 def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
-    """Maps kind -> name -> full tensor, read back from a checkpoint of this layout; on rank 0. Collective."""
+    """Writes a checkpoint in this layout and reads it back on rank 0. Collective.
+
+    Returns:
+        Maps kind ("weights", "main", "exp_avg", "exp_avg_sq") and name to the full tensor; empty on the other
+        ranks.
+    """
     made: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
     dist.broadcast_object_list(made)
     folder = Path(made[0])
@@ -111,6 +120,7 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
     saver.start(take, step)
     saver.wait()
     dist.barrier()
+
     state: dict[str, dict[str, Tensor]] = {}
     if live.grid.rank == 0:
         source = step_folder(folder, step)
@@ -118,11 +128,11 @@ def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
         reader = OptimizerReader(source / "optimizer", files, live.layout.cut)
         weights = WeightReader(source / "weights")
         table = tensor_table(live.spec)
+
         state["weights"] = {name: weights.get(name).float().clone() for name in table}
         for kind in ("main", "exp_avg", "exp_avg_sq"):
-            state[kind] = {}
-            for name, info in table.items():
-                state[kind][name] = full_state(reader, info, kind)
+            state[kind] = {name: full_state(reader, info, kind) for name, info in table.items()}
+
         reader.close()
         shutil.rmtree(folder)
 
@@ -140,7 +150,7 @@ def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
 
 
 def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
-    """Reads what :mod:`toolkit.parity.stored` wrote of :func:`reference_training`."""
+    """Reads the result of :func:`reference_training` that :mod:`toolkit.parity.stored` wrote."""
     facts = json.loads((folder / "reference.json").read_text())
     tensors = StoredTensors(folder / "training.safetensors")
     state: dict[str, dict[str, Tensor]] = {}
@@ -153,8 +163,11 @@ def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, d
 def reference_training(
     hf: str, batches: list[list[Sample]], device: str = "cpu"
 ) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
-    """Returns (losses, gradient norms, canonical weights and moments) of ``transformers`` with torch's AdamW
-    and gradient clipping."""
+    """Trains with ``transformers``, torch's AdamW and gradient clipping.
+
+    Returns:
+        (losses, gradient norms, canonical tensors by kind and name), as :func:`saved_state` names the kinds.
+    """
     spec = read_spec(hf)
     norm = read_pixel_norm(hf)
     model = load_hf(hf, device=device)
@@ -164,8 +177,8 @@ def reference_training(
         {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps)
-    losses, norms = [], []
 
+    losses, norms = [], []
     for number, samples in enumerate(batches):
         losses.append(backward(model, samples, spec, norm))
         for parameter in model.parameters():

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 -m toolkit.parity.worker CASES.json OUT.json [cpu|cuda]
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
-finalisation; no part of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run the
-same code. The reference is computed by rank 0, or before the group starts (:mod:`toolkit.parity.stored`).
+finalisation; no part of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run
+this program. Rank 0 computes the reference, unless :mod:`toolkit.parity.stored` did so before the group
+started.
 """
 
 from __future__ import annotations
@@ -43,7 +44,12 @@ from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLER
 
 
 def run_case(case: Case, platform: Platform) -> dict[str, Any]:
-    """Collective. On rank 0: {"ok", "steps": [{loss, reference, loss_error, gradient_error, worst}]}."""
+    """Runs the steps of a case and compares each with the reference. Collective.
+
+    Returns:
+        On rank 0, {"ok", "steps": [output of :func:`compare`, with that of :meth:`Recorder.compare`]}; on the
+        other ranks, no steps. A training returns what :func:`.training.run_training` does.
+    """
     if case.train:
         from .training import run_training
 
@@ -55,20 +61,21 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
     wrapped = live.wrapped
     optimizer = live.optimizer
     if optimizer is not None:
+        # The weights must not change, so that every step matches the reference.
         for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = (
-                0.0  # the weights must not change, so that every step matches the reference
-            )
+            group["lr"] = group["weight_decay"] = 0.0
 
     models = make_reference(case, platform) if grid.rank == 0 else None
     results = []
     for number, rows in enumerate(case.steps):
         samples = draw(rows, spec, number, case.samples)
         data = live.feed(samples, platform, case.seq_len)
+
         for chunk in wrapped:
             chunk.zero_grad_buffer()
         if optimizer is not None:
             optimizer.zero_grad()
+
         recorder = Recorder(wrapped, live.layout, grid) if case.activations else None
         reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
         loss_sum, tokens, *_ = reduce_losses(reports, grid, platform.device)
@@ -91,20 +98,15 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 def collect_gradients(
     wrapped: list[Any], tensors: list[LiveTensor], grid: ProcessGrid, spec: ModelSpec
 ) -> dict[str, list[Mapping[int, Tensor]]]:
-    """Maps name -> copy (a tied tensor has one on each of two stages) -> part (see
-    :meth:`Cut.part`) -> gradient.
+    """Collects the gradients of all ranks on rank 0. Collective.
 
-    Of ranks that hold the same part for different data, the first contributes its own. With the distributed
-    optimizer, each rank holds only its reduced slice of every bucket; the slices are joined first.
+    The ranks of a data-parallel group hold equal gradients after the reduction; the first one contributes.
+
+    Returns:
+        Maps each name to its copies, and each copy maps parts (see :meth:`Cut.part`) to gradients. A tied
+        tensor has a copy on each of two stages.
     """
-    for chunk in replicated_modules(wrapped):
-        if chunk.ddp_config.use_distributed_optimizer:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                group = buffer.data_parallel_group
-                for bucket in buffer.buckets:
-                    shards = bucket.grad_data.chunk(group.size())
-                    dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
-
+    _gather_slices(wrapped)
     table = tensor_table(spec)
     mine: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -122,6 +124,7 @@ def collect_gradients(
         f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
         for name, stack in stacks.items()
     }
+
     gathered: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
     for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
         for key in given:
@@ -129,6 +132,21 @@ def collect_gradients(
             gathered.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
 
     return {name: [StoredParts(parts) for parts in held.values()] for name, held in gathered.items()}
+
+
+def _gather_slices(wrapped: list[Any]) -> None:
+    """Completes the gradient buffers on every rank. Collective.
+
+    With the distributed optimizer, each rank holds only its own slice of every bucket after the reduction.
+    """
+    for chunk in replicated_modules(wrapped):
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shards = bucket.grad_data.chunk(group.size())
+                dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
 
 
 def _main_grad(parameter: Any) -> Tensor:
@@ -145,10 +163,17 @@ def compare(
     samples: list[Sample],
     models: Any,
 ) -> dict[str, Any]:
-    """Compares loss and gradients with the reference, including every copy of a replicated or tied tensor."""
+    """Compares loss and gradients with the reference, including every copy of a replicated or tied tensor.
+
+    Args:
+        loss: mean loss over all loss tokens.
+        gradients: output of :func:`collect_gradients`.
+        models: output of :func:`make_reference`.
+    """
     want_loss, want, noise = models(samples)
-    errors: dict[str, float] = {}
     table = tensor_table(spec)
+    errors: dict[str, float] = {}
+
     for name, copies in gradients.items():
         info = table[name]
         scale = want[name].norm().item()
@@ -159,8 +184,9 @@ def compare(
                 errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
 
     trained = {name for name in table if part_of(name) not in case.freeze}
-    missing = sorted(trained - set(errors)) + sorted(set(errors) - trained)
+    unexpected = sorted(trained - set(errors)) + sorted(set(errors) - trained)
     worst = sorted(errors, key=errors.__getitem__, reverse=True)[:3]
+
     loss_error = abs(loss - want_loss) / abs(want_loss)
     gradient_error = max(errors.values())
     bf16 = case.dtype == "bfloat16"
@@ -171,21 +197,21 @@ def compare(
     )
 
     return {
-        "ok": not missing and loss_error <= (BF16_LOSS_TOLERANCE if bf16 else LOSS_TOLERANCE) and near,
+        "ok": not unexpected and loss_error <= (BF16_LOSS_TOLERANCE if bf16 else LOSS_TOLERANCE) and near,
         "loss": loss,
         "reference": want_loss,
         "loss_error": loss_error,
         "gradient_error": gradient_error,
         "worst": {name: errors[name] for name in worst},
         "transformers_bf16_gradient_error": max(noise.values()) if noise else None,
-        "unexpected": missing,
+        "unexpected": unexpected,
         "compared": len(errors),
-        "gradients": by_place(errors),
+        "gradients": by_location(errors),
     }
 
 
-def by_place(errors: dict[str, float]) -> dict[str, float]:
-    """The largest error among the tensors of each layer."""
+def by_location(errors: dict[str, float]) -> dict[str, float]:
+    """Maps each location to the largest error among its tensors."""
     locations: dict[str, float] = {}
     for name, error in errors.items():
         locations[location_of(name)] = max(locations.get(location_of(name), 0.0), error)
@@ -193,7 +219,7 @@ def by_place(errors: dict[str, float]) -> dict[str, float]:
 
 
 def make_reference(case: Case, platform: Platform) -> Any:
-    """Returns a function from samples to (loss, fp32 gradients, bf16 noise), which computes or reads them."""
+    """Returns a function of the samples, which computes or reads their (loss, fp32 gradients, bf16 noise)."""
     return StoredReference(Path(case.reference)) if case.reference else ComputedReference(case, platform)
 
 
@@ -210,8 +236,7 @@ class StoredReference:
 
 
 class ComputedReference:
-    """``transformers`` for one case: the loss in the case's data type, fp32 gradients, and the error
-    of bf16 alone."""
+    """Computes the reference of one case with ``transformers``."""
 
     def __init__(self, case: Case, platform: Platform) -> None:
         self.case = case
@@ -226,8 +251,10 @@ class ComputedReference:
         return load_hf(self.case.hf, torch.bfloat16, self.device)
 
     def __call__(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-        """Returns (loss, fp32 gradients, relative error of transformers' bf16 gradients by tensor;
-        empty in fp32)."""
+        """Returns (loss in the case's data type, fp32 gradients, bf16 noise).
+
+        The noise maps each tensor to the relative error of transformers' bf16 gradient; it is empty in fp32.
+        """
         key = (self.case.hf, self.case.dtype, self.device, fingerprint(samples))
         return remembered(key, lambda: self._compute(samples))
 
@@ -235,16 +262,16 @@ class ComputedReference:
         loss, want = reference(self.case.hf, samples, self.exact)
         if self.case.dtype != "bfloat16":
             return loss, want, {}
-        loss, near = reference(self.case.hf, samples, self.half)
-        return (
-            loss,
-            want,
-            {n: ((near[n] - w).norm() / w.norm().clamp(min=1e-30)).item() for n, w in want.items()},
-        )
+        loss, rounded = reference(self.case.hf, samples, self.half)
+        noise = {
+            name: ((rounded[name] - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+            for name, exact in want.items()
+        }
+        return loss, want, noise
 
 
 def main(argv: list[str]) -> int:
-    """Runs all cases of a file. A case that raises is reported, and the next one runs if that is possible."""
+    """Runs all cases of a file. If a case raises, the error is reported and the next case runs."""
     platform = get_platform(argv[2] if len(argv) > 2 else "cpu")
     torch.set_num_threads(1)
     faulthandler.enable()

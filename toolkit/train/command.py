@@ -61,12 +61,13 @@ def _config(fields: list[str]) -> TrainConfig:
 
 
 def _refuse(config: TrainConfig, world: int) -> None:
-    """Refuses an impossible or too large run once, before any process starts."""
+    """Refuses, before any process starts, a run that is impossible, too large, or lacks its inputs."""
     validate(config, world)
     from megatron_vl.planning.gpus import calibration_here
     from megatron_vl.spec.families import read_spec
-    from megatron_vl.training.preflight import check_gpu_memory, resumed_from, split_of
+    from megatron_vl.training.preflight import check_gpu_memory, check_inputs, resumed_from, split_of
 
+    check_inputs(config)
     if config.platform == "cpu" or calibration_here() is None:
         return
     try:

@@ -29,6 +29,10 @@ MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 """The largest value that is accepted for each of these fields."""
 
 
+class MissingConfigError(ConfigError, FileNotFoundError):
+    """There is no ``config.json``. The message says how to get one."""
+
+
 def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
     """Reads the :class:`ModelSpec` of an HF config.
 
@@ -36,12 +40,18 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
         config: the config as a dict, the path of a ``config.json``, or the folder that holds one.
 
     Raises:
-        FileNotFoundError: there is no ``config.json``.
+        MissingConfigError: there is no ``config.json``.
         ConfigError: the ``model_type`` is unknown, or a field is missing or impossible.
     """
     if not isinstance(config, dict):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise MissingConfigError(
+                f"{config} holds no config.json; give the folder of a downloaded checkpoint"
+                " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
+                " `hf download REPOSITORY config.json --local-dir FOLDER`)"
+            )
         config = json.loads(path.read_text())
         if not isinstance(config, dict):
             raise ConfigError(f"{path} does not hold a JSON object")
@@ -67,6 +77,7 @@ def _check_counts(config: dict[str, Any]) -> None:
 __all__ = [
     "FAMILIES",
     "ConfigError",
+    "MissingConfigError",
     "LanguageSpec",
     "LinearAttentionSpec",
     "ModelSpec",
