@@ -30,6 +30,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,6 +82,10 @@ class ChatEncoder:
         self.spec = spec
         self.thinking = thinking or ThinkingRule()
         self.tokenizer = _load_tokenizer(Path(hf_dir))
+        # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
+        self._fast = self.tokenizer.backend_tokenizer
+        self._fast.no_truncation()
+        self._fast.no_padding()
         self.template = read_chat_template(hf_dir)
         self.writes_thinking = writes_thinking(self.template)
         ids = (spec.image_token_id, spec.video_token_id)
@@ -149,7 +154,8 @@ class ChatEncoder:
             if message.get("role") != "assistant":
                 continue
             before = self.render(messages[:i], tools=tools) if i else ""
-            after = self.render(messages[: i + 1], tools=tools)
+            whole = i + 1 == len(messages)
+            after = text if whole else self.render(messages[: i + 1], tools=tools)
             header = self.render(messages[: i + 1], generation_prompt=True, tools=tools)[len(after) :]
             start = after.find(header, len(before))
             if (
@@ -194,21 +200,22 @@ class ChatEncoder:
         spans = self.assistant_spans(messages, text, tools)
         text, spans, inserted = self._write_times(text, spans, grids)
 
-        encoded = self.tokenizer(text, return_offsets_mapping=True)
-        ids = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-        offsets = torch.tensor(encoded["offset_mapping"], dtype=torch.int64).view(-1, 2)
+        encoded = self._fast.encode(text)
+        # NumPy, because an operation on so few numbers costs three times as much in torch.
+        ids = np.array(encoded.ids, dtype=np.int64)
+        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
 
-        learnt = torch.zeros(len(ids), dtype=torch.bool)
+        learnt = np.zeros(len(ids), dtype=bool)
         for start, end in spans:
-            learnt |= (offsets[:, 0] >= start) & (offsets[:, 1] <= end) & (offsets[:, 1] > offsets[:, 0])
+            learnt |= (starts >= start) & (ends <= end) & (ends > starts)
         for start, end in inserted:
-            learnt &= (offsets[:, 1] <= start) | (offsets[:, 0] >= end)
+            learnt &= (ends <= start) | (starts >= end)
         learnt &= ~is_media
-        loss_mask = learnt if set(weights) <= {1.0} else _weighted(learnt, offsets, spans, weights)
+        loss_mask = learnt if set(weights) <= {1.0} else _weighted(learnt, starts, ends, spans, weights)
 
         repeats = self._repeats(is_media, grids)
-        return ids.repeat_interleave(repeats), loss_mask.repeat_interleave(repeats)
+        return torch.from_numpy(ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
 
     def encode_prompt(
         self,
@@ -232,9 +239,9 @@ class ChatEncoder:
         text = self.render(messages, generation_prompt=True, tools=tools, think=think)
         self._check_placeholders(text, grids)
         text, _, _ = self._write_times(text, [], grids)
-        ids = torch.tensor(self.tokenizer(text)["input_ids"], dtype=torch.int64)
+        ids = np.array(self._fast.encode(text).ids, dtype=np.int64)
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
-        return ids.repeat_interleave(self._repeats(is_media, grids))
+        return torch.from_numpy(ids.repeat(self._repeats(is_media, grids)))
 
     def medium_tokens(self, grid: GridTHW) -> int:
         """Number of tokens that a medium's size decides: placeholders, and timestamps if they are written.
@@ -250,20 +257,20 @@ class ChatEncoder:
     def _time_tokens(self, seconds: str) -> int:
         if seconds not in self._times:
             text = f"<{seconds} seconds>"
-            self._times[seconds] = len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            self._times[seconds] = len(self._fast.encode(text, add_special_tokens=False).ids)
         return self._times[seconds]
 
-    def _repeats(self, is_media: Tensor, grids: Sequence[GridTHW]) -> Tensor:
+    def _repeats(self, is_media: np.ndarray, grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.
 
         Repeating the ids equals tokenizing the repeated text,
         because special tokens are split off before merging.
         """
-        repeats = torch.ones(len(is_media), dtype=torch.int64)
+        repeats = np.ones(len(is_media), dtype=np.int64)
         counts = [
             run.tokens(self.spec.vision.spatial_merge_size) for run in placeholder_runs(grids, self.spec)
         ]
-        repeats[is_media] = torch.tensor(counts, dtype=torch.int64)
+        repeats[is_media] = counts
         return repeats
 
     def _write_times(
@@ -339,16 +346,21 @@ class ChatEncoder:
 
 
 def _weighted(
-    learnt: Tensor, offsets: Tensor, spans: Sequence[tuple[int, int]], weights: Sequence[float]
-) -> Tensor:
+    learnt: np.ndarray,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    spans: Sequence[tuple[int, int]],
+    weights: Sequence[float],
+) -> np.ndarray:
     """The loss mask float32 [n] of turns with weights.
 
     Args:
-        learnt: bool [n]. offsets: [n, 2], characters of each token. spans: characters of each assistant turn.
+        learnt: bool [n]. starts, ends: [n], characters of each token. spans: characters of each assistant
+            turn.
     """
-    mask = torch.zeros(len(learnt), dtype=torch.float32)
+    mask = np.zeros(len(learnt), dtype=np.float32)
     for (start, end), weight in zip(spans, weights, strict=True):
-        mask[(offsets[:, 0] >= start) & (offsets[:, 1] <= end)] = weight
+        mask[(starts >= start) & (ends <= end)] = weight
     return mask * learnt
 
 

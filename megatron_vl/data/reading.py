@@ -8,12 +8,14 @@ that the order of samples and saved states stay valid.
 from __future__ import annotations
 
 import copy
+import errno
 import queue
 import threading
 import zlib
 from bisect import bisect_right
 from typing import Any
 
+from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
@@ -46,7 +48,9 @@ class TolerantReader:
 
     def __getitem__(self, index: int) -> dict[str, Any] | None:
         try:
-            return self._read(index) if self.timeout else self.reader[index]
+            return self._with_files_to_spare(index)
+        except FatalSampleError:
+            raise
         except StalledError as error:
             reason = "reading takes too long"
             detail = str(error)
@@ -71,6 +75,39 @@ class TolerantReader:
             "__sources__": (),
             BROKEN: (reason, f"sample {number} of {shard}: {detail}"),
         }
+
+    def _with_files_to_spare(self, index: int) -> dict[str, Any] | None:
+        """Reads a sample. If this process or machine may open no more files, it first closes its own.
+
+        Raises:
+            FatalSampleError: no file can be opened even then. That is no fault of the sample.
+        """
+        for has_closed in (False, True):
+            try:
+                return self._read(index) if self.timeout else self.reader[index]
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if has_closed:
+                    raise FatalSampleError(
+                        f"{error.strerror} ({error.filename}): raise the limit of open files (`ulimit -n`)"
+                        " where the run is started, or lower data.num_workers"
+                    ) from error
+                self._close()
+        raise AssertionError  # the second turn returns or raises
+
+    def _close(self) -> None:
+        """Closes the files that are kept open."""
+        self.reader.close()
+        if isinstance(self.reader, ShardInfosITarReader):
+            offsets = self.reader.cached_offset_reader.tar_index_reader_cache
+            for entry in offsets.values():
+                entry.tar_index_reader.close()
+            offsets.clear()
+        self.reader = _reopened(self.reader)
+        if self.thread is not None:
+            self.thread.tasks.put(-1)
+            self.thread = None
 
     def _read(self, index: int) -> dict[str, Any] | None:
         """Reads in a thread, because nothing else can give up a read that does not return."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import random
+import resource
 import shutil
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -322,3 +324,31 @@ def test_checksum_of_a_text():
     text = with_crc(b'{"a": "\xc3\xa9"}')
     assert json.loads(text)["a"] == "é" and not crc_differs(text)
     assert crc_differs(text.replace(b"a", b"b", 1)) and not crc_differs(b'{"a": 1}') and not crc_differs(b"")
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset, timeout):
+    """Its own files are closed first. If that is not enough, the run ends: the samples are not bad."""
+    whole, _ = epoch(dataset, sample_timeout_s=timeout)
+    spare: list[Any] = []
+    rows = loader(dataset, sample_timeout_s=timeout)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        first = next(rows)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                spare.append(open("/dev/null"))
+        used = Counter(first.keys)
+        for row in islice(rows, 29):  # what the loader itself has open is enough to go on
+            assert not row.dropped
+            used.update(row.keys)
+        assert used == whole
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(LoaderError, match="ulimit -n"):
+            list(islice(rows, 30))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in spare:
+            file.close()

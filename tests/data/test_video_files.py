@@ -7,6 +7,7 @@ checked by what the picture shows, not by what another decoder says.
 from __future__ import annotations
 
 import io
+import random
 import time
 from fractions import Fraction
 
@@ -68,13 +69,21 @@ def numbers(frames: torch.Tensor) -> list[int]:
 
 
 def written(
-    form: str, codec: str, pixel: str, count: int, *, times: list[int] | None = None, key: int = 12
+    form: str,
+    codec: str,
+    pixel: str,
+    count: int,
+    *,
+    times: list[int] | None = None,
+    key: int = 12,
+    reordered: str = "",
 ) -> bytes:
     """A video file of numbered frames at 10 a second.
 
     Args:
         times: time of each frame in tenths of a second; None: one after the other.
         key: frames from one key frame to the next.
+        reordered: frames in a row that depend on a later one; "": 2, or 0 with ``times``.
     """
     out = io.BytesIO()
     with av.open(out, "w", format=form) as container:
@@ -84,7 +93,7 @@ def written(
         stream.codec_context.gop_size = key
         stream.codec_context.time_base = Fraction(1, 10)
         if codec == "libx264":
-            stream.options = {"preset": "ultrafast", "bf": "0" if times else "2", "qp": "10"}
+            stream.options = {"preset": "ultrafast", "bf": reordered or ("0" if times else "2"), "qp": "10"}
         if codec == "libx265":
             stream.options = {"preset": "ultrafast", "x265-params": "log-level=none"}
         if codec.startswith("libvpx"):
@@ -129,7 +138,18 @@ def test_a_long_file_is_not_decoded_where_it_is_not_sampled(monkeypatch):
     wanted = frame_indices(info, PixelSettings(video_max_frames=8))
     assert wanted == [0, 375, 750, 1125, 1500, 1875, 2250, 2625]
 
-    decoded = []
+    decoded = _count_decoded(monkeypatch)
+    assert numbers(video_frames(data, info, wanted)) == wanted
+    # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
+    assert 8 <= len(decoded) <= 8 * 30
+
+    monkeypatch.setattr(pixels, "LONG_VIDEO", 2000)
+    assert probe_video(data) == info
+
+
+def _count_decoded(monkeypatch) -> list[int]:
+    """The times of all frames that are decoded from now on after seeking."""
+    decoded: list[int] = []
     real = video_files._sought
 
     def counted(container, table, frames, deadline):
@@ -146,12 +166,59 @@ def test_a_long_file_is_not_decoded_where_it_is_not_sampled(monkeypatch):
         return real(Counting(), table, frames, deadline)
 
     monkeypatch.setattr(video_files, "_sought", counted)
-    assert numbers(video_frames(data, info, wanted)) == wanted
-    # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
-    assert 8 <= len(decoded) <= 8 * 30
+    return decoded
 
-    monkeypatch.setattr(pixels, "LONG_VIDEO", 2000)
-    assert probe_video(data) == info
+
+SEGMENT = 1200
+HOUR = 90_000
+
+
+@pytest.fixture(scope="module")
+def hour() -> bytes:
+    """An hour at 25 frames a second with a key frame each second: 75 times the packets of 48 s. Frame ``i``
+    shows ``i % 1200``."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("libx264", rate=25)
+        stream.width = stream.height = SIDE
+        stream.pix_fmt = "yuv420p"
+        stream.codec_context.gop_size = 25
+        stream.options = {"preset": "ultrafast", "bf": "0", "qp": "10"}
+        packets = [packet for i in range(SEGMENT) for packet in stream.encode(_shown(i))]
+        packets += stream.encode()
+        # A packet is gone once it is written.
+        kept = [(bytes(each), each.pts, each.is_keyframe) for each in packets]
+        unit = kept[1][1] - kept[0][1]
+        base = packets[0].time_base
+        for turn in range(HOUR // SEGMENT):
+            for data, time, is_key in kept:
+                packet = av.Packet(data)
+                packet.stream, packet.time_base, packet.is_keyframe = stream, base, is_key
+                packet.pts = packet.dts = time + turn * SEGMENT * unit
+                container.mux(packet)
+    return out.getvalue()
+
+
+def _shown(number: int) -> av.VideoFrame:
+    frame = av.VideoFrame.from_ndarray(numbered(number), format="rgb24")
+    frame.pts = number
+    return frame
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [32, 768])
+def test_an_hour_decodes_what_leads_to_its_frames(hour, most, monkeypatch):
+    """Each wanted frame takes at most the 24 before it. That is 19,200 of 90,000 for 768 frames: a decode of
+    all would break the limit of this test."""
+    info = probe_video(hour)
+    assert (info.frames, info.fps) == (HOUR, 25.0)
+    wanted = frame_indices(info, PixelSettings(video_max_frames=most))
+    assert len(wanted) == most and wanted[-1] > HOUR * 0.95
+
+    decoded = _count_decoded(monkeypatch)
+    frames = video_frames(hour, info, wanted, Deadline(60))
+    assert numbers(frames) == [number % SEGMENT for number in wanted]
+    assert most <= len(decoded) <= 25 * most
 
 
 def test_a_gif_is_painted_from_its_start(monkeypatch):
@@ -185,6 +252,23 @@ def test_a_variable_rate_worked_out_by_hand(form):
     plain = PixelSettings(video_fps=2.0)
     assert frame_indices(known, plain) == [0, 1, 2, 4, 5, 6]
     assert video_grid(known, plain).second_per_grid == pytest.approx(31 / 30)
+
+
+@pytest.mark.parametrize("form", ["mp4", "matroska", "mpegts"])
+@pytest.mark.parametrize("reordered", ["0", "2"])
+def test_seeking_in_a_variable_rate(form, reordered, monkeypatch):
+    """400 frames, 1 to 9 tenths of a second apart, with and without frames that are stored out of order."""
+    draw = random.Random(form)
+    times = [0]
+    while len(times) < 400:
+        times.append(times[-1] + draw.choice([1, 1, 1, 2, 9]))
+    data = written(form, "libx264", "yuv420p", 400, times=times, key=20, reordered=reordered)
+    info = probe_video(data)
+    assert info.frames == 400
+    decoded = _count_decoded(monkeypatch)
+    wanted = [7, 8, 150, 171, 300, 301, 399]
+    assert numbers(video_frames(data, info, wanted)) == wanted
+    assert 0 < len(decoded) <= 7 * 24  # sought, not decoded from the start
 
 
 @pytest.mark.parametrize(("form", "codec", "pixel"), CONTAINERS)

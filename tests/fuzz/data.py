@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_tools.convert import ConversionOptions, convert
 from megatron_vl.config import DataConfig
 from megatron_vl.data.chat import ChatEncoder
@@ -454,8 +456,14 @@ def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], i
 
 def _guarded(work: Callable[[], Any], seconds: float) -> Any:
     """Runs ``work`` in a separate process; a crash and a hang both fail."""
+
+    def alone() -> None:
+        # As in a loader's worker: OpenMP's threads do not survive the fork, and whoever waits for them hangs.
+        torch.set_num_threads(1)
+        send.send(work())
+
     receive, send = FORK.Pipe(duplex=False)
-    process = FORK.Process(target=lambda: send.send(work()))
+    process = FORK.Process(target=alone)
     process.start()
     send.close()
     try:

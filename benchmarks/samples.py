@@ -1,0 +1,124 @@
+"""Processor seconds of one core to make a sample: the loader's code beside the processor of Hugging Face.
+
+    python -m benchmarks.samples --hf HF_DIR --count 200
+
+Conversations about COCO-shaped JPEGs (``photographs.py``) go through both. The Hugging Face side opens each
+file with Pillow, applies the chat template and calls the processor, as a collate function would; the loader
+also makes the loss mask. Tokens and pixels are compared before anything is timed. The two take turns, sample
+by sample, so that whatever else runs on the machine disturbs both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import random
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from benchmarks.photographs import crop, photographs
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
+from megatron_vl.data.pixels import image_size
+from megatron_vl.data.reading import with_crc
+from megatron_vl.spec.families import read_spec
+from toolkit.bench.workload import COCO_SIZES
+
+
+def samples(count: int) -> list[tuple[list[dict[str, Any]], bytes]]:
+    """Messages and the JPEG of each sample."""
+    rng = random.Random(5)
+    sources = photographs()
+    words = Path(__file__).parents[1].joinpath("README.md").read_text().split()
+    made = []
+    for _ in range(count):
+        file = io.BytesIO()
+        crop(rng.choice(sources), rng.choice(COCO_SIZES), rng).save(file, "JPEG", quality=92)
+        said = [" ".join(rng.choices(words, k=rng.randint(10, 60))) for _ in range(2)]
+        asked = [{"type": "image", "image": "0.jpg"}, {"type": "text", "text": said[0]}]
+        messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": said[1]}]
+        made.append((messages, file.getvalue()))
+    return made
+
+
+def stored(messages: list[dict[str, Any]], jpeg: bytes) -> RawSample:
+    """A sample as a shard stores it."""
+    height, width = image_size(jpeg)
+    size = {"height": height, "width": width}
+    medium = {"key": "0.jpg", "kind": "image", **size, "crc32": zlib.crc32(jpeg)}
+    text = with_crc(json.dumps({"messages": messages, "media": [medium]}).encode())
+    return RawSample(__key__="0", __restore_key__=(), __subflavors__={}, text=text, members={"0.jpg": jpeg})
+
+
+def ours(encoder: RowEncoder, raw: RawSample) -> tuple[EncodedSample, torch.Tensor]:
+    """The encoded sample and its planes."""
+    encoded = encoder.preencode_sample(raw)
+    return encoded, encoder.postencode_sample(encoded).sample.media[0].planes
+
+
+def theirs(processor: Any, messages: list[dict[str, Any]], jpeg: bytes) -> Any:
+    image = Image.open(io.BytesIO(jpeg)).convert("RGB")
+    text = processor.apply_chat_template(messages, tokenize=False)
+    return processor(text=[text], images=[image], return_tensors="pt")
+
+
+def check(encoder: RowEncoder, processor: Any, messages: list[dict[str, Any]], jpeg: bytes) -> None:
+    """Stops if tokens or pixels differ."""
+    encoded, planes = ours(encoder, stored(messages, jpeg))
+    found = theirs(processor, messages, jpeg)
+    side = encoder.settings.patch_size**2
+    pixels = found["pixel_values"].view(planes.shape[1], 3, -1, side)[:, :, 0].flatten(1)
+    assert torch.equal(encoded.token_ids, found["input_ids"][0]), "tokens differ"
+    assert (encoder.settings.norm.apply(planes)[0] - pixels).abs().max() < 2e-6, "pixels differ"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hf", type=Path, help="folder of tokenizer and processor; default: a small one")
+    parser.add_argument("--count", type=int, default=200)
+    args = parser.parse_args()
+    from toolkit.tiny import write_tiny_checkpoint
+
+    torch.set_num_threads(1)
+    if args.hf is None:
+        import tempfile
+
+        args.hf = write_tiny_checkpoint(Path(tempfile.mkdtemp()) / "hf", "qwen2_5_vl")
+    encoder = RowEncoder(DataConfig(seq_len=8192), read_spec(args.hf), args.hf)
+    processor = AutoProcessor.from_pretrained(args.hf)
+
+    made = samples(args.count)
+    for messages, jpeg in made:
+        check(encoder, processor, messages, jpeg)
+    print(f"tokens and pixels of {len(made)} samples are equal")
+
+    raw = [stored(*sample) for sample in made]
+    spent = {"loader, text": 0.0, "loader, pixels": 0.0, "Hugging Face": 0.0}
+    for sample, (messages, jpeg) in zip(raw, made, strict=True):
+        start = time.process_time()
+        encoded = encoder.preencode_sample(sample)
+        between = time.process_time()
+        encoder.postencode_sample(encoded)
+        end = time.process_time()
+        theirs(processor, messages, jpeg)
+        spent["loader, text"] += between - start
+        spent["loader, pixels"] += end - between
+        spent["Hugging Face"] += time.process_time() - end
+
+    for name, seconds in spent.items():
+        print(f"{name:16s} {seconds / len(made) * 1e3:7.2f} ms a sample")
+    loader = spent["loader, text"] + spent["loader, pixels"]
+    print(
+        f"{len(made) / loader:.0f} samples/s a core, {spent['Hugging Face'] / loader:.2f} times Hugging Face"
+    )
+
+
+if __name__ == "__main__":
+    main()
