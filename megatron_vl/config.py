@@ -170,6 +170,11 @@ class DataConfig:
     path: str = ""
     """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
     store (`msc://PROFILE/FOLDER`)."""
+    on_changed_blend: Literal["refuse", "continue"] = "refuse"
+    """What a run does that resumes with another blend of data sets than its checkpoint had. refuse: it ends
+    and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
+    begin at their start, those that left are dropped, and new weights count from that step on. Without a
+    change, both do the same."""
     seq_len: int = 4096
     """Tokens of a row."""
     pack: bool = True
@@ -274,6 +279,10 @@ class OptimizerConfig:
     """Adam: term added to the denominator."""
     clip_grad: float = 1.0
     """Largest global gradient norm. 0: no clipping."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which Adam's two moments are kept. bfloat16 halves the optimizer state of a bf16 model (6 bytes
+    a parameter, not 12). Adam still computes in float32; moments are rounded stochastically, with the same
+    bits in every layout. A run may resume with the other type: then moments are converted."""
     offload_fraction: float | Literal["auto"] = 0.0
     """Share of the optimizer state that is kept in host memory and streamed through the GPU when weights are
     updated (0 to 1). Numbers do not change, nor do checkpoints: a run may resume with any other share.

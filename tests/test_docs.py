@@ -154,7 +154,14 @@ def test_every_page_is_in_the_navigation():
     assert named == pages
 
 
-@pytest.mark.parametrize(("link", "built"), [("#a-page", True), ("nowhere.md", False), ("#nowhere", False)])
+BUILDS = [
+    pytest.param("#a-page", True, marks=pytest.mark.slow),
+    ("nowhere.md", False),
+    pytest.param("#nowhere", False, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("link", "built"), BUILDS)
 def test_the_site_is_not_built_with_a_broken_link(tmp_path, link, built):
     """With the options of `make docs`: mkdocs forgets --strict where --quiet is given too."""
     recipe = re.search(r"\$\(BIN\)/mkdocs (build.*)", (ROOT / "Makefile").read_text())

@@ -163,9 +163,14 @@ def test_defaults_are_those_of_an_empty_run() -> None:
     assert "### `dtype`\n\nOne of `bfloat16`, `float32`, default: `bfloat16`" in page
 
 
+@cache
+def commands_page() -> str:
+    return docs_hooks().commands_reference()
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_a_command_is_there(name: str) -> None:
-    page = docs_hooks().commands_reference()
+    page = commands_page()
     section = page.partition(f"## megatron-vl {name}\n")[2].partition("\n## ")[0]
     parser = build_parser(COMMANDS[name].load_options(), f"megatron-vl {name}")
     words = [word for action in parser._actions for word in action.option_strings]

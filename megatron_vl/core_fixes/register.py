@@ -524,7 +524,7 @@ FIXES: tuple[Fix, ...] = (
         test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
     ),
     Fix(
-        ours="megatron_vl.training.offload.build:offload",
+        ours="megatron_vl.training.offload.build:keep_in_chunks",
         touches=(
             "torch.optim.Optimizer.step",
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.float16_groups",
@@ -539,7 +539,19 @@ FIXES: tuple[Fix, ...] = (
         test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
     ),
     Fix(
-        ours="megatron_vl.training.offload.build:_leave_to_stream",
+        ours="megatron_vl.training.offload.build:LaterMasters",
+        touches=(
+            "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
+            "_build_model_and_main_param_groups",
+            "torch.Tensor.float",
+        ),
+        why="Core makes all master weights on the device before any of them can be moved.",
+        written_for=_CORE,
+        goes_when="core makes master weights where they are kept",
+        test="tests/training/test_offload.py::test_master_weights_that_leave_the_device_are_never_all_on_it",
+    ),
+    Fix(
+        ours="megatron_vl.training.offload.build:_leave_to_chunks",
         touches=(
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
             "_get_model_and_main_params_data_float16",

@@ -26,6 +26,8 @@ EPOCHIZED = "blend_epochized"
 """The kind of mixture whose parts have repetitions."""
 LISTED = 40
 """Largest number of sources that the start of a run lists one by one."""
+MOST_NAMED = 10
+"""Largest number of sources that a message names."""
 
 
 class BlendError(UserError, ValueError):
@@ -86,6 +88,18 @@ def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Sour
         Source(names[i], keys[i], part.samples, part.given, shares[i], part.length)
         for i, part in enumerate(parts)
     )
+
+
+def named(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def starts_of(sources: tuple[Source, ...]) -> dict[str, int]:
+    """How many samples come before each source in the blend, by what it is known by."""
+    lengths = [source.length for source in sources]
+    return {source.key: sum(lengths[:i]) for i, source in enumerate(sources)}
 
 
 def summary(sources: tuple[Source, ...]) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
-from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, sources_of
+from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, named, sources_of
 from megatron_vl.data.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
 
@@ -557,7 +557,7 @@ def _data_sets_differ(saved: dict[str, Any], now: dict[str, Any], name: str) -> 
 
 def _lists_differ(saved: list[Any], now: list[Any], name: str) -> str:
     before, after = _names(saved), _names(now)
-    mixes = f"{name} mixed {', '.join(before)}, mixes {', '.join(after)}"
+    mixes = f"{name} mixed {named(before)}, mixes {named(after)}"
     if len(saved) != len(now):
         return mixes
     pairs = enumerate(zip(saved, now, strict=True))

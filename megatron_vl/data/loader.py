@@ -191,6 +191,11 @@ class RowEncoder(DefaultTaskEncoder):
         """Off: rows are passed over. Their pictures are not decoded, and what was dropped is not counted."""
         self.readers: dict[str, Any] = {}
 
+    @property
+    def packing_buffer(self) -> int:
+        """Number of samples among which rows are packed."""
+        return self.data.packing_buffer if self.data.pack else 1
+
     def for_stream(self) -> RowEncoder:
         """A copy with counts of its own, for one stream."""
         own = copy.copy(self)
@@ -509,10 +514,9 @@ def build_loader(
     encoder.shuffles = split == "train"
     _check_patches(encoder.settings, spec, hf_dir)
 
-    blend = sources_of(facts.identity)
+    blend = sources_of(facts.identity, location(data.path).name)
     encoder.blends = split == "train" and len(blend) > 1
     sources = _sources(data, split, blend)
-
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
@@ -535,8 +539,10 @@ def build_loader(
         name = text_id(hf_dir, spec, data)
         planning = Planning(sources.datasets, blend, name, encoder, deal.rows_per_step)
         return PlannedLoader(planning, sources, identity, facts, deal, dp_rank, data)
-    sources.stream(0, deal.order.streams, data.seed, encoder, None)  # so that lists of shards are shared
-    return RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
+    loader = RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
+    if not resumes:
+        loader.share_lists()
+    return loader
 
 
 def _check_samples(data: DataConfig, split: str, samples: int | None, deal: Deal) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.blend import summary
 from megatron_vl.data.description import SplitFacts
 from megatron_vl.data.order import Deal
 from megatron_vl.data.planned_rows import PlannedRankRows, Planning
@@ -49,6 +50,7 @@ class PlannedLoader(RowLoader):
         """Lines to print once at the start of a run."""
         rows = self._deal.rows_per_step
         return [
+            *summary(self._sources.blend),
             f"the {rows} rows of each step are planned from the stored sizes of the samples, with about equal"
             " numbers of patches (data.balance); each rank reads only the samples of its own rows",
             *self._said,
@@ -67,6 +69,7 @@ class PlannedLoader(RowLoader):
             "num_workers": self._data.num_workers,
             "identity": self._identity,
             "rows": rows,
+            "starts": dict(self._begun),
             PLANNED: {
                 "ranks": self._deal.ranks,
                 "rows_per_step": self._deal.rows_per_step,
@@ -95,6 +98,7 @@ class PlannedLoader(RowLoader):
                 f" {RESTART}"
             )
         self._check(state)
+        self._begun |= state.get("starts") or {}
         if state[PLANNED]["rank"] != 0:
             if read is None:
                 raise StateError("the state of data-parallel rank 0 is needed too: it says where data stand")

@@ -11,7 +11,8 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import RULES_BEFORE, DataConfig
-from megatron_vl.data.blend import summary
+from megatron_vl.data.blend import BlendError, Source, named, sources_of, starts_of, summary
+from megatron_vl.data.changed_blend import BlendChange
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.order import Deal
 from megatron_vl.data.row import Row
@@ -29,11 +30,13 @@ PIXEL_FIELDS = (
     "video_fps",
     "video_max_frames",
 )
+BACK = "give the data set that the run began with"
+CONTINUE = "go on with the changed blend with --data.on_changed_blend continue"
 RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
 PLANNED = "planned"
 """Entry of the states of loaders whose batches are planned."""
 WAYS_OUT = {
-    "dataset": f"give the data set that the run began with, {RESTART}",
+    "dataset": f"{BACK}, {RESTART}",
     "split": "load the state of this split",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
@@ -73,6 +76,8 @@ class RowLoader:
         self._said: list[str] = []
         self._states: dict[int, StreamState] = {}
         self._rows: RankRows | None = None
+        self._begun = starts_of(sources.blend)
+        self._lists_are_shared = False
         self._closed = False
 
     def __iter__(self) -> RowLoader:
@@ -90,8 +95,19 @@ class RowLoader:
             found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))
             raise LoaderError(found.group() if found else str(error)) from error
 
+    @property
+    def _keys(self) -> list[str]:
+        return [source.key for source in self._sources.blend]
+
+    def share_lists(self) -> None:
+        """Builds a stream, whose lists of shards all others share."""
+        self._sources.stream(0, self._deal.order.streams, self._data.seed, self._encoder, None)
+        self._lists_are_shared = True
+
     def _begin(self) -> RankRows:
         data = self._data
+        if not self._lists_are_shared:
+            self.share_lists()
         return RankRows(
             self._sources,
             self._encoder,
@@ -118,7 +134,7 @@ class RowLoader:
         """Lines to print once at the start of a run."""
         train = self._identity["split"] == "train"
         buffers = [self._buffers()] if train and self._data.shuffle_buffer > 1 else []
-        blend = summary(self._sources.blend) if train else []
+        blend = [*summary(self._sources.blend), *self._thin_sources()] if train else []
         return [*blend, *buffers, *self._costs(), *self._said]
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +150,11 @@ class RowLoader:
             streams = {number: self._states[number] for number in kept if number in self._states}
         else:
             rows, streams = self._rows.rows, self._rows.kept()
-        now = {"num_workers": self._data.num_workers, "identity": self._identity}
+        now = {
+            "num_workers": self._data.num_workers,
+            "identity": self._identity,
+            "starts": dict(self._begun),
+        }
         return now | streams_to_json(self._deal, rows, self._dp_rank, streams)
 
     def load_state_dict(
@@ -159,8 +179,8 @@ class RowLoader:
                 "the loader state is of a run whose batches are planned, and this loader's are not; set"
                 f" data.balance true, with the sizes of `megatron-vl data index` in place, {RESTART}"
             )
-        self._check(state)
-        saved = SavedStreams(state, read)
+        before = self._check(state)
+        saved = SavedStreams(state, read, tuple(source.key for source in before if source.share))
         order = saved.deal.order
         if self._data.streams not in (0, order.streams):
             raise StateError(
@@ -175,11 +195,18 @@ class RowLoader:
         workers = (state["identity"] if saved.one_loader else state)["num_workers"]
         self._said += self._changes(saved, workers)
 
-    def _check(self, state: dict[str, Any]) -> None:
+        # Streams divide a source as they did when it began, wherever it is in the blend now.
+        self._begun |= state.get("starts") or starts_of(before)
+        self._sources.starts = [self._begun[key] for key in self._keys]
+        self.share_lists()
+
+    def _check(self, state: dict[str, Any]) -> tuple[Source, ...]:
+        """Refuses a state that does not belong to this loader. Returns the sources that it was saved with."""
         saved = self._with_present_fields(state.get("identity", {}))
+        sources = _read_sources(saved.get("dataset"))
         if found := difference(saved.get("dataset"), self._identity["dataset"]):
-            way_out = WAYS_OUT["dataset"]
-            raise StateError(f"the loader state was saved with another data set: {found}; {way_out}")
+            known = frozenset(state.get("starts") or ())
+            self._change_blend(BlendChange(sources, self._sources.blend, known), found)
         for name, value in self._identity.items():
             before = saved.get(name, RULES_BEFORE.get(name))
             if name != "dataset" and before != value:
@@ -187,6 +214,24 @@ class RowLoader:
                     f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
                     f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
+        return sources
+
+    def _change_blend(self, change: BlendChange, found: str) -> None:
+        """Notes what changes in the blend.
+
+        Args:
+            found: the first difference, as a clause.
+
+        Raises:
+            StateError: the run was not told to go on with another blend, or no source of before stays.
+        """
+        problem = f"the loader state was saved with another data set: {found}"
+        if not change.stays:
+            raise StateError(f"{problem}; {WAYS_OUT['dataset']}")
+        if self._data.on_changed_blend != "continue":
+            told = "; ".join(change.told())
+            raise StateError(f"{problem}; {BACK}, {CONTINUE} ({told}), {RESTART}")
+        self._said += [f"the blend has changed ({found}); from here on:", *(f"  {t}" for t in change.told())]
 
     def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
         """An identity that an earlier version saved.
@@ -244,6 +289,18 @@ class RowLoader:
             )
         return said
 
+    def _thin_sources(self) -> list[str]:
+        """Whether there are sources that not all streams have samples of."""
+        blend, streams = self._sources.blend, self._deal.order.streams
+        thin = [source.name for source in blend if source.share and source.samples < streams]
+        if len(blend) < 2 or not thin:
+            return []
+        return [
+            f"these sources have fewer samples than the data have streams ({streams}): {named(thin)}. Some"
+            " streams draw nothing of them, so their shares are smaller than expected; give fewer streams"
+            " (data.streams) in a new run, or add samples"
+        ]
+
     def _costs(self) -> list[str]:
         """Whether streams are read more than once."""
         deal = self._deal
@@ -283,3 +340,11 @@ class RowLoader:
         self._closed = True
         if self._rows is not None:
             self._rows.close()
+
+
+def _read_sources(identity: Any) -> tuple[Source, ...]:
+    """The sources of a saved identity; none if it cannot be read."""
+    try:
+        return sources_of(identity, "the former data set")
+    except (BlendError, KeyError, TypeError, ValueError, AttributeError):
+        return ()

@@ -9,7 +9,7 @@ Versions before 2026-11-22 saved the state of one Energon loader for each rank. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from megatron_vl.data.order import Deal, RowOrder, read_deal
@@ -31,7 +31,12 @@ def streams_to_json(deal: Deal, rows: int, rank: int, streams: dict[int, StreamS
         "rank": rank,
         "rows": rows,
         "streams": {
-            str(number): {"rows": state.rows, "dataset": to_json(state.dataset)}
+            str(number): {
+                "rows": state.rows,
+                "dataset": to_json(state.dataset),
+                "drawn": list(state.drawn),
+                "parked": to_json(state.parked),
+            }
             for number, state in streams.items()
         },
     }
@@ -43,13 +48,19 @@ class SavedStreams:
     Args:
         state: the state of any rank.
         read: gives the state of a rank by its number.
+        drawn: what the sources are known by in states of versions that did not write it.
 
     Raises:
         StateError: the state is damaged.
     """
 
-    def __init__(self, state: dict[str, Any], read: Callable[[int], dict[str, Any]] | None) -> None:
-        self._read = read
+    def __init__(
+        self,
+        state: dict[str, Any],
+        read: Callable[[int], dict[str, Any]] | None,
+        drawn: tuple[str, ...] = (),
+    ) -> None:
+        self._read, self._drawn = read, drawn
         self.one_loader = "energon" in state
         self._files: dict[int, dict[int, StreamState]] = {}
         self.workers = 1
@@ -102,7 +113,7 @@ class SavedStreams:
         """The streams that a rank has saved, and the number of rows that all ranks had taken."""
         if not self.one_loader:
             streams = {
-                int(number): StreamState(saved["rows"], from_json(saved["dataset"]))
+                int(number): self._stream(saved["rows"], from_json(saved["dataset"]), saved)
                 for number, saved in state["streams"].items()
             }
             return streams, int(state["rows"])
@@ -111,7 +122,9 @@ class SavedStreams:
         if loader is None:
             return {}, 0
         first = rank * self.workers
-        streams = {first + i: _of_worker(worker) for i, worker in enumerate(loader.worker_states)}
+        streams = {
+            first + i: self._stream(*_of_worker(worker)) for i, worker in enumerate(loader.worker_states)
+        }
         made = sum(map(_made, loader.worker_states)) * self.deal.ranks
         late = [number for number, at in streams.items() if at.rows > self.deal.order.taken(number, made)]
         if late or len(streams) != self.workers:
@@ -120,14 +133,19 @@ class SavedStreams:
             )
         return streams, made
 
+    def _stream(self, rows: int, dataset: Any, saved: Mapping[str, Any] | None = None) -> StreamState:
+        saved = saved or {}
+        drawn = tuple(saved["drawn"]) if "drawn" in saved else self._drawn
+        return StreamState(rows, dataset, drawn, from_json(saved["parked"]) if "parked" in saved else {})
 
-def _of_worker(saved: Any) -> StreamState:
-    """The stream of one worker of an Energon loader, where its state stands."""
+
+def _of_worker(saved: Any) -> tuple[int, Any]:
+    """(rows, Energon's state) of one worker of an Energon loader, where its state stands."""
     if isinstance(saved, dict):
-        return StreamState(saved["_sample_index"], _inner(saved))
+        return saved["_sample_index"], _inner(saved)
     if saved.state is None:
-        return StreamState(0, None)
-    return StreamState(saved.state.sample_index, _inner(saved.state.dataset_state))
+        return 0, None
+    return saved.state.sample_index, _inner(saved.state.dataset_state)
 
 
 def _made(saved: Any) -> int:

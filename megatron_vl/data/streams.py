@@ -11,7 +11,7 @@ import gc
 import logging
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_vl.data.blend import Source
+from megatron_vl.data.blend import Source, starts_of
+from megatron_vl.data.changed_blend import carried, fits
 from megatron_vl.data.order import Deal
 from megatron_vl.data.row import Row
 from megatron_vl.data.state import StateError
@@ -58,6 +59,10 @@ class StreamState:
     """Number of rows that it has made."""
     dataset: Any
     """Energon's state after these rows; None: at the start."""
+    drawn: tuple[str, ...] = ()
+    """What the sources in this state are known by, in order (:attr:`Source.key`)."""
+    parked: dict[str, Any] = field(default_factory=dict)
+    """Where sources stand of which nothing is drawn any more, by the same."""
 
 
 class Stream:
@@ -66,13 +71,17 @@ class Stream:
     Args:
         dataset: Energon's data set, which makes rows.
         encoder: the :class:`~megatron_vl.data.loader.RowEncoder` inside ``dataset``, of this stream alone.
+        state: where it begins, with the sources in ``drawn``.
+        drawn: what its sources are known by, in order.
     """
 
-    def __init__(self, dataset: Any, encoder: Any, state: StreamState | None) -> None:
+    def __init__(self, dataset: Any, encoder: Any, state: StreamState | None, drawn: tuple[str, ...]) -> None:
         self.dataset, self.encoder = dataset, encoder
         self.rows = 0
+        self.drawn = drawn
+        self.parked: dict[str, Any] = {}
         if state is not None:
-            self.rows = state.rows
+            self.rows, self.parked = state.rows, state.parked
             if state.dataset is not None:
                 dataset.restore_state(state.dataset)
         self._iterator: Iterator[Any] | None = None
@@ -90,7 +99,7 @@ class Stream:
         return None if row is _END else row
 
     def state(self) -> StreamState:
-        return StreamState(self.rows, self.dataset.save_state())
+        return StreamState(self.rows, self.dataset.save_state(), self.drawn, self.parked)
 
     def _next(self) -> Any:
         config = self.dataset.worker_config
@@ -145,9 +154,9 @@ class Sources:
         for i, loaded in enumerate(datasets):
             loaded.dataset.subflavors = {**(loaded.dataset.subflavors or {}), SOURCE: i}
         self.drawn = [i for i, source in enumerate(blend) if source.share or not skipped]
-        lengths = [source.length for source in blend]
-        self.starts = [sum(lengths[:i]) for i in range(len(blend))]
-        """For each source, how many samples come before it. This decides how streams divide its samples."""
+        self.starts = list(starts_of(blend).values())
+        """For each source, how many samples came before it in the blend in which it began. This decides how
+        streams divide its samples."""
 
     def reconnect(self) -> None:
         """Gives a forked process connections of its own to object stores."""
@@ -175,7 +184,29 @@ class Sources:
                 )
             )
         own = encoder.for_stream()
-        return Stream(self.build(copies, config, own), own, state)
+        dataset = self.build(copies, config, own)
+        drawn = tuple(self.blend[i].key for i in self.drawn)
+        if state is not None and state.dataset is not None:
+            state = _under(state, dataset, drawn, encoder.packing_buffer)
+        return Stream(dataset, own, state, drawn)
+
+
+def _under(state: StreamState, dataset: Any, drawn: tuple[str, ...], room: int) -> StreamState:
+    """The state of a stream for the sources that its data set has now.
+
+    Args:
+        room: number of samples that the packing buffer holds.
+    """
+    if state.drawn == drawn and fits(dataset, state.dataset):
+        return state
+    config = dataset.worker_config
+    config.worker_activate(state.rows, cache_pool=_NO_CACHE)
+    try:
+        fresh = dataset.save_state()
+    finally:
+        config.worker_deactivate()
+    moved, parked = carried(state.dataset, state.drawn, fresh, drawn, state.parked, room)
+    return StreamState(state.rows, moved, drawn, parked)
 
 
 def reconnect(datasets: Iterable[LoadedDataset]) -> None:

@@ -29,7 +29,7 @@ def split_master(master: Tensor, weight: Tensor, low: Tensor, exp_avg_sq: Tensor
         low: int16 [N].
         exp_avg_sq: fp32 [N], not negative.
     """
-    if _on_kernels(master):
+    if on_kernels(master):
         from megatron_vl.kernels import master_halves_triton
 
         master_halves_triton.split_master(master, weight, low, exp_avg_sq)
@@ -46,7 +46,7 @@ def join_master(weight: Tensor, low: Tensor, exp_avg_sq: Tensor, master: Tensor)
 
     Shapes and types are those of :func:`split_master`.
     """
-    if _on_kernels(master):
+    if on_kernels(master):
         from megatron_vl.kernels import master_halves_triton
 
         master_halves_triton.join_master(weight, low, exp_avg_sq, master)
@@ -63,5 +63,5 @@ def _upper(weight: Tensor) -> Tensor:
     return weight.view(torch.int16).to(torch.int32) << 16
 
 
-def _on_kernels(tensor: Tensor) -> bool:
+def on_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

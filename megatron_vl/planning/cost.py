@@ -15,7 +15,7 @@ from functools import cached_property
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.planning.calibration import Calibration
-from megatron_vl.planning.memory import DELTA_CHUNK, Parameters, offloaded
+from megatron_vl.planning.memory import DELTA_CHUNK, Parameters, offloaded, state_bytes
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -350,7 +350,7 @@ class Costs:
         c = self.calibration
         away = parameters.owned * offloaded(self.config)
         on_device = ((parameters.owned - away) * c.optimizer_ps + parameters.trained * c.gradient_ps) * 1e-12
-        state = 10 if self.element == 2 else 8
+        _, state = state_bytes(self.config)
         copies = away * state / (c.host_copy_gb_s * 1e9)
         return on_device + copies + parameters.tensors * c.tensor_us * 1e-6
 

@@ -64,8 +64,8 @@ class StageMemory:
     gradients: float = 0.0
     """Main gradients in float32."""
     optimizer: float = 0.0
-    """float32 master weights and two moments without what is offloaded; ``distributed_optimizer``
-    splits them over data-parallel ranks."""
+    """float32 master weights and two moments (``optimizer.moments_dtype``) without what is offloaded;
+    ``distributed_optimizer`` splits them over data-parallel ranks."""
     activations: float = 0.0
     """Activations of the decoder layers and the embedding, for all micro-batches in flight."""
     vision: float = 0.0
@@ -155,9 +155,10 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
         rows=rows,
         in_flight=sum(held),
     )
-    # Offloaded state passes through the GPU where activations were before.
+    # Offloaded state passes through the GPU where activations were before, and moments in bf16 are converted
+    # there.
     free = estimated.activations + estimated.vision + estimated.logits
-    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) - free)
+    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) + _converted(config, estimated) - free)
     return dataclasses.replace(estimated, optimizer=estimated.optimizer + passing)
 
 
@@ -290,7 +291,8 @@ def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: in
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
     ranks = layout.tp * dp, layout.tp * layout.pp * dp
     held, trained, owned = _sum_of_sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
-    element, state = (2, 12) if config.dtype == "bfloat16" else (4, 8)
+    element = 2 if config.dtype == "bfloat16" else 4
+    state, _ = state_bytes(config)
     return element * held + 4 * trained + state * owned * (1 - offloaded(config))
 
 
@@ -308,13 +310,30 @@ def _parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int
 ) -> StageMemory:
     found = stage_parameters(config, spec, layout, stage, dp)
-    # float32 weights are their own master weights.
-    state = 12 if element == 2 else 8
     share = offloaded(config)
-    # Half of a bf16 model's master weights lies in its weights.
-    host = (state - 2 if element == 2 else state) * found.owned * share
-    here = state * found.owned * (1 - share)
+    on_gpu, in_host_memory = state_bytes(config)
+    host = in_host_memory * found.owned * share
+    here = on_gpu * found.owned * (1 - share)
     return StageMemory(stage, element * found.held, 4 * found.trained, here, host=host)
+
+
+def state_bytes(config: TrainConfig) -> tuple[int, int]:
+    """Bytes of optimizer state of one parameter: on the GPU, and in host memory.
+
+    float32 weights are their own master weights. Of a bf16 model's, a half lies in its weights where the
+    state is kept in chunks: in host memory, and everywhere if moments are bf16.
+    """
+    halves = 2 if config.dtype == "bfloat16" else 0
+    if config.optimizer.moments_dtype == "bfloat16":
+        return 4 + halves, 4 + halves
+    return 8 + 2 * halves, 8 + halves
+
+
+def _converted(config: TrainConfig, estimated: StageMemory) -> float:
+    """Bytes of a chunk's state in fp32 while it is updated, if its moments are bf16: twice the chunk."""
+    if config.optimizer.moments_dtype == "float32":
+        return 0.0
+    return 2.0 * min(CHUNK_BYTES, estimated.optimizer + estimated.host)
 
 
 def offloaded(config: TrainConfig) -> float:

@@ -36,7 +36,7 @@ from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
-from megatron_vl.training.offload.build import offload_of
+from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
@@ -301,12 +301,16 @@ def resume(run: Run, start: Start) -> None:
     run.skipped |= _skipped_before(saved)
     run.source_counts = saved.get(_SOURCES, {})
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
-    for change in filter(None, (_changed_aux_loss(run, saved), _changed_thinking(run, saved))):
+    if run.sources and not run.source_counts:
+        say(run.grid, "the checkpoint has no counts by source: they begin at 0 here")
+    changes = _changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)
+    for change in filter(None, changes):
         say(run.grid, f"NOTE: {change}")
 
 
 _SKIPPED_STEPS, _AUX_LOSS, _THINKING, _SOURCES = "skipped_steps", "moe_aux_loss", "thinking_rule", "sources"
 _PLANNED = "planned_batches"
+_MOMENTS = "moments_dtype"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 
@@ -315,6 +319,7 @@ def _further_facts(run: Run) -> dict[str, Any]:
         _SKIPPED_STEPS: dict(run.skipped),
         "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
         _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
+        _MOMENTS: run.config.optimizer.moments_dtype,
     }
     if run.planned:
         facts[_PLANNED] = True
@@ -328,6 +333,18 @@ def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
     counts = saved.get(_SKIPPED_STEPS)
     known = counts if isinstance(counts, dict) else {}
     return {reason: count for reason, count in known.items() if reason in SKIPPED and isinstance(count, int)}
+
+
+def _changed_moments(run: Run, saved: dict[str, Any]) -> str:
+    """A note if Adam's moments were saved in another type; otherwise empty. Earlier versions had float32."""
+    before, now = saved.get(_MOMENTS, "float32"), run.config.optimizer.moments_dtype
+    if before == now:
+        return ""
+    how = "rounded to the nearest bfloat16" if now == "bfloat16" else "converted without loss"
+    return (
+        f"Adam's moments were saved in {before} and are {how}, because optimizer.moments_dtype is {now} from"
+        " here on"
+    )
 
 
 def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
@@ -642,8 +659,11 @@ def _steps_of(folder: Path) -> str:
 def _banner(run: Run) -> str:
     g, p = run.grid, run.layout
     experts = f" x ep {p.ep} (etp {p.etp})" if run.spec.language.moe else ""
-    moved = offload_of(run.optimizer)
-    state = f", {moved.host_bytes / 2**30:.1f} GiB of optimizer state in host memory" if moved else ""
+    moments = run.config.optimizer.moments_dtype
+    state = f", moments in {moments}" if moments != "float32" else ""
+    chunked = chunked_state(run.optimizer)
+    if chunked is not None and chunked.host_bytes:
+        state += f", {chunked.host_bytes / 2**30:.1f} GiB of optimizer state in host memory"
     return (
         f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts},"
         f" layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"

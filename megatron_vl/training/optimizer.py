@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_vl.core_fixes.mixed_groups import number_as_listed
 from megatron_vl.models.decoupled import groups_of_tower
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.build import offload, offload_of
+from megatron_vl.training.offload.build import LaterMasters, chunked_state, keep_in_chunks
 from megatron_vl.training.weight_copy import copy_weights_together
 
 VISION = ("patch_embed", "position_table", "decoder")
@@ -58,27 +59,38 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
                 f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules
             )
             overrides[ParamKey(name=names)] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
+    moments = getattr(torch, o.moments_dtype)
+    in_chunks = o.offload_fraction > 0 or moments != torch.float32
+    with LaterMasters() if in_chunks else contextlib.nullcontext():
+        optimizer = _core_optimizer(core, chunks, overrides)
+    number_as_listed(optimizer)
+    copy_weights_together(optimizer)
+    chunked = keep_in_chunks(optimizer, o.offload_fraction, moments, platform)
+    if chunked is not None and chunked.host_bytes and chunks[0].module.decoupled is None:
+        # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
+        chunked.follow(chunks)
+    return optimizer
+
+
+def _core_optimizer(
+    core: CoreOptimizerConfig, chunks: list[ReplicaDDP], overrides: dict[ParamKey, Any]
+) -> ChainedOptimizer:
+    """Core's optimizers of the chunks, and of a tower that every rank holds, as one chain."""
     optimizer = get_megatron_optimizer(
         core, chunks, config_overrides=overrides, use_gloo_process_groups=False
     )
     tower = chunks[0].module.decoupled
-    if tower is not None and tower.ddp is not None:
-        of_tower = get_megatron_optimizer(
-            core,
-            [tower.ddp],
-            config_overrides=overrides,
-            use_gloo_process_groups=False,
-            pg_collection=groups_of_tower(),
-        )
-        parts = (optimizer, of_tower)
-        optimizer = ChainedOptimizer([part for chain in parts for part in chain.chained_optimizers])
-    number_as_listed(optimizer)
-    copy_weights_together(optimizer)
-    moved = offload(optimizer, o.offload_fraction, platform)
-    if moved is not None and tower is None:
-        # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
-        moved.follow(chunks)
-    return optimizer
+    if tower is None or tower.ddp is None:
+        return optimizer
+    of_tower = get_megatron_optimizer(
+        core,
+        [tower.ddp],
+        config_overrides=overrides,
+        use_gloo_process_groups=False,
+        pg_collection=groups_of_tower(),
+    )
+    parts = (optimizer, of_tower)
+    return ChainedOptimizer([part for chain in parts for part in chain.chained_optimizers])
 
 
 def learning_rate(step: int, *, peak: float, final: float, steps: int, warmup: int, schedule: str) -> float:
@@ -135,8 +147,8 @@ def update(optimizer: ChainedOptimizer, wanted: bool) -> tuple[bool, float]:
     norm = optimizer.get_grad_norm()
     norm = float(norm) if norm is not None else 0.0
     if overflow or not wanted or not math.isfinite(norm):
-        if moved := offload_of(optimizer):
-            moved.traffic.drop()
+        if chunked := chunked_state(optimizer):
+            chunked.traffic.drop()
         return False, norm
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False) or part.config.clip_grad <= 0.0:

@@ -1,7 +1,8 @@
-"""Optimizer state on disk: live fp32 tensors under canonical names, loadable in any layout.
+"""Optimizer state on disk: live tensors under canonical names, loadable in any layout.
 
 Each rank writes what its optimizer holds. For each parameter, this is the range ``start:end`` of the
-flattened tensor-parallel shard that this data-parallel rank owns, with master weights and Adam's moments.
+flattened tensor-parallel shard that this data-parallel rank owns, with master weights in fp32 and Adam's
+moments in their dtype. What is read is fp32, whatever was written.
 Megatron-core's ``dist_checkpointing`` is not used for two reasons: core 0.19.2 packs buckets without their
 padding but slices them with it, so that moments silently get wrong offsets, and its files are pickled.
 
@@ -39,7 +40,7 @@ from megatron_vl.json_files import write_json
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.spec.tensors import Cut, TensorInfo, part_of
-from megatron_vl.training.offload.build import offload_of
+from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.offload.state import Parameter
 from megatron_vl.training.offload.step import counts_by_group
 from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
@@ -55,7 +56,7 @@ _CHUNK = 16 << 20
 @dataclass(frozen=True)
 class OptimizerSlice:
     """A contiguous range of one parameter's flattened shard,
-    with this rank's fp32 optimizer tensors for it."""
+    with this rank's optimizer tensors for it."""
 
     tensor: LiveTensor
     start: int
@@ -63,8 +64,8 @@ class OptimizerSlice:
     main: Tensor
     state: dict[str, Any]
     group: dict[str, Any]
-    offloaded: Parameter | None = None
-    """Where the state is if it is in host memory; ``state`` is then empty, and ``main`` may be."""
+    chunked: Parameter | None = None
+    """Where the state is if it is in chunks; ``state`` is then empty, and ``main`` may be."""
 
     @property
     def name(self) -> str:
@@ -75,16 +76,17 @@ class OptimizerSlice:
         return f"{self.name}[{self.start}:{self.end}]/{kind}"
 
     def read(self, kind: str) -> Tensor | None:
-        """A host copy of one of :data:`KINDS`, fp32 [end - start]; None if there is none (before step 1)."""
-        if self.offloaded is not None:
-            return self.offloaded.read(kind)
+        """A host copy [end - start] of one of :data:`KINDS`, in its dtype; None if there is none (before
+        step 1)."""
+        if self.chunked is not None:
+            return self.chunked.read(kind)
         held = self.main if kind == "main" else self.state.get(kind)
         return None if held is None else host_copy(held).view(-1)
 
     def write(self, kind: str, value: Tensor | None) -> None:
-        """Replaces one of :data:`KINDS`. None: there are no moments yet."""
-        if self.offloaded is not None:
-            self.offloaded.write(kind, torch.zeros(self.end - self.start) if value is None else value)
+        """Replaces one of :data:`KINDS` with fp32 [end - start]. None: there are no moments yet."""
+        if self.chunked is not None:
+            self.chunked.write(kind, torch.zeros(self.end - self.start) if value is None else value)
         elif kind == "main":
             assert value is not None
             self.main.copy_(value.view_as(self.main))
@@ -94,8 +96,8 @@ class OptimizerSlice:
     @property
     def steps(self) -> int:
         """Adam's step count: torch keeps it per parameter, Transformer Engine's FusedAdam per group."""
-        if self.offloaded is not None:
-            return self.offloaded.steps
+        if self.chunked is not None:
+            return self.chunked.steps
         steps = self.state.get("step", self.group.get("step", 0))
         return int(steps.item() if isinstance(steps, Tensor) else steps)
 
@@ -108,8 +110,8 @@ def state_name(name: str, expert: int | None) -> str:
 def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> Iterator[OptimizerSlice]:
     """The state that this rank's optimizer holds, parameter by parameter."""
     tensors = {id(tensor.parameter): tensor for tensor in parameters}
-    moved = offload_of(optimizer)
-    offloaded = moved.parameters if moved is not None else {}
+    kept = chunked_state(optimizer)
+    chunked = kept.parameters if kept is not None else {}
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -121,7 +123,7 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
                 group = part.optimizer.param_groups[index]
                 main = group["params"][order]
                 span = part._get_model_param_range_map(parameter)["param"]
-                state, stored = _state_of(part, main, offloaded)
+                state, stored = _state_of(part, main, chunked)
                 yield OptimizerSlice(tensors[id(parameter)], span.start, span.end, main, state, group, stored)
             continue
         # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
@@ -129,15 +131,15 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
         for tensor in parameters:
             main = getattr(tensor.parameter, "main_param", tensor.parameter)
             if id(main) in groups:
-                state, stored = _state_of(part, main, offloaded)
+                state, stored = _state_of(part, main, chunked)
                 yield OptimizerSlice(tensor, 0, main.numel(), main, state, groups[id(main)], stored)
 
 
 def _state_of(
-    part: Any, main: Tensor, offloaded: Mapping[int, Parameter]
+    part: Any, main: Tensor, chunked: Mapping[int, Parameter]
 ) -> tuple[dict[str, Any], Parameter | None]:
-    """The moments of a parameter on the device, or where they are in host memory."""
-    stored = offloaded.get(id(main))
+    """The moments of a parameter in the optimizer, or where they are in chunks."""
+    stored = chunked.get(id(main))
     return ({} if stored is not None else part.optimizer.state[main]), stored
 
 
@@ -522,11 +524,11 @@ def restore(
             piece.write(kind, value)
 
         steps = reader.step(piece.name)
-        if piece.offloaded is not None:
-            piece.offloaded.steps = steps
+        if piece.chunked is not None:
+            piece.chunked.steps = steps
         if fused:
             piece.group["step"] = steps
-        elif steps and piece.offloaded is None:
+        elif steps and piece.chunked is None:
             # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
             # be counted up once per parameter.
             piece.state["step"] = torch.tensor(float(steps))

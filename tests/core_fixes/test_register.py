@@ -142,7 +142,6 @@ def is_touched(reach: scan.Reach) -> bool:
     return reach.target in touched or any(target.split(".")[-names:] == end for target in touched)
 
 
-@pytest.mark.slow
 def test_every_subclass_has_an_entry() -> None:
     found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
     assert len(found) > 15

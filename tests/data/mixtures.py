@@ -38,7 +38,9 @@ def identity(path: Path, split: str = "train") -> Any:
     return json.loads(json.dumps(read_description(path).facts(split).identity))
 
 
-def loader(path: Path, **changes: Any) -> Any:
+def loader(path: Path, *, rank: int = 0, ranks: int = 1, rows_per_step: int = 0, **changes: Any) -> Any:
     hf = tiny_checkpoint("qwen2_5_vl")
     settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 8, **changes}
-    return build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
+    data = DataConfig(path=str(path), **settings)
+    place = {"dp_rank": rank, "dp_size": ranks, "rows_per_step": rows_per_step, "resumes": ranks > 1}
+    return build_loader(data, read_spec(hf), hf, **place)

@@ -122,7 +122,7 @@ def encoders():
     yield "released", released_tokenizer_folder(), spec_of("qwen2_5_vl")
 
 
-@pytest.fixture(scope="module", params=["small", "released"])
+@pytest.fixture(scope="module", params=["small", pytest.param("released", marks=pytest.mark.slow)])
 def encoder(request):
     name, folder, spec = next(e for e in encoders() if e[0] == request.param)
     return folder, ChatEncoder(folder, spec)
@@ -282,6 +282,7 @@ SIX = "<|video_pad|>" * 6
 GROUPS = "".join(f"<{time} seconds><|vision_start|>{SIX}<|vision_end|>" for time in ("0.2", "1.0", "12.3"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "before", "after", "frames", "last"),
     [

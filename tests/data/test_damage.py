@@ -173,6 +173,7 @@ def test_the_list_says_where_a_sample_came_from(tmp_path):
     assert "tokens do not fit into data.seq_len 320" in dropped.detail
 
 
+@pytest.mark.slow
 def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
     turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i < 600 else 5)} for i in range(604)])

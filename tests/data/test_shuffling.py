@@ -51,7 +51,7 @@ def buffer_of(rows) -> ShuffleBufferDataset:
     return rows._rows._local.streams[0].dataset._find_wrapped_dataset(ShuffleBufferDataset)
 
 
-@pytest.mark.parametrize("gib", [0, 2.0])
+@pytest.mark.parametrize("gib", [0, pytest.param(2.0, marks=pytest.mark.slow)])
 def test_small_samples_come_in_energons_own_order(dataset, monkeypatch, gib):
     ours = keys(loader(dataset, shuffle_buffer_gib=gib), 3 * COUNT)
     monkeypatch.setattr(loader_module, "ShuffleBufferDataset", energon_buffer)

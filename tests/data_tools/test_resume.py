@@ -109,6 +109,7 @@ def test_killed_before_each_rename(source, tmp_path, undisturbed):
     assert move > 20
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(source, tmp_path, undisturbed):
     """Each run in the same folder gets one rename further than the one before."""
     out = tmp_path / "out"

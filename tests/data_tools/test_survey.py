@@ -66,6 +66,7 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
     assert sum(sample.videos for sample in found.usable) == 12
 
 
+@pytest.mark.slow
 def test_rows_are_packed_as_the_loader_packs_them(out):
     """The order differs, so the means of many rows are compared: samples and patches of a row."""
     data, folder = _data(out, packing_buffer=16, shuffle_buffer=31), tiny_checkpoint("qwen2_5_vl")

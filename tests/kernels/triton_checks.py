@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_vl.kernels import master_halves, master_halves_triton
+from megatron_vl.kernels import master_halves, master_halves_triton, moments, moments_triton
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.grouped_gemm import (
     ROWS_CONFIG,
@@ -202,6 +202,7 @@ def on_gpu() -> dict[str, float]:
         "each row to 128 others": rows([0.06] * 128, 1000, 2560),
         "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
         "halves of master weights": halves_error(5_000_001, "cuda"),
+        "moments in bf16": moments_error(5_000_001, "cuda"),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
 
@@ -321,13 +322,30 @@ def halves_error(count: int, device: str = "cpu") -> float:
     return float(sum((a != b).sum() for a, b in zip(ours, with_torch(), strict=True)))
 
 
+def moments_error(count: int, device: str = "cpu") -> float:
+    """Numbers that our kernel rounds otherwise than torch: all sizes, signs that mark ties, large steps."""
+    first = torch.randn(count) * torch.logspace(-42, 38, count)
+    second = torch.rand(count) * torch.logspace(-42, 38, count).flip(0) * torch.randn(count).sign()
+
+    def made(on: str, function: Callable[..., None], step: int) -> Tensor:
+        rounded = torch.zeros(2, count, dtype=torch.bfloat16, device=on)
+        function(first.to(on), second.to(on), step, *rounded)
+        return rounded.view(torch.int16).cpu()
+
+    def differing(step: int) -> int:
+        ours = made(device, moments_triton.round_moments, step)
+        return int((ours != made("cpu", torch_only(moments.round_moments), step)).sum())
+
+    return float(sum(differing(step) for step in (1, 17, 1_000_003)))
+
+
 def torch_only(function: Callable[..., None]) -> Callable[..., None]:
     """``function`` without its kernel, also in Triton's interpreter."""
 
-    def run(*tensors: Tensor) -> None:
+    def run(*arguments: Any) -> None:
         interprets = os.environ.pop("TRITON_INTERPRET", None)
         try:
-            function(*tensors)
+            function(*arguments)
         finally:
             if interprets is not None:
                 os.environ["TRITON_INTERPRET"] = interprets
@@ -361,6 +379,7 @@ def main() -> None:
         "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
         "halves of master weights": halves_error(5000),
+        "moments in bf16": moments_error(5000),
     }
 
     print(json.dumps(errors))

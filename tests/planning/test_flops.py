@@ -82,7 +82,7 @@ def elementwise_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["text", "two_images", "mixed"])
+@pytest.mark.parametrize("kind", ["text", pytest.param("two_images", marks=pytest.mark.slow), "mixed"])
 def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, kind: str) -> None:
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
@@ -127,6 +127,7 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["language", "vision"])
 def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)

@@ -10,7 +10,7 @@ from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.planning.calibration import shipped
 from megatron_vl.planning.fit import check_memory
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_gib
+from megatron_vl.planning.memory import CHUNK_BYTES, GIB, RESERVE_GIB, SLOTS, StageMemory, peak_gib
 from megatron_vl.planning.offload import least_share, resolve, with_share
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, read_spec
@@ -49,6 +49,32 @@ def test_what_leaves_the_gpu_is_in_host_memory_but_for_half_of_the_master_weight
 def test_a_model_in_float32_moves_its_moments(config, spec) -> None:
     config.dtype = "float32"
     assert stage(config, spec, 1.0).host == stage(config, spec, 0.0).optimizer
+
+
+def test_moments_in_bf16_halve_the_state_of_a_bf16_model(config, spec) -> None:
+    wide = stage(config, spec, 0.0)
+    config.optimizer.moments_dtype = "bfloat16"
+    none, whole = stage(config, spec, 0.0), stage(config, spec, 1.0)
+    assert none.optimizer == wide.optimizer / 2 == whole.host
+    assert none.host == 0 and whole.optimizer == 0
+
+    full = peak_gib([none]) + RESERVE_GIB
+    config.optimizer.offload_fraction = "auto"
+    state = none.optimizer / GIB
+    found = resolve(config, spec, make_layout(spec), 2, full - 0.32 * state)
+    assert found.optimizer.offload_fraction == 0.35
+
+    config.dtype = "float32"
+    assert stage(config, spec, 1.0).host == stage(config, spec, 0.0).optimizer == none.optimizer * 4 / 6
+
+
+def test_moments_that_are_converted_count_where_they_need_more_than_activations_did(config, spec) -> None:
+    config.data.seq_len, config.data.max_patches = 256, 64
+    config.optimizer.moments_dtype = "bfloat16"
+    shares = [stage(config, spec, share) for share in (0.0, 1.0)]
+    extra = shares[0].optimizer - shares[1].host, shares[1].optimizer
+    free = shares[0].activations + shares[0].vision + shares[0].logits
+    assert extra == (max(0.0, 2 * CHUNK_BYTES - free), (SLOTS + 2) * CHUNK_BYTES - free)
 
 
 def test_pieces_on_their_way_count_where_they_need_more_than_activations_did(config, spec) -> None:

@@ -54,6 +54,7 @@ def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
         assert given.parallel == run.parallel and given.recompute == run.recompute
 
 
+@pytest.mark.slow
 def test_the_72b_needs_more_than_data_parallelism() -> None:
     best = find("Qwen2.5-VL-72B", 32, 64).best[0]
     assert best.layout.tp * best.layout.pp >= 4 and best.mfu > 0.3

@@ -96,7 +96,7 @@ def test_the_table_says_what_a_person_decides_by(capsys) -> None:
     assert "note: rates of H100 were not measured" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["timeline.png", "timeline.svg"])
+@pytest.mark.parametrize("name", ["timeline.png", pytest.param("timeline.svg", marks=pytest.mark.slow)])
 def test_the_timeline_is_drawn(capsys, tmp_path: Path, name: str) -> None:
     path = tmp_path / "pictures" / name
     words = ["--gpus", "2", *ROWS, "--global_batch_size", "4", "--parallel.pp", "2"]

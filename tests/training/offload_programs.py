@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.names import LiveTensor
+from megatron_vl.platform import get_platform
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.checkpoint import run_parameters
 from megatron_vl.training.offload import build
-from megatron_vl.training.offload.build import Offload, offload_of
+from megatron_vl.training.offload.build import ChunkedState, chunked_state
+from megatron_vl.training.offload.pinned import allocate_on_device
+from megatron_vl.training.offload.state import Parameter, make_chunks
+from megatron_vl.training.offload.step import ChunkedStep
+from megatron_vl.training.offload.traffic import Traffic
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.optimizer_state import snapshot
+from megatron_vl.training.optimizer_state import (
+    INDEX,
+    KINDS,
+    OptimizerReader,
+    restore,
+    slices_of,
+    snapshot,
+    write_hashed,
+    write_index,
+)
 from megatron_vl.training.step import train_step, wrap
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
 from toolkit.parity.batches import make_sample
@@ -36,10 +55,14 @@ def again(trainer: TinyTrainer, **changes: Any) -> TinyTrainer:
 
 def state(trainer: TinyTrainer) -> dict[str, Tensor]:
     """Weights and optimizer state of this rank."""
-    live = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
-    held = {f"weight/{name}": p.detach().clone() for name, p, _ in live}
+    live = live_tensors(trainer)
+    held = {f"weight/{one.name}": one.parameter.detach().clone() for one in live}
     held |= snapshot(trainer.optimizer, live)
     return {name: tensor for name, tensor in held.items() if not name.startswith("rng/")}
+
+
+def live_tensors(trainer: TinyTrainer) -> list[LiveTensor]:
+    return [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
@@ -49,11 +72,14 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-def steps_of(trainer: TinyTrainer, rows: list[Any], steps: int = 3, bad: int | None = None) -> Steps:
-    """Steps on the same rows; the step ``bad`` has a row in which no token bears loss, and is skipped."""
+def steps_of(
+    trainer: TinyTrainer, rows: list[Any], steps: int = 3, bad: int | None = None, first: int = 0
+) -> Steps:
+    """Steps from ``first`` on, all of the same rows; the step ``bad`` has a row in which no token bears
+    loss, and is skipped."""
     silent = pack_row([make_sample("without_loss", trainer.spec, 0)], trainer.spec, SEQ_LEN)
     outcomes = []
-    for number in range(steps):
+    for number in range(first, first + steps):
         set_learning_rates(trainer.optimizer, trainer.config, number)
         now = trainer.feed_of([silent], 1).next_step().rows if number == bad else rows
         result = train_step(trainer.wrapped, trainer.optimizer, now, trainer.grid, SEQ_LEN)
@@ -78,7 +104,7 @@ def steps_by_share(
         bad: the step in which no token bears loss.
         spread: whether the state is spread over data-parallel ranks.
     """
-    build.offload.__defaults__ = (10 * 64 * 500,)
+    build.keep_in_chunks.__defaults__ = (10 * 64 * 500,)
     first = tiny_trainer(hf, dtype=dtype, **optimizer)
     if not spread:
         parallel = {"distributed_optimizer": False, "overlap_param_gather": False}
@@ -104,8 +130,12 @@ def some_rows(trainer: TinyTrainer, dtype: str) -> list[Any]:
 
 
 def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
-    """Shares of the state: bytes of master weights and moments on the device, and in host memory."""
-    moved = offload_of(trainer.optimizer)
+    """Shares of the elements whose state is in the optimizer, in chunks on the device, and in chunks in host
+    memory."""
+    moved = chunked_state(trainer.optimizer)
+    parameters = list(moved.parameters.values()) if moved else []
+    streamed = {id(chunk) for chunk in moved.traffic.chunks} if moved else set()
+    host = sum(p.main.numel() for p in parameters if id(p.pieces[0].chunk) in streamed)
     device = total = 0
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -115,29 +145,155 @@ def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
                 device += main.numel() if moments is not None and main.untyped_storage().nbytes() else 0
     return {
         "device": device / total,
-        "host": sum(p.main.numel() for p in moved.parameters.values()) / total if moved else 0.0,
-        "chunks": len(moved.traffic.chunks) if moved else 0,
-        "cut": max(len(p.pieces) for p in moved.parameters.values()) if moved else 0,
+        "chunks on device": (sum(p.main.numel() for p in parameters) - host) / total,
+        "host": host / total,
+        "chunks": len(streamed),
+        "cut": max((len(p.pieces) for p in parameters), default=0),
     }
+
+
+def two_steps_by_hand() -> list[dict[str, list[float]]]:
+    """What is kept of two weights after each of two steps with the same gradient, with moments in bf16."""
+    platform = get_platform("cpu")
+    weight, main = torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([1.0, -2.0])
+    adam = torch.optim.AdamW([main], lr=0.1, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
+    parameter = Parameter(main, weight, adam.param_groups[0])
+    chunks = make_chunks([parameter], 4096, torch.bfloat16)
+    allocate_on_device(chunks, platform.device)
+    main.untyped_storage().resize_(0)
+    traffic = Traffic([], platform.device, platform.memory)
+    step = ChunkedStep(adam, [parameter], chunks, traffic, range(0))
+
+    kept = []
+    for _ in range(2):
+        main.grad = torch.tensor([0.5, -0.25])
+        step()
+        held = {kind: parameter.read(kind) for kind in KINDS}
+        kept.append({kind: value.tolist() for kind, value in held.items() if value is not None})
+        kept[-1]["weight"] = weight.tolist()
+    assert held["exp_avg"].dtype == held["exp_avg_sq"].dtype == torch.bfloat16  # type: ignore[union-attr]
+    return kept
+
+
+def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
+    """Digests of the state after two steps: undisturbed, and saved after one and restored by trainers that
+    keep moments in another place, also after they were fp32 for no step; and how fp32 moments become bf16."""
+    build.keep_in_chunks.__defaults__ = (6 * 64 * 500,)
+    first = tiny_trainer(hf, dtype="bfloat16", moments_dtype="bfloat16")
+    rows = some_rows(first, "bfloat16")
+    found: dict[str, Any] = {"undisturbed": steps_of(again(first), rows, 2)[-1]["state"]}
+
+    before = again(first, offload_fraction=0.4)
+    steps_of(before, rows, 1)
+    files = save(before, Path(folder) / "bf16")
+    for share in (0.0, 1.0):
+        after = again(first, offload_fraction=share)
+        load(after, Path(folder) / "bf16", files)
+        assert digest(state(after)) == digest(state(before))
+        found[f"share {share}"] = steps_of(after, rows, 1, first=1)[-1]["state"]
+
+    wide = again(first, moments_dtype="float32")
+    load(wide, Path(folder) / "bf16", files)
+    found["wide"] = sorted({str(tensor.dtype) for key, tensor in state(wide).items() if "exp_avg" in key})
+    files = save(wide, Path(folder) / "fp32")
+    narrow = again(first, offload_fraction=1.0)
+    load(narrow, Path(folder) / "fp32", files)
+    found["bf16, fp32, bf16"] = steps_of(narrow, rows, 1, first=1)[-1]["state"]
+
+    steps_of(wide, rows, 1, first=1)
+    files = save(wide, Path(folder) / "wide")
+    load(narrow, Path(folder) / "wide", files)
+    theirs, ours = state(wide), state(narrow)
+    found["to the nearest"] = all(
+        torch.equal(ours[key], tensor.bfloat16() if "exp_avg" in key else tensor)
+        for key, tensor in theirs.items()
+    )
+    found["rounded"] = any(
+        not torch.equal(ours[key].float(), tensor) for key, tensor in theirs.items() if "exp_avg" in key
+    )
+    return found
+
+
+def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
+    """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
+    folder.mkdir()
+    held = snapshot(trainer.optimizer, run_parameters(trainer.wrapped, trainer.layout, trainer.grid))
+    files = {"rank.safetensors": write_hashed(folder / "rank.safetensors", held, {"tp": "0"})}
+    return files | {INDEX: write_index(folder, {"rank.safetensors": slices_of(held, 0, 0)})}
+
+
+def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
+    """Restores the optimizer, and the model's weights from its master weights."""
+    table = tensor_table(trainer.spec)
+    reader = OptimizerReader(folder, files, trainer.layout.cut)
+    parameters = run_parameters(trainer.wrapped, trainer.layout, trainer.grid)
+    restore(reader, trainer.optimizer, parameters, table, trainer.grid)
+    for part in trainer.optimizer.chained_optimizers:
+        part._copy_main_params_to_model_params()
+
+
+def bytes_at_start(hf: str, share: float, moments: str) -> dict[str, int]:
+    """Most bytes of new tensors while the optimizer is built, and those that are left; and the bytes of the
+    largest master weight, and of all of them."""
+    first = tiny_trainer(hf, dtype="bfloat16")
+    mains = [main for part in first.optimizer.chained_optimizers for main in part.get_parameters()]
+    sizes = [4 * main.numel() for main in mains]
+    optimizer = dataclasses.replace(first.config.optimizer, offload_fraction=share, moments_dtype=moments)
+    config = dataclasses.replace(first.config, optimizer=optimizer)
+    wrapped = wrap(config, first.new_chunks(config))
+    with Allocations() as allocations:
+        built = build_optimizer(config, first.platform, wrapped)
+    held = chunked_state(built)
+    chunks = held.host_bytes if held else 0
+    return {
+        "most": allocations.most - chunks,
+        "left": allocations.now() - chunks,
+        "largest": max(sizes),
+        "all": sum(sizes),
+    }
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of the storages that are made within it and still held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+        self.most = 0
+
+    def now(self) -> int:
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in self._alive()}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    def _alive(self) -> list[Tensor]:
+        return [tensor for tensor in (ref() for ref in self.made) if tensor is not None]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        ours = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in ours:
+            self.made.append(weakref.ref(out))
+        self.most = max(self.most, self.now())
+        return out
 
 
 def poisoned(hf: str) -> dict[str, Any]:
     """The state after steps when everything on the device that is not to be used is NaN, with room for copies
     beside the passes of the model and without, and when a number in host memory has changed."""
     first = tiny_trainer(hf)
-    build.offload.__defaults__ = (10 * 64 * 200,)
+    build.keep_in_chunks.__defaults__ = (10 * 64 * 200,)
     rows = some_rows(first, "float32")
     results: dict[str, Any] = {"plain": steps_of(again(first), rows, bad=1)[-1]["state"]}
     for what in ("room", "no room", "host"):
         trainer = again(first, offload_fraction=1.0)
-        moved = offload_of(trainer.optimizer)
+        moved = chunked_state(trainer.optimizer)
         assert moved is not None
         traffic = moved.traffic
         if what == "no room":
             traffic.memory = lambda: (1, 1)
         if what == "host":
             chunk = traffic.chunks[0]
-            chunk.state(chunk.host).exp_avg[0] += 1e-3
+            chunk.state(chunk.home).exp_avg[0] += 1e-3
         ahead = watch(moved)
         results[what] = steps_of(trainer, rows, bad=1)[-1]["state"]
         train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
@@ -147,7 +303,7 @@ def poisoned(hf: str) -> dict[str, Any]:
     return results
 
 
-def watch(moved: Offload) -> list[int]:
+def watch(moved: ChunkedState) -> list[int]:
     """Fills new slots with NaN, so that what is not fetched is seen. Returns a list to which the number of
     chunks on the device is added after each bucket of the last backward pass."""
     make, fetch, ahead = moved.traffic._new_slot, moved.traffic.fetch, [0]

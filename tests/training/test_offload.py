@@ -16,7 +16,13 @@ from megatron_vl.training.offload.build import choose
 from megatron_vl.training.offload.pinned import cores
 from megatron_vl.training.offload.traffic import MOST_SLOTS
 from tests.support.ranks import call
-from tests.training.offload_programs import poisoned, steps_by_share
+from tests.training.offload_programs import (
+    bytes_at_start,
+    poisoned,
+    saved_and_restored,
+    steps_by_share,
+    two_steps_by_hand,
+)
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
 
 SHARES = [0.0, 0.4, 1.0]
@@ -39,12 +45,14 @@ def test_cores_of_a_node() -> None:
 def steps(hf: Path, ranks: int = 1, shares: list[float] = SHARES, **variables: Any) -> list[dict[str, Any]]:
     """The steps of rank 0 without offload. All ranks' losses, norms, weights and states are equal for all
     shares, and the state was where it belongs."""
+    in_chunks = variables.get("moments_dtype") == "bfloat16"
     found = call(steps_by_share, ranks, hf=str(hf), shares=shares, **variables)
     for share in shares[1:]:
         assert found[str(share)] == found["0.0"], share
         held = found[f"{share} held"]
         assert share - 0.02 <= held["host"] <= share
-        assert math.isclose(held["device"], 1 - held["host"], abs_tol=1e-9)
+        here, other = ("chunks on device", "device") if in_chunks else ("device", "chunks on device")
+        assert math.isclose(held[here], 1 - held["host"], abs_tol=1e-9) and held[other] == 0
         assert held["chunks"] > 2 and held["cut"] > 1
     return found["0.0"][0]
 
@@ -62,6 +70,58 @@ def test_weights_in_float32_are_their_own_masters(tiny_checkpoint) -> None:
     taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="float32", steps=2, bad=1)
     assert [step["skipped"] for step in taken] == ["", "no_loss_tokens"]
     assert taken[0]["state"] == taken[1]["state"]
+
+
+@pytest.mark.ranks
+def test_moments_in_bf16_give_the_same_bits_for_all_shares(tiny_checkpoint) -> None:
+    """They are all in chunks, in host memory or on the device, and not in the optimizer."""
+    taken = steps(tiny_checkpoint("qwen2_5_vl"), dtype="bfloat16", steps=2, moments_dtype="bfloat16")
+    assert len({step["state"] for step in taken}) == len(taken)
+
+
+@pytest.mark.ranks
+def test_two_steps_with_moments_in_bf16_worked_by_hand() -> None:
+    """Gradients of 0.5 and -0.25, learning rate 0.1, betas 0.9 and 0.95, no epsilon.
+
+    After the first step, the moments are a tenth of the gradient and a twentieth of its square: 0.05 and
+    -0.025, 0.0125 and 0.003125. All are 1.6 times a power of two, between 204 and 205 of 128 parts of it, of
+    which they take one. Corrected for their start, they give a step of 0.1.
+    """
+    first, second = call(two_steps_by_hand)
+    assert first["main"] == pytest.approx([0.9, -1.9], rel=1e-6)
+    assert first["weight"] == [0.8984375, -1.8984375]
+    for kind, powers in {"exp_avg": (-5, -6), "exp_avg_sq": (-7, -9)}.items():
+        parts = [abs(m) / 2.0**power * 128 for m, power in zip(first[kind], powers, strict=True)]
+        assert set(parts) <= {204, 205}, kind
+    assert [m < 0 for m in first["exp_avg"]] == [False, True]
+
+    # The second step begins with what was kept, and Adam computes it in fp32.
+    for at, gradient in enumerate((0.5, -0.25)):
+        avg = 0.9 * first["exp_avg"][at] + 0.1 * gradient
+        square = 0.95 * first["exp_avg_sq"][at] + 0.05 * gradient**2
+        step = 0.1 * (avg / (1 - 0.9**2)) / (square / (1 - 0.95**2)) ** 0.5
+        assert second["main"][at] == pytest.approx(first["main"][at] - step, rel=3e-7)
+        assert second["exp_avg"][at] == pytest.approx(avg, rel=1 / 128)
+        assert second["exp_avg_sq"][at] == pytest.approx(square, rel=1 / 128)
+        assert abs(abs(step) - 0.1) > 1e-6  # what moments in fp32 would give
+
+
+@pytest.mark.ranks
+def test_moments_in_bf16_are_saved_and_resumed_with_any_share(tiny_checkpoint, tmp_path: Path) -> None:
+    """And are the same after having been fp32 for no step; fp32 moments are rounded to the nearest."""
+    found = call(saved_and_restored, hf=str(tiny_checkpoint("qwen2_5_vl")), folder=str(tmp_path))
+    assert found.pop("wide") == ["torch.float32"]
+    assert found.pop("to the nearest") and found.pop("rounded")
+    assert len(found) == 4 and len(set(found.values())) == 1, found
+
+
+@pytest.mark.ranks
+def test_master_weights_that_leave_the_device_are_never_all_on_it(tiny_checkpoint) -> None:
+    """While an optimizer is built, at most one of them and its copy in bf16 has storage."""
+    for share, moments, kept in ((0.0, "float32", 1.0), (1.0, "float32", 0.0), (0.4, "float32", 0.6)):
+        found = call(bytes_at_start, hf=str(tiny_checkpoint("qwen2_5_vl")), share=share, moments=moments)
+        assert found["left"] == pytest.approx(kept * found["all"], rel=0.04, abs=4096), share
+        assert found["most"] <= found["left"] + 1.5 * found["largest"] + 4096, (share, found)
 
 
 @pytest.mark.ranks
@@ -149,6 +209,9 @@ def test_any_share_resumes_any_other_in_any_layout(prepared: dict[str, Path], tm
     assert saved(tmp_path / "some", 4) == saved(tmp_path / "none", 4) != saved(tmp_path / "none", 2)
 
 
+BF16 = ("--optimizer.moments_dtype", "bfloat16")
+
+
 LAYOUTS = {
     "replicas": (2, ()),
     "replicas, gathered after the update": (2, ("--parallel.overlap_param_gather", "false")),
@@ -158,6 +221,18 @@ LAYOUTS = {
         ("--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.layers", "[1,1,1,1]"),
     ),
     "tower on every rank": (2, ("--parallel.pp", "2", "--vision.placement", "decoupled")),
+    "moments in bf16": (2, BF16),
+    "moments in bf16, TP2": (2, (*TP2, *BF16)),
+    "moments in bf16, not spread": (
+        2,
+        (
+            *BF16,
+            "--parallel.distributed_optimizer",
+            "false",
+            "--parallel.overlap_param_gather",
+            "false",
+        ),
+    ),
     "frozen tower": (2, ("--model.freeze_vision", "true")),
     "frozen language": (2, ("--model.freeze_language", "true", "--parallel.pp", "2")),
 }
@@ -168,6 +243,32 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_in_bf16_saves_the_same(prepared: dict[str, Path], tmp_path: Path, layout: str) -> None:
     compare(prepared, tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.ranks
+@pytest.mark.full
+def test_moments_of_another_type_and_layout_are_resumed(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """fp32 on two replicas, bf16 with TP2, fp32 on two replicas again. Every start with another type says so,
+    and with bf16 moments any share gives the same."""
+    anew = (*ROWS_PER_STEP, "--checkpoint.restart_data", "true")
+    note = "NOTE: Adam's moments were saved in"
+    starts: list[tuple[int, str, tuple[str, ...], str]] = [
+        (2, "0", anew, ""),
+        (4, "0.4", (*anew, *TP2, *BF16), f"{note} float32 and are rounded to the nearest bfloat16"),
+        (6, "1.0", (*anew, *TP2, *BF16, "--checkpoint.attempt", "2"), ""),
+        (8, "0", (*anew, "--checkpoint.attempt", "3"), f"{note} bfloat16 and are converted without loss"),
+    ]
+    for steps, share, options, told in starts:
+        if steps == 6:
+            shutil.copytree(tmp_path / "run", tmp_path / "other")
+            run(prepared, tmp_path / "other", 0.0, 2, steps, *options)
+        done = train(
+            prepared, tmp_path / "run", *options, "--optimizer.offload_fraction", share, ranks=2, steps=steps
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert (note in done.stdout) == bool(told) and told in done.stdout
+    assert saved(tmp_path / "run", 6) == saved(tmp_path / "other", 6)
+    assert all(math.isfinite(line["loss"]) for line in metrics(tmp_path / "run"))
 
 
 @pytest.mark.ranks

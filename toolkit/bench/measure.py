@@ -30,7 +30,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.model import HALF, build_model
-from megatron_vl.training.offload.build import offload_of
+from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.step import StepResult, train_step, wrap
 
@@ -130,8 +130,8 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
     )
     for _ in range(o.warm_up):
         one_step(live, feed)
-    if moved := offload_of(live.optimizer):
-        moved.settle()  # what is on its way back does not stay
+    if chunked := chunked_state(live.optimizer):
+        chunked.settle()  # what is on its way back does not stay
     held = allocated(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()

@@ -43,12 +43,13 @@ def train(options: TrainOptions) -> int:
 
     nnodes = options.nnodes or surroundings.nnodes
     per_node = options.nproc_per_node or _gpus_here()
+    meeting = _meeting(options, surroundings, nnodes)
     _refuse(config, nnodes * per_node)
     for name, value in FOR_GPUS.items():
         os.environ.setdefault(name, value)
     if nnodes * per_node == 1:
         return _be_a_rank(options.fields, _alone())
-    return _start_ranks(options, surroundings, nnodes, per_node)
+    return _start_ranks(options, ["--nnodes", str(nnodes), "--nproc-per-node", str(per_node), *meeting])
 
 
 def _config(fields: list[str]) -> TrainConfig:
@@ -103,20 +104,23 @@ def _gpus_here() -> int:
     return found
 
 
-def _start_ranks(options: TrainOptions, surroundings: Surroundings, nnodes: int, per_node: int) -> int:
+def _meeting(options: TrainOptions, surroundings: Surroundings, nnodes: int) -> list[str]:
+    """The launcher's options that bring the nodes together."""
+    if nnodes == 1:
+        return ["--standalone"]
+    host = options.master_addr or surroundings.master_addr
+    if not host:
+        raise UsageError(
+            f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
+        )
+    port = options.master_port or surroundings.master_port
+    endpoint = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
+    return [*endpoint, "--rdzv-id", options.job_id or surroundings.job_id]
+
+
+def _start_ranks(options: TrainOptions, group: list[str]) -> int:
     """Starts this node's ranks and waits for them."""
     from megatron_vl.launch import main as launch
 
-    meeting = ["--standalone"]
-    if nnodes > 1:
-        host = options.master_addr or surroundings.master_addr
-        if not host:
-            raise UsageError(
-                f"--nnodes {nnodes}: give --master-addr, the host name of one of the nodes, the same on all"
-            )
-        port = options.master_port or surroundings.master_port
-        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
-        meeting += ["--rdzv-id", options.job_id or surroundings.job_id]
     sys.stdout.flush()
-    group = ["--nnodes", str(nnodes), "--nproc-per-node", str(per_node), *meeting]
     return launch([*group, "-m", "megatron_vl.train", *options.fields])

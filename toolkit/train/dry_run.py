@@ -65,6 +65,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "memory_gib": [stage.as_json() for stage in stages],
         "peak_gib": round(peak_gib(stages), 1),
         "fits": fit,
+        "moments_dtype": config.optimizer.moments_dtype,
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": shares,
         "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
@@ -127,6 +128,8 @@ SPLITS = {
 
 def _print_offload(facts: dict[str, Any]) -> None:
     """Prints what of the optimizer is in host memory, and what would have to be for GPUs too small."""
+    if facts["moments_dtype"] != "float32":
+        print(f"Adam's moments: {facts['moments_dtype']}")
     if share := facts["offload_fraction"]:
         print(
             f"optimizer state in host memory: {share:.0%}, {facts['host_gib_per_rank']} GiB for each rank of"

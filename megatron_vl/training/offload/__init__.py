@@ -1,4 +1,5 @@
-"""Optimizer state in host memory, streamed through the GPU when weights are updated.
+"""Optimizer state in chunks, in host memory, streamed through the GPU when weights are updated, or on the
+GPU.
 
 The state of a share of the parameters (``optimizer.offload_fraction``) lies in chunks of pinned host memory.
 To update, each chunk is copied to the GPU, the optimizer's own Adam kernel runs on it there, and it is copied
@@ -10,8 +11,12 @@ A chunk holds 10 bytes for each parameter: both moments in fp32, and the 16 bits
 the model's bf16 weight lacks (:mod:`megatron_vl.kernels.master_halves`). A model in fp32 is its own master,
 and a chunk holds the moments alone.
 
+With moments in bf16 (``optimizer.moments_dtype``), these are 6 bytes, and all state is in chunks, because the
+optimizers know fp32 alone. Chunks that are not offloaded stay on the GPU. A chunk's moments are made fp32 for
+its update and rounded after it (:mod:`megatron_vl.kernels.moments`).
+
 Megatron-core's optimizer keeps its parameters as they are, so that its norm, its clipping and its groups work
-as before. Those that are offloaded have no storage between two updates.
+as before. Those whose state is in chunks have no storage between two updates.
 
 On the platform ``cpu`` the same code copies between buffers that are all in host memory.
 """

@@ -1,4 +1,4 @@
-"""Moves a share of an optimizer's state to host memory."""
+"""Moves an optimizer's state into chunks, in host memory and on the device."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, Float16OptimizerWithFloat16Params
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.planning.memory import CHUNK_BYTES
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.pinned import allocate
+from megatron_vl.training.offload.pinned import allocate, allocate_on_device
 from megatron_vl.training.offload.state import Parameter, make_chunks
-from megatron_vl.training.offload.step import StreamedStep
+from megatron_vl.training.offload.step import ChunkedStep
 from megatron_vl.training.offload.traffic import Traffic
 from megatron_vl.training.weight_copy import places_of_shards
 
 
 @dataclass(eq=False)
-class Offload:
-    """What of a rank's optimizer is in host memory."""
+class ChunkedState:
+    """What of a rank's optimizer is in chunks, in host memory and on the device."""
 
     parameters: dict[int, Parameter]
     """By the id of their tensor in the optimizer's groups."""
     traffic: Traffic
+    """Of the chunks in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -55,57 +57,102 @@ class Offload:
                     self.hooks.append(module.register_forward_pre_hook(lambda *_: self.traffic.release()))
 
 
-def offload_of(optimizer: ChainedOptimizer) -> Offload | None:
-    """What :func:`offload` has moved to host memory; None if it was not called."""
-    return getattr(optimizer, "offload", None)
+def chunked_state(optimizer: ChainedOptimizer) -> ChunkedState | None:
+    """What :func:`keep_in_chunks` has made; None if it was not called, or nothing is in chunks."""
+    return getattr(optimizer, "chunked_state", None)
 
 
-def offload(
-    optimizer: ChainedOptimizer, fraction: float, platform: Platform, chunk_bytes: int = CHUNK_BYTES
-) -> Offload | None:
-    """Moves a share of the optimizer's state to host memory, before its first step.
+def keep_in_chunks(
+    optimizer: ChainedOptimizer,
+    fraction: float,
+    moments: torch.dtype,
+    platform: Platform,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> ChunkedState | None:
+    """Moves an optimizer's state into chunks, before its first step: the share of host memory, and all other
+    state too if its moments are not fp32, which the optimizer itself cannot hold.
+
+    Master weights that :class:`LaterMasters` has left without storage get it here if they stay in the
+    optimizer.
 
     Args:
-        fraction: of this rank's state; whole parameters whose sizes come nearest to it from below.
+        fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to it
+            from below.
 
     Returns:
-        None if nothing is offloaded.
+        None if nothing is in chunks.
 
     Raises:
         MemoryError: the host has too little memory that can be pinned.
     """
     parts = [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
     found = [list(parameters_of(part)) for part in parts]
-    chosen = choose([parameter.main.numel() for parameters in found for parameter in parameters], fraction)
-    if not chosen:
+    everything = [parameter for parameters in found for parameter in parameters]
+    chosen = choose([parameter.main.numel() for parameter in everything], fraction)
+    offloaded = {id(everything[index]) for index in chosen}
+    kept = everything if moments == torch.float32 else []
+    for parameter in kept:
+        if id(parameter) not in offloaded:
+            fill(parameter)
+    if not chosen and (kept or not everything):
         return None
 
     plans = []
-    number = 0
     for part, parameters in zip(parts, found, strict=True):
-        numbered = enumerate(parameters, number)
-        offloaded = [parameter for at, parameter in numbered if at in chosen]
-        number += len(parameters)
-        plans.append((part, offloaded, make_chunks(offloaded, chunk_bytes)))
+        away = [parameter for parameter in parameters if id(parameter) in offloaded]
+        here = [p for p in parameters if id(p) not in offloaded and p.main.numel()] if not kept else []
+        plans.append((part, away, here, make_chunks(away, chunk_bytes, moments)))
 
-    chunks = [chunk for _, _, own in plans for chunk in own]
+    for _, away, here, _ in plans:
+        for parameter in (*away, *here):
+            if parameter.weight is not None:
+                parameter.main.untyped_storage().resize_(0)
+    torch.cuda.empty_cache()
+
+    chunks = [chunk for _, _, _, own in plans for chunk in own]
     allocate(chunks, pinned=platform.name == "cuda")
     traffic = Traffic(chunks, platform.device, platform.memory)
+    held: dict[int, Parameter] = {}
     begin = 0
-    for part, offloaded, own in plans:
+    for part, away, here, own in plans:
         numbers = range(begin, begin + len(own))
-        part.optimizer.step = StreamedStep(part.optimizer, offloaded, traffic, numbers)
-        _leave_to_stream(part, offloaded)
         begin += len(own)
+        staying = make_chunks(here, chunk_bytes, moments)
+        allocate_on_device(staying, platform.device)
+        parameters = [*away, *here]
+        part.optimizer.step = ChunkedStep(part.optimizer, parameters, staying, traffic, numbers)
+        _leave_to_chunks(part, parameters)
+        for parameter in parameters:
+            parameter.settle = traffic.settle
+            held[id(parameter.main)] = parameter
 
-    everything = {id(p.main): p for _, offloaded, _ in plans for p in offloaded}
-    for parameter in everything.values():
-        parameter.settle = traffic.settle
-        if parameter.weight is not None:
-            parameter.main.untyped_storage().resize_(0)
-    torch.cuda.empty_cache()
-    optimizer.offload = Offload(everything, traffic)
-    return optimizer.offload
+    optimizer.chunked_state = ChunkedState(held, traffic)
+    return optimizer.chunked_state
+
+
+class LaterMasters(TorchFunctionMode):
+    """Within it, ``Tensor.float`` of a bf16 tensor gives an fp32 tensor without storage.
+
+    Core's optimizers make master weights so. Without it, all of them are on the device before the first is
+    moved to a chunk, and the memory at the start is more than that of a step.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not Tensor.float or args[0].dtype != torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        master = torch.empty_like(args[0], dtype=torch.float32)
+        master.untyped_storage().resize_(0)
+        return master
+
+
+def fill(parameter: Parameter) -> None:
+    """Gives a master weight without storage the model's weight, as core does at the start."""
+    main, weight = parameter.main, parameter.weight
+    if weight is not None and main.numel() and not main.untyped_storage().nbytes():
+        main.untyped_storage().resize_(main.numel() * main.itemsize)
+        main.copy_(weight.view_as(main))
 
 
 def parameters_of(part: Any) -> Iterator[Parameter]:
@@ -127,14 +174,14 @@ def places_of_weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
                 yield weight.detach().view(-1), main
 
 
-def _leave_to_stream(part: Any, offloaded: list[Parameter]) -> None:
+def _leave_to_chunks(part: Any, chunked: list[Parameter]) -> None:
     """Lets core copy only the other master weights into the model.
 
     For the distributed optimizer, :mod:`megatron_vl.training.weight_copy` does so.
     """
     if not isinstance(part, Float16OptimizerWithFloat16Params):
         return
-    left = {id(parameter.main) for parameter in offloaded}
+    left = {id(parameter.main) for parameter in chunked}
     model, mains = part._get_model_and_main_params_data_float16()
     kept = [
         (weight, main)

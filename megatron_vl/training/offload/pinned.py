@@ -1,4 +1,4 @@
-"""Host memory for offloaded state."""
+"""Memory for chunks of state."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from megatron_vl import progress
 from megatron_vl.training.offload.state import Chunk
 
 
+def allocate_on_device(chunks: list[Chunk], device: torch.device) -> None:
+    """Allocates the memory of chunks that stay on the device, all zero."""
+    for chunk in chunks:
+        chunk.home = torch.zeros(chunk.bytes, dtype=torch.uint8, device=device)
+
+
 def allocate(chunks: list[Chunk], pinned: bool) -> None:
     """Allocates the chunks' host memory, all zero; on the GPU's own NUMA node if it is known."""
     with near_gpu() if pinned else contextlib.nullcontext():
         for chunk in chunks:
             try:
-                chunk.host = torch.empty(chunk.bytes, dtype=torch.uint8, pin_memory=pinned)
+                chunk.home = torch.empty(chunk.bytes, dtype=torch.uint8, pin_memory=pinned)
             except RuntimeError as error:
                 total = sum(chunk.bytes for chunk in chunks) / 2**30
                 raise MemoryError(
                     f"{total:.1f} GiB of host memory could not be pinned for optimizer.offload_fraction:"
                     f" {error}"
                 ) from error
-            chunk.host.zero_()
+            chunk.home.zero_()
             progress.tick()
 
 

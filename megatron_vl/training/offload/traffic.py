@@ -51,7 +51,7 @@ class Traffic:
         self, chunks: list[Chunk], device: torch.device, memory: Callable[[], tuple[int, int]]
     ) -> None:
         self.chunks, self.device, self.memory = chunks, device, memory
-        self.slot_bytes = max(chunk.bytes for chunk in chunks)
+        self.slot_bytes = max((chunk.bytes for chunk in chunks), default=0)
         self.to_device = torch.cuda.Stream(priority=_FETCH)
         self.to_host = torch.cuda.Stream(priority=_WRITE)
         self.hides = False
@@ -85,7 +85,7 @@ class Traffic:
             self.to_device.wait_event(slot.written)
             chunk = self.chunks[self._next]
             with torch.cuda.stream(self.to_device):
-                slot.buffer[: chunk.bytes].copy_(chunk.host[: chunk.bytes], non_blocking=True)
+                slot.buffer[: chunk.bytes].copy_(chunk.home[: chunk.bytes], non_blocking=True)
                 slot.fetched.record(self.to_device)
             self._here[self._next] = slot
             self._next += 1
@@ -114,7 +114,7 @@ class Traffic:
         slot.updated.record(compute)
         self.to_host.wait_event(slot.updated)
         with torch.cuda.stream(self.to_host):
-            chunk.host[: chunk.bytes].copy_(slot.buffer[: chunk.bytes], non_blocking=True)
+            chunk.home[: chunk.bytes].copy_(slot.buffer[: chunk.bytes], non_blocking=True)
             slot.written.record(self.to_host)
         del self._here[number]
         self._leaving.append(slot)

@@ -1,0 +1,55 @@
+"""Rounds Adam's moments from fp32 to bf16 so that they are right on average.
+
+Each step moves the second moment by up to a share of 1 - beta2. Where that is less than half the distance of
+two bf16 numbers (0.2 to 0.4 %, so for beta2 above 0.996), rounding to the nearest never lets it fall.
+Stochastic rounding goes up with the probability that makes the mean right.
+
+The random bits are a hash of both unrounded moments and of the step. So they need no generator, no state and
+no index of the element: a step gives the same bits in every layout, after every resume, and however the
+state is cut into pieces.
+
+A Triton kernel runs on a GPU (and in Triton's interpreter), torch elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_vl.kernels.master_halves import on_kernels
+
+SECOND, STEP = 0x9E3779B1 - (1 << 32), 0x27D4EB2F
+"""Odd factors of the second moment's bits and of the step in the hash."""
+MIX = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
+"""Odd factors that spread each bit over all others. All factors are the int32 of their bits."""
+
+
+def round_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: int, first: Tensor, second: Tensor) -> None:
+    """Writes the moments of a step to ``first`` and ``second``. What bf16 can hold does not change.
+
+    Args:
+        exp_avg: fp32 [N], finite.
+        exp_avg_sq: fp32 [N], finite. Its signs, which may mark ties of master weights, are kept.
+        step: Adam's step count after this step.
+        first: bf16 [N].
+        second: bf16 [N].
+    """
+    if on_kernels(exp_avg):
+        from megatron_vl.kernels import moments_triton
+
+        moments_triton.round_moments(exp_avg, exp_avg_sq, step, first, second)
+        return
+
+    avg, square = exp_avg.view(torch.int32), exp_avg_sq.view(torch.int32)
+    bits = random_bits(avg, square, step)
+    first.view(torch.int16).copy_((avg + (bits & 0xFFFF)) >> 16)
+    second.view(torch.int16).copy_((square + ((bits >> 16) & 0xFFFF)) >> 16)
+
+
+def random_bits(avg: Tensor, square: Tensor, step: int) -> Tensor:
+    """int32 [N] from the bits of both moments, int32 [N], and the step."""
+    offset = (step * STEP + (1 << 31)) % (1 << 32) - (1 << 31)
+    mixed = avg + (square & 0x7FFFFFFF) * SECOND + offset
+    mixed = (mixed ^ (mixed >> 16 & 0xFFFF)) * MIX[0]
+    mixed = (mixed ^ (mixed >> 13 & 0x7FFFF)) * MIX[1]
+    return mixed ^ (mixed >> 16 & 0xFFFF)

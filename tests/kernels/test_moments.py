@@ -1,0 +1,85 @@
+"""Moments are rounded to one of the two bf16 numbers beside them, right on average, always the same way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_vl.kernels.moments import random_bits, round_moments
+
+HALF_AND_QUARTERS = (0x4000, 0x8000, 0xC000)
+"""Low halves of numbers a quarter, half and three quarters of the way to the next bf16 number."""
+
+
+def rounded(avg: Tensor, square: Tensor, step: int = 1) -> tuple[Tensor, Tensor]:
+    first, second = (torch.empty(len(avg), dtype=torch.bfloat16) for _ in range(2))
+    round_moments(avg, square, step, first, second)
+    return first, second
+
+
+def test_a_hash_worked_by_hand() -> None:
+    """Of moments whose bits are 3 and 5 in step 2, in unsigned arithmetic modulo 2^32."""
+    mixed = (3 + 5 * 0x9E3779B1 + 2 * 0x27D4EB2F) % 2**32
+    assert mixed == 0x66BF36D6
+    mixed = (mixed ^ mixed >> 16) * 0x85EBCA6B % 2**32
+    mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 % 2**32
+    mixed ^= mixed >> 16
+
+    avg, square = (torch.tensor([bits], dtype=torch.int32) for bits in (3, 5))
+    assert random_bits(avg, square, 2).item() % 2**32 == mixed
+
+    first, second = rounded(avg.view(torch.float32), square.view(torch.float32), 2)
+    assert first.view(torch.int16).item() == (3 + (mixed & 0xFFFF)) >> 16
+    assert second.view(torch.int16).item() == (5 + (mixed >> 16)) >> 16
+
+
+def test_what_bf16_holds_stays_and_all_else_goes_to_a_neighbour() -> None:
+    torch.manual_seed(0)
+    avg = torch.randn(50_000) * torch.logspace(-40, 30, 50_000)
+    square = avg.square().clamp(max=1e38) * torch.where(torch.rand(50_000) < 0.5, -1.0, 1.0)
+    for wide, narrow in zip((avg, square), rounded(avg, square), strict=True):
+        down = (wide.view(torch.int32) >> 16).to(torch.int16)
+        steps = narrow.view(torch.int16) - down
+        assert ((steps == 0) | (steps == 1)).all() and set(steps.unique().tolist()) == {0, 1}
+        assert torch.equal(narrow.signbit(), wide.signbit())
+
+    kept = avg.bfloat16(), square.bfloat16()
+    again = rounded(*(tensor.float() for tensor in kept))
+    assert all(
+        torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(kept, again, strict=True)
+    )
+
+
+@pytest.mark.parametrize("low", HALF_AND_QUARTERS)
+def test_the_mean_is_right_over_elements_and_over_steps(low: int) -> None:
+    """Also of numbers that are all the same, which only steps or their partner tell apart."""
+    count = 40_000
+    number = torch.tensor([0x3F800000 + low], dtype=torch.int32).view(torch.float32)
+    partner = torch.linspace(-1.0, 1.0, count)
+    wanted, error = low / 0x10000, 4 * 0.5 / count**0.5  # four standard deviations
+
+    def share(tensor: Tensor) -> float:
+        return float((tensor > 1).float().mean())
+
+    first, _ = rounded(number.expand(count).contiguous(), partner.square())
+    _, second = rounded(partner, number.expand(count).contiguous())
+    assert share(first) == pytest.approx(wanted, abs=error)
+    assert share(second) == pytest.approx(wanted, abs=error)
+
+    one = torch.tensor([0.25])
+    steps = [rounded(one, number, step)[1] for step in range(4000)]
+    assert share(torch.cat(steps)) == pytest.approx(wanted, abs=4 * 0.5 / 4000**0.5)
+
+
+def test_a_moment_that_decays_by_a_thousandth_a_step_follows_its_mean() -> None:
+    """Without gradient, beta2 0.999: after 1000 steps 0.3677 is left. To the nearest, nothing would move."""
+    count = 2000
+    second, nearest = torch.ones(count, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)
+    avg = torch.linspace(-1.0, 1.0, count)
+    for step in range(1, 1001):
+        _, second = rounded(avg, second.float() * 0.999, step)
+        nearest = (nearest.float() * 0.999).bfloat16()
+    assert nearest.item() == 1.0
+    assert float(second.float().mean()) == pytest.approx(0.999**1000, rel=0.01)
+    assert float(second.float().std()) < 0.05

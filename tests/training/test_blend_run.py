@@ -1,0 +1,86 @@
+"""A run over a blend counts by source, goes on with a changed blend, and goes back to the former one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.datasets import converted
+from tests.data.mixtures import talk, write
+from tests.support.ranks import call
+from tests.tiny import tiny_checkpoint
+from tests.training.programs import what_trainings_say
+from tests.training.small_run import metrics, options_of, prepare
+
+pytestmark = pytest.mark.ranks
+
+OPTIONS = ["--data.num_workers", "0", "--checkpoint.keep", "0", "--checkpoint.interval", "1"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("blend")
+    for name in ("birds", "ships", "other"):
+        (folder / f"in_{name}").mkdir()
+        shutil.move(converted(folder / f"in_{name}", talk(name, 20))[0], folder / name)
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    return prepare(folder / "prepared", hf, samples=4) | {"sets": folder}
+
+
+def seen(line: dict[str, Any], what: str) -> dict[str, Any]:
+    """A number of each source in a line."""
+    return {name.split("/")[1]: value for name, value in line.items() if name.endswith(f"/{what}")}
+
+
+def check_sums(before: dict[str, Any], line: dict[str, Any]) -> None:
+    """Asserts that samples, loss tokens and losses of the sources add up to those of the step."""
+    for what, total in (("samples_seen", "samples"), ("loss_tokens_seen", "loss_tokens")):
+        former = seen(before, what)
+        assert sum(n - former.get(name, 0) for name, n in seen(line, what).items()) == line[total]
+    former, now, losses = seen(before, "loss_tokens_seen"), seen(line, "loss_tokens_seen"), seen(line, "loss")
+    loss = sum((now[name] - former.get(name, 0)) * (losses[name] or 0.0) for name in now)
+    assert loss / line["loss_tokens"] == pytest.approx(line["loss"], rel=1e-6)
+
+
+def test_a_run_counts_through_a_changed_blend_and_back(prepared: dict[str, Path], tmp_path: Path) -> None:
+    sets, run = prepared["sets"], tmp_path / "run"
+    first = write(sets, "first.yaml")
+    ships, other = {"path": "ships", "weight": 2}, {"path": "other"}
+    second = write(sets, "second.yaml", train={"blend": [other, ships]})
+
+    def start(blend: Path, steps: int, *options: str) -> list[str]:
+        given = ["--data.path", str(blend), "--stop_after", str(steps), *options]
+        return options_of(prepared, run, *OPTIONS, *given)
+
+    begun, refused, went_on, back = call(
+        what_trainings_say,
+        starts=[
+            start(first, 2),
+            start(second, 4),
+            start(second, 4, "--data.on_changed_blend", "continue"),
+            start(first, 3, "--checkpoint.step", "2", "--data.on_changed_blend", "continue"),
+        ],
+    )
+    assert "source birds: weight 3, 20 samples, 75.0% of the samples expected" in begun
+    assert "| birds " in begun and ", ships " in begun
+    assert "--data.on_changed_blend continue" in refused and "step      3" not in refused
+    assert "birds is left out; its counts are kept" in went_on
+    assert "ships goes on where it is: weight 1 (25.0%) becomes weight 2 (66.7%)" in went_on
+    assert "has changed" not in back, "the checkpoint of step 2 has the first blend"
+
+    lines = metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 3]
+    one, two, three, four, again = lines
+    for before, line in (({}, one), (one, two), (two, three), (three, four), (two, again)):
+        check_sums(before, line)
+    assert set(seen(three, "loss")) == {"ships", "other"} and set(seen(again, "loss")) == {"birds", "ships"}
+
+    saved = json.loads((run / "step_00000004" / "run.json").read_text())["sources"].values()
+    counts = {entry["name"]: (entry["samples"], entry["loss_tokens"]) for entry in saved}
+    assert counts["birds"] == (seen(two, "samples_seen")["birds"], seen(two, "loss_tokens_seen")["birds"])
+    assert counts["other"] == (seen(four, "samples_seen")["other"], seen(four, "loss_tokens_seen")["other"])
