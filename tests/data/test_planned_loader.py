@@ -17,7 +17,7 @@ from megatron_vl.data.description import META, SIZES, read_description
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.pixels import read_pixel_settings
 from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_not_planned
-from megatron_vl.data.state import StateError
+from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
@@ -228,3 +228,26 @@ def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
     words = ["--input", str(source / "in.json"), "--media-root", str(source / "media"), "--out", str(out)]
     assert main(["data", "convert", *words, "--workers", "1", "--processor", str(hf())]) == 0
     assert why_not_planned(read_description(out), hf(), data_config(out)) == ""
+
+
+def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
+    """The same set twice, as sources of their own; rows say the source of each sample."""
+    mixture = tmp_path / "mixture.yaml"
+
+    def written(*weights: float) -> Path:
+        parts = [f"      - {{path: {dataset}, weight: {weight}}}\n" for weight in weights]
+        head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        mixture.write_text(head + "".join(parts))
+        return mixture
+
+    first = run(written(1, 3), 2)
+    rows = [next(loader) for loader in first.loaders for _ in range(6)]
+    assert {source for row in rows for source in row.sources} == {0, 1}
+    states = first.stop()
+    with pytest.raises(StateError, match="on_changed_blend continue"):
+        run(written(3, 1), 2).after(states)
+
+    later = run(written(3, 1), 3, on_changed_blend="continue").after(states)
+    planner, before = later.loaders[1]._planning.planner(), from_json(states[0]["planned"]["state"])
+    assert planner.order.drawn == list(before["drawn"].values()) and planner._waiting.shape[1] > 0
+    later.steps(1)
