@@ -23,8 +23,7 @@ FOR_GPUS = {
 
 
 def train(options: TrainOptions) -> int:
-    """Returns the exit code of the training: 0 if done or stopped by a signal, 1 if stopped
-    with a message."""
+    """Trains, and returns the exit code: 0 if done or stopped by a signal, 1 if stopped with a message."""
     surroundings = read(os.environ)
     if surroundings.variables and options.nproc_per_node and not options.dry_run:
         raise UsageError(
@@ -73,7 +72,7 @@ def _refuse(config: TrainConfig, world: int) -> None:
         spec = read_spec(config.model.hf)
         layout = split_of(config, spec, world, resumed_from(config))
     except (UserError, OSError, ValueError):
-        return  # the ranks say what is wrong, with all that they check before
+        return  # the ranks report the error, after the checks that come before it
     check_gpu_memory(config, spec, layout, world)
 
 
@@ -116,6 +115,7 @@ def _start_ranks(options: TrainOptions, surroundings: Surroundings, nnodes: int,
         port = options.master_port or surroundings.master_port
         meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{port}"]
         meeting += ["--rdzv-id", options.job_id or surroundings.job_id]
+
     sys.stdout.flush()
     group = ["--nnodes", str(nnodes), "--nproc-per-node", str(per_node), *meeting]
     return launch([*group, "-m", "megatron_vl.train", *options.fields])
