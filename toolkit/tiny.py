@@ -92,7 +92,7 @@ class TinySizes:
     """Qwen3-VL-MoE only, like the fields below."""
     experts_per_token: int = 2
     expert_ffn_hidden_size: int = 48
-    """Neither ``hidden_size`` nor half of it: square matrices would not show the order of their dimensions."""
+    """Neither ``hidden_size`` nor half of it: a square matrix does not show the order of its dimensions."""
     dense_layers: tuple[int, ...] = ()
     """Decoder layers without experts (released: none)."""
     shared_ffn_hidden_size: int = 40

@@ -55,8 +55,10 @@ and nothing can be compared. With this seed, the last chosen expert's logit exce
 
 @cache
 def chosen_by_make_test() -> frozenset[str]:
-    """The names of the cases that ``make test`` runs; a pair of settings is held once, by any number of
-    ranks."""
+    """Returns the names of the cases that ``make test`` runs.
+
+    One case suffices for a pair of settings, whatever its number of ranks.
+    """
     entries, costs = [], {}
     for ranks, cases in CASES.items():
         for entry in cases:
@@ -67,8 +69,10 @@ def chosen_by_make_test() -> frozenset[str]:
 
 
 def _cost(entry: dict[str, Any], ranks: int) -> float:
-    """Processor time of a case, about: building the model takes as long as three rows, and each rank repeats
-    half of the work."""
+    """Estimates the processor time of a case, in any unit.
+
+    Building the model takes as long as three rows, and each rank repeats half of the work.
+    """
     rows = sum(len(step) for step in entry["steps"])
     return (3 + rows) * (1 + ranks / 2)
 
