@@ -78,7 +78,8 @@ def questions() -> dict[str, tuple[str, str]]:
     """The table of docs/architecture.md: question -> (code, test)."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     section = page.partition("## Where is it?\n")[2].partition("\n## ")[0]
-    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("| ")]
+    table = section.strip().partition("\n\n")[0]  # further tables follow
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")]
     return {question.strip(): (code, test) for question, code, test in rows[1:]}
 
 

@@ -226,7 +226,7 @@ def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
         "--peer",
     ]
     assert main(["bench", *options]) == 2
-    assert "--even-routing with --peer" in capsys.readouterr().err
+    assert "leave out --even-routing or --peer" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
