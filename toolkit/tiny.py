@@ -192,29 +192,6 @@ def tiny_config(
 
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
-    tower: dict[str, Any] = {
-        "depth": sizes.vision_layers,
-        "num_heads": sizes.vision_heads,
-        "in_chans": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-    }
-
-    if family == "qwen2_vl":
-        tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
-    else:
-        tower |= {
-            "hidden_act": "silu",
-            "hidden_size": sizes.vision_hidden_size,
-            "intermediate_size": sizes.vision_ffn_hidden_size,
-            "out_hidden_size": sizes.hidden_size,
-            "window_size": 112,
-            "fullatt_block_indexes": list(sizes.full_attention_layers),
-            "tokens_per_second": 2,
-        }
-
     return {
         "architectures": [
             (
@@ -249,17 +226,62 @@ def tiny_config(
         "transformers_version": "4.41.2",
         "use_cache": True,
         "use_sliding_window": False,
-        "vision_config": tower,
+        "vision_config": _flat_tower(family, sizes),
         "rope_scaling": {"type": "mrope", "mrope_section": list(sizes.mrope_section)},
         "vocab_size": (used // 128 + 1) * 128,
     }
+
+
+def _flat_tower(family: str, sizes: TinySizes) -> dict[str, Any]:
+    """The ``vision_config`` of Qwen2-VL and Qwen2.5-VL."""
+    tower: dict[str, Any] = {
+        "depth": sizes.vision_layers,
+        "num_heads": sizes.vision_heads,
+        "in_chans": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+
+    if family == "qwen2_vl":
+        tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
+    else:
+        tower |= {
+            "hidden_act": "silu",
+            "hidden_size": sizes.vision_hidden_size,
+            "intermediate_size": sizes.vision_ffn_hidden_size,
+            "out_hidden_size": sizes.hidden_size,
+            "window_size": 112,
+            "fullatt_block_indexes": list(sizes.full_attention_layers),
+            "tokens_per_second": 2,
+        }
+
+    return tower
 
 
 def _nested_config(
     family: str, sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
-    used = text_tokens + len(SPECIAL_TOKENS)
+    text = _nested_text(family, sizes, ids, dtype)
+    return {
+        "architectures": [CLASSES[family]],
+        "image_token_id": ids["<|image_pad|>"],
+        "model_type": family,
+        "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
+        "tie_word_embeddings": tied,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_config": _nested_tower(family, sizes),
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+    }
+
+
+def _nested_text(family: str, sizes: TinySizes, ids: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
+    """The ``text_config`` of the families since Qwen3-VL; ``ids`` are those of the special tokens."""
+    used = max(ids.values()) + 1
     text = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -314,7 +336,12 @@ def _nested_config(
             "num_experts_per_tok": sizes.experts_per_token,
         }
 
-    tower = {
+    return text
+
+
+def _nested_tower(family: str, sizes: TinySizes) -> dict[str, Any]:
+    """The ``vision_config`` of the families since Qwen3-VL."""
+    return {
         "deepstack_visual_indexes": [] if family in HYBRID else list(sizes.deepstack_layers),
         "depth": sizes.vision_layers,
         "hidden_act": "gelu_pytorch_tanh",
@@ -329,19 +356,6 @@ def _nested_config(
         "patch_size": 16,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
-    }
-
-    return {
-        "architectures": [CLASSES[family]],
-        "image_token_id": ids["<|image_pad|>"],
-        "model_type": family,
-        "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
-        "tie_word_embeddings": tied,
-        "transformers_version": "4.57.0.dev0",
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_config": tower,
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
     }
 
 
