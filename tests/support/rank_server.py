@@ -155,10 +155,12 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
     try:
         _prepare(job, rank)
         code = _execute(job, rank)
+
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:
         traceback.print_exc()
+
     finally:
         # Do what the interpreter does at its end. os._exit then skips the server's own exit handlers.
         with contextlib.suppress(Exception):

@@ -125,6 +125,7 @@ def _show_notes(report: Any, origin: Path | None) -> None:
             else "not converted: they are not trained, and an export copies them from the original folder"
         )
         print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {kept}")
+
     for note in report.notes:
         print(f"note: {note}")
     for (old, new), count in report.cast.items():
