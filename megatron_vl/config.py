@@ -435,6 +435,8 @@ class TrainConfig:
 
 
 PROGRAM = "python -m megatron_vl.train"
+LAYERS_OPTION = "--parallel.layers"
+BARE_LIST = re.compile(r"\d+(,\d+)*")
 
 
 def build_parser(help_texts: bool = True) -> ArgumentParser:
@@ -508,7 +510,7 @@ def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
     for path in _config_files(argv):
         _check_file(parser, path)
     try:
-        namespace = parser.parse_args(argv)
+        namespace = parser.parse_args(_with_brackets(argv))
     except (ArgumentError, ValueError, TypeError, OSError) as error:
         raise RunConfigError(_explain(str(error))[0]) from error
     for section in sections():
@@ -518,6 +520,16 @@ def read_arguments(parser: ArgumentParser, argv: list[str] | None) -> Namespace:
             )
     namespace.pop("config", None)
     return namespace
+
+
+def _with_brackets(argv: Sequence[str]) -> list[str]:
+    """``--parallel.layers 3,1`` as ``--parallel.layers [3,1]``, as ``split --layers`` is written too."""
+    words: list[str] = []
+    for word in argv:
+        name, equals, value = word.rpartition("=")
+        is_split = name == LAYERS_OPTION or words[-1:] == [LAYERS_OPTION]
+        words.append(f"{name}{equals}[{value}]" if is_split and BARE_LIST.fullmatch(value) else word)
+    return words
 
 
 def _config_files(argv: list[str]) -> list[str]:
@@ -613,7 +625,7 @@ _WORDS: dict[Any, str] = {
         bool: "true or false",
         type(None): "nothing (null)",
     },
-    **{list[int]: "a list of whole numbers", list[str]: "a list of words such as [one,two]"},
+    **{list[int]: "a list of whole numbers such as [8,20]", list[str]: "a list of words such as [one,two]"},
 }
 
 
@@ -649,7 +661,8 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
     ranks = p.tp * p.pp
     if world_size % ranks:
         raise RunConfigError(
-            f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size}"
+            f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size};"
+            f" start a multiple of {ranks} processes, or change parallel.tp or parallel.pp"
         )
     dp = world_size // ranks
     if p.tp * dp % (p.ep * p.etp):
@@ -659,9 +672,12 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
             f" a pipeline stage (tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of"
             f" {fitting} processes"
         )
-    if config.global_batch_size < 1 or config.global_batch_size % dp:
+    rows = config.global_batch_size
+    if rows < 1 or rows % dp:
+        near = dict.fromkeys(n for n in (rows // dp * dp, (rows // dp + 1) * dp) if n > 0)
         raise RunConfigError(
-            f"global_batch_size {config.global_batch_size} must be a multiple of the data-parallel size {dp}"
+            f"global_batch_size {rows} must be a multiple of the data-parallel size {dp}"
+            f" ({world_size} ranks / (tp {p.tp} x pp {p.pp})); take {' or '.join(map(str, near))}"
         )
 
     if p.sequence_parallel and p.tp == 1:

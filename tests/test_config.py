@@ -57,7 +57,7 @@ def test_help_explains_every_field(capsys):
         ),
         (
             ["--parallel.layers", "[1,x]"],
-            r"field 'parallel.layers': expected a list of whole numbers or 'auto' or nothing",
+            r"'parallel.layers': expected a list of whole numbers such as \[8,20\] or 'auto' or nothing",
         ),
         (["--parallel", "5"], r"field 'parallel' is a section"),
         (["--model.vision_attention", "flash"], r"model.vision_attention.*'flash_attn'"),
@@ -74,6 +74,13 @@ def test_unknown_or_ill_typed(arguments, message):
         parse_config(arguments)
 
 
+@pytest.mark.parametrize("words", [["--parallel.layers", "3,1"], ["--parallel.layers=3,1"]])
+def test_a_split_is_written_with_and_without_brackets(words):
+    """``split --layers 3,1`` takes it so, too."""
+    assert parse_config(words).parallel.layers == [3, 1]
+    assert parse_config(["--parallel.layers", "[3,1]"]).parallel.layers == [3, 1]
+
+
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
@@ -84,7 +91,7 @@ def test_unknown_or_ill_typed(arguments, message):
         (
             "parallel:\n  tp: 2\n  layers: [1, x]",
             3,
-            r"field 'parallel.layers': expected a list of whole numbers or 'auto' or nothing",
+            r"field 'parallel.layers': expected a list of whole numbers such as \[8,20\]",
         ),
         ("seed: 3\nparallel: 2", 2, r"'parallel' is a section"),
         ("seed: 3\nparallel:\n# tp: 2\n", 2, r"'parallel' is a section"),
@@ -129,10 +136,15 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
 
 
 IMPOSSIBLE = [
-    (["--parallel.tp", "3"], 4, "do not divide the world size 4"),
+    (["--parallel.tp", "3"], 4, "do not divide the world size 4; start a multiple of 3 processes"),
     (["--parallel.ep", "4", "--parallel.tp", "2", "--parallel.pp", "2"], 4, "a multiple of 8 processes"),
     (["--parallel.tp", "0"], 4, "parallel.tp 0 must be at least 1"),
-    (["--global_batch_size", "3"], 2, "multiple of the data-parallel size 2"),
+    (
+        ["--global_batch_size", "3"],
+        2,
+        r"multiple of the data-parallel size 2 \(2 ranks / \(tp 1 x pp 1\)\); take 2 or 4$",
+    ),
+    (["--global_batch_size", "1"], 2, "; take 2$"),
     (["--parallel.vpp", "2"], 1, "parallel.vpp 2 needs pp of at least 2"),
     (["--parallel.vpp", "2", "--parallel.pp", "4", "--global_batch_size", "6"], 4, r"multiple of pp \(4\)"),
     (["--parallel.sequence_parallel", "true"], 1, "needs parallel.tp of at least 2"),

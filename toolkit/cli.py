@@ -52,9 +52,25 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
         name = " ".join(argv[:length])
         if name in COMMANDS:
             return name, argv[length:]
-    given = " ".join(argv[:2]) if argv[0] in groups() else argv[0]
-    near = difflib.get_close_matches(given, COMMANDS, 3) or list(COMMANDS)
-    raise UsageError(f"unknown command: {given}; valid: {', '.join(near)}")
+    raise UsageError(_unknown(argv))
+
+
+def _unknown(argv: list[str]) -> str:
+    """What to say of a command that there is not."""
+    first, second = argv[0], argv[1:2]
+    within = {f"{first} {name}": name for name in groups().get(first, [])}
+    if within and not second:
+        return f"{first} needs a command after it; valid: {', '.join(within)}"
+
+    if within:
+        alike = difflib.get_close_matches(second[0], within.values(), 3)
+        near = [name for name, word in within.items() if word in alike]
+    else:
+        near = difflib.get_close_matches(first, COMMANDS, 3)
+    given = " ".join([first, *second]) if within else first
+    if near:
+        return f"unknown command: {given}; did you mean {' or '.join(near)}?"
+    return f"unknown command: {given}; valid: {', '.join(within or COMMANDS)}"
 
 
 def read(name: str, words: list[str]) -> tuple[Callable[[CommandOptions], int], CommandOptions]:

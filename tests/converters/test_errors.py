@@ -237,7 +237,7 @@ def test_export_needs_the_same_model(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="language rope_theta is 1000000.0 .* but 5000.0"):
         export(tmp_path / "full", other, tmp_path / "out")
     family = hf_with(tmp_path / "family", "Qwen2-VL-2B-Instruct")
-    with pytest.raises(WeightsError, match="is a qwen2_5_vl model, .* a qwen2_vl model"):
+    with pytest.raises(WeightsError, match="holds a qwen2_5_vl model, .* holds a qwen2_vl model"):
         export(tmp_path / "full", family, tmp_path / "out")
 
 

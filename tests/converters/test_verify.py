@@ -147,5 +147,6 @@ def test_two_kinds_of_folder_are_reported_and_nothing_else(tmp_path: Path, capsy
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "megatron"), str(hf)]) == 1
     shown = capsys.readouterr()
-    assert "megatron holds Megatron weights, " in shown.err and "hf a Hugging Face folder: " in shown.err
+    assert "megatron is a folder of Megatron weights, but " in shown.err
+    assert "hf is a Hugging Face folder: " in shown.err
     assert len(shown.err.splitlines()) == 1 and not shown.out

@@ -151,6 +151,12 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def ours(folder) -> ChatEncoder:
+    """Reads the released vocabulary, which takes a second."""
+    return ChatEncoder(folder, spec_of("qwen3_5"))
+
+
 def test_the_times_of_a_video_worked_out_by_hand(folder) -> None:
     settings = read_pixel_settings(folder)
     grid = video_grid(CLIP, settings)
@@ -166,10 +172,8 @@ def test_the_times_of_a_video_worked_out_by_hand(folder) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_tokens_and_positions_worked_out_by_hand(folder, name) -> None:
+def test_tokens_and_positions_worked_out_by_hand(folder, ours, name) -> None:
     messages, think, runs = GOLDEN[name]
-    spec = spec_of("qwen3_5")
-    ours = ChatEncoder(folder, spec)
     settings = read_pixel_settings(folder)
     made = {"image": image_grid(*PICTURE, settings), "video": video_grid(CLIP, settings)}
     parts = [part for turn in messages if turn["role"] == "user" for part in turn["content"]]
@@ -178,7 +182,7 @@ def test_tokens_and_positions_worked_out_by_hand(folder, name) -> None:
     ids = ours.encode_prompt(messages, grids, think=think)
     tokens, positions = written(runs)
     assert [ours.tokenizer.decode(token) for token in ids] == tokens
-    assert torch.equal(mrope_positions(ids, grids, spec), positions)
+    assert torch.equal(mrope_positions(ids, grids, ours.spec), positions)
 
 
 def written(runs: list[Run]) -> tuple[list[str], torch.Tensor]:

@@ -77,7 +77,7 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     assert "megatron-vl doctor: --data.seq_len: a field of a run needs --config RUN.yaml" in done.stderr
     assert "megatron-vl verify: unrecognized arguments: --forse; see megatron-vl verify --help" in done.stderr
     assert "megatron-vl train: no run is given: megatron-vl train --config RUN.yaml" in done.stderr
-    assert "megatron-vl: unknown command: convrt; valid: convert" in done.stderr
+    assert "megatron-vl: unknown command: convrt; did you mean convert" in done.stderr
     assert "megatron-vl train: parallel: tp 3 x pp 1 = 3 ranks do not divide the world size 4" in done.stderr
     assert "Traceback" not in done.stderr
     assert "data.path docs is not a data set (it holds no .nv-meta)" in done.stderr
@@ -181,3 +181,21 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     (tmp_path / "weights" / MANIFEST).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "has no weights/manifest.json; resume from another step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "unknown command: trian; did you mean train?"),
+        (["data", "stat"], "unknown command: data stat; did you mean data stats?"),
+        (["checkpoint"], "checkpoint needs a command after it; valid: checkpoint show, checkpoint verify\n"),
+        (
+            ["checkpoint", "zzz"],
+            "unknown command: checkpoint zzz; valid: checkpoint show, checkpoint verify\n",
+        ),
+        (["zzz"], "unknown command: zzz; valid: train, plan, convert,"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_those_that_were_meant(capsys, words, message):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err

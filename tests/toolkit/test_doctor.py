@@ -192,3 +192,10 @@ def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch
     assert all(
         word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total")
     )
+    assert "host" not in out
+    show([], SimpleNamespace(memory=[StageMemory(stage=0, host=2.0**30), StageMemory(stage=1)]))
+    heading, first = (
+        line for line in capsys.readouterr().out.splitlines() if line[2:7] in ("stage", "0    ")
+    )
+    assert [cell.strip() for cell in heading.split("┃")][-2] == "host"
+    assert [cell.strip() for cell in first.split("│")][-2] == "1.0"

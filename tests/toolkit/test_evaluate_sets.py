@@ -213,7 +213,9 @@ def videos(tmp_path) -> Path:
     return tmp_path / "LMUData"
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)]
+)
 def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_path):
     """Compares frames, grids, times and tokens for a number of frames and for frames per second,
     with size limits."""
@@ -245,14 +247,15 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             [{"type": "video", "value": str(tmp_path / "a.mp4")} | own, {"type": "text", "value": "Who?"}]
         )
         processor = load_processor(hf)
-        spread = len(found["video_grid_thw"]) and family == "qwen3_vl"
+        timed = family in ("qwen3_vl", "qwen3_5")
+        spread = len(found["video_grid_thw"]) and timed
         times = 2 * int(found["video_grid_thw"][0, 0]) if spread else 1
         size = {"shortest_edge": 64 * 64 * times, "longest_edge": (limits["max_pixels"] or 0) * times}
         size["longest_edge"] = size["longest_edge"] or processor.video_processor.size["longest_edge"]
         content = [{"type": "video"}, {"type": "text", "text": "Who?"}]
         messages = [{"role": "user", "content": content}]
         text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        if family == "qwen3_vl":  # the pair around the whole video, which the released model does not know
+        if timed:  # the pair around the whole video, which the released model does not know
             text = text.replace("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
         wanted = processor(
             text=[text],

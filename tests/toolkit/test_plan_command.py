@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,12 @@ import pytest
 from PIL import Image
 
 from megatron_vl.config import parse_config
+from megatron_vl.planning.run import predict_run
 from toolkit.cli import main
+from toolkit.options import parse
+from toolkit.plan.command import make_plan
+from toolkit.plan.options import PlanOptions
+from toolkit.plan.show import options_of_layout
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 B7 = ["--hf", str(CONFIGS / "Qwen2.5-VL-7B-Instruct.json"), "--gpu", "H200"]
@@ -32,6 +38,28 @@ def test_the_written_run_is_one_that_train_takes(capsys, tmp_path: Path) -> None
     assert shown["peak_gib"] == found["peak_gib"]
     assert shown["speed"]["tokens_per_second"] == found["tokens_per_second"]
     assert parse_config(["--config", str(out)]).optimizer.lr == 3e-5
+
+
+def test_the_printed_options_are_the_planned_run(capsys) -> None:
+    """A copied line is predicted as what it was printed for: recompute, offload and rows of a step too."""
+    words = ["plan", *B7[:2], "--gpu", "A100", "--gpus", "1"]
+    best = make_plan(parse(PlanOptions, words[1:], "plan")).best
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    line = next(line for line in said.splitlines() if line.startswith("  --"))
+    again = predict_run(
+        parse_config(line.split()), best.spec, best.world, calibration=best.calibration, rows=best.rows
+    )
+    assert "--optimizer.offload_fraction 1.0" in line
+    assert (again.peak_gib, again.step) == (best.peak_gib, best.step)
+
+    heading = next(line for line in said.splitlines() if "in flight" in line)
+    cells = next(line for line in said.splitlines() if line.startswith("│ 0     │ 1 "))
+    assert heading.count("┃") == cells.count("│") and "host" in heading and "…" not in heading
+
+    many = best.config
+    many.global_batch_size = 64
+    assert "--global_batch_size 64" in options_of_layout(dataclasses.replace(best, config=many))
 
 
 def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:

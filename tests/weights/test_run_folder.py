@@ -255,7 +255,7 @@ def test_a_roll_back_by_an_older_version_is_gone_on_with(tmp_path: Path) -> None
     run = Run(tmp_path)
     assert run.begins_at == 4
     [told] = run.choice.said
-    assert "names step 4" in told and "step 6 is there too" in told and "--checkpoint.step 6" in told
+    assert "names step 4" in told and "step 6 exists too" in told and "--checkpoint.step 6" in told
 
     run.save(5, latest_json=False)  # killed before the first latest.json of this version
     assert latest(tmp_path).step == 5

@@ -286,7 +286,7 @@ def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
         lambda e: e[0]["tensors"].update({name: e[experts]["tensors"].pop(name)}),
     )
     refused(
-        r"has shape \[8, 24, 32\] in expert rank 1; it should be",
+        r"has shape \[8, 24, 32\] on expert rank 1; it should be",
         lambda e: e[experts]["tensors"][name].update(shape=[8, 24, 32]),
     )
     moved = "language_model.decoder.layers.2.mlp.router.weight"
@@ -427,7 +427,7 @@ def test_incomplete_entries_are_refused(tmp_path: Path, spec: ModelSpec, full: d
     last = {(entry["tp"], entry["pp"]): i for i, entry in enumerate(entries)}[1, 1]
     refused("is missing on tensor rank 1, pipeline rank 1", lambda e: e.pop(last))
     refused(f"'{name}' is missing on tensor rank 1", lambda e: e[last]["tensors"].pop(name))
-    refused("has shape \\[1, 2\\] in tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
+    refused("has shape \\[1, 2\\] on tensor rank 1", lambda e: e[last]["tensors"][name].update(shape=[1, 2]))
     refused(f"'{name}' has different types", lambda e: e[last]["tensors"][name].update(dtype="float32"))
     refused("'stray' does not belong", lambda e: e[last]["tensors"].update(stray=e[last]["tensors"][name]))
 

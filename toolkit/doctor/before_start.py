@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
 from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, StageMemory, peak_gib, stage_memories
+from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, StageMemory, peak_gib, stage_memories
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
@@ -322,9 +322,3 @@ def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
         findings.append(ok("resume", f"{c.dir} holds step {step}; the run continues from there"))
 
     return findings
-
-
-def memory_table(stages: list[StageMemory]) -> list[list[str]]:
-    """The header and one line per stage, in GiB."""
-    head = ["stage", "in flight", *PARTS, "total"]
-    return [head, *([str(value) for value in stage.as_json().values()] for stage in stages)]

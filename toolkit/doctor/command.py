@@ -45,9 +45,8 @@ def show(findings: list, report: RunReport) -> None:
     """Prints a line for each finding and the memory of each stage."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    from .before_start import memory_table
+    from toolkit.memory_table import WIDTH, memory_table
 
     console = Console(soft_wrap=True, highlight=False, file=sys.stdout)
     marks = {"ok": "[green]ok    [/]", "note": "[yellow]note  [/]", "broken": "[bold red]BROKEN[/]"}
@@ -57,14 +56,10 @@ def show(findings: list, report: RunReport) -> None:
             console.print(f"         -> {escape(finding.advice)}")
 
     if report.memory:
-        head, *lines = memory_table(report.memory)
-        table = Table(
-            *head, title="Memory per GPU of each pipeline stage in GiB (estimate; row full of pictures)"
-        )
-        for line in lines:
-            table.add_row(*line)
-        # In 80 columns rich would truncate the headings to "wei…"; a terminal wraps long lines itself.
-        Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
+        title = "Memory per GPU of each pipeline stage in GiB (estimate; row full of pictures)"
+        table = memory_table([stage.as_json() for stage in report.memory], title)
+        # A terminal wraps long lines itself.
+        Console(width=max(console.width, WIDTH), highlight=False, file=sys.stdout).print(table)
 
     count = sum(finding.state == "broken" for finding in findings)
     console.print(f"{count} broken" if count else "nothing is broken")

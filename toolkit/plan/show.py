@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
-from megatron_vl.planning.memory import GIB, PARTS, RESERVE_GIB
+from megatron_vl.planning.memory import GIB, RESERVE_GIB
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.search import describe, options_of
+from toolkit.memory_table import WIDTH, memory_table
 
 from .result import Plan
 
@@ -17,7 +19,7 @@ def show(result: Plan) -> None:
     from rich.console import Console
 
     out = Console(highlight=False, file=sys.stdout)
-    wide = Console(width=max(out.width, 120), highlight=False, file=sys.stdout, soft_wrap=False)
+    wide = Console(width=max(out.width, WIDTH), highlight=False, file=sys.stdout, soft_wrap=False)
     wanted, best = result.wanted, result.best
     c = wanted.calibration
     print(
@@ -27,7 +29,8 @@ def show(result: Plan) -> None:
     for line in (*_rows(result), *_layout(best)):
         print(line)
     wide.print(_stages(best))
-    wide.print(_memory(best))
+    memory = [stage.memory.as_json() for stage in best.stages]
+    wide.print(memory_table(memory, "Memory of a GPU in GiB"))
     for line in _speed(best):
         print(line)
     if result.found is not None:
@@ -58,8 +61,13 @@ def options_of_layout(best: Prediction) -> str:
     from megatron_vl.config import ParallelConfig, RecomputeConfig, TrainConfig
 
     bare = TrainConfig(parallel=ParallelConfig(), recompute=RecomputeConfig())
-    bare.optimizer = best.config.optimizer
-    return options_of(bare, best)
+    # Of the optimizer, only the offload belongs to a layout; the rest is the run's own.
+    bare.optimizer = dataclasses.replace(
+        best.config.optimizer, offload_fraction=bare.optimizer.offload_fraction
+    )
+    words = options_of(bare, best)
+    rows = best.config.global_batch_size
+    return words if rows == bare.global_batch_size else f"{words} --global_batch_size {rows}"
 
 
 def _stages(best: Prediction) -> Any:
@@ -89,15 +97,6 @@ def _stages(best: Prediction) -> Any:
             f"{1e3 * stage.exposed:.0f}",
             f"{1e3 * stage.update:.0f}",
         )
-    return table
-
-
-def _memory(best: Prediction) -> Any:
-    from rich.table import Table
-
-    table = Table("stage", "in flight", *PARTS, "total", title="Memory of a GPU in GiB")
-    for stage in best.stages:
-        table.add_row(*map(str, stage.memory.as_json().values()))
     return table
 
 

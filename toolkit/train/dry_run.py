@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.memory import GPU_GIB, PARTS, RESERVE_GIB, peak_gib, warm_up_passes
+from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, warm_up_passes
 from megatron_vl.planning.offload import least_share, resolve
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.run import run_layout, split_source
@@ -17,6 +17,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.preflight import resumed_from, saved_layout
 from toolkit.doctor.machine import list_gpus
+from toolkit.memory_table import WIDTH, memory_table
 
 
 def show(config: TrainConfig, per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -138,7 +139,6 @@ def _print_offload(facts: dict[str, Any]) -> None:
 
 def _print(facts: dict[str, Any]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     sizes, schedule = facts["layout"], facts["schedule"]
     experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
@@ -166,13 +166,9 @@ def _print(facts: dict[str, Any]) -> None:
             " stages took equally long"
         )
 
-    table = Table(
-        "stage", "in flight", *PARTS, "total", title="Memory per GPU of each pipeline stage in GiB (estimate)"
-    )
-    for stage in facts["memory_gib"]:
-        table.add_row(*(str(value) for name, value in stage.items() if name != "host"))
+    table = memory_table(facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)")
     console = Console(highlight=False, file=sys.stdout)
-    Console(width=max(console.width, 120), highlight=False, file=sys.stdout).print(table)
+    Console(width=max(console.width, WIDTH), highlight=False, file=sys.stdout).print(table)
     fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
     print(
         f"fullest GPU: {facts['peak_gib']} GiB, with a row full of pictures; "
