@@ -37,7 +37,7 @@ from .inputs import InputError, Source, expand
 from .media import MediaInfo, inspect, read_media, resolve
 from .parts import Part, PartJournal, PartVerdicts, missing_parts
 from .records import BadLine, read_records
-from .resume import ResumeError, VerdictJournal, Workspace, make_plan, names
+from .resume import RECORD, ResumeError, VerdictJournal, Workspace, make_plan, names
 from .shards import WORK, Entry, IndexWriter, Shard, finish_shard
 
 RECORDS_A_TASK = 16
@@ -47,6 +47,10 @@ OTHER_KEYS = "other keys"
 
 class ConvertError(UserError, ValueError):
     """A conversion that cannot start or continue; the message says what to do."""
+
+
+OF_A_RUN = ("seconds", "was_complete")
+"""Results that differ from run to run, which ``report.json`` leaves out."""
 
 
 @dataclass
@@ -70,6 +74,8 @@ class DataReport:
     assumed_fps: int = 0
     """Videos given as pictures whose records do not say how many there are a second."""
     seconds: float = 0.0
+    was_complete: bool = False
+    """Whether an earlier conversion had written everything."""
 
     @classmethod
     def read(cls, path: Path) -> DataReport:
@@ -96,7 +102,7 @@ class DataReport:
         self.assumed_fps += sum(info.assumed_fps for info in entry.infos)
 
     def refuse(self, entry: Entry | dict[str, Any]) -> None:
-        """Counts a line of the quarantine file; a sample is none."""
+        """Counts a line of the quarantine file; entries of samples are passed over."""
         if isinstance(entry, dict):
             by_reason = self.refused.setdefault(entry["file"], {})
             by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
@@ -171,7 +177,9 @@ def convert(
 
     try:
         if space.complete:
-            return DataReport.read(options.out / "report.json")
+            report = DataReport.read(options.out / "report.json")
+            report.was_complete = True
+            return report
         if part is None:
             report = _convert(sources, options, space, progress)
         else:
@@ -201,6 +209,15 @@ def _remember(inputs: list[Path], options: ConversionOptions, space: Workspace) 
         "options": options.planned(),
     }
     space.write_once(ARGUMENTS, json.dumps(arguments).encode())
+
+
+def finished(out: Path) -> DataReport | None:
+    """The report of a complete data set; None if there is none in the folder."""
+    try:
+        complete = (out / ".nv-meta" / RECORD).exists()
+        return DataReport.read(out / "report.json") if complete else None
+    except FileNotFoundError:
+        return None
 
 
 def remembered(out: Path, workers: int) -> tuple[list[Path], ConversionOptions]:
@@ -319,7 +336,7 @@ def _convert(
     durable.put(partial, options.out / "quarantine.jsonl")
 
     # The time it took is left out, so that the same input gives the same files.
-    stored = {name: value for name, value in report.as_json().items() if name != "seconds"}
+    stored = {name: value for name, value in report.as_json().items() if name not in OF_A_RUN}
     durable.write(options.out / "report.json", (json.dumps(stored, indent=2) + "\n").encode())
     space.finish(
         {s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards}

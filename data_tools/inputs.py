@@ -116,19 +116,24 @@ def expand(inputs: list[Path], datasets: list[str] | None = None) -> list[Source
     """
     sources: list[Source] = []
     used: set[str] = set()
+    known: set[str] = set()
     for path in inputs:
         if path.is_dir():
             sources += [Source(file) for file in _folder(path)]
         elif not path.is_file():
             raise InputError(f"--input {path} is not a file or folder")
+        elif path.suffix.lower() in (".csv", ".tsv"):
+            raise InputError(f"--input {path}: tables of text are not read; write JSON lines or Parquet")
         elif (index := _index(path)) is not None:
             chosen = [name for name in index if datasets is None or name in datasets]
             used.update(chosen)
+            known.update(index)
             sources += _indexed(path, {name: index[name] for name in chosen})
         else:
             sources.append(Source(path))
     if unknown := [name for name in datasets or [] if name not in used]:
-        raise InputError(f"--dataset {', '.join(unknown)}: no {INDEX} among the inputs has it")
+        has = f"; it has {', '.join(sorted(known))}" if known else ""
+        raise InputError(f"--dataset {', '.join(unknown)}: no {INDEX} among the inputs has it{has}")
     if not sources:
         raise InputError("the inputs name no file")
     return sources

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .convert import ConversionOptions, check_inputs, inspect_all
@@ -43,6 +44,8 @@ class Preview:
     """Record, field, reason and detail of the first records of each reason that cannot be used."""
     first: list[str] = field(default_factory=list)
     """The turns of the first sample, shortened."""
+    notes: list[str] = field(default_factory=list)
+    """What is probably wrong with the arguments."""
 
     def as_json(self) -> dict[str, Any]:
         return dict(self.__dict__)
@@ -62,8 +65,11 @@ def preview(inputs: list[Any], options: ConversionOptions) -> list[Preview]:
 def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
     found = Preview(name)
     root = options.media_root.resolve()
+    seen: Counter[str] = Counter()
     for number, record in itertools.islice(read_records(source.path), RECORDS):
         found.records += 1
+        if isinstance(record, dict):
+            seen.update(map(str, record))
         try:
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))
@@ -76,7 +82,24 @@ def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
                 found.examples.append(f"record {number}{place}: {error.reason}: {error}")
         else:
             _count(found, conversation, infos)
+    found.notes = _notes(found, source, seen, root)
     return found
+
+
+def _notes(found: Preview, source: Source, seen: Counter[str], root: Path) -> list[str]:
+    """What is probably wrong with the arguments.
+
+    Args:
+        seen: the fields of the records.
+    """
+    notes = []
+    absent = [name for name in source.columns if found.records and not seen[name]]
+    if absent:
+        have = ", ".join(sorted(seen)) or "no fields"
+        notes.append(f"columns of the index name {', '.join(absent)}, which no record has; they have {have}")
+    if found.refused["medium missing"]:
+        notes.append(f"media were looked for in {root} (--media-root)")
+    return notes
 
 
 def _count(found: Preview, conversation: Conversation, infos: list[MediaInfo]) -> None:

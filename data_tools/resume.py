@@ -94,7 +94,9 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     for name in sorted({*old.get("options", {}), *new["options"]}):
         before = old.get("options", {}).get(name)
         now = new["options"].get(name)
-        if before != now:
+        if before != now and name == "index":
+            found.append("what dataset_info.json says of the inputs (or whether it is an input) has changed")
+        elif before != now:
             found.append(f"{name} was {before}, now {now}")
 
     if old.get("media_root") != new.get("media_root"):

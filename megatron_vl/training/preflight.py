@@ -83,11 +83,17 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     if start.source is not None:
         check_video_rule(config, spec, start.source.path)
         check_own_checkpoint(config, spec, dp, start)
-    elif config.model.checkpoint and not Path(config.model.checkpoint).exists():
+    else:
+        check_start_path(config)
+    return spec, layout
+
+
+def check_start_path(config: TrainConfig) -> None:
+    """Refuses a ``model.checkpoint`` that is not there."""
+    if config.model.checkpoint and not Path(config.model.checkpoint).exists():
         raise RunConfigError(
             f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
         )
-    return spec, layout
 
 
 def split_of(config: TrainConfig, spec: ModelSpec, world_size: int, source: Saved | None) -> Layout:

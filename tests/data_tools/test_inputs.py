@@ -248,6 +248,28 @@ def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
                 expand([given])
 
 
+def test_a_dry_run_names_columns_that_no_record_has(tmp_path, capsys):
+    write(tmp_path / "in.json", json.dumps([{"instruction": "Say hi.", "output": "Hi."}]).encode())
+    index = {"mine": {"file_name": "in.json", "columns": {"prompt": "instruction", "response": "outputs"}}}
+    write(tmp_path / "dataset_info.json", json.dumps(index).encode())
+    base = ["--input", str(tmp_path / "dataset_info.json"), "--media-root", str(tmp_path)]
+    command = ["data", "convert", *base, "--out", str(tmp_path / "out"), "--dry-run"]
+    assert main(command) == 1
+    said = capsys.readouterr().out
+    assert (
+        "NOTE: columns of the index name outputs, which no record has; they have instruction, output" in said
+    )
+
+    assert main([*command, "--dataset", "mien"]) == 1
+    assert "has it; it has mine" in capsys.readouterr().err
+
+
+def test_tables_of_text_are_refused(tmp_path):
+    write(tmp_path / "in.csv", b"query,response\nHi,Hello\n")
+    with pytest.raises(InputError, match="tables of text are not read; write JSON lines or Parquet"):
+        expand([tmp_path / "in.csv"])
+
+
 def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys):
     write(tmp_path / "media/a.png", encoded(280, 280))
     good = {
@@ -265,7 +287,7 @@ def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys)
     assert main(command) == 0
     said = capsys.readouterr().out
     for line in (
-        "in.jsonl: the first 3 records, of which 1 can be used",
+        "in.jsonl: 1 of the first 3 records can be used",
         "  format   sharegpt 1",
         "  turns    user 1, assistant 1",
         "  media    image 1",
@@ -275,8 +297,10 @@ def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys)
         "    record 2, field image: medium missing: none.png does not exist in the media root",
         "    user: <image>What is this?",
         "    assistant (weight 0.5): <think>x</think>A cat.",
+        f"  NOTE: media were looked for in {tmp_path / 'media'} (--media-root)",
     ):
         assert f"{line}\n" in said
+    assert "NOTE: 2 of these records cannot be used, more than --max-quarantined 0.01 allows" in said
     # 280 x 280 pixels are 100 tokens; 13 and 22 characters are 3 and 5, and each turn has 5 around it.
     assert "  tokens   about 118 a sample\n" in said
     assert not (tmp_path / "out").exists()

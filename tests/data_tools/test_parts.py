@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +16,7 @@ import pytest
 from data_tools import parts
 from data_tools.convert import ConversionOptions, ConvertError, convert, remembered
 from data_tools.parts import Part
+from megatron_vl import durable
 from tests.data.media import encoded, write
 from toolkit.cli import main
 
@@ -132,6 +135,46 @@ def test_the_commands_of_an_array_of_jobs(tmp_path, inputs, capsys):
     assert main(["data", "merge", str(out), "--workers", "2", "--max-quarantined", "1"]) == 0
     assert main(["data", "verify", str(out)]) == 0
     assert main([*command, "--shard", "2/2"]) == 2
+    capsys.readouterr()
+    assert main(["data", "merge", str(out), "--max-quarantined", "1"]) == 0  # as a job that is queued again
+    assert "2 shards" not in (said := capsys.readouterr().out) and f"of {COUNT + 1} records" in said
     alone = tmp_path / "alone"
     shutil.copytree(out, alone)
+    (alone / "report.json").unlink()
     assert main(["data", "merge", str(alone)]) == 1
+
+
+def killed_merge(out: Path, files_put: int) -> bool:
+    """Merges in another process, which SIGKILL ends before it puts one more file in place."""
+    child = os.fork()
+    if child:
+        return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    put = durable.put
+    left = files_put
+
+    def counted(*arguments: Path) -> None:
+        nonlocal left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        put(*arguments)
+
+    durable.put = counted
+    main(["data", "merge", str(out), "--workers", "1", "--max-quarantined", "1"])
+    os._exit(0)
+
+
+@pytest.mark.parametrize("files_put", [0, 5, 18])
+def test_a_killed_merge_goes_on(tmp_path, inputs, files_put):
+    """Finished shards stay as they are: each has two files, and one of them is put before the other."""
+    convert(inputs, options(tmp_path, "whole"))
+    for i in range(2):
+        convert(inputs, options(tmp_path, "out", part=Part(i, 2)))
+    out = tmp_path / "out"
+    assert killed_merge(out, files_put)
+    kept = {path: path.stat().st_ino for path in out.glob("*.tar")}
+    assert len(kept) == files_put // 2 and not (out / ".nv-meta").exists()
+
+    assert main(["data", "merge", str(out), "--workers", "1", "--max-quarantined", "1"]) == 0
+    assert files(out) == files(tmp_path / "whole")
+    assert {path: path.stat().st_ino for path in kept} == kept

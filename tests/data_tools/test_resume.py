@@ -250,6 +250,7 @@ def test_a_complete_data_set_is_left_as_it_is(source, tmp_path, undisturbed):
     again = convert(inputs(source), options(source, out, workers=2))
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == times
     assert (again.samples, again.refused) == (first.samples, first.refused)
+    assert again.was_complete and not first.was_complete
     assert digests(out) == undisturbed
 
 

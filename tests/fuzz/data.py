@@ -34,6 +34,7 @@ import torch
 from data_tools.convert import ConversionOptions, convert
 from megatron_vl.config import DataConfig
 from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.frame_files import FrameFileInfo, pack_frames
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.reading import with_crc
 from megatron_vl.spec.families import read_spec
@@ -173,12 +174,13 @@ def edited(value: Any, draw: random.Random) -> Any:
 def medium(draw: random.Random) -> tuple[str, bytes]:
     """Kind and bytes of a picture or video, mutated or not."""
     if draw.random() < 0.1:
-        return "video", draw.choice(BYTES)(_VIDEO, draw)
+        return "video", draw.choice(BYTES)(draw.choice([_VIDEO, _FRAMES]), draw)
     return "image", draw.choice(BYTES)(draw.choice(_PICTURES), draw)
 
 
 _PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumerate(KINDS)]
 _VIDEO = video(6, 64, 64)
+_FRAMES = pack_frames(((f"{i}.png", encoded(30, 40, seed=i)) for i in range(5)), FrameFileInfo(2.0, "whole"))
 
 
 # --- Data tool ----------------------------------------------------------------------------------------------

@@ -71,8 +71,11 @@ def convert(given: DataConvertOptions) -> int:
 
 def merge(given: DataMergeOptions) -> int:
     """Writes the data set whose parts are verified. Returns the exit code."""
-    from data_tools.convert import convert, default_workers, remembered
+    from data_tools.convert import convert, default_workers, finished, remembered
 
+    done = finished(given.out)  # a job may be queued again after its work
+    if done is not None:
+        return _report(done, given, 0.0)
     workers = given.workers if given.workers is not None else default_workers()
     inputs, options = remembered(given.out, workers)
     return _report(convert(inputs, options, _show), given, options.val_fraction)
@@ -99,6 +102,12 @@ def _preview(given: DataConvertOptions, options: ConversionOptions) -> int:
         print(json.dumps([file.as_json() for file in found]))
     else:
         print("\n".join(line for file in found for line in _described(file)))
+        refused = sum(file.refused.total() for file in found)
+        if refused > given.max_quarantined * sum(file.records for file in found):
+            print(
+                f"NOTE: {refused} of these records cannot be used, more than --max-quarantined"
+                f" {given.max_quarantined:g} allows; the conversion would end with exit code 3"
+            )
     return 0 if any(file.samples for file in found) else 1
 
 
@@ -107,7 +116,7 @@ def _described(file: Preview) -> list[str]:
         return ", ".join(f"{name} {count}" for name, count in counts.most_common(MOST_SHOWN)) or "none"
 
     lines = [
-        f"{file.file}: the first {file.records} records, of which {file.samples} can be used",
+        f"{file.file}: {file.samples} of the first {file.records} records can be used",
         f"  format   {listed(file.formats)}",
         f"  turns    {listed(file.roles)}",
         f"  media    {listed(file.media)}",
@@ -120,6 +129,7 @@ def _described(file: Preview) -> list[str]:
     if file.refused:
         lines.append(f"  would be quarantined: {listed(file.refused)}")
         lines += [f"    {example}" for example in file.examples]
+    lines += [f"  NOTE: {note}" for note in file.notes]
     if file.first:
         lines += ["  the first sample:", *(f"    {turn}" for turn in file.first)]
     return lines
@@ -149,6 +159,8 @@ def _report(report: DataReport, given: DataConvertOptions | DataMergeOptions, va
     else:
         _print(report, given.out, quarantine)
 
+    if not report.records:
+        raise ConvertError("the inputs hold no record")
     if not report.samples:
         raise ConvertError(
             f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
@@ -198,12 +210,13 @@ def stats(options: DataStatsOptions) -> int:
     from .prepared import open_prepared
     from .stats import as_json, print_stats
 
-    found = open_prepared(options).survey(options.samples, options.seconds, options.seed, _show)
+    prepared = open_prepared(options)
+    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
     _end_line()
     if options.json:
-        print(json.dumps(as_json(found), indent=2))
+        print(json.dumps(as_json(found, prepared.config.global_batch_size), indent=2))
     else:
-        print_stats(found)
+        print_stats(found, prepared.config.global_batch_size)
     return 0
 
 
@@ -257,8 +270,10 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
         reasons.update(counts)
     why = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     end = f" ({why}), listed in {quarantine}" if why else ""
-    written = f"{report.samples} of {report.records} records written to {out} in {report.seconds:.1f} s"
-    print(f"{written}, {report.quarantined} quarantined{end}")
+    done = f"written to {out} in {report.seconds:.1f} s"
+    if report.was_complete:
+        done = f"are in {out} already, which is complete: nothing was written (--force starts over)"
+    print(f"{report.samples} of {report.records} records {done}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
 
