@@ -11,7 +11,7 @@ from toolkit.options import CommandOptions
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command is defined. Its modules are imported only when it is used."""
+    """The location of a command's code. Its modules are imported only when the command is used."""
 
     folder: str
     """The folder of its modules, ``toolkit.FOLDER.options`` and ``toolkit.FOLDER.command``."""
