@@ -38,6 +38,7 @@ COMMANDS = {
     "data convert": Command("data", "DataConvertOptions", "convert"),
     "data merge": Command("data", "DataMergeOptions", "merge"),
     "data verify": Command("data", "DataVerifyOptions", "verify"),
+    "data index": Command("data", "DataIndexOptions", "index"),
     "data stats": Command("data", "DataStatsOptions", "stats"),
     "data inspect": Command("data", "DataInspectOptions", "inspect"),
     "data report": Command("data", "DataReportOptions", "report"),
