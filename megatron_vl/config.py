@@ -228,9 +228,11 @@ class DataConfig:
     """Largest size of the shuffle buffer of each stream in GiB, with media as they are stored. Long videos
     reach this limit before shuffle_buffer. 0: no limit in bytes."""
     balance: bool = False
-    """Swap rows between data-parallel ranks so that all have about the same number of patches in a step. Use
-    it for data whose rows differ much in their pictures. Each data-parallel rank then holds a connection, and
-    so an open file, to every other one."""
+    """Give data-parallel ranks about the same number of patches in each step. Use it for data whose rows
+    differ much in their pictures. If `megatron-vl data index` has written the sizes of the samples, batches
+    are planned from these without communication, and each rank reads only its own samples; streams and their
+    buffers then have no effect. Otherwise rows are swapped while the run trains, for which each rank holds a
+    connection, and so an open file, to every other one."""
     max_bad_share: float = 0.01
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     sample_timeout_s: float = 300.0
