@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron_vl.words import counted
+
 from .estimates import Estimate, Stratum, mean
 from .survey import Drawn, Survey
 
@@ -72,7 +74,7 @@ def pass_in_words(facts: dict[str, Any]) -> str:
     error = " ± ?" if high is None else f" ± {high - value:,.0f}" if high > value else ""
     once, twice, thrice = facts["steps"].values()
     return (
-        f"one pass over the data is about {value:,.0f}{error} {'row' if round(value) == 1 else 'rows'},"
-        f" {once:,} {'step' if once == 1 else 'steps'} at global_batch_size {facts['global_batch_size']}"
+        f"one pass over the data is about {counted(f'{value:,.0f}{error}', 'row')},"
+        f" {counted(f'{once:,}', 'step')} at global_batch_size {facts['global_batch_size']}"
         f" (2 passes: {twice:,}, 3: {thrice:,})"
     )

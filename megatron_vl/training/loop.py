@@ -57,6 +57,7 @@ from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
 from megatron_vl.weights.run_folder import by_branch, latest, saved_checkpoints
+from megatron_vl.words import counted
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -667,5 +668,5 @@ def _banner(run: Run) -> str:
     return (
         f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts},"
         f" layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"
-        f" {run.config.global_batch_size} rows a step{state}"
+        f" {counted(run.config.global_batch_size, 'row')} a step{state}"
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vl.errors import UsageError
+from megatron_vl.words import counted
 
 from .options import (
     DataConvertOptions,
@@ -216,7 +217,10 @@ def verify(options: DataVerifyOptions) -> int:
     if options.json:
         print(json.dumps({"shards": shards, "problems": problems}))
     else:
-        print("\n".join(problems) or f"{shards} shards of {options.dataset} are intact")
+        print(
+            "\n".join(problems)
+            or f"{counted(shards, 'shard')} of {options.dataset} {'is' if shards == 1 else 'are'} intact"
+        )
     return 1 if problems else 0
 
 
@@ -314,7 +318,7 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
         done = f"are in {out} already, which is complete: nothing was written (--force starts over)"
     print(f"{report.samples} of {report.records} records {done}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
-    print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
+    print(f"  {counted(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
 
     for location, found in report.ignored.items():
         print(f"  ignored: {_ignored(location, found)}")

@@ -32,6 +32,7 @@ from megatron_vl.training.preflight import (
     step_to_resume,
 )
 from megatron_vl.weights.run_folder import latest
+from megatron_vl.words import counted
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.family import check_family
 from toolkit.doctor.machine import Gpu, check_disk
@@ -59,7 +60,7 @@ def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> F
         return broken(
             "data set", "; ".join(problems[:5]), "copy these shards again, or convert the data again"
         )
-    return ok("data set", f"{shards} shards of {folder} are intact")
+    return ok("data set", f"{counted(shards, 'shard')} of {folder} {'is' if shards == 1 else 'are'} intact")
 
 
 def check_checkpoint(folder: Path) -> Finding:
@@ -121,7 +122,9 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         return report
 
     experts = f", experts ep {p.ep} x etp {p.etp}" if p.ep * p.etp > 1 else ""
-    say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}"))
+    say(
+        ok("config", f"{counted(world_size, 'rank')}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}")
+    )
     said = ""
     try:
         spec, layout = check(config, world_size)
@@ -277,8 +280,8 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
             loader.close()
 
     found = (
-        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): "
-        f"{row.num_samples} samples, "
+        f"{counted('unknown' if samples is None else samples, 'sample')}; the first row ({seconds:.1f} s): "
+        f"{counted(row.num_samples, 'sample')}, "
     )
     learnt = int(row.loss_mask.count_nonzero())
     found += f"{row.num_images} pictures, {row.num_patches} patches, {learnt} loss tokens of {row.seq_len}"

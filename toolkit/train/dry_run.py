@@ -19,6 +19,7 @@ from megatron_vl.planning.run import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.preflight import resumed_from, saved_layout
+from megatron_vl.words import counted
 from toolkit.doctor.machine import list_gpus
 from toolkit.memory_table import WIDTH, memory_table
 
@@ -186,7 +187,7 @@ def _print(facts: dict[str, Any]) -> None:
     sizes, schedule = facts["layout"], facts["schedule"]
     experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
     sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
-    print(f"{facts['family']} on {facts['ranks']} ranks")
+    print(f"{facts['family']} on {counted(facts['ranks'], 'rank')}")
     print(
         f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
         f"{experts}{sequence}"
@@ -197,9 +198,9 @@ def _print(facts: dict[str, Any]) -> None:
 
     if facts["split"] in SPLITS:
         print(f"  split {sizes['layers']}: {SPLITS[facts['split']]}")
-    print(f"step: {facts['rows_per_step']} rows, {facts['tokens_per_step']:,} tokens")
+    print(f"step: {counted(facts['rows_per_step'], 'row')}, {facts['tokens_per_step']:,} tokens")
     _print_pass(facts)
-    each = f"{schedule['micro_batches']} micro-batches on each data-parallel rank"
+    each = f"{counted(schedule['micro_batches'], 'micro-batch')} on each data-parallel rank"
     print(f"schedule: {schedule['kind']}, {each}")
     if sizes["pp"] > 1:
         for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.errors import UserError
+from megatron_vl.words import counted
 
 from .options import (
     ONE_RANK,
@@ -95,7 +96,7 @@ def _show(report: Any, origin: Path | None) -> None:
     size = report.bytes / 1e9
     rate = report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
-        f"{report.out}: {report.tensors} tensors in {report.files} files, "
+        f"{report.out}: {report.tensors} tensors in {counted(report.files, 'file')}, "
         f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
     if report.kept_tensors:
