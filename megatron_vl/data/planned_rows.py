@@ -266,6 +266,7 @@ class Planning:
             [source.share for source in self.blend],
             data.seed,
             shuffled=data.shuffle_buffer > 0,
+            keys=[source.key for source in self.blend],
         )
         planner = BatchPlanner(
             order,
