@@ -24,6 +24,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_s
 
 from megatron_vl.config_file import ConfigFileError, field_lines
 from megatron_vl.errors import UserError
+from megatron_vl.words import counted
 
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
 """Valid entries of ``recompute.language_modules``."""
@@ -227,9 +228,11 @@ class DataConfig:
     """Largest size of the shuffle buffer of each stream in GiB, with media as they are stored. Long videos
     reach this limit before shuffle_buffer. 0: no limit in bytes."""
     balance: bool = False
-    """Swap rows between data-parallel ranks so that all have about the same number of patches in a step. Use
-    it for data whose rows differ much in their pictures. Each data-parallel rank then holds a connection, and
-    so an open file, to every other one."""
+    """Give data-parallel ranks about the same number of patches in each step. Use it for data whose rows
+    differ much in their pictures. If `megatron-vl data index` has written the sizes of the samples, batches
+    are planned from these without communication, and each rank reads only its own samples; streams and their
+    buffers then have no effect. Otherwise rows are swapped while the run trains, for which each rank holds a
+    connection, and so an open file, to every other one."""
     max_bad_share: float = 0.01
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     sample_timeout_s: float = 300.0
@@ -677,16 +680,16 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
     if p.tp * dp % (p.ep * p.etp):
         fitting = p.pp * math.lcm(p.tp, p.ep * p.etp)
         raise RunConfigError(
-            f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the {p.tp * dp} ranks of"
-            f" a pipeline stage (tp {p.tp} x dp {dp}); lower parallel.ep or etp, or start a multiple of"
-            f" {fitting} processes"
+            f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the"
+            f" {counted(p.tp * dp, 'rank')} of a pipeline stage (tp {p.tp} x dp {dp});"
+            f" lower parallel.ep or etp, or start a multiple of {fitting} processes"
         )
     rows = config.global_batch_size
     if rows < 1 or rows % dp:
         near = dict.fromkeys(n for n in (rows // dp * dp, (rows // dp + 1) * dp) if n > 0)
         raise RunConfigError(
             f"global_batch_size {rows} must be a multiple of the data-parallel size {dp}"
-            f" ({world_size} ranks / (tp {p.tp} x pp {p.pp})); take {' or '.join(map(str, near))}"
+            f" ({counted(world_size, 'rank')} / (tp {p.tp} x pp {p.pp})); take {' or '.join(map(str, near))}"
         )
 
     if p.sequence_parallel and p.tp == 1:

@@ -11,7 +11,7 @@ from toolkit.options import CommandOptions
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command is defined. Its modules are imported only when it is used."""
+    """The location of a command's code. Its modules are imported only when the command is used."""
 
     folder: str
     """The folder of its modules, ``toolkit.FOLDER.options`` and ``toolkit.FOLDER.command``."""
@@ -38,6 +38,7 @@ COMMANDS = {
     "data convert": Command("data", "DataConvertOptions", "convert"),
     "data merge": Command("data", "DataMergeOptions", "merge"),
     "data verify": Command("data", "DataVerifyOptions", "verify"),
+    "data index": Command("data", "DataIndexOptions", "index"),
     "data stats": Command("data", "DataStatsOptions", "stats"),
     "data inspect": Command("data", "DataInspectOptions", "inspect"),
     "data report": Command("data", "DataReportOptions", "report"),

@@ -1,8 +1,8 @@
 """Writes small Hugging Face checkpoints with the real architecture, for the demo, the tests and dry runs.
 
-A folder has what a released checkpoint has: a config with the old flat fields (Qwen3-VL: nested), sharded
-safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, chat
-template, image processor and generation settings. Only the sizes are small. Structural oddities are kept:
+A folder has the files of a released checkpoint: a config (flat, or nested since Qwen3-VL), sharded
+safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, a chat
+template, an image processor and generation settings. Only the sizes are small. Structural oddities are kept:
 grouped queries, window and full vision layers, a vision FFN width that no tensor parallel size divides,
 M-RoPE sections of different lengths, more embedding rows than tokens, and stacks of experts with their input
 dimension first.
@@ -26,12 +26,11 @@ from torch import Tensor
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families for which a tiny checkpoint can be written."""
 NESTED = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""Families that were released with a nested config and with the tensor names that transformers
-has in memory."""
+"""Families released with a nested config, and with the tensor names that transformers uses in memory."""
 HYBRID = ("qwen3_5", "qwen3_5_moe")
 """Families with linear attention."""
 FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
-"""How the names of Qwen3.5's float32 tensors end, whatever type the others have."""
+"""Suffixes of the names of Qwen3.5's float32 tensors; the other tensors may have another type."""
 CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -77,8 +76,8 @@ class TinySizes:
     vision_layers: int = 4
     vision_heads: int = 4
     vision_ffn_hidden_size: int = 107
-    """Qwen2.5-VL only; odd, so that no tensor parallel size divides it (released: 3420). Qwen2-VL has 4
-    x the width."""
+    """Qwen2.5-VL only; odd, so that no tensor parallel size divides it (released: 3420). In Qwen2-VL, this is
+    4 * ``vision_hidden_size``."""
     full_attention_layers: tuple[int, ...] = (1, 3)
     """Qwen2.5-VL only: vision layers that do not attend in windows."""
     head_dim: int = 24
@@ -93,7 +92,7 @@ class TinySizes:
     """Qwen3-VL-MoE only, like the fields below."""
     experts_per_token: int = 2
     expert_ffn_hidden_size: int = 48
-    """Neither ``hidden_size`` nor half of it, because square stacks of experts would be ambiguous."""
+    """Neither ``hidden_size`` nor half of it: a square matrix does not show the order of its dimensions."""
     dense_layers: tuple[int, ...] = ()
     """Decoder layers without experts (released: none)."""
     shared_ffn_hidden_size: int = 40
@@ -101,15 +100,15 @@ class TinySizes:
     hybrid_head_dim: int = 32
     """Qwen3.5 only, like the fields below: head dimension of softmax attention; a quarter of it rotates."""
     hybrid_section: tuple[int, int, int] = (2, 1, 1)
-    """The sum must be half of the quarter of ``hybrid_head_dim``."""
+    """The sum must be an eighth of ``hybrid_head_dim``."""
     linear_key_heads: int = 4
     linear_value_heads: int = 8
     linear_key_dim: int = 24
     linear_value_dim: int = 12
-    """Not ``linear_key_dim`` (as in the released models), because a square state would hide a transposed
-    one."""
+    """Unlike the released models, different from ``linear_key_dim``: a transposed square state would go
+    unnoticed."""
     full_attention_layers_of: int = 4
-    """Each so many-th decoder layer has softmax attention."""
+    """One decoder layer in this many has softmax attention: the last of each group."""
     text_vocab_size: int = 400
     """Largest number of byte-pair tokens. Special tokens are added, and the embedding is rounded up to a
     multiple of 128."""
@@ -134,8 +133,8 @@ def write_tiny_checkpoint(
     """Writes a small checkpoint of ``family`` with random weights and returns its folder.
 
     Args:
-        tied: input and output embeddings are one tensor (as in the 2B and 3B models),
-            without a ``lm_head.weight``.
+        tied: input and output embeddings are one tensor, as in the 2B and 3B models; there is no
+            ``lm_head.weight``.
         released_style: flat config, preprocessor and tokenizer files, and stacks of experts with the input
             dimension first, as in the released folders; False: the files that ``save_pretrained`` of the
             installed transformers writes (5.x nests the config but keeps the released names, and puts the
@@ -147,7 +146,8 @@ def write_tiny_checkpoint(
         sizes, overrides: a :class:`TinySizes`, or its fields by name.
 
     Raises:
-        ValueError: the family is unknown. FileExistsError: the folder already holds a checkpoint.
+        ValueError: the family is unknown.
+        FileExistsError: the folder already holds a checkpoint.
     """
     if family not in FAMILIES:
         raise ValueError(f"there is no tiny checkpoint of family {family!r}; valid: {', '.join(FAMILIES)}")
@@ -161,6 +161,7 @@ def write_tiny_checkpoint(
     vocabulary, merges = train_bpe(tuple(texts), sizes.text_vocab_size)
     config = tiny_config(family, sizes, text_tokens=len(vocabulary), tied=tied, dtype=dtype)
     model = random_model(config, seed, dtype)
+
     if released_style:
         _write_processor(folder, family, sizes, vocabulary, merges)
         _write_json(folder / "config.json", config)
@@ -177,6 +178,7 @@ def write_tiny_checkpoint(
         tensors = {name: t.transpose(1, 2) if ".mlp.experts." in name else t for name, t in tensors.items()}
     if released_style and family in HYBRID:
         tensors |= prediction_tensors(config, seed)
+
     _write_shards(folder, tensors, shards)
     return folder
 
@@ -184,35 +186,12 @@ def write_tiny_checkpoint(
 def tiny_config(
     family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """A ``config.json`` in the released style: flat for Qwen2-VL and Qwen2.5-VL, nested for Qwen3-VL."""
+    """Makes the released ``config.json``: flat for Qwen2-VL and Qwen2.5-VL, nested for the others."""
     if family in NESTED:
         return _nested_config(family, sizes, text_tokens, tied, dtype)
 
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
     used = text_tokens + len(SPECIAL_TOKENS)
-    tower: dict[str, Any] = {
-        "depth": sizes.vision_layers,
-        "num_heads": sizes.vision_heads,
-        "in_chans": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-    }
-
-    if family == "qwen2_vl":
-        tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
-    else:
-        tower |= {
-            "hidden_act": "silu",
-            "hidden_size": sizes.vision_hidden_size,
-            "intermediate_size": sizes.vision_ffn_hidden_size,
-            "out_hidden_size": sizes.hidden_size,
-            "window_size": 112,
-            "fullatt_block_indexes": list(sizes.full_attention_layers),
-            "tokens_per_second": 2,
-        }
-
     return {
         "architectures": [
             (
@@ -247,17 +226,62 @@ def tiny_config(
         "transformers_version": "4.41.2",
         "use_cache": True,
         "use_sliding_window": False,
-        "vision_config": tower,
+        "vision_config": _flat_tower(family, sizes),
         "rope_scaling": {"type": "mrope", "mrope_section": list(sizes.mrope_section)},
         "vocab_size": (used // 128 + 1) * 128,
     }
+
+
+def _flat_tower(family: str, sizes: TinySizes) -> dict[str, Any]:
+    """The ``vision_config`` of Qwen2-VL and Qwen2.5-VL."""
+    tower: dict[str, Any] = {
+        "depth": sizes.vision_layers,
+        "num_heads": sizes.vision_heads,
+        "in_chans": 3,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
+        "temporal_patch_size": 2,
+    }
+
+    if family == "qwen2_vl":
+        tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
+    else:
+        tower |= {
+            "hidden_act": "silu",
+            "hidden_size": sizes.vision_hidden_size,
+            "intermediate_size": sizes.vision_ffn_hidden_size,
+            "out_hidden_size": sizes.hidden_size,
+            "window_size": 112,
+            "fullatt_block_indexes": list(sizes.full_attention_layers),
+            "tokens_per_second": 2,
+        }
+
+    return tower
 
 
 def _nested_config(
     family: str, sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype
 ) -> dict[str, Any]:
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
-    used = text_tokens + len(SPECIAL_TOKENS)
+    text = _nested_text(family, sizes, ids, dtype)
+    return {
+        "architectures": [CLASSES[family]],
+        "image_token_id": ids["<|image_pad|>"],
+        "model_type": family,
+        "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
+        "tie_word_embeddings": tied,
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": ids["<|video_pad|>"],
+        "vision_config": _nested_tower(family, sizes),
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "vision_start_token_id": ids["<|vision_start|>"],
+    }
+
+
+def _nested_text(family: str, sizes: TinySizes, ids: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
+    """The ``text_config`` of the families since Qwen3-VL; ``ids`` are those of the special tokens."""
+    used = max(ids.values()) + 1
     text = {
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -290,6 +314,7 @@ def _nested_config(
             },
             "rope_theta": 5000000,
         }
+
     if family == "qwen3_5_moe":
         del text["intermediate_size"]
         text |= {
@@ -311,7 +336,12 @@ def _nested_config(
             "num_experts_per_tok": sizes.experts_per_token,
         }
 
-    tower = {
+    return text
+
+
+def _nested_tower(family: str, sizes: TinySizes) -> dict[str, Any]:
+    """The ``vision_config`` of the families since Qwen3-VL."""
+    return {
         "deepstack_visual_indexes": [] if family in HYBRID else list(sizes.deepstack_layers),
         "depth": sizes.vision_layers,
         "hidden_act": "gelu_pytorch_tanh",
@@ -328,30 +358,19 @@ def _nested_config(
         "temporal_patch_size": 2,
     }
 
-    return {
-        "architectures": [CLASSES[family]],
-        "image_token_id": ids["<|image_pad|>"],
-        "model_type": family,
-        "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
-        "tie_word_embeddings": tied,
-        "transformers_version": "4.57.0.dev0",
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_config": tower,
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-    }
-
 
 def _linear_attention(sizes: TinySizes) -> dict[str, Any]:
-    """The fields of Qwen3.5's text config that Qwen3-VL does not have, or has otherwise."""
+    """The fields of Qwen3.5's text config that Qwen3-VL lacks or sets to other values."""
     interval = sizes.full_attention_layers_of
+    layer_types = [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes.layers)
+    ]
+
     return {
         "attn_output_gate": True,
         "full_attention_interval": interval,
         "head_dim": sizes.hybrid_head_dim,
-        "layer_types": [
-            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes.layers)
-        ],
+        "layer_types": layer_types,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": sizes.linear_key_dim,
         "linear_num_key_heads": sizes.linear_key_heads,
@@ -371,7 +390,7 @@ def _linear_attention(sizes: TinySizes) -> dict[str, Any]:
 
 
 def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
-    """Some tensors of multi-token prediction, which released Qwen3.5 has beside the model."""
+    """Makes some tensors of multi-token prediction, which released Qwen3.5 has in addition to the model."""
     width = config["text_config"]["hidden_size"]
     generator = torch.Generator().manual_seed(seed + 1)
     shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
@@ -381,15 +400,17 @@ def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
-    """The transformers model of a config with every parameter random, also biases and norms, so that a lost
-    one is noticed."""
+    """Makes the transformers model of a config with random parameters.
+
+    Biases and norms are random too, so that a test notices if one is lost.
+    """
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
     fields = {
         name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
     }
-    # In transformers, the config's type is that of a new model's parameters, float32 ones too.
+    # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**fields)).float()
     generator = torch.Generator().manual_seed(seed)
     hybrid = config["model_type"] in HYBRID
@@ -425,10 +446,10 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
 
 
 def _relate_keys_to_queries(model: torch.nn.Module, text: dict[str, Any]) -> None:
-    """Makes the queries and keys of linear attention alike, as training does.
+    """Makes the queries and keys of linear attention similar, as training does.
 
-    The first token of a sequence gives the norm after the delta rule its value times the product of query
-    and key. Of that, only the sign is left, which rounding decides where the product is near zero.
+    At the first token of a sequence, the output of the delta rule is the value times the product of query and
+    key. The norm that follows keeps only the sign of that product, and near zero rounding decides the sign.
     """
     keys = text["linear_num_key_heads"] * text["linear_key_head_dim"]
     for name, parameter in model.named_parameters():
@@ -467,8 +488,10 @@ def _save_pretrained(
     vocabulary: dict[str, int],
     merges: list[tuple[str, str]],
 ) -> None:
-    """Writes the folder as the installed transformers does: nested config, its own
-    tensor names, ``processor_config.json``."""
+    """Writes the folder as the installed transformers does.
+
+    The config is nested, the tensors have transformers' names, and there is a ``processor_config.json``.
+    """
     from transformers import AutoProcessor
 
     with tempfile.TemporaryDirectory() as released:
@@ -489,8 +512,7 @@ def _write_processor(
 
 
 def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
-    """Writes ``tokenizer.json``, ``vocab.json``, ``merges.txt``, ``tokenizer_config.json`` and
-    ``chat_template.json`` in the released form."""
+    """Writes the tokenizer's files and the chat template in the released form."""
     from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
@@ -583,8 +605,10 @@ def _generation(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _released_name(name: str) -> str:
-    """The released name of a tensor that transformers >= 4.52 holds as
-    ``model.visual.*`` or ``model.language_model.*``."""
+    """Returns the released name of a tensor.
+
+    transformers >= 4.52 names it ``model.visual.*`` or ``model.language_model.*``.
+    """
     return (
         name.removeprefix("model.")
         if name.startswith("model.visual.")

@@ -1,4 +1,4 @@
-"""Follows the rule for videos that a checkpoint was trained under, and says so."""
+"""Applies the rule for videos that a checkpoint was trained under."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ RELEASED = "released"
 def follow(
     folder: Path, trained: dict[str, str], asked: dict[str, str], say: Callable[[str], None]
 ) -> dict[str, str]:
-    """Fields of ``DataConfig``: the rules asked for, and the one that a checkpoint was trained under.
+    """Returns fields of ``DataConfig``: the rules given as options, and that of the checkpoint's training.
 
     Args:
         folder: the checkpoint, for messages.
-        trained: its rule; empty where none is known.
+        trained: the checkpoint's rule; empty if it is unknown.
         asked: the rules given as options.
-        say: receives a line where the rule is not that of the released models.
+        say: receives a line of text if the rule is not that of the released models.
 
     Raises:
-        UsageError: the checkpoint was trained under another rule than the one asked for.
-        UserError: this version does not know its rule.
+        UsageError: an option contradicts the checkpoint's rule.
+        UserError: this version does not know the checkpoint's rule.
     """
     for name, rule in trained.items():
         option = "--" + name.replace("_", "-")

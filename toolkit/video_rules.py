@@ -1,4 +1,4 @@
-"""The options of several commands about the rules by which a checkpoint was trained on videos."""
+"""Options, shared by several commands, for the rules under which a checkpoint was trained on videos."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ class VideoRuleOptions(CommandOptions):
     """Text at videos of Qwen3-VL, like data.video_prompt of the training."""
 
     def asked_rules(self) -> dict[str, str]:
-        """The rules that were given."""
+        """The rules that were given on the command line, by the names of their options."""
         given = {"video_positions": self.video_positions, "video_prompt": self.video_prompt}
         return {name: rule for name, rule in given.items() if rule is not None}

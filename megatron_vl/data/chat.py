@@ -103,6 +103,8 @@ class ChatEncoder:
         whole = [self._group] if video_prompt == "released" else []
         self._replaced = re.compile("|".join(map(re.escape, (*whole, self.image_token, self.video_token))))
 
+        self._times: dict[str, int] = {}
+
         pad = self.tokenizer.pad_token_id
         self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
 
@@ -240,6 +242,23 @@ class ChatEncoder:
         ids = np.array(self._fast.encode(text).ids, dtype=np.int64)
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
         return torch.from_numpy(ids.repeat(self._repeats(is_media, grids)))
+
+    def medium_tokens(self, grid: GridTHW) -> int:
+        """Number of tokens that a medium's size decides: placeholders, and timestamps if they are written.
+
+        The other tokens of a conversation are the same for media of any size.
+        """
+        count = grid.tokens(self.spec.vision.spatial_merge_size)
+        if grid.kind == "video" and self.spec.vision.video_timestamps:
+            # A timestamp begins with "<". What stands before may merge with that, but not with its digits.
+            count += sum(self._time_tokens(f"{time:.1f}") + 2 for time in grid.timestamps)
+        return count
+
+    def _time_tokens(self, seconds: str) -> int:
+        if seconds not in self._times:
+            text = f"<{seconds} seconds>"
+            self._times[seconds] = len(self._fast.encode(text, add_special_tokens=False).ids)
+        return self._times[seconds]
 
     def _repeats(self, is_media: np.ndarray, grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.

@@ -31,6 +31,8 @@ from megatron_vl.data.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
 
 META = ".nv-meta"
+SIZES = "sizes"
+"""Folder within it that holds the sizes of the samples (:mod:`megatron_vl.data.sizes`)."""
 MOST_SHARDS = 4_000_000
 """Largest number of shards in a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740
 bytes of memory for each shard on every rank that owns a loader. That is 2.8 GiB at this limit, which a data
@@ -102,6 +104,8 @@ class SplitFacts:
     """Number of samples in the largest shard."""
     sample_bytes: float
     """Estimated mean size of a stored sample with its media, of the part where it is largest."""
+    unplanned: str = "data.balance is off; set it to true"
+    """Why batches are not planned from stored sizes; empty if they are."""
 
 
 @dataclass(frozen=True)

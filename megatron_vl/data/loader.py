@@ -58,11 +58,14 @@ from megatron_vl.data.pixels import (
     video_grid,
     video_planes,
 )
+from megatron_vl.data.planned_loader import PlannedLoader
+from megatron_vl.data.planned_rows import Planning
 from megatron_vl.data.reading import BROKEN, crc_differs, make_tolerant
 from megatron_vl.data.row import Row
 from megatron_vl.data.row_loader import PIXEL_FIELDS, RowLoader
 from megatron_vl.data.saved_streams import STATE_VERSION
 from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset
+from megatron_vl.data.sizes import text_id
 from megatron_vl.data.state import StateError
 from megatron_vl.data.streams import SOURCE, PlacedDataset, Sources, share_readers, stream_config
 from megatron_vl.data.thinking import ThinkingRule
@@ -399,7 +402,24 @@ class RowEncoder(DefaultTaskEncoder):
         row.keys = [s.__key__ for s in used]
         if self.blends:
             row.sources = [(s.__subflavors__ or {})[SOURCE] for s in used]
+        return self._reporting(row)
 
+    def empty_row(self, source: int = 0) -> Row:
+        """A row of padding without loss, in place of one of which no sample can be used.
+
+        It counts one sample of one token, so that nothing divides by zero.
+
+        Args:
+            source: number of the source in the blend for which it counts.
+        """
+        pad = assemble.pad_token(self.spec) if self.chat.pad_token_id is None else self.chat.pad_token_id
+        nothing = assemble.Sample(torch.tensor([pad]), torch.zeros(1, dtype=torch.bool))
+        row = assemble.pack_row([nothing], self.spec, self.data.seq_len, pad)
+        row.sources = [source] if self.blends else []
+        return self._reporting(row)
+
+    def _reporting(self, row: Row) -> Row:
+        """The row with the samples that were dropped since the last one."""
         row.dropped = dict(self.dropped)
         row.dropped_samples = self.dropped_samples
         self.dropped = Counter()
@@ -461,6 +481,7 @@ def build_loader(
     facts: SplitFacts | None = None,
     rows_per_step: int = 0,
     resumes: bool = False,
+    planned: bool = False,
 ) -> RowLoader:
     """The loader of data-parallel rank ``dp_rank``.
 
@@ -471,17 +492,19 @@ def build_loader(
         facts: facts of this split if another rank has read and checked the description; None: read it here.
         rows_per_step: rows of all ranks between two saves, a multiple of ``dp_size``; 0: one of each rank.
         resumes: whether a state will be loaded, which says how many streams there are.
+        planned: whether batches are planned from stored sizes; otherwise each stream packs its own rows.
 
     Raises:
         LoaderError: the folder is not a data set,
             or the split is empty or has fewer samples than streams.
+        SizesError: batches are to be planned, and a data set has no sizes for this run's tokenizer.
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
     facts = facts or read_description(location(data.path)).facts(split)
     wanted = data.streams if split == "train" else 0
     deal = first_deal(wanted, dp_size, max(data.num_workers, 1), rows_per_step or dp_size)
-    if not resumes:
+    if not resumes and not planned:
         _check_samples(data, split, facts.samples, deal)
 
     # Workers are forked, which the tokenizer's own threads would not survive.
@@ -512,6 +535,10 @@ def build_loader(
         **video_rule(data, spec.vision.video_timestamps),
         **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
     }
+    if planned:
+        name = text_id(hf_dir, spec, data)
+        planning = Planning(sources.datasets, blend, name, encoder, deal.rows_per_step)
+        return PlannedLoader(planning, sources, identity, facts, deal, dp_rank, data)
     loader = RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
     if not resumes:
         loader.share_lists()

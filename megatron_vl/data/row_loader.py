@@ -33,6 +33,8 @@ PIXEL_FIELDS = (
 BACK = "give the data set that the run began with"
 CONTINUE = "go on with the changed blend with --data.on_changed_blend continue"
 RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
+PLANNED = "planned"
+"""Entry of the states of loaders whose batches are planned."""
 WAYS_OUT = {
     "dataset": f"{BACK}, {RESTART}",
     "split": "load the state of this split",
@@ -172,6 +174,11 @@ class RowLoader:
         """
         if self._rows is not None:
             raise StateError("a loader state must be loaded before the first row is read")
+        if PLANNED in state:
+            raise StateError(
+                "the loader state is of a run whose batches are planned, and this loader's are not; set"
+                f" data.balance true, with the sizes of `megatron-vl data index` in place, {RESTART}"
+            )
         before = self._check(state)
         saved = SavedStreams(state, read, tuple(source.key for source in before if source.share))
         order = saved.deal.order

@@ -10,7 +10,7 @@ import copy
 import gc
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,14 +159,8 @@ class Sources:
         streams divide its samples."""
 
     def reconnect(self) -> None:
-        """Gives a forked process connections of its own to object stores.
-
-        Two processes that share one would read each other's answers.
-        """
-        for loaded in self.datasets:
-            for path in (loaded.dataset.path, *(shard.path for shard in loaded.dataset.shards)):
-                if not path.is_local():
-                    path.fs = EPath(str(path)).fs
+        """Gives a forked process connections of its own to object stores."""
+        reconnect(self.datasets)
 
     def stream(self, number: int, streams: int, seed: int, encoder: Any, state: StreamState | None) -> Stream:
         """Builds one of ``streams`` streams.
@@ -213,6 +207,17 @@ def _under(state: StreamState, dataset: Any, drawn: tuple[str, ...], room: int) 
         config.worker_deactivate()
     moved, parked = carried(state.dataset, state.drawn, fresh, drawn, state.parked, room)
     return StreamState(state.rows, moved, drawn, parked)
+
+
+def reconnect(datasets: Iterable[LoadedDataset]) -> None:
+    """Gives a forked process connections of its own to object stores.
+
+    Two processes that share one would read each other's answers.
+    """
+    for loaded in datasets:
+        for path in (loaded.dataset.path, *(shard.path for shard in loaded.dataset.shards)):
+            if not path.is_local():
+                path.fs = EPath(str(path)).fs
 
 
 @dataclass(frozen=True)
@@ -285,6 +290,25 @@ def _same(value: Any) -> Any:
     return value
 
 
+def open_processes(parts: Sequence[IterableDataset]) -> list[Any]:
+    """An iterator over each part, which a process of its own makes."""
+    found = []
+    for part in parts:
+        # One loader for each process, since torch takes rows from all processes of a loader in turn.
+        loader = DataLoader(
+            part,
+            batch_size=None,
+            num_workers=1,
+            prefetch_factor=ROWS_AHEAD,
+            multiprocessing_context="fork",
+            worker_init_fn=gc_init_worker,
+            collate_fn=_same,
+            generator=torch.Generator(),  # torch would draw from this process's random numbers
+        )
+        found.append(iter(loader))
+    return found
+
+
 class RankRows:
     """The rows of a data-parallel rank, from processes that read its streams or, without any, from here.
 
@@ -317,19 +341,7 @@ class RankRows:
             self._local = rows[0]
             self._iterators = [iter(rows[0])]
             return
-        for part in rows:
-            # One loader for each process, since torch takes rows from all processes of a loader in turn.
-            loader = DataLoader(
-                part,
-                batch_size=None,
-                num_workers=1,
-                prefetch_factor=ROWS_AHEAD,
-                multiprocessing_context="fork",
-                worker_init_fn=gc_init_worker,
-                collate_fn=_same,
-                generator=torch.Generator(),  # torch would draw from this process's random numbers
-            )
-            self._iterators.append(iter(loader))
+        self._iterators = open_processes(rows)
 
     def __next__(self) -> Row:
         while self._going:

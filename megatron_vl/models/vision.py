@@ -118,6 +118,7 @@ class Merger(nn.Module):
             "is_expert": False,
             "tp_group": tp_group,
         }
+
         self.norm_width = self.width if norm_unit else vision.hidden_size
         self.norm = norm(platform, config, self.norm_width)
         self.linear_fc1 = column(self.width, self.width, gather_output=False, skip_bias_add=False, **shared)

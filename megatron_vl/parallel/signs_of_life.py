@@ -409,6 +409,7 @@ class _OtherRank:
             except OSError as refused:
                 error = str(refused)
                 time.sleep(1)
+
         if not self.life.ended.is_set():
             print(
                 f"NOTE: rank {self.life.rank} does not reach rank 0 at {host}:{self.port} ({error}). If this"

@@ -44,6 +44,7 @@ from megatron_vl.training.preflight import (
     changed_video_rule,
     check,
     check_gpu_memory,
+    check_open_files,
     check_start_weights,
     plan_start,
     read_data,
@@ -56,6 +57,7 @@ from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, SKIPPED, train_step, wrap
 from megatron_vl.weights.run_folder import by_branch, latest, saved_checkpoints
+from megatron_vl.words import counted
 
 
 class TrainingStopped(UserError, RuntimeError):
@@ -85,6 +87,10 @@ class Run:
     """Skipped steps of the whole run, by reason."""
     resumed: bool = False
     """Whether the run was resumed from its own checkpoint."""
+    planned: bool = False
+    """Whether batches are planned from stored sizes."""
+    swaps: bool = False
+    """Whether rows are swapped between data-parallel ranks while the run trains."""
     split: str = ""
     """A line that says where the split of the decoder layers comes from; empty if the run gives the split."""
     bad_samples: dict[str, Any] | None = None
@@ -110,9 +116,12 @@ def set_up(config: TrainConfig) -> Run:
     config = resolve(config, spec, layout, dp, platform.memory_gib())
     failures.watch(config.failures.timeout_s)
     facts = share_data(config)
-    grid = make_grid(layout, owners=config.data.balance)
+    start, planned = agree_on_start(config, dp, facts["train"])
+    swaps = config.data.balance and not planned
+    if swaps:
+        check_open_files(dp)
+    grid = make_grid(layout, owners=swaps)
     progress.now.place = f"tp {grid.tp_rank}, pp {grid.pp_rank}, dp {grid.dp_rank}"
-    start = agree_on_start(config, grid)
     # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
     fresh = config.model.checkpoint and start.source is None
     weights = check_start_weights(config, spec) if fresh else None
@@ -123,8 +132,14 @@ def set_up(config: TrainConfig) -> Run:
     wrapped = wrap(config, built.chunks)
     optimizer = build_optimizer(config, platform, wrapped)
     resumes = start.source is not None and not start.restart_data
-    loader = build_run_loader(config, spec, grid, facts["train"], resumes) if grid.owns_loader else None
+    loader = None
+    if grid.owns_loader:
+        loader = build_run_loader(config, spec, grid, facts["train"], resumes, planned)
     run = Run(config, spec, layout, platform, grid, wrapped, optimizer, loader)
+    run.planned, run.swaps = planned, swaps
+    if swaps:
+        why = facts["train"].unplanned or "the run began without plans of its batches, and goes on so"
+        say(grid, f"data.balance: rows are swapped between ranks while the run trains; {why}")
     run.split = split_note(asked, spec, layout, start.source)
     sources = sources_of(facts["train"].identity)
     run.sources = sources if len(sources) > 1 else ()
@@ -156,25 +171,44 @@ def agree_on_split(layout: Layout) -> Layout:
     return dataclasses.replace(layout, layers=told[0])
 
 
-def agree_on_start(config: TrainConfig, grid: ProcessGrid) -> Start:
-    """Where the run begins, according to rank 0's view of the folder. Collective.
+def agree_on_start(config: TrainConfig, dp: int, facts: SplitFacts) -> tuple[Start, bool]:
+    """Where the run begins, and whether its batches are planned, by rank 0's view of the folder. Collective.
 
     Other nodes may see an older state of shared storage.
 
     Raises:
         CheckpointError: on all ranks, if rank 0 cannot decide where to begin.
     """
-    told: list[Any] = [None, ""]
-    if grid.rank == 0:
+    told: list[Any] = [None, False, ""]
+    if dist.get_rank() == 0:
         try:
-            told[0] = plan_start(config, grid.dp)
+            told[0] = plan_start(config, dp)
+            told[1] = plans_batches(told[0], facts)
         except (ValueError, OSError, RuntimeError) as error:
-            told[1] = str(error)
-    if grid.world_size > 1:
+            told[2] = str(error)
+    if dist.get_world_size() > 1:
         dist.broadcast_object_list(told)
-    if told[1]:
-        raise checkpoint.CheckpointError(told[1])
-    return told[0]
+    if told[2]:
+        raise checkpoint.CheckpointError(told[2])
+    return told[0], told[1]
+
+
+def plans_batches(start: Start, facts: SplitFacts) -> bool:
+    """Whether batches are planned from stored sizes. A run that continues keeps to what it began with.
+
+    Raises:
+        CheckpointError: the run's batches were planned, and cannot be any more.
+    """
+    if start.source is None or start.restart_data:
+        return not facts.unplanned
+    planned = bool(checkpoint.read_run(start.source.path).get(_PLANNED, False))
+    if planned and facts.unplanned:
+        raise checkpoint.CheckpointError(
+            f"the batches of this run were planned from stored sizes, and cannot be now: {facts.unplanned}."
+            " Or keep weights and optimizer and read the data set from its start: --checkpoint.restart_data"
+            " true"
+        )
+    return planned
 
 
 def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
@@ -201,7 +235,12 @@ def share_data(config: TrainConfig) -> dict[str, SplitFacts]:
 
 
 def build_run_loader(
-    config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, facts: SplitFacts, resumes: bool
+    config: TrainConfig,
+    spec: ModelSpec,
+    grid: ProcessGrid,
+    facts: SplitFacts,
+    resumes: bool,
+    planned: bool,
 ) -> Any:
     from megatron_vl.data.loader import build_loader
 
@@ -215,6 +254,7 @@ def build_run_loader(
         facts=facts,
         rows_per_step=config.global_batch_size,
         resumes=resumes,
+        planned=planned,
     )
 
 
@@ -270,6 +310,7 @@ def resume(run: Run, start: Start) -> None:
 
 
 _SKIPPED_STEPS, _AUX_LOSS, _THINKING, _SOURCES = "skipped_steps", "moe_aux_loss", "thinking_rule", "sources"
+_PLANNED = "planned_batches"
 _MOMENTS = "moments_dtype"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
@@ -281,6 +322,8 @@ def _further_facts(run: Run) -> dict[str, Any]:
         _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
         _MOMENTS: run.config.optimizer.moments_dtype,
     }
+    if run.planned:
+        facts[_PLANNED] = True
     if run.spec.language.moe is not None:
         facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)
     return facts
@@ -520,7 +563,7 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
         run.platform,
         run.loader,
         config.global_batch_size // grid.dp,
-        balanced=config.data.balance,
+        balanced=run.swaps,
         vision=run.spec.vision,
     )
     last = _last_step(config)
@@ -625,5 +668,5 @@ def _banner(run: Run) -> str:
     return (
         f"{run.spec.family} on {run.platform.name}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {g.dp}{experts},"
         f" layers {list(p.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"
-        f" {run.config.global_batch_size} rows a step{state}"
+        f" {counted(run.config.global_batch_size, 'row')} a step{state}"
     )

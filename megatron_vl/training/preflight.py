@@ -14,7 +14,7 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.description import SplitFacts, read_description
+from megatron_vl.data.description import META, SIZES, SplitFacts, read_description
 from megatron_vl.data.location import in_store, location
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.planning.fit import check_memory
@@ -67,7 +67,7 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
-    if config.data.balance:
+    if config.data.balance and not may_have_sizes(config.data.path):
         check_open_files(dp)
     check_folder("checkpoint.dir", config.checkpoint.dir)
     check_folder("log.tensorboard", config.log.tensorboard)
@@ -83,11 +83,17 @@ def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec
     if start.source is not None:
         check_video_rule(config, spec, start.source.path)
         check_own_checkpoint(config, spec, dp, start)
-    elif config.model.checkpoint and not Path(config.model.checkpoint).exists():
+    else:
+        check_start_path(config)
+    return spec, layout
+
+
+def check_start_path(config: TrainConfig) -> None:
+    """Refuses a ``model.checkpoint`` that is not there."""
+    if config.model.checkpoint and not Path(config.model.checkpoint).exists():
         raise RunConfigError(
             f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
         )
-    return spec, layout
 
 
 def split_of(config: TrainConfig, spec: ModelSpec, world_size: int, source: Saved | None) -> Layout:
@@ -176,6 +182,15 @@ def check_open_files(dp: int) -> None:
         )
 
 
+def may_have_sizes(path: str) -> bool:
+    """Whether a data set may have sizes from which batches are planned, which no exchange of rows needs.
+
+    Only rank 0 finds out, after process groups have started.
+    """
+    folder = Path(path)
+    return in_store(path) or folder.is_file() or (folder / META / SIZES).is_dir()
+
+
 def check_inputs(config: TrainConfig) -> None:
     """Refuses a run whose model or data set is not there. It looks only at which files exist.
 
@@ -235,7 +250,14 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
     """
     found = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
-    return {split: found.facts(split) for split in sorted(splits)}
+    facts = {split: found.facts(split) for split in sorted(splits)}
+    if config.data.balance:
+        # It imports torch, which only ranks do.
+        from megatron_vl.data.sizes import why_not_planned
+
+        unplanned = why_not_planned(found, config.model.hf, config.data)
+        facts["train"] = dataclasses.replace(facts["train"], unplanned=unplanned)
+    return facts
 
 
 def check_folder(field: str, path: str) -> None:

@@ -245,7 +245,7 @@ def test_a_run_without_a_split_gets_the_planned_one(
 
     words = ["--config", given, "--out", tmp_path / "shards"]
     assert run("convert", "--hf", origin, *words) == 2
-    assert "means the planned split, and that depends on the number of GPUs: give it with --gpus" in (
+    assert "so the split is planned, and the plan depends on the number of GPUs: give it with --gpus" in (
         capsys.readouterr().err
     )
     assert run("convert", "--hf", origin, *words, "--gpus", 2) == 0

@@ -162,7 +162,9 @@ Step = tuple[list[list[str]], dict[str, int]]
 class Run:
     """All data-parallel ranks of a run, one after the other in this process."""
 
-    def __init__(self, path: Path, ranks: int, workers: int, rows: int = 12, **changes: Any) -> None:
+    def __init__(
+        self, path: Path, ranks: int, workers: int, rows: int = 12, *, planned: bool = False, **changes: Any
+    ) -> None:
         self.share, self.states = rows // ranks, []
         spec = read_spec(hf())
         self.loaders = [
@@ -173,6 +175,7 @@ class Run:
                 dp_rank=rank,
                 dp_size=ranks,
                 rows_per_step=rows,
+                planned=planned,
             )
             for rank in range(ranks)
         ]

@@ -58,8 +58,10 @@ after four steps, in ``transformers`` alone. With this seed, that is 1.4e-4 (wit
 
 @cache
 def chosen_by_make_test() -> frozenset[str]:
-    """The names of the cases that ``make test`` runs; a pair of settings is held once, by any number of
-    ranks."""
+    """Returns the names of the cases that ``make test`` runs.
+
+    One case suffices for a pair of settings, whatever its number of ranks.
+    """
     entries, costs = [], {}
     for ranks, cases in CASES.items():
         for entry in cases:
@@ -70,8 +72,10 @@ def chosen_by_make_test() -> frozenset[str]:
 
 
 def _cost(entry: dict[str, Any], ranks: int) -> float:
-    """Processor time of a case, about: building the model takes as long as three rows, and each rank repeats
-    half of the work."""
+    """Estimates the processor time of a case, in any unit.
+
+    Building the model takes as long as three rows, and each rank repeats half of the work.
+    """
     rows = sum(len(step) for step in entry["steps"])
     return (3 + rows) * (1 + ranks / 2)
 

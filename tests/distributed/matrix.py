@@ -48,7 +48,7 @@ class Entry:
         return settings(self.case)
 
     def value(self, field: str, default: Any = 1) -> Any:
-        """A setting, or what a case has that leaves it out."""
+        """Returns a setting, or ``default`` if the case leaves it out."""
         return self.case.get(field, default)
 
     @property
@@ -146,8 +146,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def proving(feature: Callable[[Entry], bool], family: str) -> list[Entry]:
-    """The cases that prove a cell, best first: those of ``make test``, then those with the fewest
-    settings."""
+    """Lists the cases that prove a cell: those of ``make test`` first, and those with few settings first."""
     found = [entry for entry in entries() if entry.case["family"] == family and feature(entry)]
     return sorted(found, key=lambda entry: (not entry.in_make_test, len(entry.settings), entry.ranks))
 
@@ -161,7 +160,7 @@ class Proof:
 
     feature: str
     tests: dict[str, tuple[str, ...]]
-    """``file::test`` -> the families whose models it uses."""
+    """Maps ``file::test`` to the families whose models it uses."""
 
 
 EVERY = (Q2, Q25, Q3, MOE, Q35, MOE35)
@@ -278,7 +277,7 @@ hold every pair of settings, `make test-full` all {sum(map(len, CASES.values()))
 
 
 def markdown() -> str:
-    """The page."""
+    """Returns the page."""
     parts = [INTRODUCTION]
     for title, features in SECTIONS.items():
         rows = [
@@ -317,7 +316,7 @@ def _mark(proof: Proof, family: str) -> str:
 
 
 def _cases(family: str) -> list[list[str]]:
-    """Feature, test and target of ``make`` of each cell of a family that is proven."""
+    """Lists feature, test and ``make`` target of each proven cell of a family."""
     rows = []
     for features in SECTIONS.values():
         for name, feature in features.items():

@@ -1,7 +1,7 @@
-"""Chooses the cases that ``make test`` runs: cheap ones that hold every pair of settings that any case has.
+"""Chooses the cases that ``make test`` runs: cheap ones that together have every pair of settings.
 
-Most faults of a layout appear when two settings meet (such as sequence parallelism with a tied output layer),
-few only when three do. ``make test-full`` runs the whole table.
+Most faults of a layout need two settings (such as sequence parallelism and a tied output layer); few need
+three. ``make test-full`` runs the whole table.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Pair = tuple[tuple[str, str], tuple[str, str]]
 
 
 def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | None = None) -> list[str]:
-    """Names of the chosen cases, in the order of the table.
+    """Returns the names of the chosen cases, in the order of the table.
 
     Args:
         cases: each with a ``name``; its other fields are its settings.
-        costs: by name, what a case takes in any unit; all the same if left out.
+        costs: the cost of each case by name, in any unit; equal if left out.
     """
     costs = costs or dict.fromkeys((case["name"] for case in cases), 1.0)
     held = {case["name"]: set(pairs(case)) for case in cases}
@@ -26,22 +26,26 @@ def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | No
 
     chosen: list[str] = []
     while uncovered:
-        # The first of those that cover most for their cost, so that the choice depends on the table alone.
+        # Take the case that covers most for its cost. Of several, take the first: the choice is reproducible.
         name = max(held, key=lambda name: len(held[name] & uncovered) / costs[name])
         uncovered -= held[name]
         chosen.append(name)
 
-    # Later choices can make an earlier one needless.
+    # Later choices can make an earlier one redundant.
     for name in sorted(chosen, key=lambda name: -costs[name]):
         others = set().union(*(held[other] for other in chosen if other != name))
         if held[name] <= others:
             chosen.remove(name)
+
     return [case["name"] for case in cases if case["name"] in chosen]
 
 
 def pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
-    """All pairs of settings of a case. If every rank holds the tower, only those with this setting count, so
-    that such a case does not stand for one with the tower on the first stage."""
+    """Yields the pairs of settings of a case.
+
+    If every rank holds the tower, only pairs with that setting count. Otherwise such a case would replace one
+    with the tower on the first stage.
+    """
     for pair in combinations(sorted(settings(case)), 2):
         if not case.get("decoupled") or any(field == "decoupled" for field, _ in pair):
             yield pair

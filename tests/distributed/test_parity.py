@@ -28,7 +28,7 @@ NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
 
 
 def table() -> list[Any]:
-    """(ranks, name) of every case; those beyond the pairwise choice are marked ``full``."""
+    """Lists (ranks, name) of every case; those that ``make test`` does not run are marked ``full``."""
     rows = []
     for ranks, entries in CASES.items():
         for entry in entries:
@@ -41,7 +41,7 @@ def table() -> list[Any]:
 def run_group(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[int], dict[str, Any]]:
-    """``run_group(ranks)``: the results of the cases with this many ranks whose tests this session runs."""
+    """Returns a function from a number of ranks to the results of its cases that this session tests."""
     folder = tmp_path_factory.mktemp("parity")
     wanted = {item.callspec.params["name"] for item in request.session.items if _is_case(item)}
 
@@ -72,7 +72,10 @@ def _is_case(item: pytest.Item) -> bool:
 
 
 def run_cases(cases: list[Case], ranks: int, folder: Path) -> dict[str, Any]:
-    """Maps names to results, as far as the group came; ``log`` is the end of its output."""
+    """Runs cases in one group and maps names to results.
+
+    Cases that the group did not reach are missing. The entry ``log`` is the end of the group's output.
+    """
     folder.mkdir()
     given, out = folder / "cases.json", folder / "results.json"
     write_cases(cases, given)

@@ -1,2 +1,1 @@
-"""Shared parts of the tests: processes that start without importing the stack again, small models
-and data sets."""
+"""Shared parts of the tests: processes that need not import the stack again, small models and data sets."""

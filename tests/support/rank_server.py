@@ -1,12 +1,12 @@
-"""A process that imports the training stack once and forks ranks.
+"""Imports the training stack once and forks ranks from that process.
 
     python -m tests.support.rank_server SOCKET
 
 Importing torch, Megatron-core and transformers costs over four seconds of processor time; a fork costs a
-hundredth of that. The server never touches the platform, a process group or a data set itself, so what it
-forks is as fresh as a new process. It reads one pickled :class:`Job` after another from the socket (both ends
-belong to the same test process), runs it to its end and answers with an :class:`Outcome`. Ranks are treated
-as torchrun treats them: when one fails, the others are ended.
+hundredth of that. The server itself never uses the platform, a process group or a data set, so a forked
+process is in the same state as a new one. It reads one pickled :class:`Job` after another from the socket
+(both ends belong to the same test process), runs it to its end and answers with an :class:`Outcome`. Like
+torchrun, it ends the other ranks when one fails.
 """
 
 from __future__ import annotations
@@ -67,24 +67,25 @@ class Job:
     """(module, name); the JSON-able result of rank 0 goes to ``result.json``."""
     variables: dict[str, Any] = field(default_factory=dict)
     apart: bool = False
-    """Whether the ranks are as on several nodes: nobody ends the others when one fails, and each has a file
-    ``stderr_N``."""
+    """Whether to run the ranks as on different nodes: if one fails, the others are not ended, and each rank
+    writes to its own ``stderr_N``."""
     one_node: bool = False
-    """Whether ranks that are apart still know that they share a node, whose ranks say a message once."""
+    """With ``apart``, whether the ranks know that they share a node, so that only one prints a message."""
     folders: dict[int, str] = field(default_factory=dict)
-    """Working folders of ranks that do not start in ``cwd``."""
+    """Maps ranks that do not start in ``cwd`` to their working folders."""
     file_bytes: dict[int, int] = field(default_factory=dict)
-    """For ranks whose files may not grow without limit, how large they may become."""
+    """Maps ranks to the largest size of a file that they may write, in bytes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: each one's exit code (-N for signal N), and whether the time ran out."""
+    """The end of a group of ranks."""
 
     exit_codes: list[int]
+    """By rank; -N for signal N."""
     timed_out: bool
     ended_at: list[float]
-    """When each one ended (:func:`time.monotonic`)."""
+    """By rank, in seconds of :func:`time.monotonic`."""
 
 
 def main(descriptor: int) -> None:
@@ -129,6 +130,7 @@ def _run(job: Job, connection: Connection) -> Outcome:
         if timed_out or (failed_at is not None and time.monotonic() > failed_at + GRACE_S):
             _signal_all(running, signal.SIGKILL)
         time.sleep(0.005)
+
     return Outcome(exit_codes, timed_out, ended_at)
 
 
@@ -139,7 +141,7 @@ def _signal_all(running: dict[int, int], number: signal.Signals) -> None:
 
 
 def _fork(job: Job, rank: int, connection: Connection) -> int:
-    """The process id of a new rank; in the rank itself this never returns."""
+    """Returns the process id of a new rank. In the rank itself, this never returns."""
     pid = os.fork()
     if pid == 0:
         connection.close()
@@ -153,12 +155,14 @@ def _be_rank(job: Job, rank: int) -> NoReturn:
     try:
         _prepare(job, rank)
         code = _execute(job, rank)
+
     except SystemExit as error:
         code = _exit_code(error)
     except BaseException:
         traceback.print_exc()
+
     finally:
-        # What an interpreter does at its end; os._exit keeps the server's own exit handlers out of it.
+        # Do what the interpreter does at its end. os._exit then skips the server's own exit handlers.
         with contextlib.suppress(Exception):
             threading._shutdown()  # type: ignore[attr-defined]
         with contextlib.suppress(Exception):
@@ -182,6 +186,7 @@ def _prepare(job: Job, rank: int) -> None:
     if not job.apart or job.one_node:  # the ranks of a node say a message once
         error_file = Path(job.folder) / "attempt" / str(rank) / "error.json"
         identity["TORCHELASTIC_ERROR_FILE"] = str(error_file)
+
     os.environ.clear()
     os.environ.update(job.environment | identity)
     os.chdir(job.folders.get(rank, job.cwd))
@@ -190,6 +195,7 @@ def _prepare(job: Job, rank: int) -> None:
         target = os.open(Path(job.folder) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, descriptor)
         os.close(target)
+
     (Path(job.folder) / "attempt" / str(rank)).mkdir(parents=True, exist_ok=True)
     faulthandler.enable()
     sys.path.insert(0, job.cwd)
@@ -202,9 +208,8 @@ def _prepare(job: Job, rank: int) -> None:
 def _execute(job: Job, rank: int) -> int:
     if job.module:
         sys.argv = [job.module, *job.arguments]
-        sys.modules.pop(
-            job.module, None
-        )  # it runs as __main__ and must not be known under its own name as well
+        # The module runs as __main__. It must not exist a second time under its own name.
+        sys.modules.pop(job.module, None)
         runpy.run_module(job.module, run_name="__main__", alter_sys=True)
         return 0
 
@@ -217,7 +222,7 @@ def _execute(job: Job, rank: int) -> int:
 
 
 def _exit_code(error: SystemExit) -> int:
-    """The exit code as the interpreter derives it from ``sys.exit``."""
+    """Returns the exit code that the interpreter derives from ``sys.exit``."""
     if error.code is None:
         return 0
     if isinstance(error.code, int):
@@ -227,7 +232,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 if __name__ == "__main__":
-    # Under its importable name, so that what the test process pickles is understood here.
+    # Use the importable name, so that the classes are those that the test process pickles.
     from tests.support.rank_server import main as serve
 
     serve(socket.socket(fileno=int(sys.argv[1])).detach())

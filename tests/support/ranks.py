@@ -1,9 +1,8 @@
-"""Runs programs and functions in processes forked from a server that has imported
-the stack (:mod:`.rank_server`).
+"""Runs programs and functions in processes that a server forks (:mod:`.rank_server`).
 
-A rank needs its own process, because the CPU platform changes torch globally and groups of ranks are
-groups of processes. Tests that must see a real start (signals, kills, the launcher, the demo) start
-real processes instead.
+The server has imported the stack. A rank needs its own process, because the CPU platform changes torch
+globally and groups of ranks are groups of processes. Tests of the start itself (signals, kills, the launcher,
+the demo) start new processes instead.
 """
 
 from __future__ import annotations
@@ -35,8 +34,10 @@ _jobs = count()
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` of processes that the tests start: the checkout, then what the tests themselves
-    were given, such as another Megatron-core."""
+    """Returns ``PYTHONPATH`` for processes that the tests start.
+
+    The checkout comes first, then the tests' own ``PYTHONPATH``, which may name another Megatron-core.
+    """
     return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -74,7 +75,7 @@ def run_group(
     timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Does as :func:`toolkit.launch.run_group`, which starts a launcher that imports the stack."""
+    """Replaces :func:`toolkit.launch.run_group`, whose launcher would import the stack again."""
     done = run_module(
         module, arguments, ranks, environment=environment, cwd=Path.cwd(), timeout_s=timeout or 600
     )
@@ -85,14 +86,15 @@ def run_group(
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """The end of a rank."""
 
     code: int
+    """Exit code; -N for signal N."""
     stderr: str
     at: float
-    """In seconds, comparable with other ranks."""
+    """Time of the end, in seconds of :func:`time.monotonic`."""
     stdout: str
-    """What all ranks together have written."""
+    """The output of all ranks together."""
 
 
 def run_apart(
@@ -105,12 +107,12 @@ def run_apart(
     one_node: bool = False,
     timeout_s: float = 120,
 ) -> list[Ended]:
-    """Runs ``python -m module arguments`` as ranks on different nodes: nobody ends the others when one fails.
+    """Runs ``python -m module arguments`` as ranks on different nodes: if one fails, the others go on.
 
     Args:
-        folders: by rank, where the program starts.
-        file_bytes: by rank, how large its files may become.
-        one_node: the ranks know that they share a node, so that only one of them says what all know.
+        folders: maps ranks to their working folders.
+        file_bytes: maps ranks to the largest size of a file that they may write, in bytes.
+        one_node: the ranks know that they share a node, so that only one of them prints a message.
 
     Raises:
         AssertionError: some ranks were still running after ``timeout_s`` seconds and were killed.
@@ -126,6 +128,7 @@ def run_apart(
         outcome = _ask(job)
         said = [(Path(folder) / f"stderr_{rank}").read_text(errors="replace") for rank in range(ranks)]
         stdout, _ = _said(folder)
+
     assert not outcome.timed_out, f"ranks have not ended by themselves: {outcome}\n{said}"
     ended = zip(outcome.exit_codes, said, outcome.ended_at, strict=True)
     return [Ended(*each, stdout) for each in ended]
@@ -139,8 +142,11 @@ def call(
     timeout_s: float = 300,
     **variables: Any,
 ) -> Any:
-    """Calls ``function(**variables)`` in each of ``ranks`` processes; returns rank 0's result
-    (JSON types only)."""
+    """Calls ``function(**variables)`` in each of ``ranks`` processes.
+
+    Returns:
+        The result of rank 0, which must be of JSON's types.
+    """
     named = (function.__module__, function.__name__)
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
         job = _job(folder, ranks, environment, None, timeout_s, function=named, variables=variables)
@@ -181,8 +187,10 @@ def _ask(job: Job) -> Outcome:
 
 @cache
 def _server(triton_interpret: str) -> Connection:
-    """The connection to a server that ends with this test process; Triton reads its variable when
-    it is imported."""
+    """Starts a server that ends with this test process, and returns a connection to it.
+
+    Each value of TRITON_INTERPRET needs its own server, because Triton reads it when it is imported.
+    """
     ours, theirs = socket.socketpair()
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path(), "TRITON_INTERPRET": triton_interpret}
     environment = {**os.environ, **variables}
@@ -207,8 +215,7 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    """A port below those that the kernel assigns itself, so that nobody takes it between this check
-    and its use."""
+    """Returns a free port below those that the kernel assigns, so that it stays free until it is used."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
         port = 15_000 + worker * 2_000 + (os.getpid() + next(_jobs)) % 2_000
@@ -218,14 +225,14 @@ def _free_port() -> int:
 
 
 def _said(folder: str) -> tuple[str, str]:
-    """The standard output and the standard error of all ranks."""
+    """Returns the standard output and the standard error of all ranks."""
     paths = (Path(folder) / name for name in ("stdout", "stderr"))
     stdout, stderr = (path.read_text(errors="replace") if path.exists() else "" for path in paths)
     return stdout, stderr
 
 
 def _first_failure(outcome: Outcome) -> int:
-    """0, or 1 as torchrun ends when any rank failed; a single process has its own exit code."""
+    """Returns a group's exit code: that of a single process; of several, 1 if any failed, like torchrun."""
     if len(outcome.exit_codes) == 1:
         return outcome.exit_codes[0]
     return int(any(outcome.exit_codes))

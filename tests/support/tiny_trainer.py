@@ -1,7 +1,6 @@
-"""A trainer of a small model, for functions that run in a separate
-process (:func:`tests.support.ranks.call`).
+"""Makes a trainer of a small model, for functions in a separate process (:func:`tests.support.ranks.call`).
 
-Making one chooses the CPU platform, which changes torch for the rest of the process.
+This selects the CPU platform, which changes torch for the rest of the process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ ROWS = 2
 
 @dataclass
 class TinyTrainer:
-    """What the training loop holds, built with random weights."""
+    """The objects of a training loop, with a model of random weights."""
 
     platform: Platform
     spec: ModelSpec
@@ -44,24 +43,27 @@ class TinyTrainer:
     feed: Feed
 
     def step(self, number: int = 0) -> Any:
-        """Sets the learning rates of a step and takes it on the feed's next rows."""
+        """Sets the learning rates of a step and runs it on the feed's next rows."""
         rows = self.feed.next_step().rows
         set_learning_rates(self.optimizer, self.config, number)
         return train_step(self.wrapped, self.optimizer, rows, self.grid, SEQ_LEN)
 
     def feed_of(self, rows: Iterable[Any], count: int) -> Feed:
-        """A feed of other rows, ``count`` of them per step."""
+        """Makes a feed of other rows, ``count`` of them per step."""
         return Feed(self.grid, self.platform, iter(rows), count, balanced=False)
 
     def new_chunks(self, config: TrainConfig | None = None) -> list[Any]:
-        """The same model once more, with the same random weights."""
+        """Builds the same model again, with the same random weights."""
         config = config or self.config
         return build_model(config, self.spec, self.layout, self.platform, self.grid, norm=HALF).chunks
 
 
 def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:
-    """A trainer whose rows alternate between image and text; ``optimizer`` overrides fields
-    of its configuration."""
+    """Makes a trainer whose rows alternate between image and text.
+
+    Args:
+        optimizer: fields of :class:`OptimizerConfig` that override the defaults here.
+    """
     platform = get_platform("cpu")
     spec = read_spec(hf)
     layout = make_layout(spec, pp=pp)

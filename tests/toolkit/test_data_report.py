@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -99,9 +100,37 @@ def test_stats_as_json_and_as_a_table(out, capsys):
     assert found["per_sample"]["turns"]["mean"]["value"] == 1.2
     assert 0.9 < found["per_row"]["fill"]["mean"]["value"] <= 1
 
+    # Packed rows hold all tokens of the data set once.
+    tokens = 10 * found["per_sample"]["tokens"]["mean"]["value"]
+    rows = tokens / found["per_row"]["tokens"]["mean"]["value"]
+    assert found["pass"]["rows"]["low"] == found["pass"]["rows"]["high"] == pytest.approx(rows, rel=1e-4)
+
     assert main(_words(out, "stats", "--samples", "5")) == 0
     printed = capsys.readouterr().out
+    assert re.search(
+        r"one pass over the data is about \d+ ± \d+ rows?, 1 step at global_batch_size 8", printed
+    )
+    assert re.search(r"Each of the 5 samples is in them \d+ times", printed)
     assert "5 of 10 samples of train were drawn at random (seed 0)" in printed and "±" in printed
+
+
+def test_a_pass_of_rows_of_one_sample_is_counted_exactly(out, capsys):
+    words = ["--data.pack", "false", "--global_batch_size", "4"]
+    assert main([*_words(out, "stats", "--json"), *words]) == 0
+    found = json.loads(capsys.readouterr().out)["pass"]
+    assert found["rows"] == {"value": 10, "low": 10, "high": 10}
+    assert found["steps"] == {"1": 3, "2": 5, "3": 8}  # 10 / 4, 20 / 4 and 30 / 4, the last one begun
+
+
+def test_a_dry_run_says_how_many_steps_a_pass_takes(out, capsys):
+    words = ["train", "--dry-run", "--data.path", str(out), "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
+    words += ["--data.pack", "false", "--data.seq_len", "700", "--nproc-per-node", "1"]
+    assert main(words) == 0
+    assert (
+        "one pass over the data is about 10 rows, 2 steps at global_batch_size 8 (" in capsys.readouterr().out
+    )
+    assert main([*words, "--data.path", str(out / "nowhere")]) == 0
+    assert "one pass" not in capsys.readouterr().out
 
 
 def test_inspect_shows_what_the_model_gets(out, capsys):

@@ -21,7 +21,7 @@ from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare
-from toolkit.doctor import Finding
+from toolkit.doctor import Finding, ok
 from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run
 from toolkit.doctor.command import show
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
@@ -106,6 +106,24 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     small = broken("--data.num_workers", "40", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
     assert small.keys() == {"rows", "memory"}
     assert "24 samples in train" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
+
+
+def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch):
+    """The modules are not built here: that takes seconds and has nothing to do with the inputs."""
+    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+
+    def broken(*options: str) -> list[Finding]:
+        found = check_run(["--config", str(run["yaml"]), *options], None, []).findings
+        return [finding for finding in found if finding.state == "broken"]
+
+    [data] = broken("--data.path", "nowhere")
+    assert data.found.startswith("data.path nowhere does not exist") and "tokenizer" not in data.advice
+    [weights] = broken("--model.checkpoint", "nowhere/weights")
+    assert weights.found.startswith("model.checkpoint nowhere/weights does not exist")
+    assert f"megatron-vl convert --hf {run['hf']} --out nowhere/weights writes them" in weights.advice
+    # Two faults are two findings.
+    both = broken("--data.path", "nowhere", "--model.checkpoint", "nowhere/weights")
+    assert [finding.found.split()[0] for finding in both] == ["data.path", "model.checkpoint"]
 
 
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path, monkeypatch):

@@ -233,8 +233,8 @@ def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
 
 
 def bytes_at_start(hf: str, share: float, moments: str) -> dict[str, int]:
-    """Most bytes of new tensors while the optimizer is built, and those that are left; and the bytes of the
-    largest master weight, and of all of them."""
+    """Most bytes of new fp32 tensors while the optimizer is built, and those that are left; and the bytes of
+    the largest master weight, and of all of them."""
     first = tiny_trainer(hf, dtype="bfloat16")
     mains = [main for part in first.optimizer.chained_optimizers for main in part.get_parameters()]
     sizes = [4 * main.numel() for main in mains]
@@ -243,18 +243,17 @@ def bytes_at_start(hf: str, share: float, moments: str) -> dict[str, int]:
     wrapped = wrap(config, first.new_chunks(config))
     with Allocations() as allocations:
         built = build_optimizer(config, first.platform, wrapped)
-    held = chunked_state(built)
-    chunks = held.host_bytes if held else 0
+    assert built.param_groups
     return {
-        "most": allocations.most - chunks,
-        "left": allocations.now() - chunks,
+        "most": allocations.most,
+        "left": allocations.now(),
         "largest": max(sizes),
         "all": sum(sizes),
     }
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the bytes of the storages that are made within it and still held."""
+    """Counts the bytes of the storages of fp32 tensors that are made within it and still held."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -271,7 +270,8 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         ours = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
-        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in ours:
+        new = isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in ours
+        if new and out.dtype == torch.float32:
             self.made.append(weakref.ref(out))
         self.most = max(self.most, self.now())
         return out

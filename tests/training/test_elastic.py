@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from data_tools.sample_sizes import index
+from megatron_vl.config import DataConfig
+from megatron_vl.spec.families import read_spec
 from tests.support import ranks
 from tests.training.small_run import metrics, options_of, prepare, train
 
@@ -63,3 +66,31 @@ def test_a_run_that_is_killed_and_moves_reads_the_rows_of_one_that_stays(
     losses = {line["step"]: line["loss"] for line in metrics(whole)}
     for line in metrics(run):  # sums of other parts
         assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
+
+
+def test_planned_batches_train_the_same_on_any_ranks(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Two ranks with rows of equal patches, continued on one, have the losses of one that takes all rows."""
+    index(DataConfig(path=str(prepared["data"])), read_spec(prepared["hf"]), prepared["hf"])
+    planned = [*OPTIONS, "--data.balance", "true", "--data.num_workers", "1"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = train(prepared, whole, *planned, ranks=1, steps=5)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "the 12 rows of each step are planned from the stored sizes" in done.stdout
+
+    done = train(prepared, run, *planned, "--stop_after", "3", ranks=2, steps=5)
+    assert done.returncode == 0, done.stderr[-3000:]
+    done = train(prepared, run, *planned, ranks=1, steps=5)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resumed at step 3" in done.stdout
+    assert "after 2 x 1: every step takes the same samples" in done.stdout
+
+    wanted = {step: sorted(sum(each, [])) for step, each in rows(whole)}
+    assert {step: sorted(sum(each, [])) for step, each in rows(run)} == wanted
+    losses = {line["step"]: line["loss"] for line in metrics(whole)}
+    assert len(losses) == 5
+    for line in metrics(run):  # sums of other parts
+        assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
+
+    refused = train(prepared, run, *OPTIONS, ranks=1, steps=6)
+    assert refused.returncode == 1
+    assert "planned from stored sizes, and cannot be now: data.balance is off" in refused.stderr

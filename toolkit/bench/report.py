@@ -39,7 +39,7 @@ class Work:
     model: Flops = Flops(0.0, 0.0)
     """FLOPs that training needs, with the output layer for loss tokens only."""
     model_all_tokens: Flops = Flops(0.0, 0.0)
-    """The same, with the output layer for every token."""
+    """FLOPs that training needs, with the output layer for every token."""
     executed: Flops = Flops(0.0, 0.0)
     """FLOPs that the system executed, including recomputation, and the output layer for all tokens for which
     it was computed."""

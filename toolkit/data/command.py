@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vl.errors import UsageError
+from megatron_vl.words import counted
 
 from .options import (
     DataConvertOptions,
+    DataIndexOptions,
     DataInspectOptions,
     DataMergeOptions,
     DataReportOptions,
@@ -66,7 +68,21 @@ def convert(given: DataConvertOptions) -> int:
     if options.part is not None:
         _print_part(report, given, str(options.part))
         return 0
-    return _report(report, given, given.val_fraction)
+    code = _report(report, given, given.val_fraction)
+    if given.processor is not None:
+        _index_converted(given, options.workers)
+    return code
+
+
+def _index_converted(given: DataConvertOptions, workers: int) -> None:
+    from data_tools.sample_sizes import index
+    from megatron_vl.config import DataConfig
+    from megatron_vl.spec.families import read_spec
+
+    assert given.processor is not None
+    (found,) = index(DataConfig(path=str(given.out)), read_spec(given.processor), given.processor, workers)
+    if not given.json:
+        print(f"  sizes of {found.samples} samples for {given.processor} ({found.bytes / 2**20:.2f} MiB)")
 
 
 def merge(given: DataMergeOptions) -> int:
@@ -201,8 +217,35 @@ def verify(options: DataVerifyOptions) -> int:
     if options.json:
         print(json.dumps({"shards": shards, "problems": problems}))
     else:
-        print("\n".join(problems) or f"{shards} shards of {options.dataset} are intact")
+        print(
+            "\n".join(problems)
+            or f"{counted(shards, 'shard')} of {options.dataset} {'is' if shards == 1 else 'are'} intact"
+        )
     return 1 if problems else 0
+
+
+def index(options: DataIndexOptions) -> int:
+    """Writes the sizes of a data set's samples."""
+    from data_tools.convert import default_workers
+    from data_tools.sample_sizes import index
+
+    from .prepared import open_prepared
+
+    prepared = open_prepared(options)
+    workers = options.workers if options.workers is not None else default_workers()
+    found = index(prepared.config.data, prepared.spec, prepared.processor, workers, _show)
+    _end_line()
+    if options.json:
+        print(json.dumps([one.as_json() for one in found]))
+        return 0
+    for one in found:
+        unusable = f", {one.unusable} of them unusable" if one.unusable else ""
+        took = f"in {one.seconds:.1f} s" if one.seconds else "were there"
+        print(
+            f"{one.path}: sizes of {one.samples} samples{unusable} and {one.media} media"
+            f" ({one.bytes / 2**20:.2f} MiB) {took}"
+        )
+    return 0
 
 
 def stats(options: DataStatsOptions) -> int:
@@ -210,12 +253,13 @@ def stats(options: DataStatsOptions) -> int:
     from .prepared import open_prepared
     from .stats import as_json, print_stats
 
-    found = open_prepared(options).survey(options.samples, options.seconds, options.seed, _show)
+    prepared = open_prepared(options)
+    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
     _end_line()
     if options.json:
-        print(json.dumps(as_json(found), indent=2))
+        print(json.dumps(as_json(found, prepared.config.global_batch_size), indent=2))
     else:
-        print_stats(found)
+        print_stats(found, prepared.config.global_batch_size)
     return 0
 
 
@@ -274,7 +318,7 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
         done = f"are in {out} already, which is complete: nothing was written (--force starts over)"
     print(f"{report.samples} of {report.records} records {done}, {report.quarantined} quarantined{end}")
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
-    print(f"  {report.shards} shards, {report.bytes / 2**20:.1f} MiB")
+    print(f"  {counted(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
 
     for location, found in report.ignored.items():
         print(f"  ignored: {_ignored(location, found)}")

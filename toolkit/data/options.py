@@ -48,6 +48,9 @@ class DataConvertOptions(CommandOptions):
     """What to do with a record whose id occurred before: refuse it, or keep both."""
     max_quarantined: float = option(MAX_QUARANTINED, metavar="F", share=True)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
+    processor: Path | None = option(None, metavar="HF_DIR", shown_default="none", must_exist=True)
+    """Also write the sizes of all samples for the tokenizer and chat template in this Hugging Face folder, as
+    `megatron-vl data index` does."""
     force: bool = False
     """Delete what an earlier conversion left in OUT and start over."""
     dry_run: bool = False
@@ -103,6 +106,22 @@ class PreparedOptions(CommandOptions):
     """Hugging Face folder of the config, tokenizer, chat template and image processor."""
     split: str = option("train", metavar="NAME")
     """Split of the data set: train or val."""
+
+
+@dataclass(kw_only=True)
+class DataIndexOptions(PreparedOptions):
+    """Write the sizes of all samples beside a data set, so that a run with `data.balance` can plan its
+    batches: tokens of the text, and the stored sizes of pictures and videos.
+
+    All text is tokenized once; nothing is decoded. The sizes serve every run whose tokenizer and chat
+    template are the same, whatever its limits of pixels and tokens. Those that are there are kept. Run the
+    same command again to continue after an interruption.
+    """
+
+    workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
+    """Processes."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(kw_only=True)

@@ -42,9 +42,9 @@ from .stats import (
 ROWS_SHOWN = 24
 """Number of rows on the page."""
 MEDIA_SHOWN = 8
-"""Largest number of pictures and videos that are shown of a sample."""
+"""Largest number of a sample's pictures and videos on the page."""
 FRAMES_SHOWN = 8
-"""Largest number of frames that are shown of a video."""
+"""Largest number of a video's frames on the page."""
 SIDE = 360
 """Largest side in pixels of a picture on the page."""
 TOKENS_SHOWN = (700, 200)
@@ -54,7 +54,7 @@ EXAMPLES = 3
 QUARANTINE_READ = 32 << 20
 """Number of bytes of a quarantine.jsonl that are searched for examples."""
 BARS = 30
-"""About how many bars a histogram has."""
+"""Approximate number of bars in a histogram."""
 DETAIL = 400
 """Largest number of characters in a detail."""
 
@@ -191,7 +191,7 @@ def _charts[Thing](
 
 
 def histogram(title: str, strata: list[Stratum]) -> Chart | None:
-    """The histogram of a quantity; None if all values are 0. Values above the 99 % quantile share a bar."""
+    """Makes a histogram; None if all values are 0. Values above the 99 % quantile share a bar."""
     values, weights = values_of(strata)
     if not values.any():
         return None
@@ -265,7 +265,7 @@ def _cards(prepared: Prepared, found: Survey, shown: int) -> Iterator[Card]:
 
 
 def chosen(usable: list[Drawn], shown: int) -> list[tuple[str, Drawn]]:
-    """The samples to show, each with the reason: extremes first, then the samples that were drawn first."""
+    """Chooses the samples to show, each with the reason: extremes, then those that were drawn first."""
     found = [
         ("the most tokens of those drawn", max(usable, key=lambda sample: sample.tokens)),
         ("the most patches of those drawn", max(usable, key=lambda sample: sample.patches)),
@@ -301,7 +301,7 @@ def _encoded(picture: Image.Image, side: int) -> str:
 
 
 def _skipped(found: Survey) -> list[Reason]:
-    """The reasons for which the loader would leave out some of the drawn samples."""
+    """Lists the reasons for which the loader would leave out some of the drawn samples."""
     reasons: list[Reason] = []
     for name, estimate in found.skipped().items():
         hits = [sample for sample in found.samples if sample.refused and sample.refused[0] == name]
@@ -315,13 +315,13 @@ def _skipped(found: Survey) -> list[Reason]:
 
 
 def _origin(found: Survey, sample: Drawn) -> str:
-    """The key, shard and record of a sample."""
+    """Names a sample by its key, shard and record."""
     shard, _ = found.sources[sample.source].place(sample.index)
     return f"{sample.key} of {shard}" + (f" ({sample.record})" if sample.record else "")
 
 
 def quarantined(source: Source) -> tuple[int, list[Reason]]:
-    """The number of records that ``data convert`` left out, and the reasons with examples."""
+    """Returns the number of records that ``data convert`` left out, and the reasons with examples."""
     examples = _examples(source.data.path / "quarantine.jsonl")
     counts: Counter[str] = Counter()
     try:
@@ -330,7 +330,7 @@ def quarantined(source: Source) -> tuple[int, list[Reason]]:
         for by_reason in stored["refused"].values():
             counts.update({str(reason): int(count) for reason, count in by_reason.items()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # Without a report of the conversion, the entries of the list are counted.
+        # Without a report of the conversion, count the entries of the list.
         counts = Counter({reason: count for reason, (count, _) in examples.items()})
     return counts.total(), [
         Reason(reason, f"{count:,}", examples.get(reason, (0, []))[1])
@@ -339,7 +339,7 @@ def quarantined(source: Source) -> tuple[int, list[Reason]]:
 
 
 def run_skipped(folder: str) -> list[Reason]:
-    """The reasons for which a run's loaders left out samples, from ``quarantine.jsonl`` in ``folder``."""
+    """Lists the reasons in a run's ``quarantine.jsonl``, for which its loaders left out samples."""
     found = _examples(Path(folder) / "quarantine.jsonl") if folder else {}
     ordered = sorted(found.items(), key=lambda item: -item[1][0])
     return [Reason(reason, f"{count:,}", examples) for reason, (count, examples) in ordered]

@@ -25,9 +25,10 @@ from .stats import printable
 
 @dataclass(frozen=True)
 class MediumView:
-    """A picture or video."""
+    """A picture or video of a sample."""
 
     key: str
+    """Name of the medium in the shard."""
     stored: tuple[int, int]
     """Height and width in the file."""
     resized: tuple[int, int]
@@ -37,23 +38,23 @@ class MediumView:
     frames: int
     """Frames in the file; 1 for a picture."""
     fps: float
-    """Frames a second in the file; 0 for a picture."""
+    """Frames per second in the file; 0 for a picture."""
     sampling: str
-    """How frames are taken of a video that was given as pictures; empty for other media."""
+    """How frames are chosen from a video that is stored as pictures; empty for other media."""
     pixels: Tensor | None
     """uint8 [frames, 3, height, width] as the model sees them; None if the medium does not decode."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A token, or several equal placeholders in a row."""
+    """A token, or several equal placeholders, one after another."""
 
     start: int
     count: int
     token: int
     learnt: bool
     text: str
-    """What the token stands for, with what cannot be printed spelled out."""
+    """The token's text, with unprintable characters spelled out."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,11 @@ class Viewer:
         self.encoder = prepared.encoder
 
     def find(self, index: int | None, key: str) -> tuple[Source, int]:
-        """The source of a sample and its index there. Samples of several sources are counted one source after
-        the other.
+        """Returns the source of a sample, and the sample's index in that source.
+
+        Args:
+            index: counts over all sources, one source after another.
+            key: the sample's key; if it is given, ``index`` is ignored.
 
         Raises:
             SurveyError: there is no such sample, or several sources have it.
@@ -204,7 +208,7 @@ def picture_of(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor
 
 
 def runs_of(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpec) -> list[Run]:
-    """The tokens in order; placeholders of one picture in a row are one run."""
+    """Lists the tokens in order; successive placeholders of one picture form one run."""
     runs: list[Run] = []
     placeholders = (spec.image_token_id, spec.video_token_id)
     for at, (token, learnt) in enumerate(zip(token_ids.tolist(), loss_mask.tolist(), strict=True)):
@@ -217,7 +221,7 @@ def runs_of(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpe
 
 
 def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one token. Bytes that are no whole character are written ``\\xe4``."""
+    """Returns the text of one token. Bytes that do not form a whole character are written as ``\\xe4``."""
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if "\ufffd" in text:
         piece = tokenizer.convert_ids_to_tokens(token)
@@ -229,14 +233,14 @@ def token_text(tokenizer: Any, token: int) -> str:
 
 @cache
 def _byte_values() -> dict[str, int]:
-    """The byte of each character of a byte-level vocabulary."""
+    """Maps each character of a byte-level vocabulary to its byte."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def visible(text: str) -> str:
-    """A token's text on one line, with what cannot be seen spelled out."""
+    """Returns a token's text on one line, with invisible characters spelled out."""
     return printable(text.replace("\n", "⏎").replace("\t", "⇥"))
 
 
@@ -244,8 +248,25 @@ def visible(text: str) -> str:
 
 
 def as_json(sample: SampleView) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Returns the output of ``--json``."""
     reason, detail = sample.problem or (None, None)
+    media = [
+        {
+            "key": each.key,
+            "kind": each.grid.kind,
+            "stored": list(each.stored),
+            "resized": list(each.resized),
+            "frames": each.frames,
+            "fps": each.fps,
+            "sampling": each.sampling,
+            "grid_thw": [each.grid.t, each.grid.h, each.grid.w],
+            "timestamps": list(each.grid.timestamps),
+            "second_per_grid": each.grid.second_per_grid,
+            "tokens": each.tokens,
+        }
+        for each in sample.media
+    ]
+
     return {
         "key": sample.key,
         "shard": sample.shard,
@@ -253,22 +274,7 @@ def as_json(sample: SampleView) -> dict[str, Any]:
         "problem": {"reason": reason, "detail": detail} if sample.problem else None,
         "tokens": len(sample.token_ids),
         "learnt_tokens": sample.learnt,
-        "media": [
-            {
-                "key": each.key,
-                "kind": each.grid.kind,
-                "stored": list(each.stored),
-                "resized": list(each.resized),
-                "frames": each.frames,
-                "fps": each.fps,
-                "sampling": each.sampling,
-                "grid_thw": [each.grid.t, each.grid.h, each.grid.w],
-                "timestamps": list(each.grid.timestamps),
-                "second_per_grid": each.grid.second_per_grid,
-                "tokens": each.tokens,
-            }
-            for each in sample.media
-        ],
+        "media": media,
         "token_ids": sample.token_ids.tolist(),
         "token_texts": [run.text for run in sample.runs for _ in range(run.count)],
         "loss_mask": sample.loss_mask.bool().int().tolist(),
@@ -312,7 +318,7 @@ def _media_table(sample: SampleView) -> Table:
 
 
 def _token_table(sample: SampleView) -> Table:
-    table = Table("place", "id", "learnt", "time", "height", "width", "text", title_justify="left")
+    table = Table("index", "id", "learnt", "time", "height", "width", "text", title_justify="left")
     for run in sample.runs:
         last = run.start + run.count - 1
         positions = [_range(axis, run.start, last) for axis in sample.position_ids]

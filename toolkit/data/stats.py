@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from data_tools.estimates import Estimate, Stratum, mean, quantile
+from data_tools.passes import pass_as_json, pass_in_words
 from data_tools.survey import SAMPLE_QUANTITIES, Survey, SurveyRow, fill, values_of
 
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -64,7 +65,7 @@ def of_rows(found: Survey) -> dict[str, Distribution]:
     return {name: distribution(found.of_rows(of)) for name, of in row_quantities(found.seq_len).items()}
 
 
-def as_json(found: Survey) -> dict[str, Any]:
+def as_json(found: Survey, global_batch_size: int) -> dict[str, Any]:
     """The output of ``--json``. Bounds are those of the 95 % interval; null: not known."""
     per_sample = {name: each.as_json() for name, each in of_samples(found).items()}
     per_row = {name: each.as_json() for name, each in of_rows(found).items()}
@@ -87,6 +88,7 @@ def as_json(found: Survey) -> dict[str, Any]:
         "per_sample": per_sample,
         "rows": len(found.rows),
         "per_row": per_row,
+        "pass": pass_as_json(found, global_batch_size),
         "skipped": {reason: each.as_json() for reason, each in found.skipped().items()},
     }
 
@@ -106,11 +108,21 @@ def rows_basis(found: Survey) -> str:
     """A sentence that says how the rows were made."""
     return (
         f"{len(found.rows):,} rows of {found.seq_len:,} tokens were packed from them in random order, as"
-        " a loader does; intervals are for 95 %."
+        f" a loader does; intervals are for 95 %.{_repeated(found)}"
     )
 
 
-def print_stats(found: Survey) -> None:
+def _repeated(found: Survey) -> str:
+    """Says that there are fewer samples than the rows hold."""
+    held = sum(len(row.samples) for row in found.rows)
+    there = len(found.usable)
+    if held <= 1.5 * there:
+        return ""
+    within = ", also within a row" if any(len(row.samples) > there for row in found.rows) else ""
+    return f" Each of the {there:,} samples is in them {held / there:,.0f} times{within}."
+
+
+def print_stats(found: Survey, global_batch_size: int) -> None:
     console = Console(highlight=False, width=max(110, Console().width))
     console.print(f"{found.path}\n{basis(found)} {found.seconds:.1f} s", markup=False, soft_wrap=True)
     if len(found.sources) > 1:
@@ -118,6 +130,7 @@ def print_stats(found: Survey) -> None:
     console.print(_table("of a sample", of_samples(found)))
     console.print(rows_basis(found), markup=False, soft_wrap=True)
     console.print(_table("of a row", of_rows(found)))
+    console.print(pass_in_words(pass_as_json(found, global_batch_size)), markup=False, soft_wrap=True)
     for reason, share in found.skipped().items():
         console.print(f"the loader would leave out {shares(share)}: {reason}", markup=False)
 

@@ -24,12 +24,15 @@ from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
 from megatron_vl.training.preflight import (
     check,
+    check_data_path,
+    check_start_path,
     check_start_weights,
     read_data,
     remarks,
     step_to_resume,
 )
 from megatron_vl.weights.run_folder import latest
+from megatron_vl.words import counted
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.family import check_family
 from toolkit.doctor.machine import Gpu, check_disk
@@ -57,7 +60,7 @@ def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> F
         return broken(
             "data set", "; ".join(problems[:5]), "copy these shards again, or convert the data again"
         )
-    return ok("data set", f"{shards} shards of {folder} are intact")
+    return ok("data set", f"{counted(shards, 'shard')} of {folder} {'is' if shards == 1 else 'are'} intact")
 
 
 def check_checkpoint(folder: Path) -> Finding:
@@ -119,12 +122,16 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         return report
 
     experts = f", experts ep {p.ep} x etp {p.etp}" if p.ep * p.etp > 1 else ""
-    say(ok("config", f"{world_size} ranks: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}"))
+    say(
+        ok("config", f"{counted(world_size, 'rank')}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}")
+    )
+    said = ""
     try:
         spec, layout = check(config, world_size)
         say(ok("model and layout", f"{spec.family}, decoder layers {list(layout.layers)} on {p.pp} stages"))
     except (ValueError, OSError, RuntimeError) as error:
-        say(broken("model and layout", str(error), "correct the field or path that the message names"))
+        said = str(error)
+        say(broken("model and layout", said, _advice(config, said)))
         found = _spec_alone(config, world_size)
         if found is None:
             return report
@@ -142,9 +149,24 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     ]
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
     report.findings += check_family(config, spec, on_gpus)
-    report.findings += [_rows(config, spec, dp), *_start_weights(config, spec)]
+    inputs = [_rows(config, spec, dp), *_start_weights(config, spec)]
+    # An input that is not there was already reported with the layout.
+    report.findings += [finding for finding in inputs if not said or finding.found != said]
     report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
     return report
+
+
+def _advice(config: TrainConfig, said: str) -> str:
+    """What to do about a run that was refused with the message ``said``."""
+    if said.startswith("model.checkpoint ") and "does not exist" in said:
+        return _convert(config)
+    return "correct the field or path that the message names"
+
+
+def _convert(config: TrainConfig) -> str:
+    """The command that writes the weights of a run."""
+    out = "DIR" if Path(config.model.checkpoint).exists() else config.model.checkpoint
+    return f"megatron-vl convert --hf {config.model.hf} --out {out} writes them"
 
 
 def _spec_alone(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout] | None:
@@ -226,8 +248,10 @@ def _build(options: list[str], config: TrainConfig, world_size: int) -> Finding:
 
 def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
     """Reads one row from the run's own loader of rank 0, without worker processes."""
-    if not config.data.path:
-        return broken("rows", "data.path is empty", "give a folder written by `megatron-vl data convert`")
+    try:
+        check_data_path(config.data.path)
+    except RunConfigError as error:
+        return broken("rows", str(error), "correct data.path")
     from megatron_vl.data.loader import build_loader
 
     loader: Any = None
@@ -256,8 +280,8 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
             loader.close()
 
     found = (
-        f"{samples if samples is not None else 'unknown'} samples; the first row ({seconds:.1f} s): "
-        f"{row.num_samples} samples, "
+        f"{counted('unknown' if samples is None else samples, 'sample')}; the first row ({seconds:.1f} s): "
+        f"{counted(row.num_samples, 'sample')}, "
     )
     learnt = int(row.loss_mask.count_nonzero())
     found += f"{row.num_images} pictures, {row.num_patches} patches, {learnt} loss tokens of {row.seq_len}"
@@ -286,11 +310,12 @@ def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
         pass  # the check of the resume reports it
 
     try:
+        check_start_path(config)
         reader = check_start_weights(config, spec)
         for file in reader.manifest["files"]:
             reader.open_file(file)
     except (ValueError, OSError, RuntimeError) as error:
-        return [broken("start weights", str(error), "megatron-vl convert --hf HF_DIR --out DIR writes them")]
+        return [broken("start weights", str(error), _convert(config))]
 
     cut = f"layout {reader.layout.as_dict()}" if reader.layout else "unsplit"
     return [ok("start weights", f"{reader.path}: {len(reader.table)} tensors of this model, {cut}")]

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vl.planning.gpus import Gpu, list_gpus, parse_gpus
+from megatron_vl.words import counted
 from toolkit.doctor import Finding, broken, note, ok
 
 __all__ = ["Gpu", "list_gpus", "parse_gpus"]
@@ -275,7 +276,7 @@ def all_reduce(gpus: int) -> Finding:
         f"{facts['bytes'] / 2**20:.0f} MiB in {facts['seconds'] * 1e3:.2f} ms, {facts['bus_gb_s']:.1f} GB/s "
         "on the bus"
     )
-    return ok("all-reduce", f"{facts['backend']} over {ranks} ranks: correct, {speed}")
+    return ok("all-reduce", f"{facts['backend']} over {counted(ranks, 'rank')}: correct, {speed}")
 
 
 # --- Limits -------------------------------------------------------------------------------------------------

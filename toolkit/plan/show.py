@@ -9,6 +9,7 @@ from typing import Any
 from megatron_vl.planning.memory import GIB, RESERVE_GIB
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.search import describe, options_of
+from megatron_vl.words import counted
 from toolkit.memory_table import WIDTH, memory_table
 
 from .result import Plan
@@ -24,7 +25,7 @@ def show(result: Plan) -> None:
     c = wanted.calibration
     print(
         f"{wanted.spec.family} on {wanted.world} x {c.gpu}, rows of {wanted.config.data.seq_len} tokens,"
-        f" {wanted.config.global_batch_size} rows a step"
+        f" {counted(wanted.config.global_batch_size, 'row')} a step"
     )
     for line in (*_rows(result), *_layout(best)):
         print(line)

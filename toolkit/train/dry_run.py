@@ -1,13 +1,16 @@
-"""Shows a run without a GPU or torch: its layout, its schedule, and the predicted memory and speed."""
+"""Shows a run without a GPU: its layout, its schedule, the predicted memory and speed, and how long a pass
+over its data is, if they are there. Without them, torch is not imported."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, warm_up_passes
 from megatron_vl.planning.offload import least_share, resolve
@@ -16,6 +19,7 @@ from megatron_vl.planning.run import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.preflight import resumed_from, saved_layout
+from megatron_vl.words import counted
 from toolkit.doctor.machine import list_gpus
 from toolkit.memory_table import WIDTH, memory_table
 
@@ -61,6 +65,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "stages": [_contents(spec, layout, stage) for stage in range(layout.pp)],
         "rows_per_step": config.global_batch_size,
         "tokens_per_step": config.global_batch_size * config.data.seq_len,
+        "pass": _pass(config, spec),
         "schedule": _schedule(layout, micro_batches),
         "memory_gib": [stage.as_json() for stage in stages],
         "peak_gib": round(peak_gib(stages), 1),
@@ -72,6 +77,42 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "split": split_source(config, layout, saved),
         "speed": _speed(prediction),
     }
+
+
+SAMPLES = 500
+"""Samples of the data set that are read for the length of a pass."""
+SECONDS = 10.0
+"""No more are read after that time."""
+
+
+def _pass(config: TrainConfig, spec: ModelSpec) -> dict[str, Any] | None:
+    """Rows and steps of a pass over the data; None if the data set or the tokenizer is not here.
+
+    This imports torch, and reads no more of a large data set than of a small one.
+    """
+    if not config.data.path or not Path(config.data.path).exists() or not Path(config.model.hf).is_dir():
+        return None
+    from data_tools.passes import pass_as_json
+    from data_tools.survey import open_encoder, survey
+
+    try:
+        encoder = open_encoder(config.data, spec, config.model.hf)
+        found = survey(encoder, samples=SAMPLES, seconds=SECONDS)
+    except (UserError, OSError, ValueError) as error:
+        return {"unknown": str(error)}
+    return pass_as_json(found, config.global_batch_size)
+
+
+def _print_pass(facts: dict[str, Any]) -> None:
+    """Prints how long a pass over the data is, or why that is not known."""
+    if facts["pass"] is None:
+        return
+    if "unknown" in facts["pass"]:
+        print(f"the steps of a pass over the data are not known: {facts['pass']['unknown']}")
+        return
+    from data_tools.passes import pass_in_words
+
+    print(pass_in_words(facts["pass"]))
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
@@ -146,7 +187,7 @@ def _print(facts: dict[str, Any]) -> None:
     sizes, schedule = facts["layout"], facts["schedule"]
     experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
     sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
-    print(f"{facts['family']} on {facts['ranks']} ranks")
+    print(f"{facts['family']} on {counted(facts['ranks'], 'rank')}")
     print(
         f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
         f"{experts}{sequence}"
@@ -157,8 +198,9 @@ def _print(facts: dict[str, Any]) -> None:
 
     if facts["split"] in SPLITS:
         print(f"  split {sizes['layers']}: {SPLITS[facts['split']]}")
-    print(f"step: {facts['rows_per_step']} rows, {facts['tokens_per_step']:,} tokens")
-    each = f"{schedule['micro_batches']} micro-batches on each data-parallel rank"
+    print(f"step: {counted(facts['rows_per_step'], 'row')}, {facts['tokens_per_step']:,} tokens")
+    _print_pass(facts)
+    each = f"{counted(schedule['micro_batches'], 'micro-batch')} on each data-parallel rank"
     print(f"schedule: {schedule['kind']}, {each}")
     if sizes["pp"] > 1:
         for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):

@@ -12,10 +12,10 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where the command was started."""
+    """Facts that the launcher (torchrun, Slurm or none) gives the command."""
 
     is_rank: bool = False
-    """Another program has started one process per rank, and this is one of them."""
+    """Whether another program has started one process per rank, and this is one of them."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """The variables that torchrun would have set, if Slurm started the ranks."""
     nnodes: int = 1
@@ -55,7 +55,7 @@ def read(environ: Mapping[str, str]) -> Surroundings:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of a Slurm list: ``gpu[003-006,010],login1`` gives ``gpu003``."""
+    """Returns the first host of a Slurm list, such as ``gpu003`` for ``gpu[003-006,010],login1``."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\])?([^,\[]*)", nodelist)
     assert match is not None  # all parts may be empty
     return (match[1] or "") + (match[2] or "") + (match[3] or "")

@@ -20,9 +20,9 @@ class TrainOptions(CommandOptions):
     run_fields: ClassVar[bool] = True
 
     nproc_per_node: int | None = option(None, metavar="N", least=1, shown_default="the GPUs of this node")
-    """Start N ranks on this node; works on CPU too."""
+    """Start N ranks on this node, with or without GPUs."""
     nnodes: int | None = option(None, metavar="N", least=1, shown_default="1, or those of the Slurm step")
-    """Number of nodes of the run; start the same command on each of them."""
+    """Train on N nodes; start the same command on each of them."""
     master_addr: str = option("", metavar="HOST", shown_default="the first node of the Slurm step")
     """Host name of one of the nodes; give the same one on all nodes."""
     master_port: int | None = option(

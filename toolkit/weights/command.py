@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.errors import UserError
+from megatron_vl.words import counted
 
 from .options import (
     ONE_RANK,
@@ -57,7 +58,15 @@ def export(options: ExportOptions) -> int:
 
 
 def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = None) -> int:
-    """Runs a conversion and prints a report of what was written."""
+    """Runs a conversion and prints a report of what was written.
+
+    Args:
+        work: converts and returns a :class:`converters.convert.Report`.
+        origin: the original folder of an export.
+
+    Raises:
+        UserError: writing failed, and the unfinished folder was kept.
+    """
     from megatron_vl.weights.manifest import UNFINISHED
 
     try:
@@ -76,12 +85,18 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             "cast": [[*types, n] for types, n in report.cast.items()],
         }
         print(json.dumps(result))
-        return 0
+    else:
+        _show(report, origin)
 
+    return 0
+
+
+def _show(report: Any, origin: Path | None) -> None:
+    """Prints sizes, speed, layout and notes of a conversion."""
     size = report.bytes / 1e9
     rate = report.bytes / max(report.seconds, 1e-9) / 1e9
     print(
-        f"{report.out}: {report.tensors} tensors in {report.files} files, "
+        f"{report.out}: {report.tensors} tensors in {counted(report.files, 'file')}, "
         f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
     )
     if report.kept_tensors:
@@ -100,6 +115,10 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             f"layers {layers}{experts}"
         )
 
+    _show_notes(report, origin)
+
+
+def _show_notes(report: Any, origin: Path | None) -> None:
     if report.carried:
         kept = (
             "copied from the original folder as they are: they were not trained"
@@ -107,6 +126,7 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             else "not converted: they are not trained, and an export copies them from the original folder"
         )
         print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {kept}")
+
     for note in report.notes:
         print(f"note: {note}")
     for (old, new), count in report.cast.items():
@@ -116,8 +136,6 @@ def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = 
             f"note: {name} was not copied: weights that are not part of "
             f"{origin.name if origin else ''}'s safetensors index"
         )
-
-    return 0
 
 
 def verify(options: VerifyOptions) -> int:

@@ -2,9 +2,10 @@
 
     python -m toolkit.weights.export_step '{"checkpoint": ..., ...}'
 
-The argument holds the fields of :class:`Job`. The folder has its name only when all of it is there. Until
-then it is ``OUT.partial``, from which the same job continues after a kill. A failure removes it, since the
-training needs the disk more than the export does, and its last line on standard error says why.
+The argument holds the fields of :class:`Job`. The export is written to ``OUT.partial`` and renamed to ``OUT``
+when it is complete. After a kill, the same job continues from ``OUT.partial``. After a failure, that folder
+is removed, because the training needs the disk more than the export does; the last line on standard error
+gives the reason.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ NICENESS = 10
 
 @dataclass
 class Job:
-    """What to export, and for whom."""
+    """One export of one step."""
 
     checkpoint: str
-    """A step folder."""
+    """Step folder to export."""
     hf: str
     """Hugging Face folder of origin."""
     out: str
-    """Folder to write. One that is there is of another branch of the run, and is set aside."""
+    """Folder to write. If it exists, it belongs to another branch of the run and is renamed."""
     parent: int
-    """Process that this one ends with."""
+    """Process id of the trainer; this process ends when the trainer does."""
     leave_free: int
     """Bytes that must stay free on the disk for the training's next checkpoint."""
     facts: dict[str, Any]
-    """For the file that says where the folder comes from."""
+    """Contents of the file that records where the export comes from (:data:`EXPORTED`)."""
 
 
 class NoRoomError(UserError):
@@ -70,14 +71,18 @@ def main(argv: list[str]) -> int:
 
 
 def end_with(parent: int) -> None:
-    """Ends this process soon after its parent, however that ended."""
+    """Ends this process within a second of its parent's end, for whatever reason the parent ended."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
 def export_step(job: Job, out: Path, partial: Path) -> None:
-    """Raises UserError, OSError: it could not be made."""
+    """Exports to ``partial`` and renames it to ``out``.
+
+    Raises:
+        UserError, OSError: the export failed.
+    """
     from converters.convert import export
 
     durable.make_folder(out.parent)
@@ -85,10 +90,11 @@ def export_step(job: Job, out: Path, partial: Path) -> None:
     export(job.checkpoint, job.hf, partial, workers=THREADS, force=True)
 
     weights = json.loads((Path(job.checkpoint) / "weights" / MANIFEST).read_text())["digest"]
-    # The rule for videos, where the export knows it.
+    # The export may have written the rule for videos to this file; keep it.
     note = partial / EXPORTED
     noted = json.loads(note.read_text()) if note.is_file() else {}
     write_json(note, job.facts | noted | {"weights": weights})
+
     if out.exists():
         durable.rename(out, _aside(out))
     durable.rename(partial, out)
@@ -107,13 +113,14 @@ def _check_room(job: Job, partial: Path) -> None:
 
 
 def _aside(out: Path) -> Path:
-    """A free name for the export of another branch's step of the same number."""
+    """Returns an unused folder name for an existing export, which another branch of the run made."""
     try:
         facts = json.loads((out / EXPORTED).read_text())
         branch = re.fullmatch(r"\w{1,32}", facts["branch"])  # it becomes part of a folder's name
         base = f"{out.name}.branch_{branch[0]}.{int(facts['serial'])}" if branch else f"{out.name}.earlier"
     except (OSError, ValueError, KeyError, TypeError):
         base = f"{out.name}.earlier"
+
     path = out.with_name(base)
     copies = 1
     while path.exists():

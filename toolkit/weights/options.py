@@ -24,7 +24,8 @@ class LayoutOptions(CommandOptions):
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
     """Take the layout from the parallel section of this run; the options below override it."""
     gpus: int | None = option(None, metavar="N", least=1)
-    """GPUs of the run of --config. Its planned split depends on them, if it gives no parallel.layers."""
+    """Number of GPUs of the run of --config. The planned split, which a run without parallel.layers gets,
+    depends on it."""
     tp: int | None = option(None, metavar="T", shown_default="1")
     """Tensor parallel size in ranks."""
     pp: int | None = option(None, metavar="P", shown_default="1")
@@ -54,13 +55,14 @@ class LayoutOptions(CommandOptions):
         return layout
 
     def _planned(self, run: TrainConfig) -> list[int]:
-        """The split that the run gets, as it gives none."""
+        """The planned split, which a run without ``parallel.layers`` gets."""
         by_hand = "or give the split with --layers"
         if self.gpus is None:
             raise UsageError(
-                f"{self.config} gives no parallel.layers, which means the planned split, and that depends on"
-                f" the number of GPUs: give it with --gpus, {by_hand}"
+                f"{self.config} has no parallel.layers, so the split is planned, and the plan depends on the"
+                f" number of GPUs: give it with --gpus, {by_hand}"
             )
+
         from megatron_vl.planning.gpus import calibration_for
         from megatron_vl.planning.run import run_layout
         from megatron_vl.spec.families import read_spec
@@ -70,7 +72,7 @@ class LayoutOptions(CommandOptions):
             spec = read_spec(hf)
         except OSError as error:
             raise UsageError(
-                f"{self.config} gives no parallel.layers, and the split cannot be planned without the model's"
+                f"{self.config} has no parallel.layers, and the split cannot be planned without the model's"
                 f" sizes ({error}): correct model.hf, {by_hand}"
             ) from error
         return list(run_layout(run, spec, self.gpus, calibration=calibration_for(run.platform)).layers)
@@ -91,10 +93,10 @@ class OutOptions(WorkOptions):
     """Options of all commands that write weights."""
 
     out: Path = option(metavar="DIR")
-    """Folder to write. It must not exist, or be empty, or hold what the same command left when it was
-    interrupted; the command then continues from there."""
+    """Write to this folder. It must be new, empty, or left by the same command when that was interrupted; the
+    command then continues from there."""
     force: bool = False
-    """Replace the checkpoint or unfinished conversion that is in --out."""
+    """Replace the checkpoint or unfinished conversion in --out."""
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,267 @@
+"""Plans which samples share a row, and which rank takes which rows of a step, from sizes alone.
+
+All rows of a global batch are planned together, so that they have about as many patches each, and then dealt
+to the ranks so that the sums are equal. The result depends only on the sizes, so that every rank computes the
+same without a message. Rows do not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_vl.data.packing import fill_row
+from megatron_vl.parallel.balance import balance
+
+Integers = NDArray[np.int64]
+
+AHEAD = 1.5
+"""Tokens of the samples to choose from, as a multiple of those that a step takes."""
+SPREAD = 0.92
+"""Share of a step's tokens that is placed by age. The others are chosen to fill the rows."""
+CHOICES = 48
+"""Number of samples among which the last ones of a row are chosen."""
+GROUP = 256
+"""Largest number of rows that are planned together: the work for each sample grows with it."""
+ABOVE = (0.02, 0.1, 0.4)
+"""Shares by which a row may exceed the mean number of patches for its last samples: at first, and then if
+many of its tokens would be padding. Ranks are evened out later."""
+PADDING = 0.005
+"""Share of a row's tokens that is many."""
+
+
+def plan_rows(
+    tokens: Integers, patches: Integers, rows: int, seq_len: int, max_patches: int = 0
+) -> list[list[int]]:
+    """Chooses the samples of the next ``rows`` rows.
+
+    Rows have at most ``seq_len`` tokens and ``max_patches`` patches, and otherwise about the mean number of
+    patches. The oldest sample is always taken, so that none waits without end.
+
+    Args:
+        tokens, patches: int64 [n], sizes of the waiting samples, the oldest first; none exceeds a row.
+        max_patches: 0: no limit.
+
+    Returns:
+        For each row its samples, ascending. A row is empty only if there are too few samples.
+    """
+    density = float(patches.sum()) / max(float(tokens.sum()), 1.0)
+    groups = -(-rows // GROUP)
+    found: list[list[int]] = []
+    for number, own in enumerate(_groups(tokens, patches, groups)):
+        size = (rows * (number + 1)) // groups - (rows * number) // groups
+        chosen = _plan_group(tokens[own], patches[own], size, seq_len, max_patches, density)
+        found += [own[row].tolist() for row in chosen]
+    return found
+
+
+def _groups(tokens: Integers, patches: Integers, count: int) -> list[Integers]:
+    """Divides samples into groups with about equal sums of patches and of tokens, each in order of age."""
+    if count == 1:
+        return [np.arange(len(tokens))]
+    order = np.lexsort((-tokens, -patches))
+    # There and back again, so that no group always gets the larger of two neighbours.
+    turns = np.arange(len(order)) % (2 * count)
+    group = np.minimum(turns, 2 * count - 1 - turns)
+    return [np.sort(order[group == number]) for number in range(count)]
+
+
+def _plan_group(
+    tokens: Integers, patches: Integers, rows: int, seq_len: int, max_patches: int, density: float
+) -> list[list[int]]:
+    """Rows of one group. Old samples are spread over the rows, the largest first; others fill the rest.
+
+    Args:
+        density: patches per token of all waiting samples.
+    """
+    old = int(np.searchsorted(np.cumsum(tokens), SPREAD * rows * seq_len))
+    order = np.argsort(-tokens[1:old], kind="stable") + 1
+    found: list[list[int]] = [[] for _ in range(rows)]
+    used_tokens, used_patches = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    budget = max_patches or np.iinfo(np.int64).max
+
+    placed = set()
+    for sample in [0, *order.tolist()] if len(tokens) else []:
+        after_tokens, after_patches = used_tokens + tokens[sample], used_patches + patches[sample]
+        # A row in which patches grow with the tokens has the mean of both at its end.
+        excess = np.abs(after_patches - density * after_tokens)
+        excess[(after_tokens > seq_len) | (after_patches > budget)] = np.inf
+        row = int(excess.argmin())
+        if excess[row] < np.inf:
+            placed.add(sample)
+            found[row].append(sample)
+            used_tokens[row], used_patches[row] = after_tokens[row], after_patches[row]
+
+    free = np.array([sample for sample in range(len(tokens)) if sample not in placed], np.int64)
+    mean = density * seq_len
+    for above, row in product(ABOVE, np.argsort(used_patches, kind="stable").tolist()):
+        if above != ABOVE[0] and used_tokens[row] >= (1 - PADDING) * seq_len:
+            continue
+        most = min(budget, max(int(mean * (1 + above)), int(used_patches[row])))
+        used = int(used_tokens[row]), int(used_patches[row])
+        filled = _fill(tokens, patches, free, used, seq_len, mean, most)
+        found[row] += filled
+        used_tokens[row] += tokens[filled].sum()
+        used_patches[row] += patches[filled].sum()
+        free = free[~np.isin(free, filled)]
+    return [sorted(row) for row in found]
+
+
+def _fill(
+    tokens: Integers,
+    patches: Integers,
+    free: Integers,
+    used: tuple[int, int],
+    seq_len: int,
+    mean: float,
+    most: int,
+) -> list[int]:
+    """The samples that fill a row best, chosen from those that bring it to the mean number of patches.
+
+    Args:
+        used: tokens and patches of the row so far.
+        mean, most: patches that a row should have, and may have.
+    """
+    room = seq_len - used[0]
+    free = free[(tokens[free] <= room) & (patches[free] <= most - used[1])]
+    if not len(free):
+        return []
+    # Whichever of them are chosen, the row then needs as many patches for each of the tokens that are left.
+    needed = max(mean - used[1], 0.0) / max(room, 1)
+    away = np.abs(patches[free] - needed * tokens[free])
+    choices = np.sort(free[np.argsort(away, kind="stable")[:CHOICES]])
+    sizes = [used, *((int(tokens[sample]), int(patches[sample])) for sample in choices)]
+    # A limit of 0 patches would mean none.
+    chosen = fill_row(sizes, seq_len, max(most, 1))
+    return [int(choices[number - 1]) for number in chosen[1:]]
+
+
+type Sized = tuple[int, int]
+"""Tokens and patches of a sample."""
+
+
+def deal(
+    rows: list[list[Sized]], ranks: int, seq_len: int, max_patches: int = 0
+) -> list[list[list[tuple[int, int]]]]:
+    """Deals rows to ranks, equally many to each, with about equal sums of patches.
+
+    If whole rows do not make the sums equal, because a few of them have far more or fewer patches than
+    others, single samples are exchanged between rows of two ranks. The samples of the step stay the same.
+
+    Args:
+        rows: the samples of each row; there are a multiple of ``ranks`` rows.
+
+    Returns:
+        For each rank its rows, each as a list of samples: the row that it was in, and its place there.
+    """
+    dealt = deal_rows([sum(patches for _, patches in row) for row in rows], ranks)
+    found = [[[(row, place) for place in range(len(rows[row]))] for row in own] for own in dealt]
+    sums = np.array([sum(rows[row][place][1] for part in own for row, place in part) for own in found])
+    for _ in range(EXCHANGES * ranks):
+        heavy = int(sums.argmax())
+        if sums[heavy] <= sums.mean() * (1 + EVEN):
+            break
+        for light in np.argsort(sums, kind="stable")[:PARTNERS].tolist():
+            wanted = (int(sums[heavy]) - int(sums[light])) // 2
+            moved = _exchange(rows, found[heavy], found[light], wanted, seq_len, max_patches)
+            if moved:
+                sums[heavy] -= moved
+                sums[light] += moved
+                break
+        else:
+            break
+    return found
+
+
+EVEN = 0.01
+"""Share by which the largest sum may exceed the mean."""
+EXCHANGES = 4
+"""Largest number of exchanges for each rank."""
+PARTNERS = 4
+"""Number of ranks with the least patches to try."""
+
+
+def _exchange(
+    rows: list[list[Sized]],
+    heavy: list[list[tuple[int, int]]],
+    light: list[list[tuple[int, int]]],
+    wanted: int,
+    seq_len: int,
+    max_patches: int,
+) -> int:
+    """Exchanges one or two samples of a row of each of two ranks, so that about ``wanted`` patches move.
+
+    It changes the rows of both ranks in place. Returns how many patches moved; 0: no exchange helps.
+    """
+    given, taken = (_offers(rows, own, seq_len, max_patches) for own in (heavy, light))
+    ours, theirs = (np.array([offer.sizes for offer in side]) for side in (given, taken))
+    more_tokens = ours[:, None, 0] - theirs[None, :, 0]
+    more_patches = ours[:, None, 1] - theirs[None, :, 1]
+    fits = (more_tokens <= theirs[None, :, 2]) & (-more_tokens <= ours[:, None, 2])
+    fits &= (more_patches <= theirs[None, :, 3]) & (more_patches > 0) & (more_patches < 2 * wanted)
+    if not fits.any():
+        return 0
+    away = np.where(fits, np.abs(more_patches - wanted), MANY)
+    one, other = map(int, np.unravel_index(int(away.argmin()), away.shape))
+    here, there = heavy[given[one].row], light[taken[other].row]
+    leave = [here[place] for place in given[one].places]
+    come = [there[place] for place in taken[other].places]
+    here[:] = [at for at in here if at not in leave] + come
+    there[:] = [at for at in there if at not in come] + leave
+    return int(more_patches[one, other])
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """One or two samples of a row of a rank, which another rank may take."""
+
+    row: int
+    places: tuple[int, ...]
+    sizes: tuple[int, int, int, int]
+    """Tokens and patches of these samples, and what their row has left of both."""
+
+
+def _offers(
+    rows: list[list[Sized]], own: list[list[tuple[int, int]]], seq_len: int, max_patches: int
+) -> list[_Offer]:
+    """All offers of a rank: single samples, and pairs of the larger ones of a row."""
+    found = []
+    for number, part in enumerate(own):
+        sizes = [rows[row][place] for row, place in part]
+        tokens, patches = (sum(size[i] for size in sizes) for i in (0, 1))
+        left = seq_len - tokens, (max_patches or patches + MANY) - patches
+        larger = sorted(range(len(sizes)), key=lambda at: (-sizes[at][0], at))[:PAIRED]
+        for places in [*((at,) for at in range(len(sizes))), *combinations(larger, 2)]:
+            both = [sum(sizes[at][i] for at in places) for i in (0, 1)]
+            found.append(_Offer(number, places, (both[0], both[1], *left)))
+    return found
+
+
+PAIRED = 12
+"""Number of samples of a row that are offered in pairs."""
+MANY = 1 << 40
+"""More patches than any row has."""
+
+
+def deal_rows(patches: Iterable[int], ranks: int) -> list[list[int]]:
+    """The rows that each rank takes, equally many, with about equal sums of patches.
+
+    Args:
+        patches: of each row; their number is a multiple of ``ranks``.
+    """
+    costs = list(patches)
+    order = sorted(range(len(costs)), key=lambda row: (-costs[row], row))
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    sums = [0] * ranks
+    for first in range(0, len(order), ranks):
+        # The ranks with the least get the largest of the next rows.
+        by_sum = sorted(range(ranks), key=lambda rank: (sums[rank], rank))
+        for rank, row in zip(by_sum, order[first : first + ranks], strict=True):
+            dealt[rank].append(row)
+            sums[rank] += costs[row]
+    places = balance([[costs[row] for row in own] for own in dealt])
+    return [[dealt[place.rank][place.row] for place in own] for own in places]

@@ -1,0 +1,392 @@
+"""The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.batch_plan`).
+
+Every process of every rank plans all batches alike, and reads only the samples of the rows that it makes
+itself. What a run has drawn but not used yet is the whole state: some samples by number, which do not depend
+on ranks or processes.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from megatron.energon import SkipSample
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+
+from megatron_vl.data.batch_plan import AHEAD, deal, plan_rows
+from megatron_vl.data.blend import Source
+from megatron_vl.data.description import META, LoaderError
+from megatron_vl.data.location import location
+from megatron_vl.data.reading import TolerantReader
+from megatron_vl.data.row import Row
+from megatron_vl.data.sample_order import SampleOrder
+from megatron_vl.data.sizes import SampleSizes, StoredSizes, open_sizes
+from megatron_vl.data.state import StateError
+from megatron_vl.data.streams import SOURCE, open_processes, reconnect
+from megatron_vl.signals import shield_loader_worker
+
+Integers = NDArray[np.int64]
+
+OPEN_SHARDS = 16
+"""Number of shards of each data set that a process keeps open."""
+
+LEAST_REFUSED = 10_000
+"""Number of unusable samples in a row up to which a run searches on."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One planned sample."""
+
+    source: int
+    index: int
+    """Number of the sample in its data set."""
+    tokens: int
+    """0: it cannot be used. It is read only so that it is counted."""
+    patches: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one step."""
+
+    rows: list[list[Place]]
+
+    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> list[list[list[Place]]]:
+        """The rows of each rank."""
+        sizes = [[(place.tokens, place.patches) for place in row] for row in self.rows]
+        dealt = deal(sizes, ranks, seq_len, max_patches)
+        return [[[self.rows[row][place] for row, place in part] for part in own] for own in dealt]
+
+
+class SizedSource:
+    """One data set with sizes.
+
+    Args:
+        loaded: Energon's data set.
+        name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+
+    Raises:
+        SizesError: it has no sizes, or they are of other shards.
+    """
+
+    def __init__(self, loaded: LoadedDataset, name: str) -> None:
+        dataset = loaded.dataset
+        self.path = dataset.path
+        self.shards = [(shard.name, shard.count) for shard in dataset.shards]
+        self.stored: StoredSizes = open_sizes(location(str(dataset.path)) / META, name)
+        self._first = self.stored.numbers(self.shards)
+        self._starts = np.cumsum([0, *(count for _, count in self.shards)])
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def numbers(self, indices: Integers) -> Integers:
+        """Where the sizes of samples are stored."""
+        shards = np.searchsorted(self._starts, indices, side="right") - 1
+        return self._first[shards] + indices - self._starts[shards]
+
+    def reader(self, timeout: float) -> TolerantReader:
+        """Reads samples by index. Each process has its own."""
+        dataset = self._dataset
+        reader = ShardInfosITarReader(
+            dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
+        )
+        return TolerantReader(reader, timeout)
+
+
+class BatchPlanner:
+    """Plans one batch after the other.
+
+    Args:
+        sizes: gives tokens and patches int64 [n] of samples of one data set: ``sizes(source, indices)``.
+        keys: what a resumed run knows the data sets by.
+        least_ahead: smallest number of samples to choose from beyond those that fill a step.
+        pack: off puts one sample into a row.
+    """
+
+    def __init__(
+        self,
+        order: SampleOrder,
+        sizes: Callable[[int, Integers], tuple[Integers, Integers]],
+        rows: int,
+        seq_len: int,
+        max_patches: int,
+        *,
+        keys: Sequence[str] = ("",),
+        least_ahead: int = 64,
+        pack: bool = True,
+    ) -> None:
+        self.order, self.sizes = order, sizes
+        self.rows, self.seq_len, self.max_patches = rows, seq_len, max_patches
+        self.keys, self.least_ahead, self.pack = list(keys), least_ahead, pack
+        self._gone: dict[str, int] = {}
+        """Draws from data sets that the blend had before, should they come back."""
+        # Samples that were drawn and wait, the oldest first: data set, number of the draw, and what follows.
+        self._waiting = np.zeros((5, 0), np.int64)
+
+    def next(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            LoaderError: no sample can be used.
+        """
+        unusable = self._draw()
+        _, _, _, tokens, patches = self._waiting
+        chosen = [[row] for row in range(self.rows)]
+        if self.pack:
+            chosen = plan_rows(tokens, patches, self.rows, self.seq_len, self.max_patches)
+        rows = [[self._place(self._waiting[:, sample]) for sample in row] for row in chosen]
+        for number, refused in enumerate(unusable.T):
+            rows[number % self.rows].append(self._place(refused))
+
+        left = np.ones(self._waiting.shape[1], bool)
+        left[[sample for row in chosen for sample in row]] = False
+        self._waiting = self._waiting[:, left]
+        return Batch(rows)
+
+    def _draw(self) -> Integers:
+        """Draws until there are enough samples to choose from. Returns those that cannot be used."""
+        refused = [self._waiting[:, :0]]
+        while not self._enough():
+            fresh = self._sized(*self.order.draw(max(self.rows, 64)))
+            tokens, patches = fresh[3], fresh[4]
+            usable = (tokens > 0) & (tokens <= self.seq_len)
+            if self.max_patches:
+                usable &= patches <= self.max_patches
+            fresh[3:, ~usable] = 0
+            refused.append(fresh[:, ~usable])
+            self._waiting = np.concatenate([self._waiting, fresh[:, usable]], axis=1)
+            self._check_refused(sum(each.shape[1] for each in refused))
+        return np.concatenate(refused, axis=1)
+
+    def _check_refused(self, count: int) -> None:
+        """Ends a search that would find nothing: every sample was drawn, and none can be used."""
+        if self._waiting.shape[1] or count <= max(LEAST_REFUSED, 2 * sum(self.order.sizes)):
+            return
+        limits = f"more than data.seq_len {self.seq_len}"
+        if self.max_patches:
+            limits += f" or data.max_patches {self.max_patches}"
+        raise LoaderError(f"{count} samples in a row cannot be used: they have no tokens, or {limits}")
+
+    def _enough(self) -> bool:
+        held = self._waiting.shape[1]
+        if not self.pack:
+            return held >= self.rows
+        first = max(held - self.least_ahead, 0)
+        wanted = self.rows * self.seq_len
+        tokens = self._waiting[3]
+        return int(tokens[:first].sum()) >= wanted and int(tokens.sum()) >= AHEAD * wanted
+
+    def _sized(self, sources: Integers, numbers: Integers) -> Integers:
+        indices = self.order.indices(sources, numbers)
+        sizes = np.zeros((2, len(sources)), np.int64)
+        for source in np.unique(sources).tolist():
+            own = sources == source
+            sizes[:, own] = self.sizes(source, indices[own])
+        return np.stack([sources, numbers, indices, *sizes])
+
+    def _place(self, column: Integers) -> Place:
+        source, _, index, tokens, patches = column.tolist()
+        return Place(source, index, tokens, patches)
+
+    def state(self) -> dict[str, Any]:
+        """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
+        drawn = self._gone | dict(zip(self.keys, self.order.drawn, strict=True))
+        waiting = self._waiting[:2].copy()
+        return {"keys": list(self.keys), "drawn": drawn, "total": self.order.total, "waiting": waiting}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues after the batch at which a state was taken.
+
+        Data sets that are new begin at their start. Samples that wait are left out if their data set is gone.
+
+        Raises:
+            StateError: the state is damaged.
+        """
+        try:
+            keys, drawn, waiting = state["keys"], dict(state["drawn"]), state["waiting"].astype(np.int64)
+            sources, numbers = waiting
+            here = {number: self.keys.index(key) for number, key in enumerate(keys) if key in self.keys}
+            stays = np.isin(sources, list(here))
+            moved = np.array([here.get(number, -1) for number in range(len(keys))], np.int64)
+            sources, numbers = moved[sources[stays]], numbers[stays]
+            self.order.total = int(state["total"])
+            self.order.drawn = [int(drawn.pop(key, 0)) for key in self.keys]
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+            raise StateError(
+                "the loader state is damaged: it does not say which samples were drawn and wait"
+            ) from error
+        self._gone = drawn
+        self._waiting = self._sized(sources, numbers)
+
+
+class Planning:
+    """What each process needs to plan the batches of a run and to read its rows.
+
+    Args:
+        datasets: Energon's data sets.
+        name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        blend: the sources that are these data sets, in the same order.
+        encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
+        rows_per_step: of all ranks.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[LoadedDataset],
+        blend: Sequence[Source],
+        name: str,
+        encoder: Any,
+        rows_per_step: int,
+    ) -> None:
+        self.datasets, self.encoder, self.rows_per_step = list(datasets), encoder, rows_per_step
+        self.sources = [SizedSource(loaded, name) for loaded in datasets]
+        self.blend = list(blend)
+        self.state: dict[str, Any] | None = None
+        """Where the run stood; None: it begins."""
+
+    def planner(self) -> BatchPlanner:
+        data, encoder = self.encoder.data, self.encoder
+        counted = SampleSizes(encoder.chat, encoder.settings)
+
+        def sizes(source: int, indices: Integers) -> tuple[Integers, Integers]:
+            held = self.sources[source]
+            return counted.of(held.stored, held.numbers(indices))
+
+        order = SampleOrder(
+            [len(source) for source in self.sources],
+            [source.share for source in self.blend],
+            data.seed,
+            shuffled=data.shuffle_buffer > 0,
+        )
+        planner = BatchPlanner(
+            order,
+            sizes,
+            self.rows_per_step,
+            data.seq_len,
+            data.max_patches,
+            keys=[source.key for source in self.blend],
+            least_ahead=data.packing_buffer,
+            pack=data.pack,
+        )
+        if self.state is not None:
+            planner.restore(self.state)
+        return planner
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row as a loader process sends it."""
+
+    row: Row
+    state: dict[str, Any] | None
+    """The planner's state after the step, with the last row of a rank in it."""
+
+
+class ProcessRows(IterableDataset):
+    """The rows that one process of a rank makes: every ``workers``-th one of those that the rank takes."""
+
+    def __init__(self, planning: Planning, rank: int, ranks: int, worker: int, workers: int) -> None:
+        self.planning, self.rank, self.ranks = planning, rank, ranks
+        self.worker, self.workers = worker, workers
+
+    def __iter__(self) -> Iterator[PlannedRow]:
+        planning = self.planning
+        if get_worker_info() is not None:
+            shield_loader_worker()
+            reconnect(planning.datasets)
+            gc.collect()
+            gc.freeze()  # the forked pages stay shared
+
+        encoder = planning.encoder.for_stream()
+        readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
+        planner = planning.planner()
+        turn = 0
+        while True:
+            batch = planner.next()
+            own = batch.deal(self.ranks, planner.seq_len, planner.max_patches)[self.rank]
+            state = planner.state()
+            for number, places in enumerate(own):
+                if turn % self.workers == self.worker:
+                    last = number == len(own) - 1
+                    yield PlannedRow(make_row(encoder, readers, places), state if last else None)
+                turn += 1
+
+
+def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[Place]) -> Row:
+    """Reads, encodes and decodes the samples of a row.
+
+    A sample whose size differs from the stored one is left out, counted and listed. The row becomes shorter,
+    and may be empty, but stays the same row for all ranks.
+    """
+    chosen = []
+    for place in places:
+        crude = readers[place.source][place.index]
+        if crude is None:
+            continue  # the data set's description excludes it
+        crude["__subflavors__"] = {SOURCE: place.source}
+        encoded = encoder.preencode_sample(encoder.cookers[0].cook(crude))
+        if not encoded.refused and encoded.size != (place.tokens, place.patches):
+            stored = f"{place.tokens} tokens and {place.patches} patches"
+            encoded.refused = (
+                "size differs from the index",
+                f"it has {encoded.size[0]} tokens and {encoded.size[1]} patches, and {stored} by the sizes in"
+                f" {META}; delete the folder sizes there and run `megatron-vl data index`",
+            )
+        chosen.append(encoder.postencode_sample(encoded))
+    try:
+        return encoder.pack_selected_samples(chosen)
+    except SkipSample:
+        return encoder.empty_row(places[0].source if places else 0)
+
+
+class PlannedRankRows:
+    """The planned rows of a data-parallel rank, from processes or, without any, from here.
+
+    Args:
+        workers: number of processes; 0: read in this process.
+        start: rows that the run had taken before.
+    """
+
+    def __init__(self, planning: Planning, rank: int, ranks: int, workers: int, start: int) -> None:
+        self.share, self.rows_per_step = planning.rows_per_step // ranks, planning.rows_per_step
+        self.start, self.taken = start, 0
+        self.state = planning.state
+        """The planner's state after the last whole step."""
+        parts = max(workers, 1)
+        rows = [ProcessRows(planning, rank, ranks, number, parts) for number in range(parts)]
+        self._iterators = open_processes(rows) if workers else [iter(rows[0])]
+
+    def __next__(self) -> Row:
+        made = next(self._iterators[self.taken % len(self._iterators)])
+        self.taken += 1
+        if made.state is not None:
+            self.state = made.state
+        return made.row
+
+    @property
+    def rows(self) -> int:
+        """Rows that the run has taken on all ranks.
+
+        Raises:
+            StateError: this rank has not taken all rows of a step.
+        """
+        steps, left = divmod(self.taken, self.share)
+        if left:
+            raise StateError("a loader's state can be saved only between steps")
+        return self.start + steps * self.rows_per_step
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for iterator in self._iterators:
+            if hasattr(iterator, "_shutdown_workers"):
+                iterator._shutdown_workers()
+        self._iterators = []

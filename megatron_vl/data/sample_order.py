@@ -1,0 +1,107 @@
+"""The order in which a run draws samples whose sizes are known: any position can be looked up at once.
+
+Each data set is shuffled anew for each epoch by a permutation that is computed, not stored: four positions
+take as long as four in a data set of 10^8 samples. Data sets of a blend are chosen by a hash of the draw's
+number. Nothing depends on ranks or processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Integers = NDArray[np.int64]
+ROUNDS = 6
+
+
+def _mixed(values: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
+    """A hash of 64 bits (the finalizer of SplitMix64)."""
+    with np.errstate(over="ignore"):
+        mixed = values + np.uint64((key * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return mixed ^ (mixed >> np.uint64(31))
+
+
+@lru_cache(maxsize=1024)
+def key_of(*numbers: int) -> int:
+    """A key of 64 bits that depends on every number and on their order."""
+    key = 0
+    for number in numbers:
+        mixed = _mixed(np.array([(key ^ number) & 0xFFFFFFFFFFFFFFFF], np.uint64), 1)
+        key = int(mixed[0])
+    return key
+
+
+def permuted(positions: Integers, size: int, key: int) -> Integers:
+    """The places of positions in a permutation of ``range(size)``.
+
+    It is a Feistel network on the smallest even number of bits that holds ``size``. A result outside the
+    range goes through the network again, which keeps the map one to one.
+
+    Args:
+        positions: int64 [n], each below ``size``.
+        key: chooses the permutation.
+    """
+    half = max(1, -(-max(size - 1, 1).bit_length() // 2))
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    found = positions.astype(np.uint64)
+    outside = np.arange(len(found))
+    while len(outside):
+        left, right = found[outside] >> shift, found[outside] & mask
+        for number in range(ROUNDS):
+            left, right = right, left ^ (_mixed(right, key_of(key, number)) & mask)
+        found[outside] = (left << shift) | right
+        outside = outside[found[outside] >= size]
+    return found.astype(np.int64)
+
+
+class SampleOrder:
+    """Draws samples from data sets, without end.
+
+    Args:
+        sizes: number of samples of each data set.
+        weights: share of the draws that each gets.
+        seed: of the run.
+        shuffled: off keeps the order of each data set.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffled: bool) -> None:
+        self.sizes, self.seed, self.shuffled = list(sizes), seed, shuffled
+        self._bounds = np.cumsum(np.array(weights, np.float64) / sum(weights))
+        self.drawn = [0] * len(sizes)
+        """Number of draws from each data set so far."""
+        self.total = 0
+        """Number of all draws, those from data sets of before included."""
+
+    def draw(self, count: int) -> tuple[Integers, Integers]:
+        """The next samples: data set and number of the draw from it, int64 [count] each."""
+        first = self.total
+        self.total += count
+        if len(self.sizes) == 1:
+            sources = np.zeros(count, np.int64)
+        else:
+            hashed = _mixed(np.arange(first, first + count, dtype=np.uint64), key_of(self.seed, 1))
+            chosen = np.searchsorted(self._bounds, hashed / 2.0**64, side="right")
+            sources = np.minimum(chosen, len(self.sizes) - 1)
+        numbers = np.zeros(count, np.int64)
+        for source in np.unique(sources).tolist():
+            own = np.flatnonzero(sources == source)
+            numbers[own] = self.drawn[source] + np.arange(len(own))
+            self.drawn[source] += len(own)
+        return sources, numbers
+
+    def indices(self, sources: Integers, numbers: Integers) -> Integers:
+        """The samples of draws: their indices in their data sets, int64 [n]."""
+        found = np.zeros(len(sources), np.int64)
+        for source in np.unique(sources).tolist():
+            size = self.sizes[source]
+            epochs, places = np.divmod(numbers, size)
+            for epoch in np.unique(epochs[sources == source]).tolist():
+                own = (sources == source) & (epochs == epoch)
+                key = key_of(self.seed, 2, source, epoch)
+                found[own] = permuted(places[own], size, key) if self.shuffled else places[own]
+        return found

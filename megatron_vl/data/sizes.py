@@ -1,0 +1,239 @@
+"""Sizes of all samples of a data set, so that batches are planned without reading the samples.
+
+``megatron-vl data index`` writes a folder ``.nv-meta/sizes/ID`` for each way in which text becomes tokens
+(see :func:`text_id`). It holds facts of the data only: the tokens of each sample's text, and the sizes of its
+media as they are stored. Patches and placeholders follow from the settings of the run that reads them.
+
+* ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
+* ``media.npy``: :data:`MEDIUM`, 21 bytes for each picture or video.
+* ``shards.json``: the number of samples of each shard, in the order of the other two files, and the id of the
+  data set's content.
+
+10^8 samples with one picture each take 3.3 GB. The files are mapped into memory, so that a process reads only
+the pages that it needs, and the processes of a node share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_vl.config import DataConfig, video_rule
+from megatron_vl.data.chat import ChatEncoder, read_chat_template
+from megatron_vl.data.description import META, SIZES, DataSet, Description, Metadataset
+from megatron_vl.data.frame_files import Sampling
+from megatron_vl.data.location import Location, is_file, read_text
+from megatron_vl.data.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
+from megatron_vl.errors import UserError
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.positions import GridTHW
+
+SHARDS = "shards.json"
+VERSION = 1
+SAMPLE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
+"""Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
+MEDIUM = np.dtype([("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")])
+"""A picture has no frames. ``whole``: the video is a list of pictures that is taken whole (``VideoInfo``)."""
+
+type Medium = tuple[int, int, int, float, int]
+
+Integers = NDArray[np.int64]
+
+
+class SizesError(UserError, ValueError):
+    """Stored sizes that cannot be used. The message says why."""
+
+
+def text_id(hf_dir: str | Path, spec: ModelSpec, data: DataConfig) -> str:
+    """Names the way in which text becomes tokens: tokenizer, chat template, and text written around videos.
+
+    No tokenizer is built for this.
+    """
+    folder = Path(hf_dir)
+    digest = hashlib.sha256(read_chat_template(folder).encode())
+    whole = folder / "tokenizer.json"
+    names = [whole] if whole.is_file() else [folder / "vocab.json", folder / "merges.txt"]
+    for path in names:
+        digest.update(path.read_bytes() if path.is_file() else b"")
+    special = [spec.image_token_id, spec.video_token_id, spec.vision_start_token_id, spec.vision_end_token_id]
+    timestamps = spec.vision.video_timestamps
+    # The other rule is about positions, which do not change the number of tokens.
+    rule = video_rule(data, timestamps) if timestamps else {}
+    digest.update(json.dumps([VERSION, special, rule]).encode())
+    return digest.hexdigest()[:16]
+
+
+def has_sizes(data: DataSet, name: str) -> bool:
+    """Whether a data set has sizes of its present content.
+
+    Args:
+        name: the :func:`text_id` of the run.
+    """
+    path = data.path / META / SIZES / name / SHARDS
+    try:
+        return is_file(path) and json.loads(read_text(path))["content"] == data.uuid
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+UNPLANNED = ("blend_epochized", "concat", "subset", "shuffle_over_epochs_multiplier")
+"""Keys of a metadataset whose order of samples is not planned."""
+
+
+def why_not_planned(description: Description, hf_dir: str | Path, data: DataConfig) -> str:
+    """Why batches of a data set cannot be planned from sizes, and what to do; empty if they can."""
+    name = text_id(hf_dir, read_spec(hf_dir), data)
+    if key := next((key for key in _keys(description) if key in UNPLANNED), ""):
+        return f"batches of a metadataset with {key} are not planned"
+    lacking = [one for one in data_sets(description) if not has_sizes(one, name)]
+    if lacking:
+        return (
+            f"{lacking[0].path} has no sizes for this tokenizer and chat template, of which batches would be"
+            f" planned: run `megatron-vl data index --data {data.path} --processor {hf_dir}`"
+        )
+    return ""
+
+
+def data_sets(description: Description) -> list[DataSet]:
+    """A data set, or all data sets that a metadataset names, each once."""
+    if isinstance(description, DataSet):
+        return [description]
+    inner = [found for part in description.inner.values() for found in data_sets(part)]
+    return list({str(one.path): one for one in inner}.values())
+
+
+def _keys(value: Any) -> Iterator[str]:
+    """All keys of the splits of a metadataset, and of those within it."""
+    if isinstance(value, Metadataset):
+        yield from _keys(value.splits)
+        for inner in value.inner.values():
+            yield from _keys(inner)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            if key != "subflavors":
+                yield key
+                yield from _keys(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _keys(inner)
+
+
+@dataclass(frozen=True)
+class StoredSizes:
+    """The sizes of one data set as they are stored."""
+
+    samples: Any
+    media: Any
+    starts: dict[str, tuple[int, int]]
+    """For each shard, the number of its first sample in ``samples``, and how many it has."""
+
+    def numbers(self, shards: Sequence[tuple[str, int]]) -> Integers:
+        """The number in ``samples`` of the first sample of each of these shards.
+
+        Args:
+            shards: name and number of samples.
+
+        Raises:
+            SizesError: the sizes are of other shards.
+        """
+        for name, count in shards:
+            if self.starts.get(name, (0, -1))[1] != count:
+                raise SizesError(f"the sizes are of another data set: they do not hold {count} of {name}")
+        return np.array([self.starts[name][0] for name, _ in shards], np.int64)
+
+
+def open_sizes(meta: Location, name: str) -> StoredSizes:
+    """Opens the sizes of a data set. Those in an object store are copied into memory.
+
+    Raises:
+        SizesError: they are missing or damaged.
+    """
+    folder = meta / SIZES / name
+    try:
+        described = json.loads(read_text(folder / SHARDS))
+        counts = list(described["shards"].items())
+        samples, media = (_array(folder / f"{part}.npy") for part in ("samples", "media"))
+        ends = np.cumsum([0, *(count for _, count in counts)])
+        starts = {shard: (int(start), count) for (shard, count), start in zip(counts, ends[:-1], strict=True)}
+        held = int(samples[-1]["media_end"]) if len(samples) else 0
+        whole = samples.dtype == SAMPLE and media.dtype == MEDIUM and held == len(media)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SizesError(f"{folder} cannot be read ({error})") from error
+    if not whole or ends[-1] != len(samples):
+        raise SizesError(f"{folder} is damaged: its files do not fit together")
+    return StoredSizes(samples, media, starts)
+
+
+def _array(path: Location) -> Any:
+    if isinstance(path, Path):
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    return np.load(io.BytesIO(path.read_bytes()), allow_pickle=False)
+
+
+class SampleSizes:
+    """Counts tokens and patches of samples from their stored sizes, as the loader does.
+
+    Args:
+        chat: counts the tokens that a medium adds to a text.
+        settings: of the run.
+    """
+
+    def __init__(self, chat: ChatEncoder, settings: PixelSettings) -> None:
+        self.chat, self.settings = chat, settings
+        self._known: dict[Any, tuple[int, int]] = {}
+
+    def of(self, stored: StoredSizes, numbers: Integers) -> tuple[Integers, Integers]:
+        """Tokens and patches int64 [n] of samples; 0 tokens if one cannot be used.
+
+        Args:
+            numbers: int64 [n], numbers in ``stored.samples``.
+        """
+        tokens = stored.samples["tokens"][numbers].astype(np.int64)
+        ends = stored.samples["media_end"][numbers].astype(np.int64)
+        before = stored.samples["media_end"][np.maximum(numbers - 1, 0)].astype(np.int64)
+        begins = np.where(numbers > 0, before, 0)
+        counts = np.where(tokens > 0, ends - begins, 0)
+        patches = np.zeros_like(tokens)
+
+        owners = np.repeat(np.arange(len(numbers)), counts)
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+        media = stored.media[np.repeat(begins, counts) + within]
+        for owner, medium in zip(owners.tolist(), media.tolist(), strict=True):
+            more_tokens, more_patches = self._of_medium(medium)
+            if not more_tokens:
+                tokens[owner] = -(1 << 40)  # no other medium makes it usable again
+            tokens[owner] += more_tokens
+            patches[owner] += more_patches
+        usable = tokens > 0
+        return np.where(usable, tokens, 0), np.where(usable, patches, 0)
+
+    def _of_medium(self, medium: Medium) -> tuple[int, int]:
+        """Tokens and patches of a medium; 0 tokens if it cannot be used."""
+        found = self._known.get(medium)
+        if found is None:
+            try:
+                grid = self._grid(*medium)
+                found = self.chat.medium_tokens(grid), grid.patches
+            except PixelError:
+                found = 0, 0
+            if len(self._known) < MOST_KNOWN:
+                self._known[medium] = found
+        return found
+
+    def _grid(self, height: int, width: int, frames: int, fps: float, whole: int) -> GridTHW:
+        if not frames:
+            return image_grid(height, width, self.settings)
+        sampling: Sampling = "whole" if whole else "as a file"
+        return video_grid(VideoInfo(frames, fps, height, width, sampling), self.settings)
+
+
+MOST_KNOWN = 1 << 20
+"""Number of different media whose counts are remembered, about 200 bytes each."""

@@ -1,0 +1,272 @@
+"""Batches that are planned from sizes: worked by hand, and the properties that a run relies on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_vl.data.batch_plan import deal, deal_rows, plan_rows
+from megatron_vl.data.description import LoaderError
+from megatron_vl.data.planned_rows import Batch, BatchPlanner, Place
+from megatron_vl.data.sample_order import SampleOrder, permuted
+from megatron_vl.data.state import StateError, from_json, to_json
+
+SEQ_LEN = 1024
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def test_two_rows_by_hand():
+    """0.8 patches a token. The 4 tokens with 8 patches get the 6 tokens of text beside them, so that the row
+    ends with 8 patches; the other text is alone until the second picture fills its row."""
+    assert plan_rows(ints(4, 6, 5, 5), ints(8, 0, 0, 8), 2, 10) == [[0, 1], [2, 3]]
+
+
+def test_the_limit_of_patches_is_kept_by_hand():
+    """With 8 patches at most, two pictures of 5 never share a row. Each gets the text that makes it 1.25
+    patches a token, as in all samples."""
+    assert plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8) == [[0, 2], [1, 3]]
+    # Without the limit, the second picture joins the first as soon as that has text.
+    assert plan_rows(ints(2, 2, 6), ints(5, 5, 0), 1, 10) == [[0, 1, 2]]
+
+
+def test_rows_dealt_by_hand():
+    """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
+    assert deal_rows([5, 4, 3, 2, 1, 1], 2) == [[0, 3, 4], [1, 2, 5]]
+    assert deal_rows([0, 0, 0, 0], 2) == [[0, 2], [1, 3]]
+
+
+def test_samples_exchanged_by_hand():
+    """A row of text and three with 8 patches: whole rows would give 8 to one rank and 16 to the other. The
+    picture of 4 patches and the text of as many tokens change places."""
+    rows = [[(5, 0), (5, 0)], [(5, 4), (5, 4)], [(10, 8)], [(10, 8)]]
+    dealt = deal(rows, 2, 10)
+    assert [sum(rows[row][place][1] for part in own for row, place in part) for own in dealt] == [12, 12]
+    assert sorted(at for own in dealt for part in own for at in part) == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)
+    ]  # fmt: skip
+    assert deal(rows, 1, 10) == [[[(1, 0), (1, 1)], [(2, 0)], [(3, 0)], [(0, 0), (0, 1)]]]
+    # With 3 patches a row at most, no picture of 4 may enter one.
+    assert deal([[(5, 0), (5, 0)], [(4, 4), (6, 4)]], 2, 10, 3) == [[[(1, 0), (1, 1)]], [[(0, 0), (0, 1)]]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
+def test_an_epoch_is_a_permutation(size):
+    orders = [permuted(np.arange(size), size, key).tolist() for key in range(4)]
+    assert all(sorted(order) == list(range(size)) for order in orders)
+    assert size < 16 or len(set(map(tuple, orders))) == 4
+    parts = [permuted(np.arange(first, first + 1), size, 3)[0] for first in range(size)]
+    assert parts == orders[3], "a position does not depend on the others that are asked for"
+
+
+def test_a_permutation_moves_samples_everywhere():
+    """Of 10,000 samples, each tenth of the epoch has a tenth of each tenth of the data set."""
+    order = permuted(np.arange(10_000), 10_000, 7)
+    counts = np.histogram2d(np.arange(10_000), order, bins=10)[0]
+    assert 60 < counts.min() and counts.max() < 140
+
+
+def mixed_sizes(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Text, single pictures, several pictures and videos, in rows of 1,024 tokens."""
+    chance = np.random.default_rng(seed)
+    kinds = chance.choice(4, count, p=[0.3, 0.45, 0.15, 0.1])
+    text = np.clip(chance.lognormal(3.5, 0.9, count), 5, 300).astype(np.int64)
+    seen = np.choose(
+        kinds,
+        [
+            np.zeros(count),
+            chance.integers(16, 160, count),
+            chance.integers(60, 400, count),
+            chance.integers(100, 600, count),
+        ],
+    ).astype(np.int64)
+    return text + seen, 4 * seen
+
+
+def planner(
+    tokens: np.ndarray, patches: np.ndarray, rows: int = 16, max_patches: int = 0, shuffled: bool = True
+) -> BatchPlanner:
+    order = SampleOrder([len(tokens)], [1.0], 5, shuffled=shuffled)
+    return BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, max_patches)
+
+
+def within(row: list[Place]) -> bool:
+    """Whether a row keeps both budgets."""
+    return sum(place.tokens for place in row) <= SEQ_LEN and sum(place.patches for place in row) <= 3600
+
+
+def spread(dealt: list[list[list[Place]]]) -> float:
+    """The largest distance of a rank's patches from the mean, as a share of it."""
+    loads = np.array([sum(place.patches for row in own for place in row) for own in dealt])
+    return float(np.abs(loads / loads.mean() - 1).max())
+
+
+def indices(dealt: list[list[list[Place]]]) -> list[int]:
+    return sorted(place.index for own in dealt for row in own for place in row)
+
+
+def samples(batch: Batch) -> list[int]:
+    return [place.index for row in batch.rows for place in row]
+
+
+def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patches():
+    tokens, patches = mixed_sizes(3000)
+    plan = planner(tokens, patches, max_patches=3600)
+    steps = [plan.next() for _ in range(60)]
+    used = Counter(index for batch in steps for index in samples(batch))
+    waiting = Counter(plan._waiting[2].tolist())
+    drawn = plan.order.drawn[0]
+    assert drawn > 2 * len(tokens)
+    assert used.total() + waiting.total() == drawn
+    epochs, rest = divmod(drawn, len(tokens))
+    both = used + waiting
+    assert set(both.values()) <= {epochs, epochs + 1}
+    assert sum(count == epochs + 1 for count in both.values()) == rest
+
+    fills, spreads = [], []
+    for batch in steps:
+        for row in batch.rows:
+            assert within(row)
+            fills.append(sum(place.tokens for place in row) / SEQ_LEN)
+        for ranks in (2, 4):
+            dealt = batch.deal(ranks, SEQ_LEN, 3600)
+            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
+                samples(batch)
+            )
+            assert all(within(row) for own in dealt for row in own)
+            spreads.append(spread(dealt))
+    assert max(spreads) < 0.05
+    assert np.mean(fills) > 0.995
+
+
+def test_a_run_that_moves_and_stops_takes_the_same_rows():
+    """4, 2, 3 and 4 ranks: each step's rows are the same, and each is dealt once."""
+    tokens, patches = mixed_sizes(700)
+    whole = planner(tokens, patches, rows=12)
+    wanted = [whole.next() for _ in range(9)]
+    state, got = None, []
+    for ranks, steps in ((4, 2), (2, 3), (3, 1), (4, 3)):
+        plan = planner(tokens, patches, rows=12)
+        if state is not None:
+            plan.restore(from_json(json.loads(json.dumps(to_json(state)))))
+        for _ in range(steps):
+            batch = plan.next()
+            dealt = batch.deal(ranks, SEQ_LEN)
+            assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
+                samples(batch)
+            )
+            assert {len(own) for own in dealt} == {12 // ranks}
+            got.append(batch)
+        state = plan.state()
+    assert got == wanted
+
+
+def test_more_rows_a_step_repeat_and_skip_nothing():
+    tokens, patches = mixed_sizes(700)
+    plan = planner(tokens, patches, rows=12)
+    first = [plan.next() for _ in range(3)]
+    wider = planner(tokens, patches, rows=20)
+    wider.restore(plan.state())
+    both = Counter(index for batch in [*first, wider.next(), wider.next()] for index in samples(batch))
+    waiting = Counter(wider._waiting[2].tolist())
+    assert set((both + waiting).values()) <= {1, 2} and (both + waiting).total() == wider.order.drawn[0]
+
+
+def test_many_rows_are_planned_in_groups():
+    """600 rows take three groups. Small samples allow ranks with one row each to come close to the mean."""
+    chance = np.random.default_rng(1)
+    seen = chance.integers(0, 60, 60_000)
+    tokens, patches = seen + chance.integers(5, 60, 60_000), 4 * seen
+    batch = planner(tokens, patches, rows=600).next()
+    assert len(batch.rows) == 600
+    assert spread([[row] for row in batch.rows]) < 0.07
+    assert spread(batch.deal(600, SEQ_LEN)) < 0.07 and spread(batch.deal(300, SEQ_LEN)) < 0.05
+
+
+def test_unusual_sets():
+    """Text alone; one sample that fills a row; samples that cannot be used; one sample in a row."""
+    text = np.full(200, 100)
+    batch = planner(text, np.zeros(200, np.int64), rows=4).next()
+    assert [len(row) for row in batch.rows] == [10] * 4
+
+    tokens, patches = mixed_sizes(300)
+    tokens[7], patches[7] = SEQ_LEN, 4 * SEQ_LEN
+    plan = planner(tokens, patches, rows=8, shuffled=False)
+    rows = [row for _ in range(3) for row in plan.next().rows]
+    assert [len(row) for row in rows if any(place.index == 7 for place in row)] == [1]
+
+    tokens[3] = 0
+    tokens[11] = SEQ_LEN + 1
+    batch = planner(tokens, patches, rows=8, shuffled=False).next()
+    held = {place.index: place.tokens for row in batch.rows for place in row}
+    assert held[3] == held[11] == 0, "they are read only so that they are counted"
+    with pytest.raises(LoaderError, match="10048 samples in a row cannot be used"):
+        planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next()
+
+    order = SampleOrder([50], [1.0], 5, shuffled=False)
+    alone = BatchPlanner(order, lambda _, i: (text[i], text[i]), 6, SEQ_LEN, 0, pack=False)
+    assert [samples(alone.next()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
+
+
+def test_the_oldest_sample_never_waits_long():
+    """Samples of more than half a row compete for rows, and still go in the order of their age."""
+    chance = np.random.default_rng(3)
+    tokens = np.where(chance.random(4000) < 0.3, 600, chance.integers(10, 500, 4000))
+    plan = planner(tokens, np.zeros(4000, np.int64), rows=8)
+    for _ in range(40):
+        plan.next()
+    numbers = plan._waiting[1]
+    assert plan.order.drawn[0] - numbers.min() < 40 * 8
+
+
+def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
+    order = SampleOrder([40, 1000], [3.0, 1.0], 9, shuffled=True)
+    sources, numbers = order.draw(4000)
+    assert Counter(sources.tolist())[0] == pytest.approx(3000, rel=0.03)
+    assert numbers[sources == 0].tolist() == list(range(order.drawn[0]))
+
+    other = SampleOrder([40, 1000], [1.0, 3.0], 9, shuffled=True)
+    other.drawn = list(order.drawn)
+    sources, numbers = other.draw(4000)
+    assert Counter(sources.tolist())[0] == pytest.approx(1000, rel=0.06)
+    assert numbers[sources == 0][0] == order.drawn[0]
+
+
+def test_damaged_states_are_refused():
+    tokens, patches = mixed_sizes(100)
+    good = planner(tokens, patches).state()
+    planner(tokens, patches).restore(good)
+    for changed in ({"waiting": None}, {"waiting": np.zeros(3)}, {"drawn": 3}, {"keys": None}):
+        with pytest.raises(StateError, match="damaged"):
+            planner(tokens, patches).restore(good | changed)
+    with pytest.raises(StateError, match="damaged"):
+        planner(tokens, patches).restore({})
+
+
+def test_a_changed_blend_keeps_what_was_drawn():
+    """Sources by name: b goes and comes back where it stood, c begins at its start, a goes on."""
+    sizes = {"a": 300, "b": 200, "c": 100}
+
+    def plan(*keys: str) -> BatchPlanner:
+        order = SampleOrder([sizes[key] for key in keys], [1.0] * len(keys), 5, shuffled=False)
+        full = np.full(300, 100)
+        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0, keys=keys)
+
+    first = plan("a", "b")
+    for _ in range(3):
+        first.next()
+    state = first.state()
+    second = plan("c", "a")
+    second.restore(state)
+    waited = first._waiting[1][first._waiting[0] == 0].tolist()
+    assert second._waiting[1].tolist() == waited and set(second._waiting[0].tolist()) == {1}
+    assert second.order.drawn == [0, state["drawn"]["a"]]
+    second.next()
+    third = plan("b")
+    third.restore(second.state())
+    assert third.order.drawn == [state["drawn"]["b"]] and third.order.total == second.order.total

@@ -1,0 +1,253 @@
+"""Loaders whose batches are planned from the sizes that `megatron-vl data index` writes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from data_tools.sample_sizes import index
+from megatron_vl.config import DataConfig
+from megatron_vl.data.description import META, SIZES, read_description
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.pixels import read_pixel_settings
+from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_not_planned
+from megatron_vl.data.state import StateError, from_json
+from megatron_vl.spec.families import read_spec
+from tests.tiny import tiny_checkpoint
+from toolkit.cli import main
+
+from .datasets import converted, mixed_records
+from .test_order import SLOW, Run, moved
+
+COUNT = 60
+SETTINGS: dict[str, Any] = {"seq_len": 256, "packing_buffer": 8, "shuffle_buffer": 5}
+
+
+def hf(family: str = "qwen2_5_vl") -> Path:
+    return tiny_checkpoint(family)
+
+
+def data_config(path: Path, **changes: Any) -> DataConfig:
+    return DataConfig(path=str(path), num_workers=0, **(SETTINGS | {"max_bad_share": 1.0} | changes))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("planned")
+    records = mixed_records(folder / "media", COUNT)
+    frames = ["images/0.img", "images/35.img"] * 2
+    records[3]["video"] = [frames]  # taken whole
+    records[1]["conversations"][0]["value"] = "long " * 400  # cannot be used, which is counted once an epoch
+    return converted(folder, records, samples_per_shard=7, val_fraction=0.1)[0]
+
+
+@pytest.fixture(scope="module")
+def dataset(plain) -> Path:
+    (found,) = index(data_config(plain), read_spec(hf()), hf(), workers=2)
+    assert (found.samples, found.unusable) == (COUNT, 0)
+    return plain
+
+
+def run(path: Path, ranks: int, workers: int = 0, **changes: Any) -> Run:
+    return Run(path, ranks, workers, planned=True, **(SETTINGS | changes))
+
+
+def flat(rows: list[list[str]]) -> list[str]:
+    return sorted(key for keys in rows for key in keys)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", pytest.param("qwen3_5", marks=SLOW)])
+def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
+    """With the limits of another run than the one that the index was made for; timestamps have other digits
+    then."""
+    changes = {"video_fps": 11.0, "video_max_frames": 6, "min_pixels": 9000}
+    folder = tmp_path / "set"
+    shutil.copytree(plain, folder)
+    shutil.rmtree(folder / META / SIZES, ignore_errors=True)
+    spec, data = read_spec(hf(family)), data_config(folder, seq_len=4096, **changes)
+    index(data_config(folder), spec, hf(family))
+
+    stored = open_sizes(folder / META, text_id(hf(family), spec, data))
+    loader = build_loader(data, spec, hf(family), planned=True)
+    encoder = loader._encoder
+    counted = SampleSizes(encoder.chat, read_pixel_settings(hf(family), data))
+    source = loader._planning.sources[0]
+    tokens, patches = counted.of(stored, source.numbers(np.arange(len(source))))
+    reader = source.reader(0.0)
+    for number in range(len(source)):
+        encoded = encoder.preencode_sample(encoder.cookers[0].cook(reader[number]))
+        assert encoded.size == (tokens[number], patches[number]), encoded.__key__
+    assert (patches > 0).sum() > 30
+
+
+def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset):
+    """On 4, 2, 3 and 4 ranks and with processes: the same samples in the same steps."""
+    whole = list(moved(dataset, [(4, 0, 6)], planned=True, **SETTINGS))
+    places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (4, 0, 2)]
+    got = list(moved(dataset, places, planned=True, **SETTINGS))
+    assert [flat(rows) for rows, _ in got] == [flat(rows) for rows, _ in whole]
+    assert [dropped for _, dropped in got] == [dropped for _, dropped in whole]
+
+    seen = Counter(key for rows, _ in whole for keys in rows for key in keys)
+    held = {key for rows, _ in whole for keys in rows for key in keys}
+    assert len(held) == len(read_keys(dataset)) - 1 and max(seen.values()) - min(seen.values()) <= 2
+    assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
+
+
+def read_keys(path: Path) -> set[str]:
+    counts = read_description(path)
+    return {f"{shard}/{i}" for shard in counts.splits["train"] for i in range(counts.counts[shard])}
+
+
+def test_ranks_have_equal_patches(dataset):
+    both = run(dataset, 2, rows=16)
+    for _ in range(3):
+        loads = [sum(next(loader).num_patches for _ in range(8)) for loader in both.loaders]
+        assert abs(loads[0] - loads[1]) < 0.05 * sum(loads)
+    states = both.stop()
+    assert states[1]["planned"]["state"] is None, "one rank saves for all"
+
+
+def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
+    """A shard that is gone, and an index that lies about a sample: ranks still have as many rows, of the
+    other samples."""
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    name = text_id(hf(), read_spec(hf()), data_config(folder))
+    path = folder / META / SIZES / name / "samples.npy"
+    sizes = np.load(path)
+    sizes["tokens"][5] += 1
+    np.save(path, sizes)
+    (folder / "train-000002.tar").unlink()
+
+    whole = run(dataset, 2).steps(5)
+    now = run(folder, 2, max_bad_share=1.0).steps(5)
+    reasons = sum((Counter(dropped) for _, dropped in now), Counter())
+    assert reasons["size differs from the index"] >= 1 and reasons["shard missing"] >= 7
+    for (rows, _), (before, _) in zip(now, whole, strict=True):
+        assert len(rows) == len(before)
+    kept = flat([keys for rows, _ in now for keys in rows])
+    assert set(kept) < set(flat([keys for rows, _ in whole for keys in rows]))
+
+
+def test_a_row_of_which_nothing_is_left_is_padding(dataset):
+    loader = run(dataset, 1).loaders[0]
+    row = loader._encoder.empty_row()
+    assert (row.seq_len, row.num_samples, row.num_patches, row.keys) == (256, 1, 0, [])
+    assert not row.loss_mask.any()
+
+
+def test_states_of_other_ways_are_refused(dataset):
+    planned, streams = run(dataset, 2), Run(dataset, 2, 0, **SETTINGS)
+    planned.steps(1), streams.steps(1)
+    of_plan, of_streams = planned.stop(), streams.stop()
+    with pytest.raises(StateError, match="batches are planned, and this loader's are not; set data.balance"):
+        Run(dataset, 2, 0, **SETTINGS).after(of_plan)
+    with pytest.raises(StateError, match="batches are not planned"):
+        run(dataset, 2).after(of_streams)
+    with pytest.raises(StateError, match="rank 0 is needed too"):
+        run(dataset, 1).loaders[0].load_state_dict(of_plan[1])
+    with pytest.raises(StateError, match="seq_len"):
+        run(dataset, 2, seq_len=300).after(of_plan)
+    half = run(dataset, 2)
+    next(half.loaders[0])
+    with pytest.raises(StateError, match="only between steps"):
+        half.loaders[0].state_dict()
+
+
+def test_what_to_run_is_said(plain, dataset, tmp_path):
+    data, here = data_config(dataset), read_description(dataset)
+    assert why_not_planned(here, hf(), data) == ""
+    # Another family has another chat template or other placeholders.
+    said = why_not_planned(here, hf("qwen3_5"), data)
+    assert f"megatron-vl data index --data {dataset} --processor {hf('qwen3_5')}" in said
+    with pytest.raises(SizesError, match="cannot be read"):
+        build_loader(data, read_spec(hf("qwen3_5")), hf("qwen3_5"), planned=True)
+
+    mixture = tmp_path / "mixture.yaml"
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
+    mixture.write_text(f"{head}    blend:\n      - {{path: {dataset}, weight: 2}}\n")
+    assert why_not_planned(read_description(mixture), hf(), data) == ""
+    mixture.write_text(f"{head}    blend_epochized:\n      - {{path: {dataset}, repetitions: 2}}\n")
+    assert "blend_epochized are not planned" in why_not_planned(read_description(mixture), hf(), data)
+
+
+def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkeypatch):
+    import data_tools.sample_sizes as module
+
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
+    spec, data = read_spec(hf()), data_config(folder)
+    assert index(data, spec, hf())[0].seconds == 0.0, "those that are there are kept"
+
+    shutil.rmtree(folder / META / SIZES)
+    measure, done = module._measure_shard, []
+
+    def stops(number: int) -> None:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(number)
+        measure(number)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_measure_shard", stops)
+        with pytest.raises(KeyboardInterrupt):
+            index(data, spec, hf())
+        done.clear()
+        patched.setattr(module, "_measure_shard", lambda number: (done.append(number), measure(number)))
+        index(data, spec, hf())
+    assert done and min(done) == 4
+    assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+    assert json.loads((folder / META / SIZES / text_id(hf(), spec, data) / "shards.json").read_text())
+
+
+def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
+    folder = tmp_path / "set"
+    shutil.copytree(plain, folder)
+    shutil.rmtree(folder / META / SIZES, ignore_errors=True)
+    words = ["--data", str(folder), "--processor", str(hf()), "--workers", "1"]
+    assert main(["data", "index", *words]) == 0
+    assert f"sizes of {COUNT} samples and " in capsys.readouterr().out
+    assert main(["data", "index", *words, "--json"]) == 0
+    (said,) = json.loads(capsys.readouterr().out)
+    assert (said["samples"], said["seconds"]) == (COUNT, 0.0)
+
+    (folder / META / "index.uuid").write_text("another content")
+    data = data_config(folder)
+    assert "has no sizes" in why_not_planned(read_description(folder), hf(), data)
+
+    source = plain.parent
+    out = tmp_path / "converted"
+    words = ["--input", str(source / "in.json"), "--media-root", str(source / "media"), "--out", str(out)]
+    assert main(["data", "convert", *words, "--workers", "1", "--processor", str(hf())]) == 0
+    assert why_not_planned(read_description(out), hf(), data_config(out)) == ""
+
+
+def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
+    """The same set twice, as sources of their own; rows say the source of each sample."""
+    mixture = tmp_path / "mixture.yaml"
+
+    def written(*weights: float) -> Path:
+        parts = [f"      - {{path: {dataset}, weight: {weight}}}\n" for weight in weights]
+        head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n"
+        mixture.write_text(head + "".join(parts))
+        return mixture
+
+    first = run(written(1, 3), 2)
+    rows = [next(loader) for loader in first.loaders for _ in range(6)]
+    assert {source for row in rows for source in row.sources} == {0, 1}
+    states = first.stop()
+    with pytest.raises(StateError, match="on_changed_blend continue"):
+        run(written(3, 1), 2).after(states)
+
+    later = run(written(3, 1), 3, on_changed_blend="continue").after(states)
+    planner, before = later.loaders[1]._planning.planner(), from_json(states[0]["planned"]["state"])
+    assert planner.order.drawn == list(before["drawn"].values()) and planner._waiting.shape[1] > 0
+    later.steps(1)
