@@ -343,6 +343,7 @@ def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[P
                 f" {META}; delete the folder sizes there and run `megatron-vl data index`",
             )
         chosen.append(encoder.postencode_sample(encoded))
+
     try:
         return encoder.pack_selected_samples(chosen)
     except SkipSample:
