@@ -63,6 +63,7 @@ def mixed(count: int, seq_len: int, seed: int = 0) -> Mixed:
     kinds = chance.choice(4, count, p=[0.3, 0.45, 0.15, 0.1])
     text = np.clip(chance.lognormal(np.log(400), 1.0, count), 20, 0.95 * seq_len).astype(int)
     found = Mixed(np.zeros(count, np.int64), np.zeros(count, np.int64), [])
+
     for sample, kind in enumerate(kinds.tolist()):
         number = (0, 1, int(chance.integers(2, 7)), 1)[kind]
         seen = np.clip(chance.lognormal(np.log(500), 0.6, number), 64, 1280)
@@ -75,6 +76,7 @@ def mixed(count: int, seq_len: int, seed: int = 0) -> Mixed:
         found.pictures.append(pictures)
         found.patches[sample] = sum(pictures)
         found.tokens[sample] = sum(pictures) // MERGED + written
+
     return found
 
 
@@ -120,6 +122,7 @@ def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[flo
         least_ahead=BUFFER,
     )
     planner.next()  # the first step draws more samples than later ones
+
     while True:
         start = time.process_time()
         batch = planner.next()

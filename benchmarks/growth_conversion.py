@@ -95,6 +95,7 @@ def measure(kind: str, count: int, workers: int, parts: int) -> str:
         line = (
             f"{kind:8} {count:8} {whole[0]:8.1f} s {count / whole[0]:7.0f}/s {whole[1]:5} + {whole[2]:5} MiB"
         )
+
         if parts:
             shared = [*base, "--out", str(folder / "shared")]
             each = [run(*shared, "--shard", f"{i}/{parts}") for i in range(parts)]
@@ -103,6 +104,7 @@ def measure(kind: str, count: int, workers: int, parts: int) -> str:
                 raise SystemExit("the parts gave other shards")
             slowest = max(seconds for seconds, _, _ in each)
             line += f"   {parts} parts {slowest:7.1f} s, merge {merged[0]:7.1f} s {merged[1]:5} MiB"
+
         shutil.rmtree(folder / "whole")
         return line
 

@@ -97,15 +97,18 @@ def curve(args: argparse.Namespace) -> int:
             "bfloat16, offloaded": losses(hf, args, round_moments, offload_fraction=1.0, **bf16),
             "bfloat16, to the nearest": losses(hf, args, to_nearest, **bf16),
         }
+
     if args.out:
         args.out.write_text(json.dumps(curves))
     shown = range(0, args.steps, max(1, args.steps // 10))
     print("step".ljust(26), *(f"{number:8d}" for number in shown), "last tenth")
+
     for name, values in curves.items():
         last = values[-max(1, args.steps // 10) :]
         print(
             name.ljust(26), *(f"{values[number]:8.4f}" for number in shown), f"{sum(last) / len(last):9.5f}"
         )
+
     return int(curves["bfloat16"] != curves["bfloat16, offloaded"])
 
 

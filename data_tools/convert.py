@@ -232,11 +232,13 @@ def remembered(out: Path, workers: int) -> tuple[list[Path], ConversionOptions]:
         missing = missing_parts(work)
     except FileNotFoundError as error:
         raise ConvertError(f"{out} holds no parts of `megatron-vl data convert --shard`") from error
+
     if missing:
         raise ConvertError(
             f"{out}: the parts {missing} are not complete; run `megatron-vl data convert --shard` for "
             "them again. Without --shard, it does all that is missing itself"
         )
+
     options = ConversionOptions(
         Path(arguments["media_root"]),
         out,
@@ -351,6 +353,7 @@ def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]
         sources = expand(inputs, options.datasets)
     except InputError as error:
         raise ConvertError(str(error)) from error
+
     if options.part is not None and options.force:
         raise ConvertError("--force would delete the work of other parts; remove the folder instead")
     if not options.media_root.is_dir():
@@ -367,6 +370,7 @@ def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]
     }
     if wrong := [name for name, value in sizes.items() if value < 1]:
         raise ConvertError(f"{' and '.join(wrong)} must be positive")
+
     return sources
 
 

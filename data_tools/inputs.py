@@ -82,6 +82,7 @@ class Source:
                 if name not in known
             }
             record = out
+
         if self.tags and isinstance(record.get("conversations"), list):
             record = {**record, "conversations": [self._turn(turn) for turn in record["conversations"]]}
         return record
@@ -117,6 +118,7 @@ def expand(inputs: list[Path], datasets: list[str] | None = None) -> list[Source
     sources: list[Source] = []
     used: set[str] = set()
     known: set[str] = set()
+
     for path in inputs:
         if path.is_dir():
             sources += [Source(file) for file in _folder(path)]
@@ -131,6 +133,7 @@ def expand(inputs: list[Path], datasets: list[str] | None = None) -> list[Source
             sources += _indexed(path, {name: index[name] for name in chosen})
         else:
             sources.append(Source(path))
+
     if unknown := [name for name in datasets or [] if name not in used]:
         has = f"; it has {', '.join(sorted(known))}" if known else ""
         raise InputError(f"--dataset {', '.join(unknown)}: no {INDEX} among the inputs has it{has}")

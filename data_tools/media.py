@@ -129,6 +129,7 @@ def read_media(kind: str, reference: Any, root: Path) -> bytes:
         return reference.read()
     if isinstance(reference, Frames):
         return _read_frames(reference, root)
+
     if reference[:5].lower() == "data:":
         head, comma, body = reference.partition(",")
         if not comma or not head.lower().endswith(";base64"):
@@ -137,6 +138,7 @@ def read_media(kind: str, reference: Any, root: Path) -> bytes:
             return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
         except (binascii.Error, ValueError) as error:
             raise RecordError("bad media reference", f"a data: URI is not base64: {error}") from error
+
     path = resolve(reference, root, folder=kind == "video" and may_be_folder(reference))
     return _read_frames(Frames(reference), root) if path.is_dir() else _file_bytes(path, reference)
 
@@ -248,6 +250,7 @@ def _video(reference: Any, data: bytes, max_pixels: int) -> MediaInfo:
     if is_frame_file(data):
         suffix, sampling = "zip", info.sampling
         assumed_fps = FrameFile(data).info.assumed_fps
+
     return MediaInfo(
         "video",
         suffix,

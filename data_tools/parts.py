@@ -58,6 +58,7 @@ class PartJournal:
         self.complete = False
         whole = 0
         path.touch()
+
         with path.open("rb") as file:
             for line in file:
                 entry = _entry(line)
@@ -68,6 +69,7 @@ class PartJournal:
                 else:
                     self.done.add(entry[0])
                 whole += len(line)
+
         os.truncate(path, whole)
         self.file = path.open("ab")
 

@@ -66,10 +66,12 @@ def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
     found = Preview(name)
     root = options.media_root.resolve()
     seen: Counter[str] = Counter()
+
     for number, record in itertools.islice(read_records(source.path), RECORDS):
         found.records += 1
         if isinstance(record, dict):
             seen.update(map(str, record))
+
         try:
             if isinstance(record, BadLine):
                 raise RecordError(record.reason, str(record))
@@ -82,6 +84,7 @@ def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
                 found.examples.append(f"record {number}{place}: {error.reason}: {error}")
         else:
             _count(found, conversation, infos)
+
     found.notes = _notes(found, source, seen, root)
     return found
 
@@ -117,11 +120,13 @@ def _count(found: Preview, conversation: Conversation, infos: list[MediaInfo]) -
         "loss weights": conversation.weighted,
     }
     found.features.update(name for name, there in has.items() if there)
+
     for message in conversation.messages:
         found.roles[message["role"]] += 1
         text = text_of(message)
         plain = sum(character.isascii() for character in text)
         found.tokens += plain // 4 + len(text) - plain + 5
+
     if found.samples == 1:
         found.first = [_shown(message) for message in conversation.messages]
 

@@ -153,6 +153,7 @@ def _sources(description: Description, value: Any, split: str, name: str) -> Ite
     if isinstance(value, list):
         value = {"datasets": value}
     split = value.get("split_part") or split
+
     for kind in ("blend", "datasets", "blend_epochized", "concat"):
         for part in value.get(kind) or []:
             inner = list(_sources(description, part, split, name))
@@ -163,6 +164,7 @@ def _sources(description: Description, value: Any, split: str, name: str) -> Ite
                 "blend_epochized": part.get("repetitions", 1),
             }.get(kind, 1)
             yield from ((*leaf, weight * factor) for *leaf, weight in inner)
+
     if "path" in value:
         inner_data = description.inner[value["path"]]
         yield from _sources(inner_data, _split_of(inner_data, split), split, value["path"])

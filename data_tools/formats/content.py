@@ -105,6 +105,7 @@ class Reader:
         if isinstance(value, list):
             listed = [(item, f"{field_name}[{i}]") for i, item in enumerate(value)]
         found = []
+
         for item, where in listed:
             if isinstance(item, dict):
                 medium, rate = self.medium(field_name.removesuffix("s"), item, where, item, f"{where}.")
@@ -113,6 +114,7 @@ class Reader:
                 medium, rate = self.medium(field_name.removesuffix("s"), item, where, record, "")
                 self.rates |= {rate} if rate else set()
             found.append((medium, where))
+
         return found
 
     def medium(

@@ -28,6 +28,7 @@ def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
             reader.fill(message, pair[key], f"{where}.{key}")
             messages.append(message)
         reader.ignore("turns", pair, *read)
+
     return messages
 
 

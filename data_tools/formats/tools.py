@@ -165,6 +165,7 @@ def merge_calls(messages: list[Message], call: Message) -> bool:
         last["content"] = f"{last['content']}{call['content']}"
     elif call["content"]:
         return False
+
     if thought:
         last["reasoning_content"] = thought
     last["tool_calls"] = [*last.get("tool_calls", []), *call["tool_calls"]]

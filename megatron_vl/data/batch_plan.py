@@ -161,6 +161,7 @@ def deal(
     dealt = deal_rows([sum(patches for _, patches in row) for row in rows], ranks)
     found = [[[(row, place) for place in range(len(rows[row]))] for row in own] for own in dealt]
     sums = np.array([sum(rows[row][place][1] for part in own for row, place in part) for own in found])
+
     for _ in range(EXCHANGES * ranks):
         heavy = int(sums.argmax())
         if sums[heavy] <= sums.mean() * (1 + EVEN):
@@ -174,6 +175,7 @@ def deal(
                 break
         else:
             break
+
     return found
 
 
@@ -212,6 +214,7 @@ def _exchange(
     come = [there[place] for place in taken[other].places]
     here[:] = [at for at in here if at not in leave] + come
     there[:] = [at for at in there if at not in come] + leave
+
     return int(more_patches[one, other])
 
 

@@ -113,11 +113,13 @@ def summary(sources: tuple[Source, ...]) -> list[str]:
     shown = sorted(order[:LISTED])
     lines = [f"source {sources[i].described()}" for i in shown]
     rest = [sources[i] for i in order[LISTED:]]
+
     if rest:
         lines.append(
             f"{len(rest)} smaller sources: {sum(source.samples for source in rest):,} samples,"
             f" {sum(source.share for source in rest):.1%} of the samples expected"
         )
+
     return [
         *lines,
         "the line of a step shows the mean loss of each source and, in brackets, its samples and learnt"

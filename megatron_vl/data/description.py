@@ -223,11 +223,13 @@ class Metadataset:
             if key not in ("path", "split_part", "subflavors")
             and not (key in DEFAULTS and inner == DEFAULTS[key])
         }
+
         if "path" in value:
             found |= {"name": value["path"], "data": self.inner[value["path"]].identity(split)}
             flavors = value.get("subflavors")
             if isinstance(flavors, dict) and flavors.get(GIVEN_NAME):
                 found["called"] = str(flavors[GIVEN_NAME])
+
         return found
 
     def _parts(self, value: Any, split: str) -> Iterator[tuple[DataSet | Metadataset, str]]:

@@ -514,6 +514,7 @@ def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
+
     if not frames or not info.fps:
         raise PixelError(f"a video of {frames} frames at {info.fps} frames a second is empty")
     return info

@@ -97,8 +97,10 @@ class PlannedLoader(RowLoader):
                 "the loader state is of a run whose batches are not planned; let this run go on so too,"
                 f" {RESTART}"
             )
+
         self._check(state)
         self._begun |= state.get("starts") or {}
+
         if state[PLANNED]["rank"] != 0:
             if read is None:
                 raise StateError("the state of data-parallel rank 0 is needed too: it says where data stand")
@@ -106,6 +108,7 @@ class PlannedLoader(RowLoader):
             state = read(0)
             if PLANNED not in state or state["rows"] != rows:
                 raise StateError("the loader state of data-parallel rank 0 is of another step")
+
         saved = state[PLANNED]
         self._planning.state = from_json(saved["state"])
         self._start = int(state["rows"])

@@ -266,6 +266,7 @@ class Planning:
             [source.share for source in self.blend],
             data.seed,
             shuffled=data.shuffle_buffer > 0,
+            keys=[source.key for source in self.blend],
         )
         planner = BatchPlanner(
             order,
@@ -342,6 +343,7 @@ def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[P
                 f" {META}; delete the folder sizes there and run `megatron-vl data index`",
             )
         chosen.append(encoder.postencode_sample(encoded))
+
     try:
         return encoder.pack_selected_samples(chosen)
     except SkipSample:

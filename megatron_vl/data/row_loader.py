@@ -327,6 +327,7 @@ class RowLoader:
         if self._facts.sample_bytes:
             size = self._facts.sample_bytes / 1e6
             expected = f"about {gib:.2f} GiB ({samples} samples of {size:.2f} MB)"
+
         most = "without a limit in bytes"
         if bound:
             most = f"at most {bound:g} GiB a stream and {bound * copies:g} GiB a rank"

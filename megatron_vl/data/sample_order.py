@@ -7,6 +7,7 @@ number. Nothing depends on ranks or processes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -34,6 +35,10 @@ def key_of(*numbers: int) -> int:
         mixed = _mixed(np.array([(key ^ number) & 0xFFFFFFFFFFFFFFFF], np.uint64), 1)
         key = int(mixed[0])
     return key
+
+
+def _number(key: str) -> int:
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
 
 
 def permuted(positions: Integers, size: int, key: int) -> Integers:
@@ -67,10 +72,21 @@ class SampleOrder:
         weights: share of the draws that each gets.
         seed: of the run.
         shuffled: off keeps the order of each data set.
+        keys: what each data set is known by. It decides the data set's order, which is the same at any
+            position of a blend. Left out: its position.
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, *, shuffled: bool) -> None:
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        seed: int,
+        *,
+        shuffled: bool,
+        keys: Sequence[str] | None = None,
+    ) -> None:
         self.sizes, self.seed, self.shuffled = list(sizes), seed, shuffled
+        self._keys = [_number(key) for key in keys or map(str, range(len(sizes)))]
         self._bounds = np.cumsum(np.array(weights, np.float64) / sum(weights))
         self.drawn = [0] * len(sizes)
         """Number of draws from each data set so far."""
@@ -102,6 +118,6 @@ class SampleOrder:
             epochs, places = np.divmod(numbers, size)
             for epoch in np.unique(epochs[sources == source]).tolist():
                 own = (sources == source) & (epochs == epoch)
-                key = key_of(self.seed, 2, source, epoch)
+                key = key_of(self.seed, 2, self._keys[source], epoch)
                 found[own] = permuted(places[own], size, key) if self.shuffled else places[own]
         return found

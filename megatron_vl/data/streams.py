@@ -183,11 +183,13 @@ class Sources:
                     rotation=self.starts[i] % streams,
                 )
             )
+
         own = encoder.for_stream()
         dataset = self.build(copies, config, own)
         drawn = tuple(self.blend[i].key for i in self.drawn)
         if state is not None and state.dataset is not None:
             state = _under(state, dataset, drawn, encoder.packing_buffer)
+
         return Stream(dataset, own, state, drawn)
 
 

@@ -111,11 +111,13 @@ def _sought(container: Any, table: FrameTable, wanted: Sequence[int], deadline: 
     stream = container.streams.video[0]
     frames: Iterator[Any] | None = None
     at = -1
+
     for want in wanted:
         key = table.keys[bisect_right(table.keys, want) - 1]
         if frames is None or key > at + SKIP:
             container.seek(table.times[key], stream=stream, backward=True)
             frames = container.decode(stream)
+
         for frame in frames:
             deadline.check()
             if frame.pts is None or frame.is_corrupt:
@@ -124,6 +126,7 @@ def _sought(container: Any, table: FrameTable, wanted: Sequence[int], deadline: 
                 break
         else:
             raise _UnsureError
+
         if frame.pts != table.times[want]:
             raise _UnsureError
         at = want

@@ -348,6 +348,7 @@ def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     vision_lengths: tuple[list[int], list[int]] = ([], [])
     if row.num_patches > 0:
         vision_lengths = (vision.cu_seqlens.diff().tolist(), vision.cu_window_seqlens.diff().tolist())
+
     return {
         "shapes": shapes,
         "loss_tokens": int(row.loss_mask.count_nonzero()),

@@ -38,6 +38,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
     """
     o = config.optimizer
     assert o.offload_fraction != "auto", "it is to be resolved before (planning.offload)"
+
     core = CoreOptimizerConfig(
         optimizer="adam",
         lr=o.lr,
@@ -53,12 +54,14 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
         overlap_param_gather=config.parallel.overlap_param_gather,
     )
     overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core))
+
     for modules, rate in ((VISION, o.vision_lr), (MERGERS, o.merger_lr)):
         if rate is not None:
             names = tuple(
                 f"{prefix}vision_model.{module}.*" for prefix in ("", "module.") for module in modules
             )
             overrides[ParamKey(name=names)] = {"max_lr": rate, "min_lr": rate * o.min_lr_ratio}
+
     moments = getattr(torch, o.moments_dtype)
     in_chunks = o.offload_fraction > 0 or moments != torch.float32
     with LaterMasters() if in_chunks else contextlib.nullcontext():
@@ -69,6 +72,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
     if chunked is not None and chunked.host_bytes and chunks[0].module.decoupled is None:
         # A tower that every rank holds runs around the pipeline, in the memory that copies would take.
         chunked.follow(chunks)
+
     return optimizer
 
 

@@ -112,6 +112,7 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
     tensors = {id(tensor.parameter): tensor for tensor in parameters}
     kept = chunked_state(optimizer)
     chunked = kept.parameters if kept is not None else {}
+
     for part in optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
@@ -126,6 +127,7 @@ def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) 
                 state, stored = _state_of(part, main, chunked)
                 yield OptimizerSlice(tensors[id(parameter)], span.start, span.end, main, state, group, stored)
             continue
+
         # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
         groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
         for tensor in parameters:
@@ -370,6 +372,7 @@ class OptimizerReader:
             raise CheckpointError(
                 f"{self.folder / INDEX} is damaged: {type(error).__name__}: {error}"
             ) from error
+
         if unknown:
             raise CheckpointError(
                 f"{self.folder / INDEX} names {min(unknown)!r}, which is not a file of this checkpoint"

@@ -248,12 +248,14 @@ def test_damaged_states_are_refused():
         planner(tokens, patches).restore({})
 
 
-def test_a_changed_blend_keeps_what_was_drawn():
-    """Sources by name: b goes and comes back where it stood, c begins at its start, a goes on."""
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_changed_blend_keeps_what_was_drawn(shuffled):
+    """Sources by name: b goes and comes back where it stood, c begins at its start, a continues."""
     sizes = {"a": 300, "b": 200, "c": 100}
 
     def plan(*keys: str) -> BatchPlanner:
-        order = SampleOrder([sizes[key] for key in keys], [1.0] * len(keys), 5, shuffled=False)
+        count = [sizes[key] for key in keys]
+        order = SampleOrder(count, [1.0] * len(keys), 5, shuffled=shuffled, keys=keys)
         full = np.full(300, 100)
         return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0, keys=keys)
 
@@ -263,8 +265,9 @@ def test_a_changed_blend_keeps_what_was_drawn():
     state = first.state()
     second = plan("c", "a")
     second.restore(state)
-    waited = first._waiting[1][first._waiting[0] == 0].tolist()
-    assert second._waiting[1].tolist() == waited and set(second._waiting[0].tolist()) == {1}
+    # The numbers of the draws, and the samples that they stand for.
+    waited = first._waiting[1:3, first._waiting[0] == 0].tolist()
+    assert second._waiting[1:3].tolist() == waited and set(second._waiting[0].tolist()) == {1}
     assert second.order.drawn == [0, state["drawn"]["a"]]
     second.next()
     third = plan("b")

@@ -10,7 +10,7 @@ import pytest
 
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frames import Frames
-from data_tools.media import natural_order, pictures_of
+from data_tools.media import describe, natural_order, pictures_of, read_media
 from megatron_vl.data.frame_files import FrameFile
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
@@ -259,3 +259,18 @@ def test_a_frame_that_changes_while_it_is_converted_stops_the_conversion(media, 
     monkeypatch.setattr(tool, "inspect", then_changed)
     with pytest.raises(ShardError, match="clip changed after it was verified"):
         converted(tmp_path, [part(video="clip")])
+
+
+def test_prompts_take_them_too(media, tmp_path):
+    from toolkit.generate.answers import _conversation
+    from toolkit.samples import SampleEncoder
+
+    encoder = SampleEncoder(tiny_checkpoint("qwen2_5_vl"))
+    for video, groups in ((frames(1, 2, 3), 2), ("clip", 2)):
+        asked = _conversation(part(video=video, fps=1), media)
+        read = [(kind, describe(each), read_media(kind, each, media)) for kind, each in asked.media]
+        sample = encoder.prompt(asked.messages, read)
+        assert sample.media[0].grid.t == groups
+    for video in (["clip/frame_1.png", "../in.json"], "..", ["none.png"]):
+        with pytest.raises(RecordError, match="not inside|does not exist"):
+            _conversation(part(video=video, fps=1), media)

@@ -436,6 +436,7 @@ def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], i
     found: dict[str, str] = {}
     dropped: dict[str, str] = {}
     unlisted = 0
+
     for row in rows:
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
         more = sum(row.dropped.values()) - len(row.dropped_samples)
@@ -449,6 +450,7 @@ def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], i
             found[key] = hashlib.sha256(joined).hexdigest()
         if again or len(found.keys() | dropped.keys()) + unlisted >= samples:
             break
+
     rows.close()
     return {key: digest for key, digest in found.items() if key not in dropped}, dropped, unlisted
 
@@ -500,6 +502,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2, help="processes of the data tool (default: 2)")
     args = parser.parse_args()
+
     with tempfile.TemporaryDirectory() as folder:
         print("data tool:", fuzz_tool(args.count, args.seed, Path(folder), args.workers), flush=True)
         # Before the loader's part, which writes into the shards.

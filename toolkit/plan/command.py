@@ -68,6 +68,7 @@ def make_plan(options: PlanOptions) -> Plan:
     found = search(wanted)
     if not found.best:
         raise UserError(_nothing_fits(found, wanted))
+
     return Plan(wanted, found.best[0], found)
 
 
@@ -154,11 +155,13 @@ def as_json(result: Plan) -> dict[str, Any]:
         "rows": wanted.rows.as_json(),
         "best": _one(result.best),
     }
+
     if result.found is not None:
         others = zip(result.found.best[1:], result.found.reasons, strict=True)
         facts["others"] = [{**_one(other), "why": why} for other, why in others]
         facts["lost"] = [dataclasses.asdict(lost) for lost in result.found.lost]
         facts["combinations"] = result.found.combinations
+
     if result.instead is not None:
         facts["instead"] = _one(result.instead)
     return facts

@@ -27,6 +27,7 @@ def write_run(path: Path, prediction: Prediction, given: dict[str, Any]) -> None
     for name, value in given.items():
         section, _, leaf = name.rpartition(".")
         (fields.setdefault(section, {}) if section else fields)[leaf] = value
+
     p = prediction
     head = (
         f"# GPUs: {p.world} x {p.calibration.gpu}, {p.peak_gib:.0f} GiB estimated on the fullest, when a row"

@@ -178,4 +178,5 @@ def make_chunks(parameters: list[Parameter], chunk_bytes: int, moments: torch.dt
                 parameter.pieces.append(piece)
                 chunk.size += -(-(end - at) // ALIGNED) * ALIGNED
                 at = end
+
     return chunks

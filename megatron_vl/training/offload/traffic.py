@@ -80,6 +80,7 @@ class Traffic:
                 slot = self._leaving.popleft()
             else:
                 return
+
             if self._next == 0:
                 self.to_device.wait_stream(self.to_host)  # which may still write what is now to be read
             self.to_device.wait_event(slot.written)
@@ -87,6 +88,7 @@ class Traffic:
             with torch.cuda.stream(self.to_device):
                 slot.buffer[: chunk.bytes].copy_(chunk.home[: chunk.bytes], non_blocking=True)
                 slot.fetched.record(self.to_device)
+
             self._here[self._next] = slot
             self._next += 1
 
