@@ -235,7 +235,8 @@ def test_example_builds_under_its_layout(path):
     the estimated weights."""
     config, spec, world = example(path)
     p = config.parallel
-    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp)
+    decoupled = config.vision.placement == "decoupled"
+    layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp, decoupled)
     stages = core_says()["built"][path.stem]
     assert len(stages) == p.pp
     for memory, built in zip(estimate(config, spec, world), stages, strict=True):
