@@ -92,7 +92,7 @@ def main() -> None:
 
         args.hf = write_tiny_checkpoint(Path(tempfile.mkdtemp()) / "hf", "qwen2_5_vl")
     encoder = RowEncoder(DataConfig(seq_len=8192), read_spec(args.hf), args.hf)
-    processor = AutoProcessor.from_pretrained(args.hf)
+    processor = AutoProcessor.from_pretrained(args.hf, trust_remote_code=False)
 
     made = samples(args.count)
     for messages, jpeg in made:

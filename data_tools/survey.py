@@ -154,7 +154,7 @@ def _sources(description: Description, value: Any, split: str, name: str) -> Ite
         value = {"datasets": value}
     split = value.get("split_part") or split
 
-    for kind in ("blend", "datasets", "blend_epochized", "concat"):
+    for kind in ("blend", "datasets", "blend_epochized"):
         for part in value.get(kind) or []:
             inner = list(_sources(description, part, split, name))
             total = sum(weight for *_, weight in inner) or 1.0

@@ -49,7 +49,6 @@ METADATASET_KEYS = {
         "path",
         "blend",
         "blend_epochized",
-        "concat",
         "datasets",
         "weight",
         "repetitions",
@@ -69,7 +68,6 @@ KINDS = {
     "blend": "a blend by weights",
     "blend_epochized": "a blend by repetitions",
     "datasets": "a list of datasets",
-    "concat": "a row of datasets",
 }
 """The kind of a part of an identity, by the field that marks it."""
 FOR_MESSAGES = ("name", "called")

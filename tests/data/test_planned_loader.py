@@ -101,6 +101,17 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset):
     assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
 
 
+def test_a_closed_loader_has_no_processes(dataset):
+    """Torch would keep them for as long as anything refers to its iterators."""
+    loader = run(dataset, 1, workers=2).loaders[0]
+    next(iter(loader))
+    iterators = list(loader._own._iterators)
+    workers = [worker for iterator in iterators for worker in iterator._workers]
+    assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
+    loader.close()
+    assert not any(worker.is_alive() for worker in workers)
+
+
 def read_keys(path: Path) -> set[str]:
     counts = read_description(path)
     return {f"{shard}/{i}" for shard in counts.splits["train"] for i in range(counts.counts[shard])}

@@ -136,9 +136,6 @@ def test_a_mixture_is_drawn_from_as_training_draws_from_it(out, tmp_path):
     origins = Counter(sample.source for row in found.rows for sample in row.samples)
     assert origins[0] / origins.total() == pytest.approx(0.75, abs=0.06)
 
-    described["splits"] = {"train": {"concat": [{"path": str(out)}, {"path": str(big)}]}}
-    mixture.write_text(yaml.safe_dump(described))
-    assert [source.share for source in sources(mixture, "train")] == pytest.approx([31 / 231, 200 / 231])
     repeated = [{"path": str(out), "repetitions": 2}, {"path": str(big), "repetitions": 0.5}]
     described["splits"] = {"train": {"blend_epochized": repeated}}
     mixture.write_text(yaml.safe_dump(described))

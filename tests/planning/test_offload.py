@@ -117,7 +117,10 @@ def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, 
     layout = make_layout(spec)
     check_host_memory(config, spec, layout, 2)
     check_host_memory(with_share(config, 0.5), spec, layout, 2)
-    wanted = r"1.0 needs 38.* GiB of host memory for 2 ranks of this node, which has 20.0 GiB left; 0.5 would"
+    wanted = (
+        r"1.0 needs 38.* GiB of host memory for 2 ranks of this node, which has 20.0 GiB left;"
+        r" lower it to 0.5"
+    )
     with pytest.raises(RunConfigError, match=wanted):
         check_host_memory(with_share(config, 1.0), spec, layout, 2)
 

@@ -126,10 +126,8 @@ def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_pat
     )
 
     assert "the data set is read from its start at step 2" in said[1]
-    assert (
-        "was read from its start at step 2, as this checkpoint records" in said[2]
-        and "--checkpoint.attempt 2" in said[2]
-    )
+    assert "this checkpoint records that the data set was read from its start at step 2" in said[2]
+    assert "--checkpoint.attempt 2" in said[2]
     assert rows(stopped) == rows(whole)
 
     start = [samples for _, samples in rows(first)]
@@ -153,10 +151,9 @@ def test_one_start_without_the_option_does_not_restart_the_data_again(
         (run, [*on, "--checkpoint.attempt", "2", "--stop_after", "5"]),
     )
 
-    assert "read from its start at step 0, as this checkpoint records" in said[1], (
-        "a run's own first start is no resume"
-    )
-    assert "read from its start at step 0, as this checkpoint records" in said[3]
+    recorded = "this checkpoint records that the data set was read from its start at step 0"
+    assert recorded in said[1], "a run's own first start is no resume"
+    assert recorded in said[3]
 
     samples = [samples for _, samples in rows(run)]
     assert samples[3] not in samples[:3] and samples[1] != samples[0]
