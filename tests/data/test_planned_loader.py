@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from data_tools.sample_sizes import index
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import META, SIZES, read_description
+from megatron_vl.data.description import META, SIZES, LoaderError, read_description
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.pixels import read_pixel_settings
 from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_not_planned
@@ -166,10 +167,40 @@ def test_states_of_other_ways_are_refused(dataset):
         run(dataset, 1).loaders[0].load_state_dict(of_plan[1])
     with pytest.raises(StateError, match="seq_len"):
         run(dataset, 2, seq_len=300).after(of_plan)
+    former = [state | {"identity": state["identity"] | {"planned": 1}} for state in of_plan]
+    with pytest.raises(StateError, match="planned = 1, .*; resume with the version .*restart_data"):
+        run(dataset, 2).after(former)
+    with pytest.raises(StateError, match="set data.shuffle_buffer back"):
+        run(dataset, 2, shuffle_buffer=0).after(of_plan)
     half = run(dataset, 2)
     next(half.loaders[0])
     with pytest.raises(StateError, match="only between steps"):
         half.loaders[0].state_dict()
+
+
+def test_damage_is_found_when_a_state_is_loaded(dataset):
+    """With processes too, which would find it only later."""
+    first = run(dataset, 1)
+    first.steps(1)
+    (state,) = first.stop()
+    entry = state["planned"]
+    kept = [pair for pair in entry["state"]["dict"] if pair[0] != "waiting"]
+    damaged: list[dict[str, Any]] = [{"planned": entry | {"state": {"dict": kept}}}, {"rows": None}]
+    damaged += [{"planned": {k: v for k, v in entry.items() if k != lost}} for lost in entry]
+    for changed in damaged:
+        with pytest.raises(StateError, match="damaged.*resume from an earlier checkpoint"):
+            run(dataset, 1, 1).loaders[0].load_state_dict(state | changed)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
+    with closing(run(dataset, 1, workers, seq_len=4).loaders[0]) as loader:
+        with pytest.raises(LoaderError) as raised:
+            next(loader)
+    assert str(raised.value).startswith("100") and "\n" not in str(raised.value)
+    assert "samples in a row cannot be used: they have no tokens, or more than data.seq_len 4." in str(
+        raised.value
+    )
 
 
 def test_what_to_run_is_said(plain, dataset, tmp_path):
