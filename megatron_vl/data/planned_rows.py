@@ -21,12 +21,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_vl.data.batch_plan import AHEAD, deal, plan_rows
 from megatron_vl.data.blend import Source
-from megatron_vl.data.description import META, LoaderError
+from megatron_vl.data.description import META, SIZES, LoaderError
 from megatron_vl.data.location import location
 from megatron_vl.data.reading import TolerantReader
 from megatron_vl.data.row import Row
 from megatron_vl.data.sample_order import SampleOrder
-from megatron_vl.data.sizes import SampleSizes, StoredSizes, open_sizes
+from megatron_vl.data.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
 from megatron_vl.data.state import StateError
 from megatron_vl.data.streams import SOURCE, open_processes, reconnect
 from megatron_vl.signals import shield_loader_worker
@@ -74,16 +74,23 @@ class SizedSource:
     Args:
         loaded: Energon's data set.
         name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        content: id of the content that the run reads.
 
     Raises:
-        SizesError: it has no sizes, or they are of other shards.
+        SizesError: it has no sizes, or they are of other content or shards.
     """
 
-    def __init__(self, loaded: LoadedDataset, name: str) -> None:
+    def __init__(self, loaded: LoadedDataset, name: str, content: str) -> None:
         dataset = loaded.dataset
         self.path = dataset.path
         self.shards = [(shard.name, shard.count) for shard in dataset.shards]
-        self.stored: StoredSizes = open_sizes(location(str(dataset.path)) / META, name)
+        meta = location(str(dataset.path)) / META
+        self.stored: StoredSizes = open_sizes(meta, name)
+        if self.stored.content != content:
+            raise SizesError(
+                f"{meta / SIZES / name} is of the content {self.stored.content!r}, and the run reads"
+                f" {content!r}: let all nodes see the same data set, or run `megatron-vl data index` again"
+            )
         self._first = self.stored.numbers(self.shards)
         self._starts = np.cumsum([0, *(count for _, count in self.shards)])
         self._dataset = dataset
@@ -307,8 +314,11 @@ class Planning:
         rows_per_step: int,
     ) -> None:
         self.datasets, self.encoder, self.rows_per_step = list(datasets), encoder, rows_per_step
-        self.sources = [SizedSource(loaded, name) for loaded in datasets]
         self.blend = list(blend)
+        self.sources = [
+            SizedSource(loaded, name, source.content)
+            for loaded, source in zip(self.datasets, self.blend, strict=True)
+        ]
         self.state: dict[str, Any] | None = None
         """Where the run stood; None: it begins."""
 
