@@ -199,7 +199,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         written_for=_TORCH,
         goes_when="torchrun can wait for ranks that save",
-        test="tests/training/test_signals.py::test_the_launcher_saves_at_sigterm_and_ends_when_a_rank_dies",
+        test="tests/training/test_signals.py::test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies",
     ),
     # Process groups, data parallelism and overlap
     Fix(
@@ -637,12 +637,31 @@ FIXES: tuple[Fix, ...] = (
         test="tests/data/test_shuffling.py::test_small_samples_come_in_energons_own_order",
     ),
     Fix(
+        ours="megatron_vl.data.streams:PlacedDataset",
+        touches=("megatron.energon.metadataset.loader_interface.LoadedDataset",),
+        why=(
+            "Some streams get a sample more than others. Which ones depends, in Energon, on the data sets"
+            " before this one in the blend; it must not change when one of these joins or leaves."
+        ),
+        written_for=_ENERGON,
+        goes_when="Energon's blends take a place for each data set",
+        test="tests/data/test_changed_blend.py::test_streams_keep_their_parts_of_a_source",
+    ),
+    Fix(
         ours="megatron_vl.data.streams:RankRows",
         touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
         why="Torch does not end loader processes on request.",
         written_for=_TORCH,
         goes_when="torch's iterator has a close()",
         test="tests/data/test_order.py::test_workers_do_not_matter",
+    ),
+    Fix(
+        ours="megatron_vl.data.planned_rows:PlannedRankRows",
+        touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
+        why="Torch does not end loader processes on request.",
+        written_for=_TORCH,
+        goes_when="torch's iterator has a close()",
+        test="tests/data/test_planned_loader.py::test_a_closed_loader_has_no_processes",
     ),
     # Commands
     Fix(

@@ -48,6 +48,8 @@ LEAST_OFFLOAD_GIB = 4.0
 """Offload that frees less of a GPU is not looked at: with many replicas, each owns little state."""
 TRIED = 40
 """Most layouts whose memory is computed after the first that fits."""
+AS_IT_IS = "the run as it is"
+"""What stands for the options if none is needed."""
 
 
 @dataclass(frozen=True)
@@ -426,13 +428,18 @@ def _parts(prediction: Prediction) -> dict[str, float]:
 
 def options_of(config: TrainConfig, found: Prediction) -> str:
     """The options that turn a run into a found one: ``--parallel.pp 2 --parallel.layers [8,20]``."""
+    return " ".join(changed_sections(config, found)) or AS_IT_IS
+
+
+def changed_sections(config: TrainConfig, found: Prediction) -> list[str]:
+    """The options of each section in which a found run differs from a run."""
     words = []
     after = with_split(found.config, found.layout)
     for section in ("parallel", "recompute", "optimizer", "vision"):
         ours, theirs = getattr(config, section, None), getattr(after, section, None)
         if ours is not None and theirs is not None and ours != theirs:
             words.append(changed_options(section, ours, theirs))
-    return " ".join(words) or "the run as it is"
+    return words
 
 
 def changed_options(section: str, before: Any, after: Any) -> str:

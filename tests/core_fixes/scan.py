@@ -172,6 +172,12 @@ def subclasses() -> list[Reach]:
     return found
 
 
+def modules_of_bases(module: Module) -> set[str]:
+    """The modules that hold the base classes of a module's classes."""
+    classes = [node for node in ast.walk(module.tree) if isinstance(node, ast.ClassDef)]
+    return {module.dotted(base).rpartition(".")[0] for kind in classes for base in kind.bases}
+
+
 def assignments() -> list[Reach]:
     """Attributes of the dependencies' modules, classes and objects that are set."""
     found = []
@@ -193,10 +199,17 @@ def _assigned(module: Module, node: ast.AST) -> str:
 
 
 def private_names() -> list[Reach]:
-    """Private names that are imported, or read of what is not defined in the same module."""
+    """Private names that are imported, or read of what is not defined in the same module.
+
+    What a class inherits from a class of this project counts as its own.
+    """
     found = []
+    defined = {module.name: module.own for module, _ in modules()}
     for module, nodes in modules():
+        inherited = set().union(*(defined.get(base, set()) for base in modules_of_bases(module)))
         for scope, node in nodes:
+            if isinstance(node, ast.Attribute) and is_self(node.value) and node.attr in inherited:
+                continue
             target = ""
             if isinstance(node, ast.ImportFrom) and node.module and is_foreign(node.module):
                 target = next((f"{node.module}.{n.name}" for n in node.names if is_private(n.name)), "")

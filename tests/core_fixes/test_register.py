@@ -181,6 +181,14 @@ def test_the_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Monkey
         "        return part._hidden\n"
     )
 
+    (tmp_path / "megatron_vl" / "heir.py").write_text(
+        "from megatron_vl.base import Base\n"
+        "class Heir(Base):\n"
+        "    def run(self, part):\n"
+        "        return self._ours, self._foreign, part._ours\n"
+    )
+    (tmp_path / "megatron_vl" / "base.py").write_text("class Base:\n    _ours = 1\n")
+
     monkeypatch.setattr(scan, "ROOT", tmp_path)
     assert [str(reach) for reach in scan.subclasses()] == [
         "megatron_vl.new:3 (Other): megatron.core.transformer.mlp.MLP"
@@ -189,7 +197,7 @@ def test_the_scan_sees_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Monkey
         "megatron.core.parallel_state.create_group",
         "megatron.core.parallel_state",
     ]
-    assert [reach.target for reach in scan.private_names()] == ["_hidden"]
+    assert [reach.target for reach in scan.private_names()] == ["_foreign", "_ours", "_hidden"]
 
 
 # --- Versions

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megatron_vl.config import parse_config
+from megatron_vl.config import OptimizerConfig, TrainConfig, parse_config
 from megatron_vl.planning.run import predict_run
 from toolkit.cli import main
 from toolkit.options import parse
@@ -57,9 +57,15 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
     cells = next(line for line in said.splitlines() if line.startswith("│ 0     │ 1 "))
     assert heading.count("┃") == cells.count("│") and "host" in heading and "…" not in heading
 
-    many = best.config
-    many.global_batch_size = 64
-    assert "--global_batch_size 64" in options_of_layout(dataclasses.replace(best, config=many))
+
+def test_the_printed_options_are_only_those_that_differ() -> None:
+    best = make_plan(parse(PlanOptions, [*B7[:2], "--gpu", "A100", "--gpus", "1"], "plan")).best
+    bare = dataclasses.replace(best, config=TrainConfig())
+    assert options_of_layout(bare) == "the run as it is"
+    bare.config.global_batch_size = 64
+    assert options_of_layout(bare) == "--global_batch_size 64"
+    bare.config.optimizer = OptimizerConfig(lr=3e-5, moments_dtype="bfloat16")
+    assert options_of_layout(bare) == "--optimizer.moments_dtype bfloat16 --global_batch_size 64"
 
 
 def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:

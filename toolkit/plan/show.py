@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vl.planning.memory import GIB, RESERVE_GIB
 from megatron_vl.planning.predict import Prediction
-from megatron_vl.planning.search import describe, options_of
+from megatron_vl.planning.search import AS_IT_IS, changed_sections, describe, options_of
 from megatron_vl.words import counted
 from toolkit.memory_table import WIDTH, memory_table
 
@@ -62,13 +62,17 @@ def options_of_layout(best: Prediction) -> str:
     from megatron_vl.config import ParallelConfig, RecomputeConfig, TrainConfig
 
     bare = TrainConfig(parallel=ParallelConfig(), recompute=RecomputeConfig())
-    # Of the optimizer, only the offload belongs to a layout; the rest is the run's own.
+    # Of the optimizer, only what memory depends on belongs to a layout; the rest is the run's own.
     bare.optimizer = dataclasses.replace(
-        best.config.optimizer, offload_fraction=bare.optimizer.offload_fraction
+        best.config.optimizer,
+        offload_fraction=bare.optimizer.offload_fraction,
+        moments_dtype=bare.optimizer.moments_dtype,
     )
-    words = options_of(bare, best)
+    words = changed_sections(bare, best)
     rows = best.config.global_batch_size
-    return words if rows == bare.global_batch_size else f"{words} --global_batch_size {rows}"
+    if rows != bare.global_batch_size:
+        words.append(f"--global_batch_size {rows}")
+    return " ".join(words) or AS_IT_IS
 
 
 def _stages(best: Prediction) -> Any:
