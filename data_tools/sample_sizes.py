@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron.energon.errors import FatalSampleError
+from numpy.typing import NDArray
 
 from megatron_vl import durable
 from megatron_vl.config import DataConfig
@@ -63,7 +65,8 @@ def index(
     """Writes the sizes of a data set, or of all data sets of a metadataset. Those that are there stay.
 
     Raises:
-        SizesWriteError: a data set is not on a local disk, or its folder cannot be written.
+        SizesWriteError: a data set is not on a local disk, its shards cannot be read, or its folder cannot be
+            written.
         LoaderError, DescriptionError: there is no data set.
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
@@ -121,6 +124,10 @@ class _Task:
 
 _tasks: list[_Task] = []
 """Set before the worker processes are forked, so that none gets a tokenizer through a pipe."""
+_readers: dict[str, Reader] = {}
+"""The reader of each split in this process. To make one takes as long as its split has shards."""
+PASSING = ("reading takes too long", "shard missing", "shard unreadable")
+"""Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
 def _measure(
@@ -138,12 +145,17 @@ def _measure(
 
     missing = [number for number, task in enumerate(_tasks) if not task.part.is_file()]
     start = time.monotonic()
-    for done, _ in enumerate(_run(missing, workers), start=1):
-        if progress:
-            rate = done / max(time.monotonic() - start, 1e-9)
-            left = (len(missing) - done) / rate
-            progress(f"{done} of {len(missing)} shards of {data.path}, {left:.0f} s left")
-    _tasks.clear()
+    try:
+        for done, _ in enumerate(_run(missing, workers), start=1):
+            if progress:
+                rate = done / max(time.monotonic() - start, 1e-9)
+                left = (len(missing) - done) / rate
+                progress(f"{done} of {len(missing)} shards of {data.path}, {left:.0f} s left")
+    finally:
+        for reader in _readers.values():
+            reader.close()
+        _readers.clear()
+        _tasks.clear()
     return shards
 
 
@@ -160,35 +172,53 @@ def _run(numbers: list[int], workers: int) -> Iterator[None]:
 def _measure_shard(number: int) -> None:
     task = _tasks[number]
     source = task.source
-    reader = Reader(source, task.encoder.data.sample_timeout_s)
-    samples, media = [], []
+    if source.split not in _readers:
+        _readers[source.split] = Reader(source, task.encoder.data.sample_timeout_s)
+    reader = _readers[source.split]
+    samples, media = [], [np.zeros(0, MEDIUM)]
+    count = 0
     for place in range(source.starts[task.shard], source.starts[task.shard + 1]):
-        tokens, found = measure(task.encoder, reader.read(place, whole=False))
-        media += found
-        samples.append((tokens, len(media)))
-    reader.close()
+        tokens, found = measure(task.encoder, _read(reader, place))
+        media.append(found)
+        count += len(found)
+        samples.append((tokens, count))
 
     partial = task.part.with_suffix(durable.PARTIAL)
     with partial.open("wb") as file:
-        np.savez(file, samples=np.array(samples, SAMPLE), media=np.array(media, MEDIUM))
+        np.savez(file, samples=np.array(samples, SAMPLE), media=np.concatenate(media))
     durable.put(partial, task.part)
 
 
-def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, list[Medium]]:
-    """The tokens of a sample's text, and the sizes of its media; no tokens if it cannot be used.
+def _read(reader: Reader, place: int) -> RawSample | None:
+    """A sample. Raises :class:`SizesWriteError` if the storage fails: the sample itself may be whole."""
+    try:
+        sample = reader.read(place, whole=False)
+    except FatalSampleError as error:
+        raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
+    if sample is not None and sample.broken and sample.broken[0] in PASSING:
+        raise SizesWriteError(
+            f"{sample.broken[0]}: {sample.broken[1]}. Start `megatron-vl data index` again when the storage"
+            " answers: it continues"
+        )
+    return sample
+
+
+def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, NDArray[np.void]]:
+    """The tokens of a sample's text, and its media as :data:`MEDIUM`; no tokens if it cannot be used.
 
     Args:
         sample: None: the data set's description excludes it.
     """
+    unusable = 0, np.zeros(0, MEDIUM)
     try:
         if sample is None or sample.broken:
-            return 0, []
+            return unusable
         record = json.loads(sample.text or b"")
-        media = [_medium(item) for item in record["media"]]
+        media = np.array([_medium(item) for item in record["media"]], MEDIUM)
         grids = [grid_of(item, encoder.settings) for item in record["media"]]
         token_ids, _ = encoder.chat.encode(record["messages"], grids, record.get("tools", ()))
     except Exception:  # a sample from outside may cause any error; a run counts and lists it
-        return 0, []
+        return unusable
     return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), media
 
 

@@ -90,7 +90,9 @@ def _plan_group(
         # A row in which patches grow with the tokens has the mean of both at its end.
         excess = np.abs(after_patches - density * after_tokens)
         excess[(after_tokens > seq_len) | (after_patches > budget)] = np.inf
-        row = int(excess.argmin())
+        # Of rows that are as near, the one with the least tokens: in a step of text alone, all are as near.
+        nearest = np.flatnonzero(excess == excess.min())
+        row = int(nearest[used_tokens[nearest].argmin()])
         if excess[row] < np.inf:
             placed.add(sample)
             found[row].append(sample)
@@ -200,6 +202,8 @@ def _exchange(
     It changes the rows of both ranks in place. Returns how many patches moved; 0: no exchange helps.
     """
     given, taken = (_offers(rows, own, seq_len, max_patches) for own in (heavy, light))
+    if not given or not taken:
+        return 0
     ours, theirs = (np.array([offer.sizes for offer in side]) for side in (given, taken))
     more_tokens = ours[:, None, 0] - theirs[None, :, 0]
     more_patches = ours[:, None, 1] - theirs[None, :, 1]
@@ -231,14 +235,18 @@ class _Offer:
 def _offers(
     rows: list[list[Sized]], own: list[list[tuple[int, int]]], seq_len: int, max_patches: int
 ) -> list[_Offer]:
-    """All offers of a rank: single samples, and pairs of the larger ones of a row."""
+    """All offers of a rank: single samples, and pairs of the larger ones of a row.
+
+    Samples without tokens are in a row only to be counted, and stay there.
+    """
     found = []
     for number, part in enumerate(own):
         sizes = [rows[row][place] for row, place in part]
         tokens, patches = (sum(size[i] for size in sizes) for i in (0, 1))
         left = seq_len - tokens, (max_patches or patches + MANY) - patches
-        larger = sorted(range(len(sizes)), key=lambda at: (-sizes[at][0], at))[:PAIRED]
-        for places in [*((at,) for at in range(len(sizes))), *combinations(larger, 2)]:
+        real = [at for at, (size, _) in enumerate(sizes) if size]
+        larger = sorted(real, key=lambda at: (-sizes[at][0], at))[:PAIRED]
+        for places in [*((at,) for at in real), *combinations(larger, 2)]:
             both = [sum(sizes[at][i] for at in places) for i in (0, 1)]
             found.append(_Offer(number, places, (both[0], both[1], *left)))
     return found

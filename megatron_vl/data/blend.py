@@ -51,6 +51,8 @@ class Source:
     """Expected share of the samples, 0 to 1. 0: nothing is drawn from the source."""
     length: int = 0
     """Number of samples without regard to the subset."""
+    content: str = ""
+    """Id of the data set's content; empty if it was prepared without one."""
 
     def described(self) -> str:
         share = f"{self.share:.1%} of the samples expected" if self.share else "nothing is drawn from it"
@@ -85,7 +87,15 @@ def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Sour
     names = _names([part if part.path or part.called else replace(part, called=(name,)) for part in parts])
     keys = _keys([part.content for part in parts])
     return tuple(
-        Source(names[i], keys[i], part.samples, part.given, shares[i], part.length)
+        Source(
+            names[i],
+            keys[i],
+            part.samples,
+            part.given,
+            shares[i],
+            part.length,
+            part.content.get("content") or "",
+        )
         for i, part in enumerate(parts)
     )
 

@@ -193,12 +193,16 @@ class Metadataset:
             LoaderError: there is no such split, or it is empty in one of the parts.
             BlendError: its weights or repetitions make no blend.
         """
-        parts = [data.facts(part) for data, part in self._parts(self._split(split), split)]
+        parts = [data.facts(part) for data, part in self.parts(split)]
         largest = max((part.largest_shard for part in parts), default=0)
         sample_bytes = max((part.sample_bytes for part in parts), default=0.0)
         identity = self.identity(split)
         sources_of(identity, where=str(self.path))  # refuses impossible weights before Energon meets them
         return SplitFacts(identity, self.path.name, None, largest, sample_bytes)
+
+    def parts(self, split: str) -> list[tuple[DataSet | Metadataset, str]]:
+        """The data sets and metadatasets that a split names, each with the split that is read of it."""
+        return list(self._parts(self._split(split), split))
 
     def _split(self, split: str) -> Any:
         if split not in self.splits:

@@ -14,10 +14,11 @@ from megatron_vl.data.row_loader import PLANNED, RESTART, RowLoader
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.data.streams import Sources
 
-ORDER_VERSION = 1
+ORDER_VERSION = 2
 """Version of the order of samples and of the planning of rows."""
 OF_STREAMS = ("packing_buffer", "shuffle_buffer", "shuffle_buffer_gib")
 """Fields of an identity that only streams depend on."""
+EARLIER = f"resume from an earlier checkpoint, {RESTART}"
 
 
 class PlannedLoader(RowLoader):
@@ -101,18 +102,34 @@ class PlannedLoader(RowLoader):
         self._check(state)
         self._begun |= state.get("starts") or {}
 
-        if state[PLANNED]["rank"] != 0:
-            if read is None:
-                raise StateError("the state of data-parallel rank 0 is needed too: it says where data stand")
-            rows = state["rows"]
-            state = read(0)
-            if PLANNED not in state or state["rows"] != rows:
-                raise StateError("the loader state of data-parallel rank 0 is of another step")
+        state = self._of_rank_0(state, read)
 
-        saved = state[PLANNED]
-        self._planning.state = from_json(saved["state"])
-        self._start = int(state["rows"])
-        self._said += self._moves(saved, state["num_workers"])
+        try:
+            self._planning.state = from_json(state[PLANNED]["state"])
+            # Damage is found here, and not by the processes that plan.
+            self._planning.planner()
+            self._start = int(state["rows"])
+            self._said += self._moves(state[PLANNED], state["num_workers"])
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            said = str(error) if isinstance(error, StateError) else f"the loader state is damaged ({error!r})"
+            raise StateError(f"{said}; {EARLIER}") from error
+
+    def _of_rank_0(
+        self, state: dict[str, Any], read: Callable[[int], dict[str, Any]] | None
+    ) -> dict[str, Any]:
+        """The state of the rank that saved for all."""
+        try:
+            rank, rows = state[PLANNED]["rank"], state["rows"]
+        except (KeyError, TypeError) as error:
+            raise StateError(f"the loader state is damaged ({error!r}); {EARLIER}") from error
+        if rank == 0:
+            return state
+        if read is None:
+            raise StateError("the state of data-parallel rank 0 is needed too: it says where data stand")
+        found = read(0)
+        if PLANNED not in found or found.get("rows") != rows:
+            raise StateError("the loader state of data-parallel rank 0 is of another step")
+        return found
 
     def _moves(self, saved: dict[str, Any], workers: int) -> list[str]:
         """What differs from the run that saved."""

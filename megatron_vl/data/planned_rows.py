@@ -21,12 +21,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from megatron_vl.data.batch_plan import AHEAD, deal, plan_rows
 from megatron_vl.data.blend import Source
-from megatron_vl.data.description import META, LoaderError
+from megatron_vl.data.description import META, SIZES, LoaderError
 from megatron_vl.data.location import location
 from megatron_vl.data.reading import TolerantReader
 from megatron_vl.data.row import Row
 from megatron_vl.data.sample_order import SampleOrder
-from megatron_vl.data.sizes import SampleSizes, StoredSizes, open_sizes
+from megatron_vl.data.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
 from megatron_vl.data.state import StateError
 from megatron_vl.data.streams import SOURCE, open_processes, reconnect
 from megatron_vl.signals import shield_loader_worker
@@ -37,7 +37,10 @@ OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
 
 LEAST_REFUSED = 10_000
-"""Number of unusable samples in a row up to which a run searches on."""
+"""Number of unusable samples in a row up to which a run searches on, in a data set of any size."""
+MOST_SEARCHED = 1_000_000
+"""Number of unusable samples in a row after which a search ends. Before that, it ends once every sample was
+drawn twice."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +74,23 @@ class SizedSource:
     Args:
         loaded: Energon's data set.
         name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        content: id of the content that the run reads.
 
     Raises:
-        SizesError: it has no sizes, or they are of other shards.
+        SizesError: it has no sizes, or they are of other content or shards.
     """
 
-    def __init__(self, loaded: LoadedDataset, name: str) -> None:
+    def __init__(self, loaded: LoadedDataset, name: str, content: str) -> None:
         dataset = loaded.dataset
         self.path = dataset.path
         self.shards = [(shard.name, shard.count) for shard in dataset.shards]
-        self.stored: StoredSizes = open_sizes(location(str(dataset.path)) / META, name)
+        meta = location(str(dataset.path)) / META
+        self.stored: StoredSizes = open_sizes(meta, name)
+        if self.stored.content != content:
+            raise SizesError(
+                f"{meta / SIZES / name} is of the content {self.stored.content!r}, and the run reads"
+                f" {content!r}: let all nodes see the same data set, or run `megatron-vl data index` again"
+            )
         self._first = self.stored.numbers(self.shards)
         self._starts = np.cumsum([0, *(count for _, count in self.shards)])
         self._dataset = dataset
@@ -129,6 +139,8 @@ class BatchPlanner:
         self.keys, self.least_ahead, self.pack = list(keys), least_ahead, pack
         self._gone: dict[str, int] = {}
         """Draws from data sets that the blend had before, should they come back."""
+        self._aside: dict[str, list[int]] = {}
+        """Draws that waited when their data set left the blend or got the weight 0, the oldest first."""
         # Samples that were drawn and wait, the oldest first: data set, number of the draw, and what follows.
         self._waiting = np.zeros((5, 0), np.int64)
 
@@ -155,26 +167,19 @@ class BatchPlanner:
     def _draw(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
         refused = [self._waiting[:, :0]]
+        search = _Search(self.seq_len, self.max_patches)
+        most = min(max(LEAST_REFUSED, 2 * sum(self.order.sizes)), MOST_SEARCHED)
         while not self._enough():
-            fresh = self._sized(*self.order.draw(max(self.rows, 64)))
-            tokens, patches = fresh[3], fresh[4]
-            usable = (tokens > 0) & (tokens <= self.seq_len)
-            if self.max_patches:
-                usable &= patches <= self.max_patches
+            # Many at once if many small ones wait, so that the work for each sample stays the same.
+            count = max(self.rows, 64, self._waiting.shape[1] // 4)
+            fresh = self._sized(*self.order.draw(count))
+            usable = search.usable(fresh[3], fresh[4])
+            if search.in_a_row > most:
+                raise LoaderError(search.told())
             fresh[3:, ~usable] = 0
             refused.append(fresh[:, ~usable])
             self._waiting = np.concatenate([self._waiting, fresh[:, usable]], axis=1)
-            self._check_refused(sum(each.shape[1] for each in refused))
         return np.concatenate(refused, axis=1)
-
-    def _check_refused(self, count: int) -> None:
-        """Ends a search that would find nothing: every sample was drawn, and none can be used."""
-        if self._waiting.shape[1] or count <= max(LEAST_REFUSED, 2 * sum(self.order.sizes)):
-            return
-        limits = f"more than data.seq_len {self.seq_len}"
-        if self.max_patches:
-            limits += f" or data.max_patches {self.max_patches}"
-        raise LoaderError(f"{count} samples in a row cannot be used: they have no tokens, or {limits}")
 
     def _enough(self) -> bool:
         held = self._waiting.shape[1]
@@ -200,32 +205,93 @@ class BatchPlanner:
     def state(self) -> dict[str, Any]:
         """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
         drawn = self._gone | dict(zip(self.keys, self.order.drawn, strict=True))
-        waiting = self._waiting[:2].copy()
-        return {"keys": list(self.keys), "drawn": drawn, "total": self.order.total, "waiting": waiting}
+        aside = {key: list(numbers) for key, numbers in self._aside.items()}
+        return {
+            "keys": list(self.keys),
+            "drawn": drawn,
+            "total": self.order.total,
+            "waiting": self._waiting[:2].copy(),
+            "aside": aside,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which a state was taken.
 
-        Data sets that are new begin at their start. Samples that wait are left out if their data set is gone.
+        Data sets that are new begin at their start. If nothing is drawn from a data set any more, its samples
+        that wait are put aside. If it comes back, they are the first of those that wait.
 
         Raises:
             StateError: the state is damaged.
         """
         try:
-            keys, drawn, waiting = state["keys"], dict(state["drawn"]), state["waiting"].astype(np.int64)
-            sources, numbers = waiting
-            here = {number: self.keys.index(key) for number, key in enumerate(keys) if key in self.keys}
-            stays = np.isin(sources, list(here))
-            moved = np.array([here.get(number, -1) for number in range(len(keys))], np.int64)
-            sources, numbers = moved[sources[stays]], numbers[stays]
-            self.order.total = int(state["total"])
-            self.order.drawn = [int(drawn.pop(key, 0)) for key in self.keys]
+            keys, drawn, aside = list(state["keys"]), dict(state["drawn"]), dict(state.get("aside", {}))
+            sources, numbers = state["waiting"].astype(np.int64)
+            if len(sources) and min(sources.min(), numbers.min()) < 0:
+                raise ValueError("a negative number")
+            moved = np.array([self._place_of(key) for key in keys], np.int64)[sources]
+            for number, key in enumerate(keys):
+                if self._place_of(key) < 0 and (left := numbers[sources == number].tolist()):
+                    aside[key] = [*aside.get(key, ()), *left]
+            back = [
+                np.array([(place, number) for number in aside.pop(key, ())], np.int64).reshape(-1, 2).T
+                for place, key in enumerate(self.keys)
+                if self.order.weights[place] > 0
+            ]
+            waiting = np.concatenate([*back, np.stack([moved, numbers])[:, moved >= 0]], axis=1)
+            total, taken = int(state["total"]), [int(drawn.pop(key, 0)) for key in self.keys]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise StateError(
                 "the loader state is damaged: it does not say which samples were drawn and wait"
             ) from error
-        self._gone = drawn
-        self._waiting = self._sized(sources, numbers)
+        self.order.total, self.order.drawn = total, taken
+        self._gone, self._aside = drawn, aside
+        self._waiting = self._sized(waiting[0], waiting[1])
+
+    def _place_of(self, key: str) -> int:
+        """Number of a data set in the blend; -1 if nothing is drawn from it."""
+        place = self.keys.index(key) if key in self.keys else -1
+        return place if place >= 0 and self.order.weights[place] > 0 else -1
+
+
+class _Search:
+    """Tells which samples can be used, and what is known of those that cannot, since the last that can."""
+
+    def __init__(self, seq_len: int, max_patches: int) -> None:
+        self.limits = {"tokens": ("data.seq_len", seq_len), "patches": ("data.max_patches", max_patches)}
+        self.in_a_row = 0
+        self._smallest: dict[str, int] = {}
+
+    def usable(self, tokens: Integers, patches: Integers) -> NDArray[np.bool_]:
+        """Whether each of the next samples can be used, bool [n]."""
+        found = tokens > 0
+        sizes = {"tokens": tokens, "patches": patches}
+        large = {unit: sizes[unit] > limit for unit, (_, limit) in self.limits.items() if limit}
+        for each in large.values():
+            found &= ~each
+        if found.any():
+            self.in_a_row = 0
+            self._smallest.clear()
+            return found
+
+        self.in_a_row += len(tokens)
+        for unit, each in large.items():
+            if each.any():
+                least = int(sizes[unit][each].min())
+                self._smallest[unit] = min(least, self._smallest.get(unit, least))
+        return found
+
+    def told(self) -> str:
+        """A message that says why nothing can be used."""
+        limits = " or ".join(f"{name} {limit}" for name, limit in self.limits.values() if limit)
+        said = f"{self.in_a_row} samples in a row cannot be used: they have no tokens, or more than {limits}"
+        if not self._smallest:
+            return said
+        held = " and ".join(
+            f"the smallest above {self.limits[unit][0]} has {size} {unit}"
+            for unit, size in self._smallest.items()
+        )
+        fields = " and ".join(self.limits[unit][0] for unit in self._smallest)
+        return f"{said}. Of these, {held}: raise {fields}, or lower data.max_pixels if pictures fill it"
 
 
 class Planning:
@@ -248,8 +314,11 @@ class Planning:
         rows_per_step: int,
     ) -> None:
         self.datasets, self.encoder, self.rows_per_step = list(datasets), encoder, rows_per_step
-        self.sources = [SizedSource(loaded, name) for loaded in datasets]
         self.blend = list(blend)
+        self.sources = [
+            SizedSource(loaded, name, source.content)
+            for loaded, source in zip(self.datasets, self.blend, strict=True)
+        ]
         self.state: dict[str, Any] | None = None
         """Where the run stood; None: it begins."""
 

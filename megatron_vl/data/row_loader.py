@@ -45,6 +45,8 @@ WAYS_OUT = {
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
     "version": f"resume with the version of this program that saved it, {RESTART}",
+    PLANNED: f"resume with the version of this program that saved it, {RESTART}",
+    "shuffled": "set data.shuffle_buffer back (0 keeps the order, above 0 shuffles)",
 }
 
 
@@ -90,10 +92,8 @@ class RowLoader:
             self._rows = self._begin()
         try:
             return next(self._rows)
-        except FatalSampleError as error:
-            # Energon wraps our message in lines of its own.
-            found = re.search(r"\d+ samples in a row cannot be used [^\n]*", str(error))
-            raise LoaderError(found.group() if found else str(error)) from error
+        except (FatalSampleError, LoaderError) as error:
+            raise LoaderError(_own_words(str(error))) from error
 
     @property
     def _keys(self) -> list[str]:
@@ -341,6 +341,15 @@ class RowLoader:
         self._closed = True
         if self._rows is not None:
             self._rows.close()
+
+
+def _own_words(message: str) -> str:
+    """The message of an error without the lines that Energon and torch add, which hold a traceback."""
+    found = re.search(r"\d+ samples in a row cannot be used\b[^\n]*", message)
+    if found:
+        return found.group()
+    raised = re.findall(r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", message, re.MULTILINE)
+    return str(raised[-1]) if raised else message
 
 
 def _read_sources(identity: Any) -> tuple[Source, ...]:

@@ -86,6 +86,7 @@ class SampleOrder:
         keys: Sequence[str] | None = None,
     ) -> None:
         self.sizes, self.seed, self.shuffled = list(sizes), seed, shuffled
+        self.weights = list(weights)
         self._keys = [_number(key) for key in keys or map(str, range(len(sizes)))]
         self._bounds = np.cumsum(np.array(weights, np.float64) / sum(weights))
         self.drawn = [0] * len(sizes)

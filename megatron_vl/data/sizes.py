@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data.chat import ChatEncoder, read_chat_template
-from megatron_vl.data.description import META, SIZES, DataSet, Description, Metadataset
+from megatron_vl.data.description import META, SIZES, DataSet, Description
 from megatron_vl.data.frame_files import Sampling
 from megatron_vl.data.location import Location, is_file, read_text
 from megatron_vl.data.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
@@ -84,22 +85,33 @@ def has_sizes(data: DataSet, name: str) -> bool:
         return False
 
 
-UNPLANNED = ("blend_epochized", "concat", "subset", "shuffle_over_epochs_multiplier")
+UNPLANNED = ("blend_epochized", "subset", "shuffle_over_epochs_multiplier")
 """Keys of a metadataset whose order of samples is not planned."""
 
 
-def why_not_planned(description: Description, hf_dir: str | Path, data: DataConfig) -> str:
-    """Why batches of a data set cannot be planned from sizes, and what to do; empty if they can."""
-    name = text_id(hf_dir, read_spec(hf_dir), data)
-    if key := next((key for key in _keys(description) if key in UNPLANNED), ""):
+def why_not_planned(
+    description: Description, hf_dir: str | Path, data: DataConfig, split: str = "train"
+) -> str:
+    """Why batches of a split cannot be planned from sizes, and what to do; empty if they can.
+
+    Raises:
+        LoaderError: there is no such split.
+    """
+    spec = read_spec(hf_dir)
+    name = text_id(hf_dir, spec, data)
+    if key := next((key for key in _keys(description, split) if key in UNPLANNED), ""):
         return f"batches of a metadataset with {key} are not planned"
-    lacking = [one for one in data_sets(description) if not has_sizes(one, name)]
-    if lacking:
-        return (
-            f"{lacking[0].path} has no sizes for this tokenizer and chat template, of which batches would be"
-            f" planned: run `megatron-vl data index --data {data.path} --processor {hf_dir}`"
-        )
-    return ""
+    lacking = next((one for one in _read_by(description, split) if not has_sizes(one, name)), None)
+    if lacking is None:
+        return ""
+
+    given = f"--data {data.path} --processor {hf_dir}"
+    if spec.vision.video_timestamps and data.video_prompt != DataConfig.video_prompt:
+        given = "--config RUN.yaml"  # the rule for the text around videos is a field of the run
+    return (
+        f"{lacking.path} has no sizes for this tokenizer and chat template, of which batches would be"
+        f" planned: run `megatron-vl data index {given}`"
+    )
 
 
 def data_sets(description: Description) -> list[DataSet]:
@@ -110,20 +122,33 @@ def data_sets(description: Description) -> list[DataSet]:
     return list({str(one.path): one for one in inner}.values())
 
 
-def _keys(value: Any) -> Iterator[str]:
-    """All keys of the splits of a metadataset, and of those within it."""
-    if isinstance(value, Metadataset):
-        yield from _keys(value.splits)
-        for inner in value.inner.values():
-            yield from _keys(inner)
-    elif isinstance(value, dict):
+def _read_by(description: Description, split: str) -> Iterator[DataSet]:
+    """The data sets that a split reads."""
+    if isinstance(description, DataSet):
+        yield description
+        return
+    for inner, part in description.parts(split):
+        yield from _read_by(inner, part)
+
+
+def _keys(description: Description, split: str) -> Iterator[str]:
+    """All keys of a split of a metadataset, and of the splits that it reads of those within it."""
+    if isinstance(description, DataSet):
+        return
+    yield from _keys_in(description.splits.get(split))
+    for inner, part in description.parts(split):
+        yield from _keys(inner, part)
+
+
+def _keys_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
         for key, inner in value.items():
             if key != "subflavors":
                 yield key
-                yield from _keys(inner)
+                yield from _keys_in(inner)
     elif isinstance(value, list):
         for inner in value:
-            yield from _keys(inner)
+            yield from _keys_in(inner)
 
 
 @dataclass(frozen=True)
@@ -134,6 +159,8 @@ class StoredSizes:
     media: Any
     starts: dict[str, tuple[int, int]]
     """For each shard, the number of its first sample in ``samples``, and how many it has."""
+    content: str
+    """Id of the data set's content that they are of."""
 
     def numbers(self, shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``samples`` of the first sample of each of these shards.
@@ -159,17 +186,25 @@ def open_sizes(meta: Location, name: str) -> StoredSizes:
     folder = meta / SIZES / name
     try:
         described = json.loads(read_text(folder / SHARDS))
-        counts = list(described["shards"].items())
+        counts, content = list(described["shards"].items()), str(described["content"])
         samples, media = (_array(folder / f"{part}.npy") for part in ("samples", "media"))
         ends = np.cumsum([0, *(count for _, count in counts)])
         starts = {shard: (int(start), count) for (shard, count), start in zip(counts, ends[:-1], strict=True)}
         held = int(samples[-1]["media_end"]) if len(samples) else 0
         whole = samples.dtype == SAMPLE and media.dtype == MEDIUM and held == len(media)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+    ) as error:
         raise SizesError(f"{folder} cannot be read ({error})") from error
     if not whole or ends[-1] != len(samples):
         raise SizesError(f"{folder} is damaged: its files do not fit together")
-    return StoredSizes(samples, media, starts)
+    return StoredSizes(samples, media, starts, content)
 
 
 def _array(path: Location) -> Any:

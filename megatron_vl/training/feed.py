@@ -364,8 +364,8 @@ def _describe(row: Row, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
 
 
 def _learnt(row: Row) -> list[tuple[int, int]]:
-    """(source, loss tokens) of each sample; empty if the data set is no blend."""
-    if not row.sources:
+    """(source, loss tokens) of each sample; empty if the data set is no blend, or for a row of padding."""
+    if not row.sources or not row.keys:
         return []
     bounds = row.cu_seqlens.tolist()
     counts = [

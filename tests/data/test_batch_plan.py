@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_vl.data import planned_rows
 from megatron_vl.data.batch_plan import deal, deal_rows, plan_rows
 from megatron_vl.data.description import LoaderError
 from megatron_vl.data.planned_rows import Batch, BatchPlanner, Place
@@ -205,12 +207,56 @@ def test_unusual_sets():
     batch = planner(tokens, patches, rows=8, shuffled=False).next()
     held = {place.index: place.tokens for row in batch.rows for place in row}
     assert held[3] == held[11] == 0, "they are read only so that they are counted"
-    with pytest.raises(LoaderError, match="10048 samples in a row cannot be used"):
+    with pytest.raises(LoaderError, match="10048 samples in a row cannot be used: .* data.seq_len 1024$"):
         planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next()
 
     order = SampleOrder([50], [1.0], 5, shuffled=False)
     alone = BatchPlanner(order, lambda _, i: (text[i], text[i]), 6, SEQ_LEN, 0, pack=False)
     assert [samples(alone.next()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
+
+
+def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
+    """10^12 samples, of which none fits: the search is bounded, and its work grows with the samples only."""
+    monkeypatch.setattr(planned_rows, "MOST_SEARCHED", 100_000)
+    order = SampleOrder([10**12], [1.0], 5, shuffled=True)
+
+    def sizes(_: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        large = index % 3 == 0
+        return np.where(large, SEQ_LEN + 7 + index % 4, 9), np.where(large, 0, 5001 + index % 5)
+
+    with pytest.raises(LoaderError) as raised:
+        BatchPlanner(order, sizes, 4, SEQ_LEN, 5000).next()
+    assert str(raised.value) == (
+        "100032 samples in a row cannot be used: they have no tokens, or more than data.seq_len 1024 or"
+        " data.max_patches 5000. Of these, the smallest above data.seq_len has 1031 tokens and the smallest"
+        " above data.max_patches has 5001 patches: raise data.seq_len and data.max_patches, or lower"
+        " data.max_pixels if pictures fill it"
+    )
+
+
+def test_rows_of_short_texts_are_full():
+    """Text alone has no patches that would tell rows apart."""
+    text = np.full(20_000, 10)
+    plan = planner(text, np.zeros(20_000, np.int64), rows=32)
+    for _ in range(3):
+        assert min(sum(place.tokens for place in row) for row in plan.next().rows) >= 0.99 * SEQ_LEN
+    # 3,277 samples fill a step of 32 rows. Draws of 64 would look at them 77 times.
+    counts = []
+    plan, draw = planner(text, np.zeros(20_000, np.int64), rows=32), SampleOrder.draw
+    plan.order.draw = lambda count: (counts.append(count), draw(plan.order, count))[1]  # type: ignore
+    plan.next()
+    assert len(counts) < 25
+
+
+def test_samples_that_are_only_counted_stay_in_their_rows():
+    """With one sample in a row, ranks exchange samples with tokens only; rows may have none."""
+    rows = [[(10, 8)], [(10, 8)], [(0, 0), (2, 0)], [(2, 2)]]
+    for ranks in (2, 4):
+        for own in deal(rows, ranks, 10):
+            for part in own:
+                assert sum(rows[row][place][0] > 0 for row, place in part) == 1
+    assert deal([[(5, 4), (5, 4)], []], 2, 10) == [[[(0, 0), (0, 1)]], [[]]]
+    assert deal([[(5, 4), (5, 4)], [(0, 0)]], 2, 10) == [[[(0, 0), (0, 1)]], [[(1, 0)]]]
 
 
 def test_the_oldest_sample_never_waits_long():
@@ -241,7 +287,16 @@ def test_damaged_states_are_refused():
     tokens, patches = mixed_sizes(100)
     good = planner(tokens, patches).state()
     planner(tokens, patches).restore(good)
-    for changed in ({"waiting": None}, {"waiting": np.zeros(3)}, {"drawn": 3}, {"keys": None}):
+    damages: list[dict[str, Any]] = [
+        {"waiting": None},
+        {"waiting": np.zeros(3)},
+        {"waiting": np.array([[0, -1], [3, 4]])},
+        {"waiting": np.array([[0, 1], [3, 4]])},
+        {"drawn": 3},
+        {"keys": None},
+        {"aside": 3},
+    ]
+    for changed in damages:
         with pytest.raises(StateError, match="damaged"):
             planner(tokens, patches).restore(good | changed)
     with pytest.raises(StateError, match="damaged"):
@@ -271,5 +326,38 @@ def test_a_changed_blend_keeps_what_was_drawn(shuffled):
     assert second.order.drawn == [0, state["drawn"]["a"]]
     second.next()
     third = plan("b")
-    third.restore(second.state())
+    third.restore(from_json(json.loads(json.dumps(to_json(second.state())))))
     assert third.order.drawn == [state["drawn"]["b"]] and third.order.total == second.order.total
+    waited = first._waiting[1:3, first._waiting[0] == 1].tolist()
+    assert waited[0] and third._waiting[1:3].tolist() == waited, "b goes on with the samples that waited"
+
+    older = planner(*mixed_sizes(100)).state()
+    del older["aside"]
+    planner(*mixed_sizes(100)).restore(older)
+
+
+def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
+    """b gets the weight 0 and then its old one. What waited of it comes first then."""
+    full = np.full(2000, 100)
+
+    def plan(weight: float) -> BatchPlanner:
+        order = SampleOrder([2000, 2000], [1.0, weight], 5, shuffled=True, keys="ab")
+        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0, keys="ab")
+
+    first = plan(1.0)
+    batches = [first.next() for _ in range(3)]
+    without = plan(0.0)
+    without.restore(first.state())
+    parked = [without.next() for _ in range(2)]
+    assert {place.source for batch in parked for row in batch.rows for place in row} == {0}
+    last = plan(1.0)
+    last.restore(without.state())
+    assert last.state()["aside"] == {} and last._waiting[0, 0] == 1
+
+    batches += [*parked, last.next()]
+    used = Counter((p.source, p.index) for batch in batches for row in batch.rows for p in row)
+    waiting = Counter(zip(last._waiting[0].tolist(), last._waiting[2].tolist(), strict=True))
+    assert [sum(n for (source, _), n in (used + waiting).items() if source == one) for one in (0, 1)] == (
+        last.order.drawn
+    )
+    assert max((used + waiting).values()) == 1 and max(last.order.drawn) <= 2000

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from data_tools.sample_sizes import index
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import META, SIZES, read_description
-from megatron_vl.data.loader import build_loader
+from megatron_vl.data.description import META, SIZES, LoaderError, read_description
+from megatron_vl.data.loader import build_loader, cook
 from megatron_vl.data.pixels import read_pixel_settings
 from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_not_planned
 from megatron_vl.data.state import StateError, from_json
@@ -166,10 +169,40 @@ def test_states_of_other_ways_are_refused(dataset):
         run(dataset, 1).loaders[0].load_state_dict(of_plan[1])
     with pytest.raises(StateError, match="seq_len"):
         run(dataset, 2, seq_len=300).after(of_plan)
+    former = [state | {"identity": state["identity"] | {"planned": 1}} for state in of_plan]
+    with pytest.raises(StateError, match="planned = 1, .*; resume with the version .*restart_data"):
+        run(dataset, 2).after(former)
+    with pytest.raises(StateError, match="set data.shuffle_buffer back"):
+        run(dataset, 2, shuffle_buffer=0).after(of_plan)
     half = run(dataset, 2)
     next(half.loaders[0])
     with pytest.raises(StateError, match="only between steps"):
         half.loaders[0].state_dict()
+
+
+def test_damage_is_found_when_a_state_is_loaded(dataset):
+    """With processes too, which would find it only later."""
+    first = run(dataset, 1)
+    first.steps(1)
+    (state,) = first.stop()
+    entry = state["planned"]
+    kept = [pair for pair in entry["state"]["dict"] if pair[0] != "waiting"]
+    damaged: list[dict[str, Any]] = [{"planned": entry | {"state": {"dict": kept}}}, {"rows": None}]
+    damaged += [{"planned": {k: v for k, v in entry.items() if k != lost}} for lost in entry]
+    for changed in damaged:
+        with pytest.raises(StateError, match="damaged.*resume from an earlier checkpoint"):
+            run(dataset, 1, 1).loaders[0].load_state_dict(state | changed)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
+    with closing(run(dataset, 1, workers, seq_len=4).loaders[0]) as loader:
+        with pytest.raises(LoaderError) as raised:
+            next(loader)
+    assert str(raised.value).startswith("100") and "\n" not in str(raised.value)
+    assert "samples in a row cannot be used: they have no tokens, or more than data.seq_len 4." in str(
+        raised.value
+    )
 
 
 def test_what_to_run_is_said(plain, dataset, tmp_path):
@@ -187,6 +220,95 @@ def test_what_to_run_is_said(plain, dataset, tmp_path):
     assert why_not_planned(read_description(mixture), hf(), data) == ""
     mixture.write_text(f"{head}    blend_epochized:\n      - {{path: {dataset}, repetitions: 2}}\n")
     assert "blend_epochized are not planned" in why_not_planned(read_description(mixture), hf(), data)
+
+    # Only what training reads matters: neither the kind of `val` nor its sizes.
+    bare = tmp_path / "bare"
+    shutil.copytree(dataset, bare)
+    shutil.rmtree(bare / META / SIZES)
+    train = f"{head}    blend:\n      - {{path: {dataset}, weight: 2}}\n"
+    mixture.write_text(f"{train}  val:\n    blend_epochized:\n      - {{path: {bare}, repetitions: 1}}\n")
+    found = read_description(mixture)
+    assert why_not_planned(found, hf(), data) == ""
+    assert "blend_epochized are not planned" in why_not_planned(found, hf(), data, "val")
+    mixture.write_text(f"{train}  val:\n    path: {bare}\n")
+    found = read_description(mixture)
+    assert why_not_planned(found, hf(), data) == ""
+    assert f"{bare} has no sizes" in why_not_planned(found, hf(), data, "val")
+
+    # With another rule for the text around videos, the data set and processor alone would index in vain.
+    timed = hf("qwen3_vl")
+    assert "--processor" in why_not_planned(here, timed, data)
+    other = data_config(dataset, video_prompt="transformers_5_10")
+    assert "`megatron-vl data index --config RUN.yaml`" in why_not_planned(here, timed, other)
+    assert "--processor" in why_not_planned(here, hf("qwen3_5"), data)
+
+
+@pytest.mark.parametrize("name", ["samples.npy", "media.npy", "shards.json"])
+@pytest.mark.parametrize("held", [b"", b"PK\x03\x04", b"{}"])
+def test_damaged_sizes_are_told(dataset, tmp_path, name, held):
+    shutil.copytree(dataset / META / SIZES, tmp_path / SIZES)
+    text = text_id(hf(), read_spec(hf()), data_config(dataset))
+    (tmp_path / SIZES / text / name).write_bytes(held)
+    with pytest.raises(SizesError, match="cannot be read"):
+        open_sizes(tmp_path, text)
+
+
+def test_sizes_of_other_content_are_refused_by_each_rank(dataset, tmp_path):
+    """As on a node whose copy of the data set has other sizes than the one that rank 0 looked at."""
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    facts = read_description(folder).facts("train")
+    name = text_id(hf(), read_spec(hf()), data_config(folder))
+    path = folder / META / SIZES / name / "shards.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"content": "another"}))
+    with pytest.raises(SizesError, match=f"{name} is of the content 'another', and the run reads '"):
+        build_loader(data_config(folder), read_spec(hf()), hf(), planned=True, facts=facts)
+
+
+def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monkeypatch, capsys):
+    """The sizes are those of a run without a fault once the shard is back; until then the command ends."""
+    import data_tools.sample_sizes as module
+
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
+    shutil.rmtree(folder / META / SIZES)
+    away = (folder / "train-000002.tar").rename(tmp_path / "away.tar")
+    words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers"]
+    for workers in ("1", "2"):
+        assert main([*words, workers]) == 1
+        said = capsys.readouterr().err
+        assert "shard missing: sample 0 of train-000002.tar" in said and "data index` again" in said
+
+    def too_many(*_: Any) -> None:
+        raise OSError(errno.EMFILE, "Too many open files", "shard")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardInfosITarReader, "__getitem__", too_many)
+        assert main([*words, "1"]) == 1
+    said = capsys.readouterr().err
+    assert "raise the limit of open files" in said and "Traceback" not in said
+
+    away.rename(folder / "train-000002.tar")
+    made, reader = [], module.Reader
+    monkeypatch.setattr(module, "Reader", lambda *given: (made.append(given[0].split), reader(*given))[1])
+    assert main([*words, "1"]) == 0
+    assert made in (["train", "val"], ["val"], ["train"]), "one reader for all shards of a split"
+    assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+
+
+def test_a_size_that_no_file_holds_is_unusable(dataset):
+    from data_tools.sample_sizes import measure
+
+    loader = run(dataset, 1).loaders[0]
+    crude = loader._planning.sources[0].reader(0.0)[0]
+    encoder, sample = loader._encoder, cook(crude)
+    record = json.loads(sample.text)
+    assert record["media"] and measure(encoder, sample)[0] > 0
+    record["media"][0]["height"] = record["media"][0]["width"] = 2**32
+    sample.text = json.dumps(record).encode()
+    tokens, media = measure(encoder, sample)
+    assert (tokens, len(media)) == (0, 0)
 
 
 def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkeypatch):

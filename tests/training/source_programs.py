@@ -47,7 +47,7 @@ def _rows(live: BuiltCase) -> list[Row]:
         for sample, weight in zip(samples, weights, strict=True):
             sample.loss_mask = sample.loss_mask * weight
         rows.append(pack_row(samples, live.spec, SEQ_LEN))
-        rows[-1].sources = sources
+        rows[-1].sources, rows[-1].keys = sources, [str(number) for number in range(len(sources))]
     return rows
 
 

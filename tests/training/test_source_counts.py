@@ -29,6 +29,7 @@ def row_of(*samples: tuple[int, list[float]], length: int = 12) -> Row:
     made = [Sample(torch.arange(len(weights)) + 5, torch.tensor(weights)) for _, weights in samples]
     row = pack_row(made, spec, length)
     row.sources = [source for source, _ in samples]
+    row.keys = [str(number) for number in range(len(samples))]
     return row
 
 
@@ -38,6 +39,14 @@ def reported(row: Row, losses: list[float]) -> tuple[float, dict[str, torch.Tens
     device_row = feed._device_row(packed.described, feed._unpack(packed.described, packed.buffers))
     total, _, report = token_loss(device_row, torch.tensor([losses]))
     return total.item(), report
+
+
+def test_a_row_of_padding_counts_for_no_source():
+    """The sample in it is none of the data set, which its keys say."""
+    row = row_of((1, [0]))
+    assert feed._learnt(row) == [(1, 0)]
+    row.keys = []
+    assert feed._learnt(row) == []
 
 
 FIRST = row_of((2, [0, 1, 1, 0]), (0, [0, 0, 0.5]), (2, [0, 1]))
