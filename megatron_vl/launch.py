@@ -4,8 +4,9 @@
 
 * When a rank stops with a message, only that message is shown.
   torchrun would print a traceback of its own after it.
-* SIGTERM, SIGUSR1 and Ctrl-C ask the ranks to save and end, and the exit code is then 0. torchrun would kill
-  the ranks after 30 seconds. A second Ctrl-C ends them at once.
+* SIGTERM, SIGUSR1 and Ctrl-C ask the ranks to save and end, and the exit code is then 0. Before the first
+  step they end without saving, with 128 + the signal's number. A second Ctrl-C ends them at once. torchrun
+  would kill the ranks after 30 seconds.
 * A rank that stays stopped (SIGSTOP) is killed. Other ranks of its node do that too, but it may be alone.
 * On CPU the ranks of a single node are forks of this process, which has imported what they need. Importing
   takes seconds of processor time, and there are more ranks than cores. With GPUs each rank is a program of
@@ -34,7 +35,7 @@ import psutil
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
-from megatron_vl.signals import STOP_SIGNALS, handle
+from megatron_vl.signals import STOP_SIGNALS, handle, note_request, take_stop_signals
 
 RANK_PROGRAM = "megatron_vl.train"
 STOPPED_S = 30.0
@@ -46,8 +47,10 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when all ranks ended well, otherwise the exit code of the first that failed (128 + N if signal N
-        ended it).
+        ended it, or came before the first step).
     """
+    global _launcher
+    _launcher = os.getpid()
     words = list(sys.argv[1:] if argv is None else argv)
     fork = words[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -66,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         # The signals on which torchrun may still kill the ranks.
         args.signals_to_handle = "SIGHUP,SIGQUIT"
         handle(STOP_SIGNALS, _ask_ranks)
+        threading.Thread(target=_see_ranks, daemon=True).start()
 
     if config is not None and config.failures.timeout_s:
         limit_s = config.failures.timeout_s + STOPPED_S
@@ -81,14 +85,25 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            why = "; the system does that when memory runs out" if name == "SIGKILL" else ""
-            print(f"megatron_vl.launch: rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
-            return 128 - failure.exitcode
-        return failure.exitcode
+        return _code_of(rank, failure.exitcode)
     except SignalException as error:
         return 128 + error.sigval.value
+
+
+def _code_of(rank: int, code: int) -> int:
+    """The exit code of a run whose rank has failed. Says why if the rank could not."""
+    if code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
+        if code < 0:  # the rank did not handle the signal yet
+            said = "megatron_vl.launch: the run had not begun; nothing was saved"
+            print(said, file=sys.stderr, flush=True)
+        return 128 + (_received[0] if _received else signal.SIGUSR1)
+
+    if code < 0:
+        name = signal.Signals(-code).name
+        why = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        print(f"megatron_vl.launch: rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
+        return 128 - code
+    return code
 
 
 def _config(program: str, words: list[str]) -> TrainConfig | None:
@@ -131,10 +146,15 @@ def _be_rank(module: str, words: list[str]) -> None:
     """Runs ``python -m module words`` in a fork. Exits unless all went well."""
     import torch
 
-    os.setsid()  # Ctrl-C is for the launcher, which asks the ranks
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT):
+    if module == RANK_PROGRAM:
+        take_stop_signals()
+    else:
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()  # Ctrl-C is for the launcher, which asks the ranks
     if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
         torch.set_num_threads(int(threads.split(",")[0]))
 
@@ -152,8 +172,9 @@ def _be_rank(module: str, words: list[str]) -> None:
         sys.exit(1)
 
     # This process waits until the launcher has read its result. The handlers of the program do not end it.
+    # The launcher's SIGUSR1 is for ranks that still run, and must not turn a success into a failure.
     for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
 
 
 def kill_stopped(limit_s: float, every_s: float = 5.0) -> None:
@@ -192,23 +213,39 @@ def _ask_ranks(number: int, frame: FrameType | None) -> None:
     Raises:
         SignalException: there are no ranks yet, or a second Ctrl-C has ended them.
     """
+    if os.getpid() != _launcher:  # a fork that does not run its program yet
+        note_request(number)
+        return
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     name = signal.Signals(number).name
     again = number == signal.SIGINT and number in _received
-    _received.add(number)
+    _received.append(number)
     ranks = _ranks()
-    if again or not ranks:
+    if again or not (ranks or _seen.is_set()):
         _tell_ranks(ranks, signal.SIGKILL)
         raise SignalException(f"{name} ends the launcher", signal.Signals(number))
 
+    if not ranks:  # they have ended, and their result is the exit code
+        return
     hint = "; Ctrl-C again ends them at once, without saving" if number == signal.SIGINT else ""
     print(f"megatron_vl.launch: {name}: the ranks save and end{hint}", file=sys.stderr, flush=True)
     _tell_ranks(ranks, signal.SIGUSR1)
 
 
-_received: set[int] = set()
-"""Signals that this process has received."""
+_launcher = 0
+"""Id of the process that has started the ranks."""
+_received: list[int] = []
+"""Signals that this process has received, in their order."""
+_seen = threading.Event()
+"""Set when this process has ranks, or had them."""
+
+
+def _see_ranks(every_s: float = 1.0) -> None:
+    """Returns when there are ranks."""
+    while not _ranks():
+        time.sleep(every_s)
+    _seen.set()
 
 
 def _ranks() -> list[int]:

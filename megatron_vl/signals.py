@@ -2,7 +2,8 @@
 
 A cluster sends SIGTERM or SIGUSR1 before it takes the nodes back, and Ctrl-C sends SIGINT. Each sets a flag.
 The loop reduces it over all ranks with the loss of the step, so that they save and end together, whichever of
-them were signalled. A second SIGTERM or SIGINT ends the process at once.
+them were signalled. Before the first step they agree on it too, and end without saving. A second SIGTERM or
+SIGINT ends the process at once.
 
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
 remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
@@ -33,7 +34,7 @@ _asked: list[str] = []
 
 def take_stop_signals() -> None:
     """Handles the signals from now on. Call it in the main thread of a rank."""
-    handle(STOP_SIGNALS, _ask)
+    handle(STOP_SIGNALS, note_request)
 
 
 def handle(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> None:
@@ -48,7 +49,8 @@ def asked_to_stop() -> str:
     return _asked[-1] if _asked else ""
 
 
-def _ask(number: int, frame: FrameType | None) -> None:
+def note_request(number: int, frame: FrameType | None = None) -> None:
+    """Handles a signal that asks this process to stop. A second SIGTERM or SIGINT ends it."""
     name = signal.Signals(number).name
     if number != signal.SIGUSR1 and name in _asked:
         signal.signal(number, signal.SIG_DFL)
@@ -57,7 +59,17 @@ def _ask(number: int, frame: FrameType | None) -> None:
         end = threading.Timer(_MESSAGE_S, os._exit, (128 + number,))
         end.daemon = True
         end.start()
+    if number == signal.SIGINT and _is_alone():
+        os.write(2, _HINT)  # print() may be what the signal has interrupted
     _asked.append(name)
+
+
+_HINT = b"megatron_vl.train: SIGINT: the run saves and ends; Ctrl-C again ends it at once, without saving\n"
+
+
+def _is_alone() -> bool:
+    """Whether this process is the only rank of its node and no launcher started it, which would say more."""
+    return os.environ.get("LOCAL_WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def _peer_is_gone() -> bool:
@@ -76,12 +88,13 @@ _PR_SET_PDEATHSIG = 1
 
 def shield_loader_worker(seconds: int = 30) -> None:
     """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too, and
-    after the SIGINT of a terminal.
+    after the SIGINT of a terminal if the rank takes it as a request to stop.
 
     The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
-    it; a stopped one would stay otherwise.
+    it; a stopped one would stay otherwise. Call it in a fork, which has the handlers of its rank.
     """
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node N -m megatron_vl.train --config RUN.yaml [--section.field value ...]
 
-On SIGTERM or SIGUSR1 to any rank, all ranks finish the current step, save and end with exit code 0. torchrun
-kills its ranks 30 seconds after SIGTERM; ``python -m megatron_vl.launch`` waits for them instead.
+On SIGTERM, SIGUSR1 or Ctrl-C to any rank, all ranks finish the current step, save and end with exit code 0.
+Before the first step they end with 128 + the signal's number, and save nothing. torchrun kills its ranks 30
+seconds after SIGTERM; ``python -m megatron_vl.launch`` waits for them instead.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ def main(argv: list[str] | None = None) -> int:
     If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
     """
+    take_stop_signals()
     config = parse(argv)
     faulthandler.enable()  # a crash in native code then prints the Python stack
     try:
         from megatron_vl.training.preflight import check
 
         check(config)
-        take_stop_signals()
         from megatron_vl.training.loop import train
 
         train(config)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -105,6 +107,9 @@ def set_up(config: TrainConfig) -> Run:
     """Builds the run: platform, groups, model, weights, optimizer, loader, and resumed state. Collective.
 
     All checks run before a process group starts, except those of the data set, which one rank reads.
+
+    Raises:
+        SystemExit: a signal asked a rank to stop, see :func:`end_if_asked`.
     """
     spec, layout = check(config)
     platform = get_platform(config.platform)
@@ -115,6 +120,7 @@ def set_up(config: TrainConfig) -> Run:
     dp = dist.get_world_size() // (layout.tp * layout.pp)
     config = resolve(config, spec, layout, dp, platform.memory_gib())
     failures.watch(config.failures.timeout_s)
+    end_if_asked(platform)
     facts = share_data(config)
     start, planned = agree_on_start(config, dp, facts["train"])
     swaps = config.data.balance and not planned
@@ -152,8 +158,28 @@ def set_up(config: TrainConfig) -> Run:
     if config.eval.interval:
         run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
     resume(run, start)
+    end_if_asked(platform)  # what came before takes minutes with large models
     make_up_exports(run, start)
     return run
+
+
+def end_if_asked(platform: Platform) -> None:
+    """Ends all ranks if a signal asked any of them to stop before the first step. Collective.
+
+    Raises:
+        SystemExit: on all ranks, with 128 + the number of the signal.
+    """
+    name = asked_to_stop()
+    number = torch.tensor(signal.Signals[name].value if name else 0, device=platform.device)
+    dist.all_reduce(number, op=dist.ReduceOp.MAX)
+    asked = int(number)
+    if not asked:
+        return
+
+    if dist.get_rank() == 0:
+        print("a signal stopped the run before its first step; nothing was saved", flush=True)
+    failures.stop()
+    raise SystemExit(128 + asked)
 
 
 def _minutes_of_collectives(timeout_s: float) -> int:

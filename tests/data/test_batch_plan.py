@@ -235,17 +235,16 @@ def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
 
 
 def test_rows_of_short_texts_are_full():
-    """Text alone has no patches that would tell rows apart."""
-    text = np.full(20_000, 10)
-    plan = planner(text, np.zeros(20_000, np.int64), rows=32)
+    """Text alone has no patches that would tell rows apart, and a row takes 819 of these samples."""
+    none = np.zeros(40_000, np.int64)
+    order = SampleOrder([40_000], [1.0], 5, shuffled=True)
+    plan = BatchPlanner(order, lambda _, index: (none[index] + 10, none[index]), 16, 8192, 0)
+    counts, draw = [], SampleOrder.draw
+    order.draw = lambda count: (counts.append(count), draw(order, count))[1]  # type: ignore
     for _ in range(3):
-        assert min(sum(place.tokens for place in row) for row in plan.next().rows) >= 0.99 * SEQ_LEN
-    # 3,277 samples fill a step of 32 rows. Draws of 64 would look at them 77 times.
-    counts = []
-    plan, draw = planner(text, np.zeros(20_000, np.int64), rows=32), SampleOrder.draw
-    plan.order.draw = lambda count: (counts.append(count), draw(plan.order, count))[1]  # type: ignore
-    plan.next()
-    assert len(counts) < 25
+        assert min(sum(place.tokens for place in row) for row in plan.next().rows) >= 0.99 * 8192
+    # Each step takes 13,107 of them. Draws of 64 would look at those that wait 820 times.
+    assert len(counts) < 50
 
 
 def test_samples_that_are_only_counted_stay_in_their_rows():

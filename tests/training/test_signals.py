@@ -6,14 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
+from megatron_vl import launch
 from megatron_vl.processes import children
+from megatron_vl.signals import shield_loader_worker, take_stop_signals
 from tests.training.small_run import command, environment, metrics, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
 
@@ -93,12 +98,86 @@ def test_a_second_ctrl_c_ends_the_run_at_once(prepared, tmp_path):
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=2)
 
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert len(below) >= 6, "two ranks with two loader workers each"
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert time.monotonic() - began < 20
     assert "Traceback" not in err and "killed from outside" not in err
+    assert psutil.wait_procs(below, timeout=5)[1] == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "launcher", [LAUNCHER, pytest.param(ALONE, marks=pytest.mark.full)], ids=["launcher", "alone"]
+)
+def test_an_early_ctrl_c_ends_the_run_without_saving(launcher, prepared, tmp_path):
+    """It comes before the checks are done, long before the first step."""
+    run = tmp_path / "run"
+    process = start(launcher, prepared, run, ranks=1 if launcher is ALONE else 2)
+    if launcher is ALONE:
+        wait_for(lambda: takes_signals(process.pid), process)
+    else:
+        wait_for(lambda: len(ranks_of(process)) == 2, process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert out.count("a signal stopped the run before its first step; nothing was saved") == 1
+    assert err.count("Ctrl-C again ends") == 1
+    assert "Traceback" not in err and "was ended by" not in err
+    assert not list(run.glob("step_*"))
+
+
+def takes_signals(pid: int) -> bool:
+    """Whether a process handles SIGUSR1."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
+def test_a_signal_that_comes_after_the_ranks_changes_nothing(monkeypatch):
+    """Before them, it ends the launcher."""
+    monkeypatch.setattr(launch, "_launcher", os.getpid())
+    monkeypatch.setattr(launch, "_received", [])
+    monkeypatch.setattr(launch, "_seen", threading.Event())
+    with pytest.raises(SignalException):
+        launch._ask_ranks(signal.SIGTERM, None)
+    launch._seen.set()
+    launch._ask_ranks(signal.SIGTERM, None)
+    launch._ask_ranks(signal.SIGINT, None)
+    with pytest.raises(SignalException):
+        launch._ask_ranks(signal.SIGINT, None)
+
+
+def in_fork(program: Callable[[], object]) -> int:
+    """The exit code of a fork that runs a program; that of a signal is negative."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if program() else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_a_late_request_does_not_end_a_rank_that_has_ended_well():
+    def late(number: signal.Signals) -> bool:
+        launch._be_rank("keyword", [])
+        os.kill(os.getpid(), number)
+        return True
+
+    assert in_fork(lambda: late(signal.SIGUSR1)) == 0
+    assert in_fork(lambda: late(signal.SIGTERM)) == -signal.SIGTERM
+
+
+def test_loader_workers_ignore_ctrl_c_only_if_their_rank_takes_it():
+    def ignores() -> bool:
+        shield_loader_worker()
+        return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+    assert in_fork(lambda: take_stop_signals() or ignores()) == 0
+    assert in_fork(lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and ignores()) == 1
 
 
 @pytest.mark.full
@@ -114,7 +193,8 @@ def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_pat
     out, err = process.communicate(timeout=60)
     assert (process.returncode == 0) == (launcher is not TORCHRUN), err
     last = metrics(run)[-1]["step"]
-    assert f"stopped after step {last} of 4000" in out, err
+    assert f"stopped the run after step {last} of 4000" in out, err
+    assert err.count("the run saves and ends") == (launcher is ALONE and number == signal.SIGINT)
     assert verify_checkpoint(run / f"step_{last:08d}") == []
 
 
