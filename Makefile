@@ -34,10 +34,10 @@ demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face
 	$(BIN)/megatron-vl demo --dir .demo
 
 quick: WORKERS := 2
-quick: $(READY)  ## the fast tests, which start no ranks: about 5 minutes on 2 cores
+quick: $(READY)  ## the fast tests, which start no ranks: about 3 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 
-test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 24 minutes on 2 cores
+test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 11 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
 test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about an hour
