@@ -273,7 +273,8 @@ class _Clock:
     def is_over(self, seconds: float, signs: Iterable[Sign]) -> bool:
         if not self.timeout_s:
             return False
-        warm = all(sign.progress.steps_done > 0 for sign in signs)
+        # All ranks take part in a step. One that was stopped at once has not reported its first step yet.
+        warm = any(sign.progress.steps_done > 0 for sign in signs)
         return seconds > (self.timeout_s if warm else longest_s(self.timeout_s))
 
 

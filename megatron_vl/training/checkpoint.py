@@ -233,15 +233,15 @@ class CheckpointSaver:
             shutil.rmtree(partial, ignore_errors=True)
             for name in ("weights", "optimizer", "loader", "done"):
                 (partial / name).mkdir(parents=True)
-        dist.barrier()
 
         try:
+            dist.barrier()
             snapshot = take()
+            self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
+            self._thread.start()
         except BaseException as error:
             self._mark_failed(partial, error)  # other ranks may already be writing
             raise
-        self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
-        self._thread.start()
 
     def error(self) -> str | None:
         """Why a save failed on this rank; None if none failed."""
@@ -292,7 +292,7 @@ class CheckpointSaver:
         try:
             try:
                 write_json(failed, f"{type(error).__name__}: {error}")
-            except OSError:  # even the message does not fit on the disk
+            except (OSError, MemoryError):  # the message does not fit on the disk, or into memory
                 failed.touch()
         except OSError:
             pass  # rank 0 will see the missing marker when this rank stops

@@ -114,9 +114,11 @@ def test_the_clock_counts_only_while_nothing_goes_on(monkeypatch: pytest.MonkeyP
 
 
 def test_before_the_first_step_the_limit_is_longer_and_zero_is_none() -> None:
-    warm, cold = [sign(0, COMPUTING), sign(1, COMPUTING)], [sign(0, COMPUTING), sign(1, COMPUTING, done=0)]
+    warm, cold = [[sign(rank, COMPUTING, done=done) for rank in range(2)] for done in (1, 0)]
     clock = _Clock(600)
     assert clock.is_over(601, warm) and not clock.is_over(599, warm)
+    stopped_at_once = [warm[0], cold[1]]
+    assert clock.is_over(601, stopped_at_once), "it did the first step with the others, and could not say so"
     assert clock.is_over(1801, cold) and not clock.is_over(1799, cold)
     assert not _Clock(20).is_over(299, cold), "compiling takes its minutes"
     assert not _Clock(0).is_over(1e9, warm)

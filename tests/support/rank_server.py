@@ -44,6 +44,9 @@ PRELOADED = (
 )
 """Modules imported before the first fork. A rank imports any further module itself."""
 
+STACKS_S = 3.0
+"""Seconds before the end of a job's time at which its ranks print the stacks of all their threads."""
+
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL for the peers of a rank that failed; torchrun waits 30."""
 
@@ -198,6 +201,8 @@ def _prepare(job: Job, rank: int) -> None:
 
     (Path(job.folder) / "attempt" / str(rank)).mkdir(parents=True, exist_ok=True)
     faulthandler.enable()
+    if job.timeout_s > STACKS_S:
+        faulthandler.dump_traceback_later(job.timeout_s - STACKS_S)  # a rank that hangs then shows where
     sys.path.insert(0, job.cwd)
 
     if rank in job.file_bytes:

@@ -30,7 +30,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 allowed = True
 """Whether the running test is marked ``ranks``; set by the tests' fixtures."""
 
+FIRST_PORT, LAST_PORT, PORTS = 15_000, 31_000, 400
+"""The ports of all test processes together, and the number of those that one process uses."""
+
 _jobs = count()
+_marks: list[socket.socket] = []
+"""Keeps the reservation of this process's ports."""
 
 
 def python_path() -> str:
@@ -215,13 +220,32 @@ def _server(triton_interpret: str) -> Connection:
 
 
 def _free_port() -> int:
-    """Returns a free port below those that the kernel assigns, so that it stays free until it is used."""
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    """Returns a free port of this process's block."""
+    first = _block_of_ports()
     while True:
-        port = 15_000 + worker * 2_000 + (os.getpid() + next(_jobs)) % 2_000
+        port = first + next(_jobs) % PORTS
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) != 0:
                 return port
+
+
+@cache
+def _block_of_ports() -> int:
+    """Reserves ``PORTS`` ports for this process and returns the first one.
+
+    They lie below those that the kernel assigns, so a port that is free stays free until a rank binds it. The
+    reservation is an abstract Unix socket: no two processes can have the same, and it ends with the process.
+    """
+    for first in range(FIRST_PORT, LAST_PORT, PORTS):
+        mark = socket.socket(socket.AF_UNIX)
+        try:
+            mark.bind(f"\0megatron_vl_tests_ports_{first}")
+        except OSError:
+            mark.close()
+            continue
+        _marks.append(mark)
+        return first
+    raise AssertionError("other processes have reserved all ports")
 
 
 def _said(folder: str) -> tuple[str, str]:

@@ -137,7 +137,7 @@ def test_after_a_kill_a_stop_and_a_lack_of_memory_the_run_is_the_undisturbed_one
     assert second >= first
 
     ended = disturb(prepared, run, "exhaust", 2, 2, "step")
-    assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
+    assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, (ended, ended.stderr)
     assert re.search("train: rank 2 " + WHERE.format(tp=0, pp=1) + "out of host memory", ended.message), ended
     last_is_good(run)
 
