@@ -259,6 +259,12 @@ class CheckpointSaver:
         if self._error:
             raise CheckpointError(self._error)
 
+    def close(self) -> None:
+        """Lets other runs write to the folder, unless this rank still writes, because another one failed."""
+        if self._lock is not None and (self._thread is None or not self._thread.is_alive()):
+            self._lock.close()
+            self._lock = None
+
     def _partial(self, step: int) -> Path:
         return self.folder / f"{step_folder(self.folder, step).name}.partial"
 
@@ -420,7 +426,7 @@ def state_file(rank: int) -> str:
 
 
 def lock_folder(folder: Path) -> Any:
-    """Keeps other runs from writing to ``folder`` until this process ends. Returns the open lock file.
+    """Keeps other runs from writing to ``folder`` until the returned file is closed or the process ends.
 
     Raises:
         CheckpointError: another run holds the lock.

@@ -155,12 +155,22 @@ def set_up(config: TrainConfig) -> Run:
         run.saver = checkpoint.CheckpointSaver(
             Path(c.dir), spec, layout, grid, c.keep, c.keep_every, start.lineage, run.exporter
         )
-    if config.eval.interval:
-        run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
-    resume(run, start)
-    end_if_asked(platform)  # what came before takes minutes with large models
-    make_up_exports(run, start)
+    try:
+        if config.eval.interval:
+            run.evaluator = Evaluator(config, spec, grid, platform, facts[config.eval.split])
+        resume(run, start)
+        end_if_asked(platform)  # what came before takes minutes with large models
+        make_up_exports(run, start)
+    except BaseException:
+        close_folder(run)
+        raise
     return run
+
+
+def close_folder(run: Run) -> None:
+    """Lets other runs write to the run's folder. Call it when this one writes no more."""
+    if run.saver is not None:
+        run.saver.close()
 
 
 def end_if_asked(platform: Platform) -> None:
@@ -534,6 +544,7 @@ def _train(config: TrainConfig) -> None:
         failures.stop()
 
     finish_exports(run)
+    close_folder(run)
 
 
 @contextlib.contextmanager
@@ -560,6 +571,7 @@ def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None
                 profiler.drop()
                 if run.exporter is not None:
                     run.exporter.stop()
+                close_folder(run)
         with contextlib.suppress(*ignored):
             log.close(failed=failed)
         with contextlib.suppress(*ignored):

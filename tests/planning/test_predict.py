@@ -40,7 +40,9 @@ DECOUPLED = (
     f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [14,14] --vision.placement decoupled"
 )
 EP2 = f"--parallel.ep 2 {LEAN}"
-B7, B3, B8, A3 = "Qwen2.5-VL-7B", "Qwen2.5-VL-3B", "Qwen3-VL-8B", "Qwen3-VL-30B-A3B"
+NARROW, AWAY = "--optimizer.moments_dtype bfloat16", "--optimizer.offload_fraction"
+B7, B3, B8 = "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-8B-Instruct"
+A3, B9, A35 = "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
 QUARTER = {"language": 12, "vision": 7}
 
 TEXT = RowStatistics("documents of 300 to 700 tokens", (RowShape((500,) * 16, loss_tokens=8000),))
@@ -74,6 +76,22 @@ MEASURED = [
     ("PP4, planned", 3691, B7, {}, 4, f"{PP4} --parallel.layers [0,9,9,10]"),
     ("EP2, rows of 32768", 1253, A3, QUARTER, 2, f"--global_batch_size 4 {EP2} --data.seq_len 32768"),
     ("EP2, rows of 8192", 2267, A3, QUARTER, 2, f"--global_batch_size 16 {EP2}"),
+    ("7B on one GPU", 3374, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("moments in bf16", 3470, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN} {NARROW}"),
+    ("offload 1", 4050, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN} {AWAY} 1"),
+    ("offload 1, bf16", 3720, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN} {AWAY} 1 {NARROW}"),
+    ("3B whole, 8 rows", 3858, B3, {}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("8B, 12 layers", 3164, B8, {"language": 12}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("30B-A3B on one GPU", 2015, A3, {"language": 6}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("linear attention", 3508, B9, {"language": 12}, 1, f"--global_batch_size 8 {LEAN}"),
+    (
+        "linear attention, experts, bf16",
+        2436,
+        A35,
+        {"language": 4, "vision": 3},
+        1,
+        f"--global_batch_size 8 --data.seq_len 32768 {LEAN} {NARROW}",
+    ),
     (
         "EP2, all computed again",
         3137,
@@ -92,7 +110,7 @@ def config(options: str) -> TrainConfig:
 
 
 def spec_of(size: str, **layers: int) -> ModelSpec:
-    return read_spec(CONFIGS / f"{size}-Instruct.json").replace_layers(**layers)
+    return read_spec(CONFIGS / f"{size}.json").replace_layers(**layers)
 
 
 def run(size: str, world: int, options: str, **layers: int) -> Prediction:
@@ -106,6 +124,23 @@ def test_a_step_takes_what_was_measured(name, measured, size, layers, world, opt
     rows = TEXT if name.endswith("text") else None
     found = predict_run(config(options), spec_of(size, **layers), world, rows=rows)
     assert 1e3 * found.step == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "ratio"),
+    [
+        (2, "0.5", 3324 / 3227),
+        (2, "1", 3562 / 3207),
+        (1, "1", 4050 / 3374),
+        (1, f"1 {NARROW}", 3720 / 3374),
+    ],
+)
+def test_offload_takes_as_much_longer_as_measured(world: int, options: str, ratio: float) -> None:
+    """Both steps of a ratio ran on the same machine."""
+    shape = f"--global_batch_size {8 * world} {LEAN}"
+    without = run(B7, world, shape, language=10)
+    found = run(B7, world, f"{shape} {AWAY} {options}", language=10)
+    assert found.step / without.step == pytest.approx(ratio, rel=0.03)
 
 
 def test_the_planned_split_is_as_much_faster_as_measured() -> None:
@@ -203,7 +238,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
 
 
 def test_a_model_that_no_layout_holds_is_refused_as_such() -> None:
-    spec = spec_of("Qwen2.5-VL-72B")
+    spec = spec_of("Qwen2.5-VL-72B-Instruct")
     given = config("--global_batch_size 8 --recompute.language full --recompute.vision full")
     with pytest.raises(RunConfigError, match="No layout of 1 GPUs fits"):
         check_memory(given, spec, run_layout(given, spec, 1), 1, shipped())

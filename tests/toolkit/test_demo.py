@@ -61,6 +61,8 @@ def test_checks_pass_and_the_curve_is_drawn(demo):
 @pytest.mark.ranks
 def test_a_damaged_export_fails(demo, tmp_path):
     """The control: with one layer's heads swapped, as by a wrong conversion, loss and answers are wrong."""
+    shutil.copytree(demo.folder, tmp_path / "own")  # other tests read the report
+    demo = steps.Demo(tmp_path / "own", demo.steps, demo.machine)
     damaged = tmp_path / "damaged"
     shutil.copytree(demo.exported, damaged)
     name = "model.layers.3.self_attn.q_proj.weight"

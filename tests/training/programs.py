@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import io
 import math
 import os
@@ -318,6 +319,7 @@ def a_run_whose_second_rank_sees_an_older_folder(words: list[str], seen: int) ->
 
 def what_trainings_say(starts: list[list[str]]) -> list[str]:
     """The output of each start of the trainer, all in one process, and the message that it ended with."""
+    gc.disable()  # nothing may rest on when it runs, such as the lock of a run's folder
     said = []
     for words in starts:
         out = io.StringIO()
