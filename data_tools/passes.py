@@ -27,7 +27,7 @@ def rows_of_a_pass(found: Survey) -> Estimate:
     def size(sample: Drawn) -> float:
         return 0.0 if sample.refused else sample.tokens if packed else 1.0
 
-    of_sample = mean(_strata(found, [size(sample) for sample in found.samples]))
+    of_sample = mean(found.of_drawn(map(size, found.samples)))
     of_row = mean([Stratum(1.0, math.inf, np.array([row.total(size) for row in found.rows], np.float64))])
     there = found.population * len(found.samples) / (len(found.samples) + found.excluded)
     rows = there * of_sample.value / of_row.value
@@ -39,17 +39,6 @@ def rows_of_a_pass(found: Survey) -> Estimate:
     errors = [(each.high or 0.0) / each.value - 1 for each in (of_sample, of_row)]
     error = rows * math.hypot(*errors)
     return Estimate(rows, rows - error, rows + error)
-
-
-def _strata(found: Survey, values: list[float]) -> list[Stratum]:
-    """One number of each drawn sample, by source."""
-    strata = []
-    for number, source in enumerate(found.sources):
-        pairs = zip(found.samples, values, strict=True)
-        own = [value for sample, value in pairs if sample.source == number]
-        size = len(own) if found.exact else len(source)
-        strata.append(Stratum(source.share, size or 1, np.array(own, np.float64)))
-    return strata
 
 
 def steps_of(passes: int, rows: Estimate, global_batch_size: int) -> int:

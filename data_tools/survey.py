@@ -15,23 +15,22 @@ import sqlite3
 import time
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from megatron.energon import Sample
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.blend import sources_of
 from megatron_vl.data.description import (
     META,
     DataSet,
     Description,
     LoaderError,
-    Metadataset,
     read_description,
 )
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook
@@ -64,7 +63,7 @@ class Source:
     """One data set that a run reads, as a list of samples in the order of its shards."""
 
     name: str
-    """Name of its folder; as the metadataset writes it, if there is one."""
+    """Unique in the blend, as in the log of a run."""
     data: DataSet
     split: str
     share: float
@@ -130,44 +129,25 @@ def sources(path: Location, split: str) -> list[Source]:
             is empty.
     """
     description = read_description(path)
-    description.facts(split)  # refuses empty splits and says which ones are not
-    found = list(_sources(description, _split_of(description, split), split, path.name))
-    total = sum(weight for _, _, _, weight in found)
-    if not total:
+    blend = sources_of(description.facts(split).identity, path.name)
+    leaves = list(_leaves(description, split))
+    found = [
+        Source(known.name, data, part, known.share)
+        for known, (data, part) in zip(blend, leaves, strict=True)
+        if known.share
+    ]
+    if not any(map(len, found)):
         raise LoaderError(f"{path}: the split {split!r} is empty")
-    return [Source(name, data, part, weight / total) for name, data, part, weight in found if weight]
+    return found
 
 
-Leaf = tuple[str, DataSet, str, float]
-
-
-def _split_of(description: Description, split: str) -> Any:
-    return description.splits[split] if isinstance(description, Metadataset) else None
-
-
-def _sources(description: Description, value: Any, split: str, name: str) -> Iterator[Leaf]:
-    """Data sets and the samples that an epoch draws from each; in a blend by weights, parts of 1."""
+def _leaves(description: Description, split: str) -> Iterator[tuple[DataSet, str]]:
+    """The data sets of a split, each with the split that is read of it; in the order of a blend's sources."""
     if isinstance(description, DataSet):
-        yield name, description, split, sum(description.counts.get(s, 0) for s in description.splits[split])
+        yield description, split
         return
-    if isinstance(value, list):
-        value = {"datasets": value}
-    split = value.get("split_part") or split
-
-    for kind in ("blend", "datasets", "blend_epochized"):
-        for part in value.get(kind) or []:
-            inner = list(_sources(description, part, split, name))
-            total = sum(weight for *_, weight in inner) or 1.0
-            factor = {
-                "blend": part.get("weight", 1) / total,
-                "datasets": part.get("weight", 1) / total,
-                "blend_epochized": part.get("repetitions", 1),
-            }.get(kind, 1)
-            yield from ((*leaf, weight * factor) for *leaf, weight in inner)
-
-    if "path" in value:
-        inner_data = description.inner[value["path"]]
-        yield from _sources(inner_data, _split_of(inner_data, split), split, value["path"])
+    for inner, part in description.parts(split):
+        yield from _leaves(inner, part)
 
 
 class Reader:
@@ -342,15 +322,24 @@ class Survey:
     def skipped(self) -> dict[str, Estimate]:
         """The share of the samples that the loader would leave out, by reason."""
         reasons = Counter(sample.refused[0] for sample in self.samples if sample.refused)
-        return {reason: share(self._refused_for(reason)) for reason, _ in reasons.most_common()}
 
-    def _refused_for(self, reason: str) -> list[Stratum]:
+        def hits(reason: str) -> list[Stratum]:
+            return self.of_drawn(
+                float(sample.refused is not None and sample.refused[0] == reason) for sample in self.samples
+            )
+
+        return {reason: share(hits(reason)) for reason, _ in reasons.most_common()}
+
+    def of_drawn(self, values: Iterable[float]) -> list[Stratum]:
+        """One number of each drawn sample, those that cannot be used included."""
+        own: dict[int, list[float]] = {number: [] for number in range(len(self.sources))}
+        for sample, value in zip(self.samples, values, strict=True):
+            own[sample.source].append(value)
+
         strata = []
         for number, source in enumerate(self.sources):
-            own = [sample.refused for sample in self.samples if sample.source == number]
-            hits = [float(refused is not None and refused[0] == reason) for refused in own]
-            size = len(own) if self._whole(number) else len(source)
-            strata.append(Stratum(source.share, size or 1, np.array(hits, np.float64)))
+            size = len(own[number]) if self._whole(number) else len(source)
+            strata.append(Stratum(source.share, size or 1, np.array(own[number], np.float64)))
         return strata
 
     def _whole(self, number: int) -> bool:

@@ -221,7 +221,7 @@ def _leaf(content: dict[str, Any], part: _Part) -> _Part:
 
 
 def _taken(samples: int, subsets: tuple[Any, ...]) -> tuple[int, int]:
-    """The samples that are left of a data set, from the first to behind the last, as Energon counts them.
+    """The samples that are left of a data set, as Energon counts them: the first, and the one after the last.
 
     Args:
         subsets: ranges as descriptions give them, the innermost first. Only that one may count samples.

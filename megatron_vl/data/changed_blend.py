@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.data.blend import Source
+from megatron_vl.data.blend import LISTED, Source
 from megatron_vl.data.state import StateError
 
 ALONE = "the only data set"
 """What stands in place of a weight for a data set that is not blended."""
-LISTED = 40
-"""Largest number of changed sources that a start names one by one."""
 
 _BLEND, _REPEAT, _MAP = "BlendDataset", "RepeatDataset", "MapDataset"
 """Names of Energon's classes in states and in the keys of samples."""

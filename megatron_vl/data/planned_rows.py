@@ -117,7 +117,6 @@ class BatchPlanner:
 
     Args:
         sizes: gives tokens and patches int64 [n] of samples of one data set: ``sizes(source, indices)``.
-        keys: what a resumed run knows the data sets by.
         least_ahead: smallest number of samples to choose from beyond those that fill a step.
         pack: off puts one sample into a row.
     """
@@ -130,13 +129,12 @@ class BatchPlanner:
         seq_len: int,
         max_patches: int,
         *,
-        keys: Sequence[str] = ("",),
         least_ahead: int = 64,
         pack: bool = True,
     ) -> None:
         self.order, self.sizes = order, sizes
         self.rows, self.seq_len, self.max_patches = rows, seq_len, max_patches
-        self.keys, self.least_ahead, self.pack = list(keys), least_ahead, pack
+        self.least_ahead, self.pack = least_ahead, pack
         self._gone: dict[str, int] = {}
         """Draws from data sets that the blend had before, should they come back."""
         self._aside: dict[str, list[int]] = {}
@@ -204,10 +202,10 @@ class BatchPlanner:
 
     def state(self) -> dict[str, Any]:
         """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
-        drawn = self._gone | dict(zip(self.keys, self.order.drawn, strict=True))
+        drawn = self._gone | dict(zip(self.order.keys, self.order.drawn, strict=True))
         aside = {key: list(numbers) for key, numbers in self._aside.items()}
         return {
-            "keys": list(self.keys),
+            "keys": list(self.order.keys),
             "drawn": drawn,
             "total": self.order.total,
             "waiting": self._waiting[:2].copy(),
@@ -234,11 +232,11 @@ class BatchPlanner:
                     aside[key] = [*aside.get(key, ()), *left]
             back = [
                 np.array([(place, number) for number in aside.pop(key, ())], np.int64).reshape(-1, 2).T
-                for place, key in enumerate(self.keys)
+                for place, key in enumerate(self.order.keys)
                 if self.order.weights[place] > 0
             ]
             waiting = np.concatenate([*back, np.stack([moved, numbers])[:, moved >= 0]], axis=1)
-            total, taken = int(state["total"]), [int(drawn.pop(key, 0)) for key in self.keys]
+            total, taken = int(state["total"]), [int(drawn.pop(key, 0)) for key in self.order.keys]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise StateError(
                 "the loader state is damaged: it does not say which samples were drawn and wait"
@@ -249,7 +247,7 @@ class BatchPlanner:
 
     def _place_of(self, key: str) -> int:
         """Number of a data set in the blend; -1 if nothing is drawn from it."""
-        place = self.keys.index(key) if key in self.keys else -1
+        place = self.order.keys.index(key) if key in self.order.keys else -1
         return place if place >= 0 and self.order.weights[place] > 0 else -1
 
 
@@ -343,7 +341,6 @@ class Planning:
             self.rows_per_step,
             data.seq_len,
             data.max_patches,
-            keys=[source.key for source in self.blend],
             least_ahead=data.packing_buffer,
             pack=data.pack,
         )
@@ -358,7 +355,7 @@ class PlannedRow:
 
     row: Row
     state: dict[str, Any] | None
-    """The planner's state after the step, with the last row of a rank in it."""
+    """The planner's state after the step, with the last row of the first rank in it."""
 
 
 class ProcessRows(IterableDataset):
@@ -383,11 +380,12 @@ class ProcessRows(IterableDataset):
         while True:
             batch = planner.next()
             own = batch.deal(self.ranks, planner.seq_len, planner.max_patches)[self.rank]
-            state = planner.state()
             for number, places in enumerate(own):
                 if turn % self.workers == self.worker:
                     last = number == len(own) - 1
-                    yield PlannedRow(make_row(encoder, readers, places), state if last else None)
+                    # All ranks have the same state, and the first one saves it.
+                    state = planner.state() if last and self.rank == 0 else None
+                    yield PlannedRow(make_row(encoder, readers, places), state)
                 turn += 1
 
 

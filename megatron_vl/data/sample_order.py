@@ -87,7 +87,8 @@ class SampleOrder:
     ) -> None:
         self.sizes, self.seed, self.shuffled = list(sizes), seed, shuffled
         self.weights = list(weights)
-        self._keys = [_number(key) for key in keys or map(str, range(len(sizes)))]
+        self.keys = list(keys or map(str, range(len(sizes))))
+        self._numbers = [_number(key) for key in self.keys]
         self._bounds = np.cumsum(np.array(weights, np.float64) / sum(weights))
         self.drawn = [0] * len(sizes)
         """Number of draws from each data set so far."""
@@ -119,6 +120,6 @@ class SampleOrder:
             epochs, places = np.divmod(numbers, size)
             for epoch in np.unique(epochs[sources == source]).tolist():
                 own = (sources == source) & (epochs == epoch)
-                key = key_of(self.seed, 2, self._keys[source], epoch)
+                key = key_of(self.seed, 2, self._numbers[source], epoch)
                 found[own] = permuted(places[own], size, key) if self.shuffled else places[own]
         return found

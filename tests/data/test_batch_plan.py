@@ -311,7 +311,7 @@ def test_a_changed_blend_keeps_what_was_drawn(shuffled):
         count = [sizes[key] for key in keys]
         order = SampleOrder(count, [1.0] * len(keys), 5, shuffled=shuffled, keys=keys)
         full = np.full(300, 100)
-        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0, keys=keys)
+        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
 
     first = plan("a", "b")
     for _ in range(3):
@@ -341,7 +341,7 @@ def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
 
     def plan(weight: float) -> BatchPlanner:
         order = SampleOrder([2000, 2000], [1.0, weight], 5, shuffled=True, keys="ab")
-        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0, keys="ab")
+        return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
 
     first = plan(1.0)
     batches = [first.next() for _ in range(3)]

@@ -130,7 +130,7 @@ def test_a_rank_may_come_late_to_the_orderly_end(seen_s: str) -> None:
 
 def test_a_writer_that_is_just_being_started_is_waited_for() -> None:
     """``threading.enumerate`` lists a thread before it runs, and ``join`` raises until it does. A rank whose
-    failing thread ended with that error stayed for ever."""
+    failing thread ended with that error never ended."""
     written = threading.Event()
     writer = threading.Thread(target=lambda: (time.sleep(0.05), written.set()))
     starter = threading.Timer(0.05, writer.start)

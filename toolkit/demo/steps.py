@@ -1,6 +1,6 @@
 """Runs the demo step by step.
 
-It shows every command as a user would type it, and a table with the measurement behind every claim.
+It shows every command as a user would type it, and a table with the measurement for each claim.
 """
 
 from __future__ import annotations
