@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import json
 import os
@@ -213,6 +214,30 @@ def test_a_peer_reads_no_data_set(tiny_checkpoint, capsys, tmp_path) -> None:
     options = ["--processes", "1", "--peer", "--rows", "data", "--data", str(tmp_path)]
     assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *options]) == 2
     assert "--peer measures only random rows" in capsys.readouterr().err
+
+
+def test_a_peer_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """transformers takes a package that does not load for a missing one. The note says which it is."""
+    from toolkit.bench.peer import linear_attention_notes
+
+    spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
+    [note] = linear_attention_notes(spec)
+    assert note.startswith("flash-linear-attention is not installed: linear attention runs in transformers'")
+
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("raise OSError('libz3.so.4.15: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    [note] = linear_attention_notes(spec)
+    assert note.startswith("flash-linear-attention does not load (OSError: libz3.so.4.15: cannot open): ")
+
+    for path in ("__init__.py", "ops/__init__.py", "ops/gated_delta_rule.py"):
+        (tmp_path / "fla" / path).parent.mkdir(exist_ok=True)
+        (tmp_path / "fla" / path).write_text("")
+    importlib.invalidate_caches()
+    [note] = linear_attention_notes(spec)
+    assert note == "linear attention: flash-linear-attention; its convolution: plain torch"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
 
 
 def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:

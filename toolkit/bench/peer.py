@@ -178,13 +178,24 @@ def linear_attention_notes(spec: ModelSpec) -> list[str]:
     """Notes on the software that computes linear attention, for families that have it."""
     if spec.language.linear_attention is None:
         return []
-    if importlib.util.find_spec("fla") is None:
+    if problem := _why_not("fla.ops.gated_delta_rule"):
         return [
-            "flash-linear-attention is not installed: linear attention runs in transformers' plain torch,"
+            f"flash-linear-attention {problem}: linear attention runs in transformers' plain torch,"
             " which does not keep the samples of a row apart; compare its speed, not its loss"
         ]
-    convolution = "causal_conv1d" if importlib.util.find_spec("causal_conv1d") else "plain torch"
+    convolution = "plain torch" if _why_not("causal_conv1d") else "causal_conv1d"
     return [f"linear attention: flash-linear-attention; its convolution: {convolution}"]
+
+
+def _why_not(module: str) -> str:
+    """Why transformers does not use a package; empty if it does. It takes any error for a missing package."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        return "is not installed"
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"does not load ({type(error).__name__}: {error})"
+    return ""
 
 
 def keep_samples_apart(model: nn.Module) -> None:
