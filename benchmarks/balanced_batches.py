@@ -8,6 +8,7 @@ samples), with these rows swapped between ranks (``data.balance`` without sizes)
 
 * ``max / mean``: patches of the fullest rank in a step over the mean of the ranks; the mean and the worst of
   the steps. Ranks wait for the fullest one.
+* ``min / mean``: the same of the emptiest rank, whose GPU is idle meanwhile.
 * ``fill``: tokens of the samples over those of the rows.
 * ``ms``: processor time to plan a step and deal its rows, in each loader process.
 * ``step``: seconds of a step by the cost model of ``megatron-vl plan`` for the model on H200, with the
@@ -136,6 +137,9 @@ class Result:
     """The steps of one way."""
 
     spreads: list[float] = field(default_factory=list)
+    """Patches of the fullest rank over the mean."""
+    least: list[float] = field(default_factory=list)
+    """Patches of the emptiest rank over the mean."""
     fills: list[float] = field(default_factory=list)
 
 
@@ -145,6 +149,7 @@ def measured(data: Mixed, steps: Iterator[Step], count: int, seq_len: int) -> Re
         step = next(steps)
         loads = [sum(int(data.patches[row].sum()) for row in rows) for rows in step]
         found.spreads.append(max(loads) / statistics.mean(loads))
+        found.least.append(min(loads) / statistics.mean(loads))
         rows = [row for own in step for row in own]
         found.fills.append(statistics.mean(int(data.tokens[row].sum()) / seq_len for row in rows))
     return found
@@ -194,7 +199,7 @@ def main() -> None:
     )
     some = [row for rank in next(own_rows(data, 64, args.share, args.seq_len)) for row in rank]
     rows = RowStatistics("drawn", tuple(shape(data, row) for row in some))
-    print("ranks  way         max / mean (worst)  fill      ms  step  tokens/s of a GPU")
+    print("ranks  way         max / mean (worst)  min / mean (worst)  fill      ms  step  tokens/s of a GPU")
     for ranks in args.ranks:
         seconds: list[float] = []
         ways = {
@@ -206,13 +211,14 @@ def main() -> None:
         for way, steps in ways.items():
             found = measured(data, steps, args.steps, args.seq_len)
             spread, fill = statistics.mean(found.spreads), statistics.mean(found.fills)
+            least = f"{statistics.mean(found.least):.3f} ({min(found.least):.3f})"
             step = step_seconds(spec, rows, ranks, args.share, args.seq_len, spread)
             speed = fill * args.share * args.seq_len / step
             before = before or speed
+            most = f"{spread:.3f} ({max(found.spreads):.3f})"
             cost = f"{1000 * statistics.mean(seconds):6.0f}" if way == "planned" else "      "
             print(
-                f"{ranks:5}  {way:10}  {spread:10.3f} ({max(found.spreads):.3f})  {fill:.4f} {cost}"
-                f"  {step:.3f}  {speed:,.0f} ({100 * (speed / before - 1):+.1f} %)",
+                f"{ranks:5}  {way:10}  {most:>18}  {least:>18}  {fill:.4f} {cost}  {step:.3f}  {speed:,.0f} ({100 * (speed / before - 1):+.1f} %)",
                 flush=True,
             )
 

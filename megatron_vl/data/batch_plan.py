@@ -146,9 +146,7 @@ type Sized = tuple[int, int]
 """Tokens and patches of a sample."""
 
 
-def deal(
-    rows: list[list[Sized]], ranks: int, seq_len: int, max_patches: int = 0
-) -> list[list[list[tuple[int, int]]]]:
+def deal(rows: list[list[Sized]], ranks: int, seq_len: int, max_patches: int = 0) -> Dealt:
     """Deals rows to ranks, equally many to each, with about equal sums of patches.
 
     If whole rows do not make the sums equal, because a few of them have far more or fewer patches than
@@ -164,10 +162,27 @@ def deal(
     found = [[[(row, place) for place in range(len(rows[row]))] for row in own] for own in dealt]
     sums = np.array([sum(rows[row][place][1] for part in own for row, place in part) for own in found])
 
-    for _ in range(EXCHANGES * ranks):
+    lower_the_fullest(rows, found, sums, seq_len, max_patches)
+    raise_the_emptiest(rows, found, sums, seq_len, max_patches)
+    return found
+
+
+type Dealt = list[list[list[tuple[int, int]]]]
+"""For each rank its rows, each as a list of samples: the row that it was in, and its place there."""
+
+
+def lower_the_fullest(
+    rows: list[list[Sized]], found: Dealt, sums: Integers, seq_len: int, max_patches: int
+) -> None:
+    """Exchanges samples until no rank has many more patches than the mean. Ranks wait for the fullest one.
+
+    Args:
+        found, sums: the rows of each rank, and its patches; both are changed.
+    """
+    for _ in range(EXCHANGES * len(found)):
         heavy = int(sums.argmax())
         if sums[heavy] <= sums.mean() * (1 + EVEN):
-            break
+            return
         for light in np.argsort(sums, kind="stable")[:PARTNERS].tolist():
             wanted = (int(sums[heavy]) - int(sums[light])) // 2
             moved = _exchange(rows, found[heavy], found[light], wanted, seq_len, max_patches)
@@ -176,17 +191,43 @@ def deal(
                 sums[light] += moved
                 break
         else:
-            break
+            return
 
-    return found
+
+def raise_the_emptiest(
+    rows: list[list[Sized]], found: Dealt, sums: Integers, seq_len: int, max_patches: int
+) -> None:
+    """Exchanges samples until no rank has far fewer patches than the mean.
+
+    A rank whose rows hold a long text needs a little of many others. None of them falls below the mean by
+    more than :data:`GIVEN` for that, and the rank does not rise above the mean.
+    """
+    mean = float(sums.mean())
+    for _ in range(EXCHANGES * len(found)):
+        light = int(sums.argmin())
+        if sums[light] >= mean * (1 - FEWER):
+            return
+        for heavy in np.argsort(-sums, kind="stable")[:GIVERS].tolist():
+            most = min(sums[heavy] - mean * (1 - GIVEN), mean - sums[light])
+            moved = _exchange(rows, found[heavy], found[light], int(most) // 2, seq_len, max_patches)
+            if moved:
+                sums[heavy] -= moved
+                sums[light] += moved
+                break
+        else:
+            return
 
 
 EVEN = 0.01
 """Share by which the largest sum may exceed the mean."""
+FEWER = 0.04
+"""Share by which the smallest sum may fall short of the mean."""
+GIVEN = 0.04
+"""Share of the mean below which no rank gives samples to one with far fewer patches."""
 EXCHANGES = 4
 """Largest number of exchanges for each rank."""
-PARTNERS = 4
-"""Number of ranks with the least patches to try."""
+PARTNERS, GIVERS = 4, 16
+"""Number of ranks with the least patches, and of ranks with the most, to try as partners."""
 
 
 def _exchange(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vl.data import planned_rows
+from megatron_vl.data import batch_plan, planned_rows
 from megatron_vl.data.batch_plan import deal, deal_rows, plan_rows
 from megatron_vl.data.description import LoaderError
 from megatron_vl.data.planned_rows import Batch, BatchPlanner, Place
@@ -144,6 +144,20 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
             spreads.append(spread(dealt))
     assert max(spreads) < 0.05
     assert np.mean(fills) > 0.995
+
+
+def test_a_rank_with_a_long_text_gets_pictures_of_many_others(monkeypatch):
+    """The text leaves its rank a row without pictures, and no other rank has so many more than the mean."""
+    tokens, patches = mixed_sizes(6000)
+    tokens[::40], patches[::40] = int(0.97 * SEQ_LEN), 0
+    batch = planner(tokens, patches, rows=256, max_patches=3600).next()
+    dealt = batch.deal(64, SEQ_LEN, 3600)
+    assert indices(dealt) == sorted(samples(batch))
+    assert all(within(row) for own in dealt for row in own)
+    assert spread(dealt) < 0.05
+
+    monkeypatch.setattr(batch_plan, "raise_the_emptiest", lambda *_: None)
+    assert spread(batch.deal(64, SEQ_LEN, 3600)) > 0.07, "the control"
 
 
 def test_a_run_that_moves_and_stops_takes_the_same_rows():
