@@ -218,7 +218,8 @@ def main() -> None:
             most = f"{spread:.3f} ({max(found.spreads):.3f})"
             cost = f"{1000 * statistics.mean(seconds):6.0f}" if way == "planned" else "      "
             print(
-                f"{ranks:5}  {way:10}  {most:>18}  {least:>18}  {fill:.4f} {cost}  {step:.3f}  {speed:,.0f} ({100 * (speed / before - 1):+.1f} %)",
+                f"{ranks:5}  {way:10}  {most:>18}  {least:>18}  {fill:.4f} {cost}"
+                f"  {step:.3f}  {speed:,.0f} ({100 * (speed / before - 1):+.1f} %)",
                 flush=True,
             )
 
