@@ -162,8 +162,9 @@ def deal(rows: list[list[Sized]], ranks: int, seq_len: int, max_patches: int = 0
     found = [[[(row, place) for place in range(len(rows[row]))] for row in own] for own in dealt]
     sums = np.array([sum(rows[row][place][1] for part in own for row, place in part) for own in found])
 
-    lower_the_fullest(rows, found, sums, seq_len, max_patches)
-    raise_the_emptiest(rows, found, sums, seq_len, max_patches)
+    evening = _Evening(rows, found, sums, seq_len, max_patches)
+    evening.lower_the_fullest()
+    evening.raise_the_emptiest()
     return found
 
 
@@ -171,51 +172,60 @@ type Dealt = list[list[list[tuple[int, int]]]]
 """For each rank its rows, each as a list of samples: the row that it was in, and its place there."""
 
 
-def lower_the_fullest(
-    rows: list[list[Sized]], found: Dealt, sums: Integers, seq_len: int, max_patches: int
-) -> None:
-    """Exchanges samples until no rank has many more patches than the mean. Ranks wait for the fullest one.
+@dataclass(frozen=True)
+class _Evening:
+    """Exchanges samples between ranks until all have about as many patches."""
 
-    Args:
-        found, sums: the rows of each rank, and its patches; both are changed.
-    """
-    for _ in range(EXCHANGES * len(found)):
-        heavy = int(sums.argmax())
-        if sums[heavy] <= sums.mean() * (1 + EVEN):
-            return
-        for light in np.argsort(sums, kind="stable")[:PARTNERS].tolist():
-            wanted = (int(sums[heavy]) - int(sums[light])) // 2
-            moved = _exchange(rows, found[heavy], found[light], wanted, seq_len, max_patches)
+    rows: list[list[Sized]]
+    found: Dealt
+    sums: Integers
+    """Patches of each rank."""
+    seq_len: int
+    max_patches: int
+
+    def lower_the_fullest(self) -> None:
+        """No rank has many more patches than the mean, as far as possible: others wait for the fullest one."""
+        sums = self.sums
+        for _ in range(EXCHANGES * len(sums)):
+            heavy = int(sums.argmax())
+            if sums[heavy] <= sums.mean() * (1 + EVEN):
+                return
+            lights = np.argsort(sums, kind="stable")[:PARTNERS].tolist()
+            if not self._first((heavy, light, int(sums[heavy] - sums[light]) // 2) for light in lights):
+                return
+
+    def raise_the_emptiest(self) -> None:
+        """No rank has far fewer patches than the mean, as far as possible.
+
+        A rank whose rows hold a long text needs a little of many others. None of them falls below the mean by
+        more than :data:`GIVEN` for that, and the rank does not rise above the mean.
+        """
+        sums, mean = self.sums, float(self.sums.mean())
+        for _ in range(EXCHANGES * len(sums)):
+            light = int(sums.argmin())
+            if sums[light] >= mean * (1 - FEWER):
+                return
+            heavies = np.argsort(-sums, kind="stable")[:GIVERS].tolist()
+            lacking, least = mean - sums[light], mean * (1 - GIVEN)
+            if not self._first(
+                (heavy, light, int(min(sums[heavy] - least, lacking)) // 2) for heavy in heavies
+            ):
+                return
+
+    def _first(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
+        """Makes the first exchange that is possible.
+
+        Args:
+            wanted: the ranks that have more and fewer patches, and how many should move.
+        """
+        for heavy, light, patches in wanted:
+            sides = self.found[heavy], self.found[light]
+            moved = _exchange(self.rows, *sides, patches, self.seq_len, self.max_patches)
             if moved:
-                sums[heavy] -= moved
-                sums[light] += moved
-                break
-        else:
-            return
-
-
-def raise_the_emptiest(
-    rows: list[list[Sized]], found: Dealt, sums: Integers, seq_len: int, max_patches: int
-) -> None:
-    """Exchanges samples until no rank has far fewer patches than the mean.
-
-    A rank whose rows hold a long text needs a little of many others. None of them falls below the mean by
-    more than :data:`GIVEN` for that, and the rank does not rise above the mean.
-    """
-    mean = float(sums.mean())
-    for _ in range(EXCHANGES * len(found)):
-        light = int(sums.argmin())
-        if sums[light] >= mean * (1 - FEWER):
-            return
-        for heavy in np.argsort(-sums, kind="stable")[:GIVERS].tolist():
-            most = min(sums[heavy] - mean * (1 - GIVEN), mean - sums[light])
-            moved = _exchange(rows, found[heavy], found[light], int(most) // 2, seq_len, max_patches)
-            if moved:
-                sums[heavy] -= moved
-                sums[light] += moved
-                break
-        else:
-            return
+                self.sums[heavy] -= moved
+                self.sums[light] += moved
+                return True
+        return False
 
 
 EVEN = 0.01

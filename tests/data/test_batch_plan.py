@@ -156,7 +156,7 @@ def test_a_rank_with_a_long_text_gets_pictures_of_many_others(monkeypatch):
     assert all(within(row) for own in dealt for row in own)
     assert spread(dealt) < 0.05
 
-    monkeypatch.setattr(batch_plan, "raise_the_emptiest", lambda *_: None)
+    monkeypatch.setattr(batch_plan._Evening, "raise_the_emptiest", lambda _: None)
     assert spread(batch.deal(64, SEQ_LEN, 3600)) > 0.07, "the control"
 
 
