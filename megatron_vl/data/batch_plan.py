@@ -174,7 +174,7 @@ type Dealt = list[list[list[tuple[int, int]]]]
 
 @dataclass(frozen=True)
 class _Evening:
-    """Exchanges samples between ranks until all have about as many patches."""
+    """Exchanges samples between ranks, so that all have about equally many patches."""
 
     rows: list[list[Sized]]
     found: Dealt
@@ -184,7 +184,7 @@ class _Evening:
     max_patches: int
 
     def lower_the_fullest(self) -> None:
-        """No rank has many more patches than the mean, as far as possible: others wait for the fullest one."""
+        """Exchanges until no rank has many more patches than the mean. Others wait for the fullest one."""
         sums = self.sums
         for _ in range(EXCHANGES * len(sums)):
             heavy = int(sums.argmax())
@@ -195,7 +195,7 @@ class _Evening:
                 return
 
     def raise_the_emptiest(self) -> None:
-        """No rank has far fewer patches than the mean, as far as possible.
+        """Exchanges until no rank has far fewer patches than the mean.
 
         A rank whose rows hold a long text needs a little of many others. None of them falls below the mean by
         more than :data:`GIVEN` for that, and the rank does not rise above the mean.
@@ -207,9 +207,8 @@ class _Evening:
                 return
             heavies = np.argsort(-sums, kind="stable")[:GIVERS].tolist()
             lacking, least = mean - sums[light], mean * (1 - GIVEN)
-            if not self._first(
-                (heavy, light, int(min(sums[heavy] - least, lacking)) // 2) for heavy in heavies
-            ):
+            most = {heavy: int(min(sums[heavy] - least, lacking)) for heavy in heavies}
+            if not self._first((heavy, light, most[heavy] // 2) for heavy in heavies):
                 return
 
     def _first(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
