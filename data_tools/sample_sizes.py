@@ -134,7 +134,7 @@ def _measure(
     data: DataSet, encoder: RowEncoder, work: Path, workers: int, progress: Callable[[str], None] | None
 ) -> dict[str, int]:
     """Writes a file for each shard. Returns the samples of each, in order."""
-    held = [Source(split, data, split, 1.0) for split, names in data.splits.items() if names]
+    held = [Source.whole(data, split) for split, names in data.splits.items() if names]
     shards: dict[str, int] = {}
     _tasks.clear()
     for source in held:

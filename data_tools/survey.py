@@ -68,6 +68,17 @@ class Source:
     split: str
     share: float
     """Share of the samples that training draws from it."""
+    first: int
+    """Index of the first sample that is drawn; 0 unless the metadataset takes a subset."""
+    size: int
+    """Number of samples that are drawn."""
+
+    @staticmethod
+    def whole(data: DataSet, split: str) -> Source:
+        """All samples of a split."""
+        return Source(
+            split, data, split, 1.0, 0, sum(data.counts.get(name, 0) for name in data.splits[split])
+        )
 
     @cached_property
     def shards(self) -> list[str]:
@@ -85,7 +96,12 @@ class Source:
             ) from error
 
     def __len__(self) -> int:
-        return self.starts[-1]
+        return self.size
+
+    @property
+    def indices(self) -> range:
+        """The indices of the samples in the data set."""
+        return range(self.first, self.first + self.size)
 
     def place(self, index: int) -> tuple[str, int]:
         """The shard of a sample, and its number there."""
@@ -93,7 +109,7 @@ class Source:
         return self.shards[shard], index - self.starts[shard]
 
     def find(self, key: str) -> int | None:
-        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split."""
+        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
         shard, bracket, number = key.rpartition("[")
         if bracket and number.endswith("]") and number[:-1].isdigit() and shard in self.shards:
             return self._index(shard, int(number[:-1]))
@@ -118,7 +134,8 @@ class Source:
         if shard not in self.shards:
             return None
         at = self.shards.index(shard)
-        return self.starts[at] + number if number < self.starts[at + 1] - self.starts[at] else None
+        index = self.starts[at] + number
+        return index if index < self.starts[at + 1] and index in self.indices else None
 
 
 def sources(path: Location, split: str) -> list[Source]:
@@ -132,11 +149,11 @@ def sources(path: Location, split: str) -> list[Source]:
     blend = sources_of(description.facts(split).identity, path.name)
     leaves = list(_leaves(description, split))
     found = [
-        Source(known.name, data, part, known.share)
+        Source(known.name, data, part, known.share, known.first, known.samples)
         for known, (data, part) in zip(blend, leaves, strict=True)
         if known.share
     ]
-    if not any(map(len, found)):
+    if not sum(source.starts[-1] for source in found):
         raise LoaderError(f"{path}: the split {split!r} is empty")
     return found
 
@@ -413,7 +430,7 @@ def draw(held: Sequence[Source], samples: int, seed: int) -> list[tuple[int, int
     places: list[tuple[int, int]] = []
     for number, source in enumerate(held):
         wanted = len(source) if not 0 < samples < total else max(2, round(samples * source.share))
-        places += [(number, index) for index in chance.sample(range(len(source)), min(wanted, len(source)))]
+        places += [(number, index) for index in chance.sample(source.indices, min(wanted, len(source)))]
     chance.shuffle(places)
     return places
 

@@ -198,18 +198,19 @@ class _Evening:
         """Exchanges until no rank has far fewer patches than the mean.
 
         A rank whose rows hold a long text needs a little of many others. None of them falls below the mean by
-        more than :data:`GIVEN` for that, and the rank does not rise above the mean.
+        more than :data:`GIVEN` for that, and the rank does not rise above the mean. A rank stays as it is if
+        no samples suit.
         """
         sums, mean = self.sums, float(self.sums.mean())
+        stuck = np.zeros(len(sums), bool)
         for _ in range(EXCHANGES * len(sums)):
-            light = int(sums.argmin())
-            if sums[light] >= mean * (1 - FEWER):
+            light = int(np.where(stuck, MANY, sums).argmin())
+            if stuck[light] or sums[light] >= mean * (1 - FEWER):
                 return
             heavies = np.argsort(-sums, kind="stable")[:GIVERS].tolist()
             lacking, least = mean - sums[light], mean * (1 - GIVEN)
             most = {heavy: int(min(sums[heavy] - least, lacking)) for heavy in heavies}
-            if not self._first((heavy, light, most[heavy] // 2) for heavy in heavies):
-                return
+            stuck[light] = not self._first((heavy, light, most[heavy] // 2) for heavy in heavies)
 
     def _first(self, wanted: Iterable[tuple[int, int, int]]) -> bool:
         """Makes the first exchange that is possible.

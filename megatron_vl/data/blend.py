@@ -51,6 +51,8 @@ class Source:
     """Expected share of the samples, 0 to 1. 0: nothing is drawn from the source."""
     length: int = 0
     """Number of samples without regard to the subset."""
+    first: int = 0
+    """Number of samples before the subset."""
     content: str = ""
     """Id of the data set's content; empty if it was prepared without one."""
 
@@ -94,6 +96,7 @@ def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Sour
             part.given,
             shares[i],
             part.length,
+            part.first,
             part.content.get("content") or "",
         )
         for i, part in enumerate(parts)
@@ -152,6 +155,7 @@ class _Part:
     """The ranges of the subsets, the innermost first."""
     content: dict[str, Any] = field(default_factory=dict)
     length: int = 0
+    first: int = 0
     samples: int = 0
 
 
@@ -217,7 +221,7 @@ def _leaf(content: dict[str, Any], part: _Part) -> _Part:
     known = {name: content.get(name) for name in ("content", "split", "samples", "shards", "list")}
     if part.subsets:
         known["subset"] = [first, last]
-    return replace(part, content=known, length=length, samples=last - first)
+    return replace(part, content=known, length=length, first=first, samples=last - first)
 
 
 def _taken(samples: int, subsets: tuple[Any, ...]) -> tuple[int, int]:

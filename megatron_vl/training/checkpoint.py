@@ -20,6 +20,7 @@ last good one. If another branch has saved the same step, its folder is renamed 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -220,7 +221,11 @@ class CheckpointSaver:
             self._lock = lock_folder(folder)
             for left in folder.glob("step_*.partial"):  # from a run that was killed while it saved
                 shutil.rmtree(left, ignore_errors=True)
-            saved = saved_checkpoints(folder)
+            try:
+                saved = saved_checkpoints(folder)
+            except BaseException:
+                self.close()
+                raise
             self._lineage = dataclasses.replace(
                 self._lineage, serial=saved[-1].lineage.serial if saved else 0
             )
@@ -260,9 +265,9 @@ class CheckpointSaver:
             raise CheckpointError(self._error)
 
     def close(self) -> None:
-        """Lets other runs write to the folder, unless this rank still writes, because another one failed."""
+        """Lets other runs write to the folder, unless a save that failed still goes on in this process."""
         if self._lock is not None and (self._thread is None or not self._thread.is_alive()):
-            self._lock.close()
+            unlock(self._lock)
             self._lock = None
 
     def _partial(self, step: int) -> Path:
@@ -300,7 +305,7 @@ class CheckpointSaver:
                 write_json(failed, f"{type(error).__name__}: {error}")
             except (OSError, MemoryError):  # the message does not fit on the disk, or into memory
                 failed.touch()
-        except OSError:
+        except (OSError, MemoryError):
             pass  # rank 0 will see the missing marker when this rank stops
 
     def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
@@ -426,7 +431,9 @@ def state_file(rank: int) -> str:
 
 
 def lock_folder(folder: Path) -> Any:
-    """Keeps other runs from writing to ``folder`` until the returned file is closed or the process ends.
+    """Keeps other runs from writing to ``folder`` until :func:`unlock`, or until the process ends.
+
+    Returns the open lock file.
 
     Raises:
         CheckpointError: another run holds the lock.
@@ -441,6 +448,13 @@ def lock_folder(folder: Path) -> Any:
     except OSError:
         pass  # a file system without locks
     return file
+
+
+def unlock(file: Any) -> None:
+    """Undoes :func:`lock_folder`. Closing alone would not: forked processes hold the file too."""
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
 
 
 def read_run(source: Path) -> dict[str, Any]:

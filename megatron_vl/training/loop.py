@@ -499,7 +499,18 @@ def train(config: TrainConfig) -> None:
 def _train(config: TrainConfig) -> None:
     with explained(config):
         run = set_up(config)
+    try:
+        _run(run, config)
+        finish_exports(run)
+    except BaseException:
+        if run.grid.world_size == 1:  # other ranks may write their parts of a checkpoint until they end
+            close_folder(run)
+        raise
+    close_folder(run)
 
+
+def _run(run: Run, config: TrainConfig) -> None:
+    """All steps of a run that is set up, and the end of its log and loader."""
     say(run.grid, _banner(run))
     if reason := aux_loss_reason(run.spec, config.model):
         say(run.grid, f"load-balancing loss of the experts: {reason}")
@@ -543,9 +554,6 @@ def _train(config: TrainConfig) -> None:
             say(run.grid, f"a signal stopped the run after step {run.step} of {config.steps}; {then}")
         failures.stop()
 
-    finish_exports(run)
-    close_folder(run)
-
 
 @contextlib.contextmanager
 def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None]:
@@ -571,7 +579,6 @@ def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None
                 profiler.drop()
                 if run.exporter is not None:
                     run.exporter.stop()
-                close_folder(run)
         with contextlib.suppress(*ignored):
             log.close(failed=failed)
         with contextlib.suppress(*ignored):

@@ -142,6 +142,26 @@ def test_a_mixture_is_drawn_from_as_training_draws_from_it(out, tmp_path):
     assert [source.share for source in sources(mixture, "train")] == pytest.approx([62 / 162, 100 / 162])
 
 
+def test_a_subset_is_drawn_from_alone(out, tmp_path):
+    """31 samples, of which the last 40 % are read twice: from the 18th (int(31 x 0.6)) to the last."""
+    mixture = tmp_path / "mix.yaml"
+    part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
+    whole = {"path": str(out), "repetitions": 1}
+    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    described["splits"] = {"train": {"blend_epochized": [part, whole]}}
+    mixture.write_text(yaml.safe_dump(described))
+
+    first, second = sources(mixture, "train")
+    assert (len(first), len(second)) == (13, 31) and first.indices == range(18, 31)
+    assert [first.share, second.share] == pytest.approx([26 / 57, 31 / 57])
+    assert first.find("000000003") is None and second.find("000000003") == 3
+    assert first.find("000000020") == second.find("000000020") == 20
+
+    found = _survey(mixture, samples=0)
+    assert found.exact and found.population == 44
+    assert sorted(sample.index for sample in found.samples if sample.source == 0) == list(range(18, 31))
+
+
 def test_samples_are_found_by_key_and_by_place(out):
     (source,) = sources(out, "train")
     assert len(source) == 31 and source.place(20) == ("train-000001.tar", 0)

@@ -111,7 +111,7 @@ class Viewer:
         rest = index or 0
         for source in self.sources:
             if rest < len(source):
-                return source, rest
+                return source, source.indices[rest]
             rest -= len(source)
         total = sum(map(len, self.sources))
         raise SurveyError(
