@@ -346,6 +346,7 @@ def export(
     workers = workers or default_workers()
     _check_same_model(source, origin)
     _check_padding(source, origin, workers)
+    rule = _video_rule(source, origin)
     companions, skipped = origin.folder.companions()
     headers = {file: read_header(origin.path / file) for file in origin.folder.files}
     inputs = [source.path, origin.path]
@@ -358,7 +359,7 @@ def export(
             (out / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin.path / path, out / path)
 
-        _write_video_rule(source, origin, out)
+        _write_video_rule(rule, out)
         for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
             durable.sync(path)
 
@@ -411,11 +412,14 @@ def _casts(source: WeightReader, origin: HfCheckpoint) -> dict[tuple[str, str], 
     return dict(casts)
 
 
-def _write_video_rule(source: WeightReader, origin: HfCheckpoint, out: Path) -> None:
+def _video_rule(source: WeightReader, origin: HfCheckpoint) -> dict[str, str]:
+    """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
+    own = weights_video_rule(source.path, source.manifest, source.spec)
+    return own or exported_video_rule(origin.path, origin.spec)
+
+
+def _write_video_rule(rule: dict[str, str], out: Path) -> None:
     """Writes the rule for videos to ``out``. If no rule is known, removes the file of an earlier export."""
-    rule = weights_video_rule(source.path, source.manifest, source.spec) or exported_video_rule(
-        origin.path, origin.spec
-    )
     if rule:
         write_json(out / EXPORTED, rule_facts(rule))
     else:

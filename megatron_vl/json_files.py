@@ -21,7 +21,7 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
 
 def write_json(path: Path, value: Any) -> dict[str, Any]:
-    """Writes a JSON file atomically and flush it to the disk. Returns its size in bytes and its hash."""
+    """Writes a JSON file atomically and flushes it to the disk. Returns its size in bytes and its hash."""
     data = json.dumps(value).encode()
     durable.write(path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}

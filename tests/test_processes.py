@@ -22,6 +22,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_living_children_with_their_words(tmp_path: Path) -> None:
     # The kernel puts the program's name in parentheses into the line of numbers: one that looks like its end
     # is no harm.
@@ -49,6 +56,15 @@ child.wait()
 """
 
 
+MANY_CHILDREN = """
+import subprocess
+children = [subprocess.Popen(["sleep", "60"]) for _ in range(100)]
+print("all run", flush=True)
+children[0].wait()
+print("saw one die", flush=True)
+"""
+
+
 def test_a_tree_ends_whole_also_below_a_session_of_its_own() -> None:
     root = subprocess.Popen([sys.executable, "-c", GRANDCHILD], stdout=subprocess.PIPE, text=True)
     assert root.stdout is not None
@@ -56,8 +72,22 @@ def test_a_tree_ends_whole_also_below_a_session_of_its_own() -> None:
         below = psutil.Process(int(root.stdout.readline()))
     kill_tree(root.pid)
     assert root.wait() == -9
-    wait_until(lambda: not below.is_running() or below.status() == psutil.STATUS_ZOMBIE)
+    wait_until(lambda: has_ended(below))
     kill_tree(root.pid)  # what has ended already is no error
+
+
+def test_no_process_lives_to_see_one_below_it_die() -> None:
+    """A launcher could start the next one, or end as if all were well."""
+    root = subprocess.Popen([sys.executable, "-c", MANY_CHILDREN], stdout=subprocess.PIPE, text=True)
+    assert root.stdout is not None
+    with root.stdout:
+        assert root.stdout.readline() == "all run\n"
+        below = psutil.Process(root.pid).children()
+        kill_tree(root.pid)
+        assert root.wait() == -9
+        assert root.stdout.read() == ""
+    assert len(below) == 100
+    wait_until(lambda: all(map(has_ended, below)))
 
 
 def test_the_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:

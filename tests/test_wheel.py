@@ -38,7 +38,9 @@ from importlib.machinery import PathFinder
 class Declared(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        return None if name in BLOCKED else PathFinder.find_spec(name, path, target)
+        if name in BLOCKED:  # setuptools has copies of its own of some
+            path = [folder for folder in sys.path if folder != SHARED]
+        return PathFinder.find_spec(name, path, target)
 
 sys.meta_path[sys.meta_path.index(PathFinder)] = Declared
 """
@@ -106,7 +108,9 @@ def installed(tmp_path_factory) -> Path:
         str(wheel),
     ]
 
-    subprocess.run(install, check=True, capture_output=True, timeout=300)
+    # A checkout in PYTHONPATH, with its metadata, would count as the installed package.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run(install, check=True, capture_output=True, timeout=300, env=environment)
     _add_declared_packages(venv)
     return venv
 
@@ -122,8 +126,10 @@ def _add_declared_packages(venv: Path) -> None:
         if not {canonicalize_name(name) for name in names} & allowed and not (site / module).exists()
     }
     assert {"pytest", "skimage", "dashscope"} <= blocked and not {"torch", "PIL", "rich"} & blocked
-    (site / "only_declared.py").write_text(f"BLOCKED = {sorted(blocked)!r}\n{ONLY_DECLARED}")
-    (site / "zz_shared.pth").write_text(f"{sysconfig.get_paths()['purelib']}\nimport only_declared\n")
+    shared = sysconfig.get_paths()["purelib"]
+    facts = f"BLOCKED = {sorted(blocked)!r}\nSHARED = {shared!r}"
+    (site / "only_declared.py").write_text(f"{facts}\n{ONLY_DECLARED}")
+    (site / "zz_shared.pth").write_text(f"{shared}\nimport only_declared\n")
 
 
 @pytest.fixture(scope="module")

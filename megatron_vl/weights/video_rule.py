@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_vl.config import RULES_BEFORE, DataConfig, video_rule
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.weights.run_folder import EXPORTED
+from megatron_vl.weights.run_folder import EXPORTED, CheckpointError, manifest_digest
 
 _ENTRY = "video_rule"
 
@@ -25,15 +25,25 @@ _ENTRY = "video_rule"
 def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
     """Reads the rule of the step folder ``step``; empty if it is not known.
 
-    The rule is in ``run.json``. Checkpoints from before 2026-11-22 have it only in the first loader's state.
-    Damaged files are reported later, because their hashes differ.
+    The rule is in ``run.json``. Checkpoints from before 2026-11-22 have it only in the first loader's state,
+    which is also read if ``run.json`` is damaged.
+
+    Raises:
+        CheckpointError: ``run.json`` is damaged, and the loader's state does not name the rule either.
     """
-    if rule := _read_rule(step / "run.json", spec):
+    facts = _read_dict(step / "run.json")
+    is_whole = facts.get("digest") == manifest_digest(facts)
+    if is_whole and (rule := _rule_in(facts, spec)):
         return rule
 
     identity = _read_dict(step / "loader" / "dp_00000.json").get("identity")
     if not isinstance(identity, dict):
-        return {}
+        if is_whole:
+            return {}
+        raise CheckpointError(
+            f"{step / 'run.json'} is damaged (its digest differs), and loader/dp_00000.json has no identity:"
+            " it is not known under which rule for videos the weights were trained"
+        )
     name = _field(spec)
     return {name: str(identity.get(name, RULES_BEFORE[name]))}
 

@@ -34,8 +34,6 @@ FIRST_PORT, LAST_PORT, PORTS = 15_000, 31_000, 400
 """The ports of all test processes together, and the number of those that one process uses."""
 
 _jobs = count()
-_marks: list[socket.socket] = []
-"""Keeps the reservation of this process's ports."""
 
 
 def python_path() -> str:
@@ -243,7 +241,7 @@ def _block_of_ports() -> int:
         except OSError:
             mark.close()
             continue
-        _marks.append(mark)
+        atexit.register(mark.close)
         return first
     raise AssertionError("other processes have reserved all ports")
 

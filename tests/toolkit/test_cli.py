@@ -12,6 +12,7 @@ import torch
 
 from megatron_vl.json_files import manifest_digest
 from megatron_vl.weights.manifest import FORMAT, MANIFEST, VERSION
+from tests.support.run_json import write_run_json
 from toolkit.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,7 +154,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
 
-    (tmp_path / "run.json").write_text(json.dumps(facts | {"digest": manifest_digest(facts)}))
+    write_run_json(tmp_path, facts)
     manifest = {
         "format": FORMAT,
         "version": VERSION,

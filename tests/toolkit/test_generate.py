@@ -15,6 +15,7 @@ from converters.convert import convert
 from data_tools.formats import RecordError, read_prompt
 from megatron_vl.errors import UserError
 from megatron_vl.weights.reader import WeightReader
+from tests.support.run_json import write_run_json
 from toolkit.cli import main
 from toolkit.demo.data import write_raw_data
 from toolkit.demo.reference import DemoReference, read_sample
@@ -214,7 +215,7 @@ def test_a_runs_checkpoint_brings_its_rule_for_videos(
     convert(Path(hf), step / "weights", {"tp": 1, "pp": 1})
     (step / "loader").mkdir()
     run: dict[str, Any] = {"video_rule": {name: former}} if told_by == "run.json" else {}
-    (step / "run.json").write_text(json.dumps(run))
+    write_run_json(step, run)
     identity = {} if told_by == "an old loader" else {name: former if told_by == "loader" else "wrong"}
     (step / "loader" / "dp_00000.json").write_text(json.dumps({"identity": identity}))
     write_latest(tmp_path / "run")
@@ -232,7 +233,7 @@ def test_a_runs_checkpoint_brings_its_rule_for_videos(
     # The other family's rule means nothing here, and a rule of a later version nothing to this one.
     other = next(each for _, each, _ in RULES if each != name)
     assert video_rules(reader, Path(hf), {other: "released"}, said.append)[name] == former
-    (step / "run.json").write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
+    write_run_json(step, {"video_rule": {name: "transformers_9"}})
     with pytest.raises(UserError, match="does not know"):
         video_rules(reader, Path(hf), {}, said.append)
 

@@ -17,6 +17,7 @@ from megatron_vl.training.preflight import changed_video_rule
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import EXPORTED
 from megatron_vl.weights.video_rule import exported_video_rule
+from tests.support.run_json import write_run_json
 from tests.toolkit.evaluation import photographs, write_video
 from toolkit.cli import main
 from toolkit.evaluate.comparison import EvaluationOptions
@@ -30,6 +31,11 @@ RULES = [
 both_rules = pytest.mark.parametrize(("family", "name", "former"), RULES)
 
 
+def write_run(step: Path, rule: dict[str, str]) -> None:
+    """Writes the rule to ``run.json``, as far as readers of weights look at it."""
+    write_run_json(step, {"video_rule": rule})
+
+
 class Exported:
     """A run's checkpoint, and what was exported from it and from its weights alone."""
 
@@ -37,7 +43,7 @@ class Exported:
         self.hf, self.folder = hf, folder
         self.step = folder / "run" / "step_00000004"
         convert(hf, self.step / "weights", {"tp": 1, "pp": 1})
-        (self.step / "run.json").write_text(json.dumps({"video_rule": rule}))
+        write_run(self.step, rule)
         (folder / "run" / "latest.json").write_text(json.dumps({"step": 4}))
 
         self.of_run = folder / "of_run"
@@ -75,6 +81,21 @@ def test_an_export_names_the_rule_of_its_run(exported, family, name, former, val
     # What an earlier export noted in the folder does not stay.
     export(made.folder / "untrained_weights", made.hf, made.of_run, force=True)
     assert not (made.of_run / EXPORTED).exists()
+
+
+def test_a_rule_that_damage_has_made_unknown_is_not_left_out(exported, tmp_path: Path) -> None:
+    """Of a changed run.json nothing is believed. The loader's state may still name the rule."""
+    made = exported("qwen3_vl", {"video_prompt": "transformers_5_10"})
+    (made.step / "run.json").write_text('{"video_rule": {"video_prompt": "released"}, "digest": "0"}')
+    with pytest.raises(UserError, match=r"run.json is damaged .* under which rule for videos"):
+        export(made.folder / "run", made.hf, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+    (made.step / "loader").mkdir()
+    identity = {"identity": {"video_prompt": "transformers_5_10"}}
+    (made.step / "loader" / "dp_00000.json").write_text(json.dumps(identity))
+    export(made.folder / "run", made.hf, tmp_path / "out")
+    assert exported_video_rule(tmp_path / "out", read_spec(made.hf)) == {"video_prompt": "transformers_5_10"}
 
 
 @both_rules
@@ -125,7 +146,7 @@ def test_generate_follows_the_rule_of_the_folder(exported, family, name, former)
 
     said.clear()
     assert rules_of_generate(reader, made.hf, {}, said.append) == {} and not said
-    (made.step / "run.json").write_text(json.dumps({"video_rule": {name: "released"}}))
+    write_run(made.step, {name: "released"})
     of_run = WeightReader(made.folder / "run")
     assert rules_of_generate(of_run, made.of_run, {}, said.append) == {name: "released"} and not said
 

@@ -19,6 +19,7 @@ from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.preflight import check_export
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import EXPORTED, Lineage, Saved
+from tests.support.run_json import write_run_json
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
 
 # --- What is refused ---------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
 @pytest.mark.parametrize("rule", ["released", "transformers_5_3"])
 def test_the_rule_for_videos_is_beside_the_step(steps: Steps, rule: str) -> None:
     saved = steps.save(4)
-    (saved.path / "run.json").write_text(json.dumps({"video_rule": {"video_positions": rule}}))
+    write_run_json(saved.path, {"video_rule": {"video_positions": rule}})
     exporter = steps.exporter(4, 8)
     exporter.add(saved)
     wait(exporter)

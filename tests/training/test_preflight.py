@@ -14,8 +14,9 @@ import pytest
 from converters.convert import convert
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.description import LoaderError, read_description
-from megatron_vl.training.checkpoint import _FORMAT, manifest_digest
+from megatron_vl.training.checkpoint import _FORMAT
 from megatron_vl.training.preflight import check, remarks
+from tests.support.run_json import write_run_json
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
 
@@ -54,8 +55,7 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
     former = ["--data.video_positions", "transformers_5_3"]
 
     def says(identity: dict[str, str], *options: str, run: dict[str, Any] | None = None) -> str:
-        told = facts | (run or {})
-        (step / "run.json").write_text(json.dumps(told | {"digest": manifest_digest(told)}))
+        write_run_json(step, facts | (run or {}))
         (step / "loader" / "dp_00000.json").write_text(json.dumps({"identity": identity}))
         try:
             check(parse_config([*command, "--checkpoint.step", "20", *options]), 1)

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from converters.convert import convert
-from megatron_vl.json_files import manifest_digest
 from megatron_vl.weights.reader import find_weights
 from megatron_vl.weights.run_folder import step_folder
 from tests.support.ranks import call
+from tests.support.run_json import write_run_json
 from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
@@ -277,7 +277,7 @@ def as_older(step: Path) -> None:
     (step / "optimizer" / "index.json").unlink()
     saved = json.loads((step / "run.json").read_text())
     del saved["lineage"], saved["bad_samples"], saved["files"]["optimizer/index.json"]
-    (step / "run.json").write_text(json.dumps(saved | {"digest": manifest_digest(saved)}))
+    write_run_json(step, saved)
 
 
 def test_checkpoints_of_older_versions_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:

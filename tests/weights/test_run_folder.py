@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.json_files import manifest_digest, write_json
+from megatron_vl.json_files import write_json
 from megatron_vl.weights.run_folder import (
     CheckpointError,
     Choice,
@@ -30,6 +30,7 @@ from megatron_vl.weights.run_folder import (
     step_folder,
     write_lineage,
 )
+from tests.support.run_json import write_run_json
 
 
 class Run:
@@ -50,8 +51,7 @@ class Run:
                 os.replace(path, aside(old))
 
             path.mkdir(parents=True)
-            facts = {"step": step, "lineage": lineage.as_json()}
-            write_json(path / "run.json", facts | {"digest": manifest_digest(facts)})
+            write_run_json(path, {"step": step, "lineage": lineage.as_json()})
             write_lineage(path, step, lineage)
             if latest_json:
                 write_json(
@@ -71,8 +71,7 @@ def older(folder: Path, *steps: int, latest_step: int | None = None) -> None:
     """Checkpoints in the form of versions without lineage."""
     for step in steps:
         step_folder(folder, step).mkdir(parents=True)
-        facts = {"step": step}
-        write_json(step_folder(folder, step) / "run.json", facts | {"digest": manifest_digest(facts)})
+        write_run_json(step_folder(folder, step), {"step": step})
     if latest_step is not None:
         write_json(folder / "latest.json", {"step": latest_step})
 
@@ -218,8 +217,7 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
     assert latest(tmp_path).step == 3
     facts = json.loads((tmp_path / "step_00000003" / "run.json").read_text())
     del facts["lineage"]  # as where the two files are exchanged: who has the one file is of no older version
-    facts["digest"] = manifest_digest(facts)
-    (tmp_path / "step_00000003" / "run.json").write_text(json.dumps(facts))
+    write_run_json(tmp_path / "step_00000003", facts)
     with pytest.raises(CheckpointError, match="step_00000003/lineage.json is damaged"):
         latest(tmp_path)
     (tmp_path / "step_00000003" / "run.json").write_text("{")

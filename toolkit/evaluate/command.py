@@ -26,9 +26,9 @@ def evaluate(options: EvaluateOptions) -> int:
     usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
         options.data, lmu_data = find_data(options.data, options.lmu_data, usual)
-        check_data(options.data, lmu_data, not options.no_scores)
         if importlib.util.find_spec("vlmeval") is None:
             raise UsageError(MISSING)
+        check_data(options.data, lmu_data, not options.no_scores)
         result = _evaluate(options, lmu_data)
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:

@@ -1,0 +1,12 @@
+"""A step folder's ``run.json``, written as a run writes it: nobody believes one without its digest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.json_files import manifest_digest, write_json
+
+
+def write_run_json(step: Path, facts: dict[str, Any]) -> None:
+    write_json(step / "run.json", facts | {"digest": manifest_digest(facts)})
