@@ -1,8 +1,8 @@
 """Writes the sizes of all samples of a data set, from which a run plans its batches.
 
 Only the text of the samples is read and tokenized. The result of each shard goes into a file of its own, so
-that a killed run continues; at the end, they are joined into the files that :mod:`megatron_vl.data.sizes`
-describes.
+that a killed run continues and several nodes can share the work; at the end, they are joined into the files
+that :mod:`megatron_vl.data.sizes` describes.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,10 @@ from megatron_vl.data.sizes import MEDIUM, SAMPLE, SHARDS, Medium, data_sets, ha
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
+from .parts import Part
 from .survey import Reader, Source
+
+Progress = Callable[[str], None]
 
 
 class SizesWriteError(UserError, ValueError):
@@ -55,12 +58,29 @@ class Indexed:
         return {**self.__dict__, "path": str(self.path)}
 
 
+@dataclass(frozen=True)
+class IndexedPart:
+    """What one of several nodes did for one data set."""
+
+    path: Path
+    measured: int
+    """Shards that this call measured."""
+    left: int
+    """Shards that no call has measured yet. They belong to other parts."""
+    joined: bool
+    """Whether the sizes of the whole data set were there."""
+    seconds: float
+
+    def as_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "path": str(self.path)}
+
+
 def index(
     data: DataConfig,
     spec: ModelSpec,
     hf_dir: str | Path,
     workers: int = 1,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Indexed]:
     """Writes the sizes of a data set, or of all data sets of a metadataset. Those that are there stay.
 
@@ -72,43 +92,102 @@ def index(
     """
     name = text_id(hf_dir, spec, data)
     encoder = RowEncoder(data, spec, hf_dir)
+    return [_index(one, name, encoder, workers, progress) for one in _local_sets(data)]
+
+
+def index_part(
+    data: DataConfig,
+    spec: ModelSpec,
+    hf_dir: str | Path,
+    part: Part,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> list[IndexedPart]:
+    """Measures every ``part.count``-th shard; :func:`index` joins the results, and measures what is left.
+
+    Raises:
+        As :func:`index`.
+    """
+    name = text_id(hf_dir, spec, data)
+    encoder = RowEncoder(data, spec, hf_dir)
+    return [_index_part(one, name, encoder, part, workers, progress) for one in _local_sets(data)]
+
+
+def _local_sets(data: DataConfig) -> list[DataSet]:
     found = data_sets(read_description(location(data.path)))
-    return [_index(one, name, encoder, workers, progress) for one in found]
+    for one in found:
+        if not isinstance(one.path, Path):
+            raise SizesWriteError(
+                f"{one.path} is in an object store; index the local folder, then copy {META} too"
+            )
+    return found
 
 
-def _index(
-    data: DataSet, name: str, encoder: RowEncoder, workers: int, progress: Callable[[str], None] | None
-) -> Indexed:
-    if not isinstance(data.path, Path):
-        raise SizesWriteError(
-            f"{data.path} is in an object store; index the local folder, then copy {META} too"
-        )
-    done = data.path / META / SIZES / name
+def _index(data: DataSet, name: str, encoder: RowEncoder, workers: int, progress: Progress | None) -> Indexed:
+    done = _folder(data, name)
     if has_sizes(data, name):
-        return _summary(data.path, done, 0.0)
+        return _summary(done, 0.0)
 
     start = time.monotonic()
-    # Parts of another content are not continued.
-    work = done.with_name(f"{name}-{data.uuid[:8]}{durable.PARTIAL}")
-    try:
-        work.mkdir(parents=True, exist_ok=True)
-        shards = _measure(data, encoder, work, workers, progress)
-        _join(work, shards, data.uuid)
+    with _work(done, data.uuid) as work:
+        tasks = _tasks_of(data, encoder, work)
+        _measure(tasks, f"shards of {data.path}", workers, progress)
+
+        _join(work, tasks, data.uuid)
         durable.sync_tree(work)
         shutil.rmtree(done, ignore_errors=True)  # of an earlier content
         durable.rename(work, done)
+    return _summary(done, time.monotonic() - start)
+
+
+def _index_part(
+    data: DataSet, name: str, encoder: RowEncoder, part: Part, workers: int, progress: Progress | None
+) -> IndexedPart:
+    done = _folder(data, name)
+    path = _data_folder(done)
+    if has_sizes(data, name):
+        return IndexedPart(path, 0, 0, True, 0.0)
+
+    start = time.monotonic()
+    with _work(done, data.uuid) as work:
+        tasks = _tasks_of(data, encoder, work)
+        own = tasks[part.index :: part.count]
+        measured = _measure(own, f"shards of part {part} of {data.path}", workers, progress)
+        left = sum(not task.part.is_file() for task in tasks)
+    return IndexedPart(path, measured, left, False, round(time.monotonic() - start, 3))
+
+
+def _folder(data: DataSet, name: str) -> Path:
+    assert isinstance(data.path, Path)
+    return data.path / META / SIZES / name
+
+
+def _data_folder(sizes: Path) -> Path:
+    return sizes.parents[2]
+
+
+@contextmanager
+def _work(done: Path, content: str) -> Iterator[Path]:
+    """The folder of the shards' results; those of another content are not continued.
+
+    Raises:
+        SizesWriteError: something in it cannot be written.
+    """
+    work = done.with_name(f"{done.name}-{content[:8]}{durable.PARTIAL}")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        yield work
     except OSError as error:
         raise SizesWriteError(
-            f"the sizes of {data.path} cannot be written ({error}); nothing is lost: fix this and start again"
+            f"{done} cannot be written ({error}); nothing is lost: fix this and start again"
         ) from error
-    return _summary(data.path, done, time.monotonic() - start)
 
 
-def _summary(path: Path, folder: Path, seconds: float) -> Indexed:
+def _summary(folder: Path, seconds: float) -> Indexed:
     samples, media = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
     held = sum(file.stat().st_size for file in folder.iterdir())
     unusable = int((samples["tokens"] == 0).sum())
-    return Indexed(path, len(samples), unusable, len(media), held, round(seconds, 3))
+    return Indexed(_data_folder(folder), len(samples), unusable, len(media), held, round(seconds, 3))
 
 
 # --- One shard after the other ------------------------------------------------------------------------------
@@ -120,53 +199,62 @@ class _Task:
     shard: int
     encoder: RowEncoder
     part: Path
+    """The file of its results."""
+
+    @property
+    def name(self) -> str:
+        return self.source.shards[self.shard]
+
+    @property
+    def samples(self) -> int:
+        return self.source.starts[self.shard + 1] - self.source.starts[self.shard]
 
 
 _tasks: list[_Task] = []
-"""Set before the worker processes are forked, so that none gets a tokenizer through a pipe."""
+"""What is measured now. Set before the worker processes are forked, so that none gets a tokenizer through a
+pipe."""
 _readers: dict[str, Reader] = {}
 """The reader of each split in this process. To make one takes as long as its split has shards."""
 PASSING = ("reading takes too long", "shard missing", "shard unreadable")
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
-def _measure(
-    data: DataSet, encoder: RowEncoder, work: Path, workers: int, progress: Callable[[str], None] | None
-) -> dict[str, int]:
-    """Writes a file for each shard. Returns the samples of each, in order."""
-    held = [Source.whole(data, split) for split, names in data.splits.items() if names]
-    shards: dict[str, int] = {}
-    _tasks.clear()
-    for source in held:
-        for number, (first, end) in enumerate(pairwise(source.starts)):
-            if source.shards[number] not in shards:
-                _tasks.append(_Task(source, number, encoder, work / f"{len(shards)}.npz"))
-                shards[source.shards[number]] = end - first
+def _tasks_of(data: DataSet, encoder: RowEncoder, work: Path) -> list[_Task]:
+    """One task for each shard, in order. A shard of two splits has one."""
+    tasks: dict[str, _Task] = {}
+    for source in [Source.whole(data, split) for split, names in data.splits.items() if names]:
+        for number, name in enumerate(source.shards):
+            tasks.setdefault(name, _Task(source, number, encoder, work / f"{len(tasks)}.npz"))
+    return list(tasks.values())
 
-    missing = [number for number, task in enumerate(_tasks) if not task.part.is_file()]
+
+def _measure(tasks: Sequence[_Task], name: str, workers: int, progress: Progress | None) -> int:
+    """Writes the files that are missing. Returns their number."""
+    _tasks[:] = [task for task in tasks if not task.part.is_file()]
+    missing = len(_tasks)
     start = time.monotonic()
+
     try:
         for done, _ in enumerate(_run(missing, workers), start=1):
             if progress:
                 rate = done / max(time.monotonic() - start, 1e-9)
-                left = (len(missing) - done) / rate
-                progress(f"{done} of {len(missing)} shards of {data.path}, {left:.0f} s left")
+                progress(f"{done} of {missing} {name}, {(missing - done) / rate:.0f} s left")
     finally:
         for reader in _readers.values():
             reader.close()
         _readers.clear()
         _tasks.clear()
-    return shards
+    return missing
 
 
-def _run(numbers: list[int], workers: int) -> Iterator[None]:
-    if workers <= 1 or len(numbers) <= 1:
-        yield from map(_measure_shard, numbers)
+def _run(missing: int, workers: int) -> Iterator[None]:
+    if workers <= 1 or missing <= 1:
+        yield from map(_measure_shard, range(missing))
         return
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
-        yield from pool.map(_measure_shard, numbers)
+        yield from pool.map(_measure_shard, range(missing))
 
 
 def _measure_shard(number: int) -> None:
@@ -230,23 +318,25 @@ def _medium(item: dict[str, Any]) -> Medium:
     return height, width, video.frames, video.fps, int(video.sampling == "whole")
 
 
-def _join(work: Path, shards: dict[str, int], content: str) -> None:
+def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
     """Joins the files of the shards, and removes them."""
-    parts = [work / f"{number}.npz" for number in range(len(shards))]
     counts = []
-    for part, (shard, samples) in zip(parts, shards.items(), strict=True):
-        with np.load(part) as held:
-            if len(held["samples"]) != samples:
-                raise SizesWriteError(f"{part} does not hold {samples} samples of {shard}; delete {work}")
+    for task in tasks:
+        with np.load(task.part) as held:
+            if len(held["samples"]) != task.samples:
+                raise SizesWriteError(
+                    f"{task.part} does not hold {task.samples} samples of {task.name}; delete {work}"
+                )
             counts.append(len(held["media"]))
 
+    shards = {task.name: task.samples for task in tasks}
     all_samples = np.lib.format.open_memmap(
         work / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(shards.values()),)
     )
     all_media = np.lib.format.open_memmap(work / "media.npy", mode="w+", dtype=MEDIUM, shape=(sum(counts),))
     at = before = 0
-    for part, media in zip(parts, counts, strict=True):
-        with np.load(part) as held:
+    for task, media in zip(tasks, counts, strict=True):
+        with np.load(task.part) as held:
             samples = held["samples"]
             samples["media_end"] += before
             all_samples[at : at + len(samples)] = samples
@@ -255,5 +345,5 @@ def _join(work: Path, shards: dict[str, int], content: str) -> None:
     all_samples.flush()
     all_media.flush()
     durable.write(work / SHARDS, json.dumps({"content": content, "shards": shards}).encode())
-    for part in parts:
-        part.unlink()
+    for task in tasks:
+        task.part.unlink()

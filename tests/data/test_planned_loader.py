@@ -19,7 +19,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.description import META, SIZES, LoaderError, read_description
 from megatron_vl.data.loader import build_loader, cook
 from megatron_vl.data.pixels import read_pixel_settings
-from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_not_planned
+from megatron_vl.data.sizes import SampleSizes, SizesError, has_sizes, open_sizes, text_id, why_not_planned
 from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
@@ -323,22 +323,49 @@ def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkey
     shutil.rmtree(folder / META / SIZES)
     measure, done = module._measure_shard, []
 
+    def noted(number: int) -> None:
+        done.append(module._tasks[number].name)
+        measure(number)
+
     def stops(number: int) -> None:
         if len(done) == 4:
             raise KeyboardInterrupt
-        done.append(number)
-        measure(number)
+        noted(number)
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "_measure_shard", stops)
         with pytest.raises(KeyboardInterrupt):
             index(data, spec, hf())
-        done.clear()
-        patched.setattr(module, "_measure_shard", lambda number: (done.append(number), measure(number)))
+        patched.setattr(module, "_measure_shard", noted)
         index(data, spec, hf())
-    assert done and min(done) == 4
+    assert len(done) == len(set(done)) == 9, "each shard is measured once"
     assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
-    assert json.loads((folder / META / SIZES / text_id(hf(), spec, data) / "shards.json").read_text())
+
+
+def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):
+    """Parts in any order, one of them twice and one never: the files are those of one machine."""
+    folder = tmp_path / "set"
+    shutil.copytree(dataset, folder)
+    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
+    shutil.rmtree(folder / META / SIZES)
+    words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers", "2", "--json"]
+
+    def said(*shard: str) -> tuple[int, int]:
+        assert main([*words, *shard]) == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        return (found["measured"], found["left"]) if shard else (found["samples"], found["unusable"])
+
+    assert said("--shard", "2/4") == (2, 7)
+    assert said("--shard", "0/4") == (3, 4)
+    assert said("--shard", "2/4") == (0, 4)
+    assert said("--shard", "3/4") == (2, 2)
+    assert not has_sizes(read_description(folder), text_id(hf(), read_spec(hf()), data_config(folder)))
+    assert said() == (COUNT, 0)
+    assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+
+    assert said("--shard", "1/4") == (0, 0)
+    assert main([*words[:-1], "--shard", "1/4"]) == 0 and "the sizes were there" in capsys.readouterr().out
+    assert main([*words, "--shard", "4/4"]) != 0 and "must be I/N" in capsys.readouterr().err
 
 
 def test_the_commands_that_write_sizes(plain, tmp_path, capsys):

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions, DataReport
     from data_tools.parts import Part
     from data_tools.preview import Preview
+    from data_tools.sample_sizes import IndexedPart
 
 MOST_SHOWN = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
@@ -227,13 +228,20 @@ def verify(options: DataVerifyOptions) -> int:
 def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
     from data_tools.convert import default_workers
-    from data_tools.sample_sizes import index
+    from data_tools.sample_sizes import index, index_part
 
     from .prepared import open_prepared
 
+    part = _part(options.shard)
     prepared = open_prepared(options)
     workers = options.workers if options.workers is not None else default_workers()
-    found = index(prepared.config.data, prepared.spec, prepared.processor, workers, _show)
+    given = prepared.config.data, prepared.spec, prepared.processor
+    if part is not None:
+        measured = index_part(*given, part, workers, _show)
+        _end_line()
+        return _print_measured(measured, options)
+
+    found = index(*given, workers, _show)
     _end_line()
     if options.json:
         print(json.dumps([one.as_json() for one in found]))
@@ -244,6 +252,23 @@ def index(options: DataIndexOptions) -> int:
         print(
             f"{one.path}: sizes of {one.samples} samples{unusable} and {one.media} media"
             f" ({one.bytes / 2**20:.2f} MiB) {took}"
+        )
+    return 0
+
+
+def _print_measured(measured: list[IndexedPart], options: DataIndexOptions) -> int:
+    if options.json:
+        print(json.dumps([one.as_json() for one in measured]))
+        return 0
+    for one in measured:
+        if one.joined:
+            print(f"{one.path}: the sizes were there")
+            continue
+        print(f"{one.path}: {counted(one.measured, 'shard')} of part {options.shard} in {one.seconds:.1f} s")
+        print(
+            f"  {counted(one.left, 'shard')} of other parts left"
+            if one.left
+            else "  all shards are measured: run the command without --shard to join them"
         )
     return 0
 

@@ -120,6 +120,9 @@ class DataIndexOptions(PreparedOptions):
 
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
+    shard: str | None = option(None, metavar="I/N", shown_default="everything")
+    """Only measure part I (from 0) of N of the data set's shards, on any node. When all parts are done, the
+    command without --shard joins them."""
     json: bool = False
     """Print JSON."""
 
