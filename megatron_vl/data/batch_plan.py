@@ -8,8 +8,9 @@ same without a message. Rows do not depend on the number of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +99,9 @@ def _plan_group(
             found[row].append(sample)
             used_tokens[row], used_patches[row] = after_tokens[row], after_patches[row]
 
-    free = np.array([sample for sample in range(len(tokens)) if sample not in placed], np.int64)
+    is_free = np.ones(len(tokens), bool)
+    is_free[list(placed)] = False
+    free = np.flatnonzero(is_free)
     mean = density * seq_len
     for above, row in product(ABOVE, np.argsort(used_patches, kind="stable").tolist()):
         if above != ABOVE[0] and used_tokens[row] >= (1 - PADDING) * seq_len:
@@ -109,7 +112,8 @@ def _plan_group(
         found[row] += filled
         used_tokens[row] += tokens[filled].sum()
         used_patches[row] += patches[filled].sum()
-        free = free[~np.isin(free, filled)]
+        is_free[filled] = False
+        free = free[is_free[free]]
     return [sorted(row) for row in found]
 
 
@@ -136,7 +140,7 @@ def _fill(
     needed = max(mean - used[1], 0.0) / max(room, 1)
     away = np.abs(patches[free] - needed * tokens[free])
     choices = np.sort(free[np.argsort(away, kind="stable")[:CHOICES]])
-    sizes = [used, *((int(tokens[sample]), int(patches[sample])) for sample in choices)]
+    sizes = [used, *zip(tokens[choices].tolist(), patches[choices].tolist(), strict=True)]
     # A limit of 0 patches would mean none.
     chosen = fill_row(sizes, seq_len, max(most, 1))
     return [int(choices[number - 1]) for number in chosen[1:]]
@@ -182,6 +186,8 @@ class _Evening:
     """Patches of each rank."""
     seq_len: int
     max_patches: int
+    _offers: dict[int, _Offers] = field(default_factory=dict)
+    """Those of each rank that was asked since its rows changed."""
 
     def lower_the_fullest(self) -> None:
         """Exchanges until no rank has many more patches than the mean. Others wait for the fullest one."""
@@ -219,13 +225,44 @@ class _Evening:
             wanted: the ranks that have more and fewer patches, and how many should move.
         """
         for heavy, light, patches in wanted:
-            sides = self.found[heavy], self.found[light]
-            moved = _exchange(self.rows, *sides, patches, self.seq_len, self.max_patches)
+            moved = self._exchange(heavy, light, patches)
             if moved:
                 self.sums[heavy] -= moved
                 self.sums[light] += moved
                 return True
         return False
+
+    def _exchange(self, heavy: int, light: int, wanted: int) -> int:
+        """Exchanges one or two samples of a row of each of two ranks, so that about ``wanted`` patches move.
+
+        Returns how many patches moved; 0: no exchange helps.
+        """
+        given, taken = self._offers_of(heavy), self._offers_of(light)
+        if not len(given.rows) or not len(taken.rows):
+            return 0
+
+        more_tokens, more_patches = (
+            np.subtract.outer(given.sizes[:, unit], taken.sizes[:, unit]) for unit in (0, 1)
+        )
+        fits = (more_tokens <= taken.left[:, 0]) & (-more_tokens <= given.left[:, :1])
+        fits &= (more_patches <= taken.left[:, 1]) & (more_patches > 0) & (more_patches < 2 * wanted)
+        if not fits.any():
+            return 0
+        away = np.where(fits, np.abs(more_patches - wanted), MANY)
+        one, other = map(int, np.unravel_index(int(away.argmin()), away.shape))
+
+        here, there = self.found[heavy][given.rows[one]], self.found[light][taken.rows[other]]
+        leave = [here[place] for place in given.places_of(one)]
+        come = [there[place] for place in taken.places_of(other)]
+        here[:] = [at for at in here if at not in leave] + come
+        there[:] = [at for at in there if at not in come] + leave
+        del self._offers[heavy], self._offers[light]
+        return int(more_patches[one, other])
+
+    def _offers_of(self, rank: int) -> _Offers:
+        if rank not in self._offers:
+            self._offers[rank] = _offers(self.rows, self.found[rank], self.seq_len, self.max_patches)
+        return self._offers[rank]
 
 
 EVEN = 0.01
@@ -240,67 +277,50 @@ PARTNERS, GIVERS = 4, 16
 """Number of ranks with the least patches, and of ranks with the most, to try as partners."""
 
 
-def _exchange(
-    rows: list[list[Sized]],
-    heavy: list[list[tuple[int, int]]],
-    light: list[list[tuple[int, int]]],
-    wanted: int,
-    seq_len: int,
-    max_patches: int,
-) -> int:
-    """Exchanges one or two samples of a row of each of two ranks, so that about ``wanted`` patches move.
-
-    It changes the rows of both ranks in place. Returns how many patches moved; 0: no exchange helps.
-    """
-    given, taken = (_offers(rows, own, seq_len, max_patches) for own in (heavy, light))
-    if not given or not taken:
-        return 0
-    ours, theirs = (np.array([offer.sizes for offer in side]) for side in (given, taken))
-    more_tokens = ours[:, None, 0] - theirs[None, :, 0]
-    more_patches = ours[:, None, 1] - theirs[None, :, 1]
-    fits = (more_tokens <= theirs[None, :, 2]) & (-more_tokens <= ours[:, None, 2])
-    fits &= (more_patches <= theirs[None, :, 3]) & (more_patches > 0) & (more_patches < 2 * wanted)
-    if not fits.any():
-        return 0
-    away = np.where(fits, np.abs(more_patches - wanted), MANY)
-    one, other = map(int, np.unravel_index(int(away.argmin()), away.shape))
-    here, there = heavy[given[one].row], light[taken[other].row]
-    leave = [here[place] for place in given[one].places]
-    come = [there[place] for place in taken[other].places]
-    here[:] = [at for at in here if at not in leave] + come
-    there[:] = [at for at in there if at not in come] + leave
-
-    return int(more_patches[one, other])
-
-
 @dataclass(frozen=True)
-class _Offer:
-    """One or two samples of a row of a rank, which another rank may take."""
+class _Offers:
+    """What a rank can give: one sample of a row, or two."""
 
-    row: int
-    places: tuple[int, ...]
-    sizes: tuple[int, int, int, int]
-    """Tokens and patches of these samples, and what their row has left of both."""
+    rows: Integers
+    """[n], the row of each offer, by its number in the rank."""
+    places: Integers
+    """[n, 2], places of the samples in the row; the second is -1 if there is only one."""
+    sizes: Integers
+    """[n, 2], tokens and patches of the samples."""
+    left: Integers
+    """[n, 2], tokens and patches for which the row has room."""
+
+    def places_of(self, offer: int) -> list[int]:
+        return [place for place in self.places[offer].tolist() if place >= 0]
 
 
 def _offers(
     rows: list[list[Sized]], own: list[list[tuple[int, int]]], seq_len: int, max_patches: int
-) -> list[_Offer]:
+) -> _Offers:
     """All offers of a rank: single samples, and pairs of the larger ones of a row.
 
     Samples without tokens are in a row only to be counted, and stay there.
     """
     found = []
     for number, part in enumerate(own):
-        sizes = [rows[row][place] for row, place in part]
-        tokens, patches = (sum(size[i] for size in sizes) for i in (0, 1))
+        sizes = np.array([rows[row][place] for row, place in part], np.int64).reshape(-1, 2)
+        tokens, patches = sizes.sum(axis=0).tolist()
         left = seq_len - tokens, (max_patches or patches + MANY) - patches
-        real = [at for at, (size, _) in enumerate(sizes) if size]
-        larger = sorted(real, key=lambda at: (-sizes[at][0], at))[:PAIRED]
-        for places in [*((at,) for at in real), *combinations(larger, 2)]:
-            both = [sum(sizes[at][i] for at in places) for i in (0, 1)]
-            found.append(_Offer(number, places, (both[0], both[1], *left)))
-    return found
+
+        real = np.flatnonzero(sizes[:, 0])
+        larger = real[np.argsort(-sizes[real, 0], kind="stable")[:PAIRED]]
+        singles = np.stack([real, np.full(len(real), -1)], axis=1)
+        places = np.concatenate([singles, larger[_pairs(len(larger))]])
+        both = np.concatenate([sizes[real], sizes[places[len(real) :]].sum(axis=1)])
+        found.append((np.full(len(places), number), places, both, np.tile(left, (len(places), 1))))
+
+    return _Offers(*(np.concatenate(parts) for parts in zip(*found, strict=True)))
+
+
+@cache
+def _pairs(count: int) -> Integers:
+    """All pairs of the numbers below ``count``, int64 [count (count - 1) / 2, 2], in order."""
+    return np.stack(np.triu_indices(count, 1), axis=1)
 
 
 PAIRED = 12

@@ -43,7 +43,7 @@ MOST_SEARCHED = 1_000_000
 drawn twice."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Place:
     """One planned sample."""
 
@@ -153,9 +153,10 @@ class BatchPlanner:
         chosen = [[row] for row in range(self.rows)]
         if self.pack:
             chosen = plan_rows(tokens, patches, self.rows, self.seq_len, self.max_patches)
-        rows = [[self._place(self._waiting[:, sample]) for sample in row] for row in chosen]
-        for number, refused in enumerate(unusable.T):
-            rows[number % self.rows].append(self._place(refused))
+        waiting, refused = _places(self._waiting), _places(unusable)
+        rows = [[waiting[sample] for sample in row] for row in chosen]
+        for number, place in enumerate(refused):
+            rows[number % self.rows].append(place)
 
         left = np.ones(self._waiting.shape[1], bool)
         left[[sample for row in chosen for sample in row]] = False
@@ -195,10 +196,6 @@ class BatchPlanner:
             own = sources == source
             sizes[:, own] = self.sizes(source, indices[own])
         return np.stack([sources, numbers, indices, *sizes])
-
-    def _place(self, column: Integers) -> Place:
-        source, _, index, tokens, patches = column.tolist()
-        return Place(source, index, tokens, patches)
 
     def state(self) -> dict[str, Any]:
         """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
@@ -249,6 +246,11 @@ class BatchPlanner:
         """Number of a data set in the blend; -1 if nothing is drawn from it."""
         place = self.order.keys.index(key) if key in self.order.keys else -1
         return place if place >= 0 and self.order.weights[place] > 0 else -1
+
+
+def _places(samples: Integers) -> list[Place]:
+    """Of samples as the planner holds them."""
+    return [Place(*each) for each in samples[[0, 2, 3, 4]].T.tolist()]
 
 
 class _Search:
