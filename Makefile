@@ -40,7 +40,7 @@ quick: $(READY)  ## the fast tests, which start no ranks: about 3 minutes on 2 c
 test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 11 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not full" --durations=10 $(ARGS)
 
-test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about an hour
+test-full: $(READY) ## every test, the whole parity table, long fuzzing and twenty kills: about 40 minutes
 	$(PYTEST) $(SPREAD) --durations=10 $(ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.data --count 5000
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz.checkpoints --count 500
