@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.assemble import pack_row
+from megatron_vl.kernels import adam
 from megatron_vl.kernels.moments import round_moments
-from megatron_vl.training.offload import step
 from tests.support.tiny_trainer import ROWS, SEQ_LEN, tiny_trainer
 from toolkit.parity.batches import make_sample
 from toolkit.tiny import write_tiny_checkpoint
@@ -77,7 +77,7 @@ def bias(args: argparse.Namespace) -> int:
 
 def losses(hf: Path, args: argparse.Namespace, rounding: Rounding, **options: Any) -> list[float]:
     """The loss of each step."""
-    step.round_moments = rounding  # type: ignore[attr-defined]
+    adam.round_moments = rounding  # type: ignore[attr-defined]
     torch.manual_seed(args.seed)
     trainer = tiny_trainer(hf, dtype=args.dtype, lr=args.lr, vision_lr=None, beta2=args.beta2, **options)
     samples = [make_sample(("image", "text")[n % 2], trainer.spec, args.seed + n) for n in range(8)]

@@ -8,15 +8,13 @@ The random bits are a hash of both unrounded moments and of the step. So they ne
 no index of the element: a step gives the same bits in every layout, after every resume, and however the
 state is cut into pieces.
 
-A Triton kernel runs on a GPU (and in Triton's interpreter), torch elsewhere.
+This is the code for a CPU. On a GPU, :mod:`megatron_vl.kernels.adam_triton` does the same within the update.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-from megatron_vl.kernels.master_halves import on_kernels
 
 SECOND, STEP = 0x9E3779B1 - (1 << 32), 0x27D4EB2F
 """Odd factors of the second moment's bits and of the step in the hash."""
@@ -34,12 +32,6 @@ def round_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: int, first: Tensor,
         first: bf16 [N].
         second: bf16 [N].
     """
-    if on_kernels(exp_avg):
-        from megatron_vl.kernels import moments_triton
-
-        moments_triton.round_moments(exp_avg, exp_avg_sq, step, first, second)
-        return
-
     avg, square = exp_avg.view(torch.int32), exp_avg_sq.view(torch.int32)
     bits = random_bits(avg, square, step)
     first.view(torch.int16).copy_((avg + (bits & 0xFFFF)) >> 16)
@@ -48,8 +40,12 @@ def round_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: int, first: Tensor,
 
 def random_bits(avg: Tensor, square: Tensor, step: int) -> Tensor:
     """int32 [N] from the bits of both moments, int32 [N], and the step."""
-    offset = (step * STEP + (1 << 31)) % (1 << 32) - (1 << 31)
-    mixed = avg + (square & 0x7FFFFFFF) * SECOND + offset
+    mixed = avg + (square & 0x7FFFFFFF) * SECOND + hash_of_step(step)
     mixed = (mixed ^ (mixed >> 16 & 0xFFFF)) * MIX[0]
     mixed = (mixed ^ (mixed >> 13 & 0x7FFFF)) * MIX[1]
     return mixed ^ (mixed >> 16 & 0xFFFF)
+
+
+def hash_of_step(step: int) -> int:
+    """What a step adds to the hash, as an int32."""
+    return (step * STEP + (1 << 31)) % (1 << 32) - (1 << 31)

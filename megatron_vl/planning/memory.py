@@ -155,10 +155,9 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
         rows=rows,
         in_flight=sum(held),
     )
-    # Offloaded state passes through the GPU where activations were before, and moments in bf16 are converted
-    # there.
+    # Offloaded state passes through the GPU where activations were before.
     free = estimated.activations + estimated.vision + estimated.logits
-    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) + _converted(config, estimated) - free)
+    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) - free)
     return dataclasses.replace(estimated, optimizer=estimated.optimizer + passing)
 
 
@@ -327,13 +326,6 @@ def state_bytes(config: TrainConfig) -> tuple[int, int]:
     if config.optimizer.moments_dtype == "bfloat16":
         return 4 + halves, 4 + halves
     return 8 + 2 * halves, 8 + halves
-
-
-def _converted(config: TrainConfig, estimated: StageMemory) -> float:
-    """Bytes of a chunk's state in fp32 while it is updated, if its moments are bf16: twice the chunk."""
-    if config.optimizer.moments_dtype == "float32":
-        return 0.0
-    return 2.0 * min(CHUNK_BYTES, estimated.optimizer + estimated.host)
 
 
 def offloaded(config: TrainConfig) -> float:

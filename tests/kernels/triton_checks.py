@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
-from megatron_vl.kernels import master_halves, master_halves_triton, moments, moments_triton
+from megatron_vl.kernels import adam, adam_triton, master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.grouped_gemm import (
     ROWS_CONFIG,
@@ -202,7 +202,7 @@ def on_gpu() -> dict[str, float]:
         "each row to 128 others": rows([0.06] * 128, 1000, 2560),
         "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
         "halves of master weights": halves_error(5_000_001, "cuda"),
-        "moments in bf16": moments_error(5_000_001, "cuda"),
+        "update with moments in bf16": adam_error(5_000_001, "cuda"),
     }
     errors["not deterministic"] = float((first != second).sum() + (other.flatten(1) != out).sum())
 
@@ -322,30 +322,64 @@ def halves_error(count: int, device: str = "cpu") -> float:
     return float(sum((a != b).sum() for a, b in zip(ours, with_torch(), strict=True)))
 
 
-def moments_error(count: int, device: str = "cpu") -> float:
-    """Numbers that our kernel rounds otherwise than torch: all sizes, signs that mark ties, large steps."""
-    first = torch.randn(count) * torch.logspace(-42, 38, count)
-    second = torch.rand(count) * torch.logspace(-42, 38, count).flip(0) * torch.randn(count).sign()
+def adam_error(count: int, device: str = "cpu") -> float:
+    """Numbers that our update with moments in bf16 gives otherwise than torch on a CPU, in three steps.
 
-    def made(on: str, function: Callable[..., None], step: int) -> Tensor:
-        rounded = torch.zeros(2, count, dtype=torch.bfloat16, device=on)
-        function(first.to(on), second.to(on), step, *rounded)
-        return rounded.view(torch.int16).cpu()
+    Weights of all sizes, in bf16 with ties and in fp32, in two parameters with rates of their own, one of
+    which is 0, cut into stretches; with addresses of any alignment.
+    """
+    gradients = torch.randn(3, count) * torch.logspace(-30, 18, count)[torch.randperm(count)]
+    start = torch.randn(count) * torch.logspace(-42, 38, count)
+    start.view(torch.int32)[::3] &= ~0xFFFF
+    start.view(torch.int32)[::3] |= 0x8000
+    group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    cut = count // 3 + 5
+    second = -(-cut // 64) * 64
 
-    def differing(step: int) -> int:
-        ours = made(device, moments_triton.round_moments, step)
-        return int((ours != made("cpu", torch_only(moments.round_moments), step)).sum())
+    def made(on: str, function: Callable[..., None], halves: bool, shift: int) -> list[Tensor]:
+        place = torch.device(on)
+        avg, square = (torch.zeros(second + count, dtype=torch.bfloat16, device=place) for _ in range(2))
+        low = torch.zeros(second + count if halves else 0, dtype=torch.int16, device=place)
+        weight = torch.zeros(count + shift, dtype=torch.bfloat16 if halves else torch.float32, device=place)
+        weight = weight[shift:]
+        if halves:
+            half, ties = torch.zeros(count, dtype=torch.int16, device=place), torch.zeros(count, device=place)
+            master_halves.split_master(start.to(place), weight, half, ties)
+            for kept, values in ((low, half), (square, ties)):
+                kept[:cut], kept[second : second + count - cut] = values[:cut], values[cut:]
+        else:
+            weight.copy_(start)
 
-    return float(sum(differing(step) for step in (1, 17, 1_000_003)))
+        launch = adam.Launch()
+        for step, gradient in enumerate(gradients, 1):
+            values = torch.zeros(count + shift, device=place)[shift:].copy_(gradient)
+            rates = {
+                "one": adam.Rates.of_group(group, step),
+                "still": adam.Rates.of_group(group | {"lr": 0.0, "betas": (0.9, 0.999)}, step + 1000),
+            }
+            stretches = [
+                adam.Stretch(weight, values, 0, cut, 0, 0),
+                adam.Stretch(weight, values, cut, count - cut, second, 1),
+            ]
+            function(stretches, adam.StepRates(rates, place), avg, square, low, launch)
+        as_bits = torch.int16 if halves else torch.int32
+        return [t.cpu() for t in (weight.view(as_bits), avg.view(torch.int16), square.view(torch.int16), low)]
+
+    def differing(halves: bool, shift: int) -> int:
+        ours = made(device, adam_triton.adam_step, halves, shift)
+        theirs = torch_only(partial(made, "cpu", adam.adam_step, halves, shift))()
+        return sum(int((a != b).sum()) for a, b in zip(ours, theirs, strict=True))
+
+    return float(sum(differing(halves, shift) for halves in (True, False) for shift in (0, 1)))
 
 
-def torch_only(function: Callable[..., None]) -> Callable[..., None]:
+def torch_only(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` without its kernel, also in Triton's interpreter."""
 
-    def run(*arguments: Any) -> None:
+    def run(*arguments: Any) -> Any:
         interprets = os.environ.pop("TRITON_INTERPRET", None)
         try:
-            function(*arguments)
+            return function(*arguments)
         finally:
             if interprets is not None:
                 os.environ["TRITON_INTERPRET"] = interprets
@@ -379,7 +413,7 @@ def main() -> None:
         "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
         "tower, patches that 4 does not divide": unaligned_error(),
         "halves of master weights": halves_error(5000),
-        "moments in bf16": moments_error(5000),
+        "update with moments in bf16": adam_error(5000),
     }
 
     print(json.dumps(errors))

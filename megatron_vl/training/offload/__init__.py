@@ -12,8 +12,8 @@ the model's bf16 weight lacks (:mod:`megatron_vl.kernels.master_halves`). A mode
 and a chunk holds the moments alone.
 
 With moments in bf16 (``optimizer.moments_dtype``), these are 6 bytes, and all state is in chunks, because the
-optimizers know fp32 alone. Chunks that are not offloaded stay on the GPU. A chunk's moments are made fp32 for
-its update and rounded after it (:mod:`megatron_vl.kernels.moments`).
+optimizers know fp32 alone. Chunks that are not offloaded stay on the GPU. One kernel of ours updates a chunk
+(:mod:`megatron_vl.kernels.adam`), in place of the optimizer's own.
 
 Megatron-core's optimizer keeps its parameters as they are, so that its norm, its clipping and its groups work
 as before. Those whose state is in chunks have no storage between two updates.

@@ -102,10 +102,6 @@ class State:
     def cut(self, start: int, end: int) -> State:
         return State(self.exp_avg[start:end], self.exp_avg_sq[start:end], self.low[start:end])
 
-    def in_float32(self) -> State:
-        """The same with moments in fp32: itself, or with copies of them."""
-        return State(self.exp_avg.float(), self.exp_avg_sq.float(), self.low)
-
 
 @dataclass(frozen=True, eq=False)
 class Piece:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_vl.kernels.adam import Launch, Rates, StepRates, Stretch, adam_step
 from megatron_vl.kernels.master_halves import join_master, split_master
-from megatron_vl.kernels.moments import round_moments
 from megatron_vl.planning.memory import SLOTS
-from megatron_vl.training.offload.state import Chunk, Parameter, State
+from megatron_vl.training.offload.state import Chunk, Parameter, Piece, State
 from megatron_vl.training.offload.traffic import Traffic
 
 
 class ChunkedStep:
     """Replaces ``step`` of one optimizer, some of whose parameters have their state in chunks.
 
+    Chunks whose moments are fp32 take the optimizer's own step, so that they have the bits of a run without
+    chunks. The optimizers know no moments in bf16; :mod:`megatron_vl.kernels.adam` does.
+
     Args:
-        adam: Transformer Engine's FusedAdam, or torch's AdamW. It computes in fp32, whatever the moments'
-            dtype.
+        adam: Transformer Engine's FusedAdam, or torch's AdamW.
         here: this optimizer's chunks that stay on the device.
         numbers: of this optimizer's chunks that are streamed.
     """
@@ -34,6 +35,8 @@ class ChunkedStep:
         self.step: Callable[[], Any] = adam.step
         self.counts_by_group = counts_by_group(adam)
         self._chunked = {id(parameter.main) for parameter in parameters}
+        self._launches: dict[int, Launch] = {}
+        """By the id of a chunk."""
 
     @torch.no_grad()
     def __call__(self) -> None:
@@ -44,11 +47,12 @@ class ChunkedStep:
         try:
             others = [[p for p in one if id(p) not in self._chunked] for one in everything]
             self._step(groups, others, counts)
+            rates = self._rates()
             for chunk in self.here:
-                self._update(groups, counts, chunk, chunk.state(chunk.home))
+                self._update(groups, counts, rates, chunk, chunk.state(chunk.home))
             for number in self.numbers:
                 with self.traffic.on_device(number) as state:
-                    self._update(groups, counts, self.traffic.chunks[number], state)
+                    self._update(groups, counts, rates, self.traffic.chunks[number], state)
         finally:
             self.adam.param_groups = groups
             for group, parameters in zip(groups, everything, strict=True):
@@ -71,15 +75,38 @@ class ChunkedStep:
         if self.adam.param_groups:
             self.step()
 
-    def _update(self, groups: list[dict[str, Any]], counts: list[int], chunk: Chunk, state: State) -> None:
-        """Updates a chunk on the device: joins its master weights, takes Adam's step, splits them again."""
-        wide = state.in_float32()
+    def _rates(self) -> StepRates | None:
+        """The rates of all parameters by group and step count; None if no moments are bf16."""
+        narrow = [p for p in self.parameters if p.pieces and p.pieces[0].chunk.moments != torch.float32]
+        rates = {(id(p.group), p.steps): Rates.of_group(p.group, p.steps + 1) for p in narrow}
+        return StepRates(rates, self.traffic.device) if rates else None
+
+    def _update(
+        self,
+        groups: list[dict[str, Any]],
+        counts: list[int],
+        rates: StepRates | None,
+        chunk: Chunk,
+        state: State,
+    ) -> None:
+        """Updates a chunk on the device."""
+        if rates is None:
+            self._update_by_optimizer(groups, counts, chunk, state)
+            return
+        stretches = [stretch_of(piece, rates) for piece in chunk.pieces]
+        launch = self._launches.setdefault(id(chunk), Launch())
+        adam_step(stretches, rates, state.exp_avg, state.exp_avg_sq, state.low, launch)
+
+    def _update_by_optimizer(
+        self, groups: list[dict[str, Any]], counts: list[int], chunk: Chunk, state: State
+    ) -> None:
+        """Joins a chunk's master weights, takes the optimizer's step, and splits them again."""
         scratch = torch.empty(chunk.size if chunk.halves else 0, device=state.exp_avg.device)
         numbers = {id(group): number for number, group in enumerate(groups)}
         chosen: list[list[Tensor]] = [[] for _ in groups]
         masters = []
         for piece in chunk.pieces:
-            parameter, own = piece.parameter, piece.of(wide)
+            parameter, own = piece.parameter, piece.of(state)
             if parameter.weight is None:
                 master = piece.of_shard(parameter.main)
             else:
@@ -98,19 +125,17 @@ class ChunkedStep:
         for piece, master in zip(chunk.pieces, masters, strict=True):
             del self.adam.state[master]
             if piece.parameter.weight is not None:
-                own = piece.of(wide)
+                own = piece.of(state)
                 split_master(master, piece.of_shard(piece.parameter.weight), own.low, own.exp_avg_sq)
-        if chunk.moments != torch.float32:
-            round_chunk(chunk, wide, state)
 
 
-def round_chunk(chunk: Chunk, wide: State, state: State) -> None:
-    """Writes the moments after a step to ``state``: one call for neighbours with the same step count."""
-    for steps, same in itertools.groupby(chunk.pieces, lambda piece: piece.parameter.steps):
-        pieces = list(same)
-        start, end = pieces[0].offset, pieces[-1].offset + pieces[-1].end - pieces[-1].start
-        new, kept = wide.cut(start, end), state.cut(start, end)
-        round_moments(new.exp_avg, new.exp_avg_sq, steps + 1, kept.exp_avg, kept.exp_avg_sq)
+def stretch_of(piece: Piece, rates: StepRates) -> Stretch:
+    """A piece with its weight and gradient."""
+    parameter = piece.parameter
+    weight = parameter.main if parameter.weight is None else parameter.weight
+    assert parameter.main.grad is not None
+    index = rates.index[id(parameter.group), parameter.steps]
+    return Stretch(weight, parameter.main.grad, piece.start, piece.end - piece.start, piece.offset, index)
 
 
 def counts_by_group(adam: Any) -> bool:
