@@ -35,9 +35,9 @@ class Rates(NamedTuple):
     beta2: float
     rest2: float
     """1 - beta2."""
-    correction1: float
-    """1 - beta1 to the power of ``step``."""
-    correction2: float
+    scale1: float
+    """1 / (1 - beta1 to the power of ``step``), which corrects the first moment's bias."""
+    scale2: float
     eps: float
     lr: float
     weight_decay: float
@@ -48,9 +48,9 @@ class Rates(NamedTuple):
     def of_group(cls, group: dict[str, Any], step: int) -> Rates:
         """The rates of a torch optimizer's group, which has lr, betas, eps and weight_decay."""
         beta1, beta2 = group["betas"]
-        corrections = (1 - beta1**step, 1 - beta2**step)
+        scales = (1 / (1 - beta1**step), 1 / (1 - beta2**step))
         return cls(
-            beta1, 1 - beta1, beta2, 1 - beta2, *corrections, group["eps"], group["lr"],
+            beta1, 1 - beta1, beta2, 1 - beta2, *scales, group["eps"], group["lr"],
             group["weight_decay"], step,
         )  # fmt: skip
 
@@ -99,12 +99,43 @@ class Launch:
 
     known: list[tuple[int, ...]] = field(default_factory=list)
     """Of each stretch: addresses of weight and gradient, offset, size, first block, index of its rates."""
-    stretches: Tensor = field(default_factory=lambda: torch.empty(0))
-    """int64 [stretches, 6]: the same on the device."""
-    owners: Tensor = field(default_factory=lambda: torch.empty(0))
-    """int32 [blocks]: index of each block's stretch."""
-    aligned: bool = False
-    """Whether all addresses are multiples of 16 bytes."""
+    parts: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
+    """One launch each, of the aligned stretches and of the others: int64 [stretches, 6] with the numbers of
+    ``known``, int32 [blocks] with the index of each block's stretch, and whether they are aligned."""
+
+    def follow(self, stretches: Sequence[Stretch], block: int, device: torch.device) -> None:
+        """Brings the parts up to date. It copies to the device only if an address or an index differs.
+
+        Args:
+            block: elements of a block.
+        """
+        found = [_numbers(stretch) for stretch in stretches]
+        if found == self.known:
+            return
+
+        self.known, self.parts = found, []
+        for aligned in (True, False):
+            table = torch.tensor([one for one in found if _is_aligned(one) == aligned], dtype=torch.int64)
+            if not len(table):
+                continue
+            blocks = (table[:, 3] + block - 1) // block
+            table[:, 4] = blocks.cumsum(0) - blocks
+            owners = torch.repeat_interleave(torch.arange(len(table), dtype=torch.int32), blocks)
+            self.parts.append((table.to(device), owners.to(device), aligned))
+
+
+def _numbers(stretch: Stretch) -> tuple[int, ...]:
+    """The numbers of a stretch in :class:`Launch`, with 0 for its first block."""
+    addresses = [
+        tensor.data_ptr() + tensor.itemsize * stretch.start for tensor in (stretch.weight, stretch.gradient)
+    ]
+    return *addresses, stretch.offset, stretch.size, 0, stretch.rates
+
+
+def _is_aligned(numbers: tuple[int, ...]) -> bool:
+    """Whether the kernel can load 8 elements of a stretch at once."""
+    weight, gradient, _, size, *_ = numbers
+    return not (weight % 16 or gradient % 16 or size % 8)
 
 
 def adam_step(
@@ -126,7 +157,12 @@ def adam_step(
     if on_kernels(exp_avg):
         from megatron_vl.kernels import adam_triton
 
-        adam_triton.adam_step(stretches, rates, exp_avg, exp_avg_sq, low, launch)
+        launch.follow(stretches, adam_triton.BLOCK, exp_avg.device)
+        halves = bool(stretches) and stretches[0].weight.dtype == torch.bfloat16
+        for table, owners, aligned in launch.parts:
+            adam_triton.adam_step(
+                table, owners, rates.table, exp_avg, exp_avg_sq, low, halves=halves, aligned=aligned
+            )
         return
 
     for stretch in stretches:
@@ -148,13 +184,13 @@ def _update(
     master: Tensor, gradient: Tensor, avg: Tensor, square: Tensor, rates: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Updates ``master`` and returns the new moments; all fp32 [N]."""
-    beta1, rest1, beta2, rest2, correction1, correction2, eps, lr, decay, _ = rates.unbind()
+    beta1, rest1, beta2, rest2, scale1, scale2, eps, lr, decay, _ = rates.unbind()
     avg = beta1 * avg + rest1 * gradient
     square = beta2 * square + rest2 * (gradient * gradient)
 
     # torch's root of fp32 numbers is not rounded to the nearest on a CPU, and depends on their place.
-    root = (square / correction2).double().sqrt().float()
-    update = (avg / correction1) / (root + eps) + decay * master
+    root = (square * scale2).double().sqrt().float()
+    update = avg * scale1 / (root + eps) + decay * master
     if lr != 0:  # With a rate of 0, -0 would become 0.
         master.copy_(master - lr * update)
     return avg, square

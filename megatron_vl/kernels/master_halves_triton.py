@@ -14,17 +14,29 @@ _BLOCK = 1024
 _SIGN = tl.constexpr(-0x80000000)
 
 
+@triton.jit
+def halves_of(bits):
+    """The upper half of a master weight's bits, rounded to the nearest, and what is left. All are int32."""
+    # A NaN stays a NaN: rounding could carry into its sign.
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    upper = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, upper)
+    return upper, bits - (upper << 16)
+
+
+@triton.jit
+def joined(upper, low, exp_avg_sq):
+    """The master weight's bits from its halves. A tie that was rounded down has a negative ``exp_avg_sq``."""
+    down = (low == -0x8000) & (exp_avg_sq < 0)
+    return (upper << 16) + tl.where(down, 0x8000, low)
+
+
 @triton.jit(do_not_specialize=["total"])
 def _split(master, weight, low, exp_avg_sq, total, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < total
     bits = tl.load(master + index, mask=mask, other=0)
-
-    # A NaN stays a NaN: rounding could carry into its sign.
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded)
-    difference = bits - (rounded << 16)
-    tl.store(weight + index, rounded.to(tl.int16), mask=mask)
+    upper, difference = halves_of(bits)
+    tl.store(weight + index, upper.to(tl.int16), mask=mask)
     tl.store(low + index, difference.to(tl.int16), mask=mask)
 
     second = tl.load(exp_avg_sq + index, mask=mask, other=0)
@@ -35,12 +47,11 @@ def _split(master, weight, low, exp_avg_sq, total, BLOCK: tl.constexpr):
 def _join(weight, low, exp_avg_sq, master, total, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < total
-    upper = tl.load(weight + index, mask=mask, other=0).to(tl.int32) << 16
+    upper = tl.load(weight + index, mask=mask, other=0).to(tl.int32)
     difference = tl.load(low + index, mask=mask, other=0).to(tl.int32)
     second = tl.load(exp_avg_sq + index, mask=mask, other=0)
 
-    down = (difference == -0x8000) & (second < 0)
-    tl.store(master + index, upper + tl.where(down, 0x8000, difference), mask=mask)
+    tl.store(master + index, joined(upper, difference, second), mask=mask)
     tl.store(exp_avg_sq + index, second & 0x7FFFFFFF, mask=mask & (second < 0))
 
 
