@@ -92,9 +92,10 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
     if dist.is_initialized():
         return
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # Port 0 is any free one, so that two processes on their own do not meet.
+    os.environ.setdefault("MASTER_PORT", "29500" if world > 1 else "0")
 
     raise_open_files()
     if platform.name == "cuda":
