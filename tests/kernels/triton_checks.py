@@ -297,7 +297,7 @@ def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float
 
 def halves_error(count: int, device: str = "cpu") -> float:
     """Numbers in which our kernels for master weights differ from torch: all sizes, ties both ways."""
-    master = torch.randn(count) * torch.logspace(-42, 38, count)
+    master = torch.randn(count) * torch.logspace(-42, 37, count)
     bits = master.view(torch.int32)
     bits[::3] = bits[::3] & ~0xFFFF | 0x8000
     second = torch.rand(count) * (torch.rand(count) < 0.9)
@@ -329,7 +329,7 @@ def adam_error(count: int, device: str = "cpu") -> float:
     which is 0, cut into stretches; with addresses and sizes of any alignment.
     """
     gradients = torch.randn(3, count) * torch.logspace(-30, 18, count)[torch.randperm(count)]
-    start = torch.randn(count) * torch.logspace(-42, 38, count)
+    start = torch.randn(count) * torch.logspace(-42, 37, count)
     start.view(torch.int32)[::3] &= ~0xFFFF
     start.view(torch.int32)[::3] |= 0x8000
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
