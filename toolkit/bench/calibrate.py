@@ -52,7 +52,7 @@ class Amounts:
     """The amounts of work for which kernels are timed."""
 
     tokens: int
-    """Tokens in a product."""
+    """Tokens in the widest product, and in attention."""
     widths: tuple[int, ...]
     """Widths of products."""
     lengths: tuple[int, ...]
@@ -106,10 +106,12 @@ class Kernels:
     def products(self) -> tuple[float, float]:
         """TFLOP/s of very wide products, and the width at which products reach half of that.
 
-        All three products of a linear are timed: forward, input gradient and weight gradient.
+        All three products of a linear are timed: forward, input gradient and weight gradient. Narrow ones
+        have more tokens, as in a tower, so that each takes longer than the processor needs to launch it.
         """
-        tokens, rates = self.amounts.tokens, []
+        rates = []
         for width in self.amounts.widths:
+            tokens = self.amounts.tokens * self.amounts.widths[-1] // width
             x, weight = self.random(tokens, width, grad=True), self.random(width, width, grad=True)
             gradient = self.random(tokens, width)
 

@@ -1,0 +1,43 @@
+"""Rates that ``bench --calibrate`` finds on a machine whose rates are known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from toolkit.bench.calibrate import Kernels
+
+TFLOPS, HALF_WIDTH, LAUNCH_S = 718.0, 400.0, 300e-6
+"""Products of an H200, and the time in which a slow processor launches the three of a linear."""
+
+
+class KnownMachine(Kernels):
+    """Computes nothing, and takes the time of a GPU that waits for its processor."""
+
+    width = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def random(self, *shape: int, grad: bool = False) -> torch.Tensor:
+        type(self).width = shape[-1]
+        return torch.empty(*shape, device="meta", dtype=self.dtype, requires_grad=grad)
+
+    def seconds(self, work: Any) -> float:
+        with FlopCounterMode(display=False) as counter:
+            work()
+        rate = TFLOPS * 1e12 * self.width / (self.width + HALF_WIDTH)
+        return max(LAUNCH_S, counter.get_total_flops() / rate)
+
+
+def test_a_processor_that_launches_slowly_does_not_count_as_a_slow_product() -> None:
+    platform, nothing = SimpleNamespace(name="cuda"), SimpleNamespace()
+    machine = KnownMachine(cast(Any, platform), cast(Any, nothing), cast(Any, nothing))
+    tflops, half_width = machine.products()
+    assert tflops == pytest.approx(TFLOPS, rel=1e-3)
+    assert half_width == pytest.approx(HALF_WIDTH, rel=1e-2)
