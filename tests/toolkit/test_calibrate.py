@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from toolkit.bench.calibrate import Kernels
+from toolkit.bench.calibrate import AMOUNTS, Kernels
 
 TFLOPS, HALF_WIDTH, LAUNCH_S = 718.0, 400.0, 300e-6
 """Products of an H200, and the time in which a slow processor launches the three of a linear."""
@@ -33,6 +33,23 @@ class KnownMachine(Kernels):
             work()
         rate = TFLOPS * 1e12 * self.width / (self.width + HALF_WIDTH)
         return max(LAUNCH_S, counter.get_total_flops() / rate)
+
+
+class DisturbedMachine(KnownMachine):
+    """Collectives of all sizes take as long as something else takes the processor."""
+
+    def _counted(self, work: Any, calls: int = 8) -> float:
+        return 0.004
+
+
+def test_a_disturbed_latency_does_not_make_collectives_fast(monkeypatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    platform, nothing = SimpleNamespace(name="cuda", device="meta"), SimpleNamespace()
+    machine = DisturbedMachine(cast(Any, platform), cast(Any, nothing), cast(Any, nothing))
+    speed, latency = machine.collectives()
+    sent = AMOUNTS["cuda"].message / 2
+    assert latency == 0.004
+    assert sent / 0.004 / 1e9 <= speed <= 2 * sent / 0.004 / 1e9
 
 
 def test_a_processor_that_launches_slowly_does_not_count_as_a_slow_product() -> None:
