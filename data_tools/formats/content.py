@@ -56,8 +56,7 @@ class Reader:
 
     Args:
         record: the record. place: the field that holds the turns. read: fields of the record that have an
-            effect. markers: treat ``<image>`` in the text as a marker even if no media are listed.
-        strip: remove white space around the user's texts, as Qwen's fine-tuning code does.
+            effect. strip: remove white space around the user's texts, as Qwen's fine-tuning code does.
         base: folder of the record's media.
     """
 
@@ -67,7 +66,6 @@ class Reader:
         place: str,
         read: tuple[str, ...],
         *,
-        markers: bool,
         strip: bool = False,
         base: str = "",
     ) -> None:
@@ -85,7 +83,9 @@ class Reader:
         self.ignore("records", record, *read, *self.rates)
         self.ignored += of_media
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
-        self.markers = markers or any(self.listed.values())
+        self.markers_are_text = record.get("markers") == "text"
+        self.unlisted: list[str] = []
+        """Markers in the texts of a record that lists no media."""
         self.asked = dict.fromkeys(KINDS, 0)
         self.media: list[tuple[str, Any]] = []
         self.fields: list[str] = []
@@ -247,7 +247,8 @@ class Reader:
 
     def text(self, written: str, strip: bool = False) -> list[dict[str, Any]]:
         """The parts of a text with markers; ``strip`` removes white space around each text."""
-        if not self.markers:
+        if self.markers_are_text or not any(self.listed.values()):
+            self.unlisted += MARKER.findall(written)
             return [{"type": "text", "text": written}]
         pieces = MARKER.split(written)
         if strip:
@@ -326,6 +327,14 @@ class Reader:
         return {"type": kind}
 
     def finish(self) -> None:
+        """Refuses markers without media, and media without markers.
+
+        In a record whose media are content parts, or which says so, markers are text.
+        """
+        if not self.media and not self.markers_are_text:
+            for marker in self.unlisted:
+                self.asked[marker[1:-1]] += 1
+
         for kind in KINDS:
             if self.asked[kind] != self.listed[kind]:
                 detail = (
@@ -334,6 +343,8 @@ class Reader:
                 )
                 if kind == "video" and 1 <= self.asked[kind] < self.listed[kind]:
                     detail += "; to give one video as pictures, write a list of them in the place of its file"
+                if self.unlisted:
+                    detail += "; if the text is about the marker itself, give the record 'markers': 'text'"
                 raise RecordError("markers and media differ", detail, self.place)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from .canonical import Message, RecordError
 from .content import Reader
 
-COMMON = ("id", "system", "image", "images", "video", "videos", "tools", "functions")
+COMMON = ("id", "system", "image", "images", "video", "videos", "markers", "tools", "functions")
 WEIGHTS = ("loss_weight", "sample_weight", "weight")
 
 
@@ -29,8 +29,6 @@ class Format:
     """Raises RecordError if the turns are something else."""
     fields: tuple[str, ...] = ()
     """Fields of the record that it reads, beside those of every format."""
-    markers: bool = True
-    """Whether ``<image>`` in the text is a marker even if no media are listed."""
     strip: bool = False
     """Whether white space around the user's texts, also between media, is removed."""
     base: str = ""
@@ -42,7 +40,7 @@ class Format:
         if base is not None and not isinstance(base, str):
             raise RecordError("bad media reference", f"{self.base!r} must be a folder", self.base)
         read = (*COMMON, *WEIGHTS, self.place, *self.fields)
-        return Reader(record, self.place, read, markers=self.markers, strip=self.strip, base=base or "")
+        return Reader(record, self.place, read, strip=self.strip, base=base or "")
 
 
 def listed_turns(record: dict[str, Any], place: str) -> list[Any]:

@@ -31,5 +31,4 @@ FORMAT = Format(
     _matches,
     _read,
     fields=("extra_info", "_dataset_name"),
-    markers=False,
 )

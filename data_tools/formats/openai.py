@@ -1,7 +1,7 @@
 """OpenAI: ``messages`` with ``role`` and ``content``, a string or parts. TRL and ms-swift have them too.
 
-Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT. Without listed
-media, ``<image>`` in the text is text.
+Text with ``<image>`` markers and ``image(s)`` next to ``messages`` is read as in ShareGPT. In a record whose
+media are content parts, ``<image>`` in the text is text.
 """
 
 from __future__ import annotations
@@ -24,5 +24,4 @@ FORMAT = Format(
     lambda record: record.get("messages") is not None,
     _read,
     fields=("parallel_tool_calls",),
-    markers=False,
 )

@@ -15,6 +15,7 @@ from tests.data.media import encoded, write
 
 ASK = {"role": "user", "content": "Hi"}
 SAY = {"role": "assistant", "content": "Hello"}
+MARKED = {"role": "user", "content": "<image>\nHi"}
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "d", "parameters": {}}}
 PICTURES = [
@@ -415,6 +416,10 @@ def asks(part):
     return {"messages": [{"role": "user", "content": [part]}, SAY]}
 
 
+def asks_in_parts(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}, SAY]}
+
+
 WEIGHT, PART = "bad loss weight", "unknown content part"
 ARGUMENTS = "messages[1].tool_calls[0].arguments"
 REFUSED = [
@@ -432,6 +437,13 @@ REFUSED = [
     ({"instruction": "a", "query": "b", "output": "c"}, "two conversations", "query"),
     ({"instruction": "a", "output": "b", "history": ["c"]}, "bad history", "history[0]"),
     ({"instruction": "<image>", "output": "b"}, "markers and media differ", "instruction"),
+    # A field that is absent, empty or misnamed: the model would read the letters.
+    ({"messages": [MARKED, SAY]}, "markers and media differ", "messages"),
+    ({"messages": [MARKED, SAY], "images": []}, "markers and media differ", "messages"),
+    ({"messages": [MARKED, SAY], "image_paths": ["a.png"]}, "markers and media differ", "messages"),
+    ({"messages": [ASK, SAY | {"content": "A <video> of"}]}, "markers and media differ", "messages"),
+    (asks_in_parts({"type": "text", "text": "<image>"}), "markers and media differ", "messages"),
+    ({"messages": [MARKED, SAY], "image": "a.png", "markers": "text"}, "markers and media differ", "messages"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
     (
         {"instruction": "a", "output": "", "history": [["b", "c"]]},
@@ -512,6 +524,23 @@ def test_what_the_model_cannot_see_or_learn_is_refused(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
     assert (error.value.reason, error.value.field) == (reason, field)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": [MARKED, SAY], "markers": "text"},
+        {"conversations": [{"from": "human", "value": "<image>\nHi"}, {"from": "gpt", "value": "Hello"}]}
+        | {"markers": "text"},
+        asks_in_parts({"type": "image", "image": "a.png"}, {"type": "text", "text": "<image>\nHi"}),
+    ],
+    ids=["openai", "sharegpt", "media are parts"],
+)
+def test_markers_may_be_text(record):
+    conversation = read_conversation(record)
+    assert "<image>\nHi" in json.dumps(conversation.messages[0]["content"]).replace("\\n", "\n")
+    assert len(conversation.media) == str(record).count("a.png")
+    assert not conversation.ignored
 
 
 def test_a_prompt_may_end_with_the_result_of_a_tool():
