@@ -10,16 +10,17 @@ seconds after SIGTERM; ``python -m megatron_vl.launch`` waits for them instead.
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 
-from megatron_vl.config import parse
+from megatron_vl.config import TrainConfig, parse, validate
 from megatron_vl.errors import describe, exit_code, follows, is_fixable
 from megatron_vl.parallel import failures
 from megatron_vl.signals import take_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parses and checks the options, then trains.
+    """Parses the options, then trains.
     Returns the exit code: 0 when done, 1 when stopped with a message.
 
     If one of several ranks fails, all of them end with its message (see
@@ -29,11 +30,6 @@ def main(argv: list[str] | None = None) -> int:
     config = parse(argv)
     faulthandler.enable()  # a crash in native code then prints the Python stack
     try:
-        from megatron_vl.training.preflight import check
-
-        check(config)
-        from megatron_vl.training.loop import train
-
         train(config)
     except Exception as error:
         return _failed(error)
@@ -44,6 +40,40 @@ def main(argv: list[str] | None = None) -> int:
 
             end_groups()
     return 0
+
+
+def train(config: TrainConfig) -> None:
+    """Runs a training from its config to its end: resolve, build, restore, run. Collective.
+
+    Raises:
+        UserError: the run is impossible or cannot continue. The message says why.
+        SystemExit: a signal asked a rank to stop before the first step.
+    """
+    # What is impossible for any model and data is refused before any process group starts.
+    validate(config, launched_world_size())
+
+    from megatron_vl.parallel.groups import from_first_rank
+    from megatron_vl.training import loop, resume, setup
+    from megatron_vl.training.out_of_memory import explained
+    from megatron_vl.training.resolve import resolve
+
+    platform = setup.join_ranks(config)
+    try:
+        # Other nodes may see an older state of shared storage, and thousands of readers would overload it.
+        resolved = from_first_rank(lambda: resolve(config, launched_world_size()))
+        with explained(resolved):
+            run = setup.build(resolved, platform)
+            with setup.closed_on_failure(run):
+                resume.restore(run)
+                loop.run_steps(run)
+        setup.close(run)
+    finally:
+        failures.stop_alone()
+
+
+def launched_world_size() -> int:
+    """Number of ranks of this training, as torchrun sets it; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _failed(error: Exception) -> int:

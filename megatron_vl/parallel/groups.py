@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vl.core_fixes.default_store import default_store
+from megatron_vl.errors import is_fixable
 
 _Kind = tuple[tuple[int, ...], str | None, str | None]
 """Members, backend and purpose."""
@@ -102,6 +103,28 @@ def core_keeps_groups() -> Iterator[None]:
         yield
     finally:
         mpu.create_group = create
+
+
+def from_first_rank[T](make: Callable[[], T]) -> T:
+    """Calls ``make`` on rank 0 and returns its result on all ranks. Collective.
+
+    Raises:
+        Exception: on all ranks, the error of ``make`` on rank 0. A bug is a RuntimeError on the other ranks.
+    """
+    result: Any = None
+    error: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            result = make()
+        except Exception as caught:  # of any type, because the other ranks wait for an answer
+            error = caught
+
+    answer = [result, error if error is None or is_fixable(error) else RuntimeError(repr(error))]
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        dist.barrier()  # no rank ends before all have the message
+        raise error or answer[1]
+    return answer[0]
 
 
 def group_of_one() -> Any:

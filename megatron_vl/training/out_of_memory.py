@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_vl import host_memory
-from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.planning.fit import advice
 from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.memory import PARTS, StageMemory
-from megatron_vl.planning.run import estimate
-from megatron_vl.spec.families import read_spec
+from megatron_vl.planning.memory import PARTS, StageMemory, stage_memories
+from megatron_vl.training.resolve import ResolvedRun
 
 GIB = 2**30
 FRAGMENTED = 0.1
@@ -49,24 +46,24 @@ class GpuMemory:
 
 
 @contextlib.contextmanager
-def explained(config: TrainConfig) -> Iterator[None]:
+def explained(resolved: ResolvedRun) -> Iterator[None]:
     """A context that replaces errors caused by a lack of memory with :class:`OutOfMemory`."""
     try:
         yield
     except Exception as error:
-        message = explain(error, config)
+        message = explain(error, resolved)
         if message is None:
             raise
         raise OutOfMemory(message) from error
 
 
-def explain(error: Exception, config: TrainConfig) -> str | None:
+def explain(error: Exception, resolved: ResolvedRun) -> str | None:
     """The message for an error caused by a lack of memory; None for any other error."""
     if isinstance(error, OutOfMemory):
         return None
     said = str(error)
     if type(error).__name__ == "OutOfMemoryError" or _OF_GPU.search(said):
-        return _gpu_message(said, config)
+        return _gpu_message(said, resolved)
     return host_message(error)
 
 
@@ -79,7 +76,7 @@ def host_message(error: BaseException) -> str | None:
     return f"out of host memory ({_first_line(said)}): {host_memory.limits()}. {_upper(LESS_HOST_MEMORY)}"
 
 
-def _gpu_message(said: str, config: TrainConfig) -> str:
+def _gpu_message(said: str, resolved: ResolvedRun) -> str:
     memory = read_gpu_message(said)
     if memory is None:
         return f"out of GPU memory: {_first_line(said)}"
@@ -99,7 +96,7 @@ def _gpu_message(said: str, config: TrainConfig) -> str:
 
     # The estimate only adds to the message. An error in it must not hide the message.
     with contextlib.suppress(Exception):
-        parts += _by_the_estimate(config, memory)
+        parts += _by_the_estimate(resolved, memory)
     return ". ".join(parts)
 
 
@@ -135,17 +132,18 @@ def _gib(pattern: str, said: str) -> float | None:
 # --- What would fit
 
 
-def _by_the_estimate(config: TrainConfig, memory: GpuMemory) -> list[str]:
+def _by_the_estimate(resolved: ResolvedRun, memory: GpuMemory) -> list[str]:
     """Two sentences: the estimate for this stage, and the change that would fit."""
-    spec, world, stage = read_spec(config.model.hf), int(os.environ.get("WORLD_SIZE", 1)), own_stage()
-    rates = calibration_for(config.platform)
-    expected = estimate(config, spec, world, calibration=rates)[stage]
+    config, spec, layout, dp = resolved.config, resolved.spec, resolved.layout, resolved.dp
+    stage, rates = own_stage(), calibration_for(config.platform)
+    expected = stage_memories(config, spec, layout, dp)[stage]
     said = [f"The estimate of pipeline stage {stage} is {expected.total / GIB:.1f} GiB ({_parts(expected)})"]
 
     # Memory beyond the estimate is assumed to be needed after any change, too.
     beyond = max(0.0, memory.allocated + (memory.wanted or 0.0) - expected.total / GIB)
     left = dataclasses.replace(rates, memory_gib=memory.total - memory.others - beyond)
-    return [*said, advice(config, spec, world, left, near=True).removesuffix(".")]
+    world_size = dp * layout.tp * layout.pp
+    return [*said, advice(config, spec, world_size, left, near=True).removesuffix(".")]
 
 
 def own_stage() -> int:

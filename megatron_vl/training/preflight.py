@@ -1,36 +1,23 @@
-"""Checks that run before anything is started. torch is imported only after fields and paths were checked."""
+"""Checks of what a run reads and writes, before anything is started. torch is imported only to look into a
+checkpoint."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megatron_vl import host_memory
-from megatron_vl.config import RunConfigError, TrainConfig, validate, video_rule
-from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.description import META, SIZES, SplitFacts, read_description
+from megatron_vl.config import RunConfigError, TrainConfig, video_rule
 from megatron_vl.data.location import in_store, location
 from megatron_vl.parallel.open_files import raise_open_files
-from megatron_vl.planning.fit import check_memory
-from megatron_vl.planning.gpus import calibration_for, calibration_here
+from megatron_vl.planning.gpus import calibration_here
 from megatron_vl.planning.memory import stage_memories
-from megatron_vl.planning.run import check_layout, run_layout, split_source
-from megatron_vl.spec.families import ModelSpec, read_spec
-from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.weights.run_folder import (
-    DataRestart,
-    Lineage,
-    Saved,
-    StepMissingError,
-    choose,
-    read_signed,
-)
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 
 OWN_FILES = 512
@@ -38,113 +25,6 @@ OWN_FILES = 512
 
 MANY_TRACED = 10
 """If a trace has more steps than this, a line warns of its cost."""
-
-
-def launched_world_size() -> int:
-    """Number of ranks of this training, as torchrun sets it; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def check(config: TrainConfig, world_size: int | None = None) -> tuple[ModelSpec, Layout]:
-    """Checks fields, the model's config, layout, paths, and whether the run's checkpoint can be resumed.
-
-    Args:
-        world_size: number of ranks; None: as launched.
-
-    Raises:
-        RunConfigError, LayoutError, ConfigError, CheckpointError: a check failed. The message names the
-            field, path or number.
-        CoreVersionError: this version of Megatron-core was never tested with this toolkit.
-    """
-    check_core_version()
-    world_size = launched_world_size() if world_size is None else world_size
-    validate(config, world_size)
-    check_inputs(config)
-
-    spec = read_spec(config.model.hf)
-    dp = check_layout(config, spec, world_size)
-    if config.model.moe_aux_loss is not None and spec.language.moe is None:
-        raise RunConfigError(
-            f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
-        )
-    if config.data.balance and not may_have_sizes(config.data.path):
-        check_open_files(dp)
-    check_folder("checkpoint.dir", config.checkpoint.dir)
-    check_folder("log.tensorboard", config.log.tensorboard)
-    check_folder("profile.dir", config.profile.dir)
-    check_folder("wandb.dir", config.wandb.dir)
-    check_wandb(config.wandb.project)
-    check_export(config)
-
-    start = plan_start(config, dp)
-    layout = split_of(config, spec, world_size, start.source)
-    check_gpu_memory(config, spec, layout, world_size)
-    check_host_memory(config, spec, layout, dp)
-    if start.source is not None:
-        check_video_rule(config, spec, start.source.path)
-        check_own_checkpoint(config, spec, dp, start)
-    else:
-        check_start_path(config)
-    return spec, layout
-
-
-def check_start_path(config: TrainConfig) -> None:
-    """Refuses a ``model.checkpoint`` that is not there."""
-    if config.model.checkpoint and not Path(config.model.checkpoint).exists():
-        raise RunConfigError(
-            f"model.checkpoint {config.model.checkpoint} does not exist; `megatron-vl convert` writes it"
-        )
-
-
-def split_of(config: TrainConfig, spec: ModelSpec, world_size: int, source: Saved | None) -> Layout:
-    """The layout of a run on this machine. A run that resumes from ``source`` keeps its split."""
-    rates, saved = calibration_for(config.platform), saved_layout(config, spec, source)
-    return run_layout(config, spec, world_size, calibration=rates, saved=saved)
-
-
-def split_note(config: TrainConfig, spec: ModelSpec, layout: Layout, source: Saved | None) -> str:
-    """A line that says where the split of the decoder layers comes from; empty if the run gives the split.
-
-    Args:
-        config: the run before :func:`settle_split`.
-    """
-    how = split_source(config, layout, saved_layout(config, spec, source))
-    if how == "given":
-        return ""
-    where = f"planned, {calibration_for(config.platform).source}" if how == "planned" else "as it was saved"
-    return f"decoder layers of the stages {list(layout.layers)}: {where}"
-
-
-def check_gpu_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_size: int) -> str:
-    """Compares the memory estimate with this machine's GPUs, if there are any and the run uses them.
-
-    Returns:
-        A remark if the run may not fit but is not refused; otherwise an empty text.
-
-    Raises:
-        RunConfigError: the run does not fit.
-    """
-    gpu = None if config.platform == "cpu" else calibration_here()
-    return "" if gpu is None else check_memory(config, spec, layout, world_size, gpu)
-
-
-def saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> Layout | None:
-    """The layout of a checkpoint, whose split a resumed run keeps; None if the run does not need it.
-
-    It is also None if the checkpoint is damaged, which other checks report.
-    """
-    if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
-        return None
-    try:
-        return read_layout(spec, read_signed(source.path / "run.json", source.step)["layout"])
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError):
-        return None
-
-
-def settle_split(config: TrainConfig, layout: Layout) -> None:
-    """Writes the chosen split into the config, so that all later code uses the same one."""
-    if layout.pp > 1:
-        config.parallel.layers = list(layout.layers)
 
 
 def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> None:
@@ -182,29 +62,41 @@ def check_open_files(dp: int) -> None:
         )
 
 
-def may_have_sizes(path: str) -> bool:
-    """Whether a data set may have sizes from which batches are planned, which no exchange of rows needs.
-
-    Only rank 0 finds out, after process groups have started.
-    """
-    folder = Path(path)
-    return in_store(path) or folder.is_file() or (folder / META / SIZES).is_dir()
-
-
-def check_inputs(config: TrainConfig) -> None:
+def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
     """Refuses a run whose model or data set is not there. It looks only at which files exist.
+
+    Args:
+        model_only: check ``model.hf`` alone, which may then be a ``config.json`` too.
 
     Raises:
         RunConfigError: names the field and says what to give.
     """
-    if not config.model.hf:
+    hf = config.model.hf
+    if not hf:
         raise RunConfigError("model.hf is empty; give the Hugging Face folder that the model comes from")
-    if not (Path(config.model.hf) / "config.json").is_file():
+    if model_only:
+        return
+
+    if not (Path(hf) / "config.json").is_file():
         raise RunConfigError(
-            f"model.hf {config.model.hf} holds no config.json; give the folder of a downloaded checkpoint "
+            f"model.hf {hf} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
         )
     check_data_path(config.data.path)
+
+
+def check_outputs(config: TrainConfig) -> None:
+    """Refuses folders that cannot be written to, and exports and reports that cannot be made.
+
+    Raises:
+        RunConfigError: names the field and says what to give.
+    """
+    check_folder("checkpoint.dir", config.checkpoint.dir)
+    check_folder("log.tensorboard", config.log.tensorboard)
+    check_folder("profile.dir", config.profile.dir)
+    check_folder("wandb.dir", config.wandb.dir)
+    check_wandb(config.wandb.project)
+    check_export(config)
 
 
 def check_data_path(path: str) -> None:
@@ -236,28 +128,6 @@ def check_data_path(path: str) -> None:
                 f"data.path {path} holds an unfinished conversion; run `megatron-vl data convert` again"
             )
         raise RunConfigError(f"data.path {path} is not a data set (it holds no .nv-meta); {advice}")
-
-
-def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
-    """Reads the facts that loaders need about ``train`` and, if the run evaluates, about ``eval.split``.
-
-    Only one rank of a run calls this function (see :func:`megatron_vl.training.loop.share_data`). It reads
-    about 60 bytes for each shard.
-
-    Raises:
-        LoaderError: there is no data set, or one of these splits is empty.
-        DescriptionError: the data set's description could run code, or refers to files outside its folder.
-    """
-    found = read_description(location(config.data.path))
-    splits = {"train", config.eval.split} if config.eval.interval else {"train"}
-    facts = {split: found.facts(split) for split in sorted(splits)}
-    if config.data.balance:
-        # It imports torch, which only ranks do.
-        from megatron_vl.data.sizes import why_not_planned
-
-        unplanned = why_not_planned(found, config.model.hf, config.data)
-        facts["train"] = dataclasses.replace(facts["train"], unplanned=unplanned)
-    return facts
 
 
 def check_folder(field: str, path: str) -> None:
@@ -316,89 +186,10 @@ def check_export(config: TrainConfig) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins.
-
-    Attributes:
-        source: the checkpoint to resume from; None: the run starts from ``model.checkpoint`` or from random
-            weights.
-        lineage: lineage of the checkpoints that the run will save.
-        restart_data: whether the data set is read from its start.
-        said: lines to print for the user.
-    """
-
-    source: Saved | None
-    lineage: Lineage
-    restart_data: bool
-    said: tuple[str, ...]
-
-
-def plan_start(config: TrainConfig, dp: int) -> Start:
-    """Decides where a run with data-parallel size ``dp`` begins.
-
-    Raises:
-        RunConfigError: there is no checkpoint of step ``checkpoint.step``.
-        CheckpointError: the latest checkpoint is not known or cannot be read.
-    """
-    c = config.checkpoint
-    folder = Path(c.dir) if c.dir and c.resume else None
-    try:
-        choice = choose(folder, c.step, c.branch, c.attempt)
-    except StepMissingError as error:
-        if c.step is None:
-            raise
-        raise RunConfigError(str(error)) from error
-
-    source, lineage = choice.source, choice.lineage
-    if not c.restart_data:
-        # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that
-        # overrides it does not make the next start restart the data again.
-        return Start(source, lineage, False, choice.said)
-    if source is None:
-        return Start(
-            None, dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt)), False, choice.said
-        )
-
-    done = source.lineage.data_restart
-    if done is not None and done.attempt >= c.attempt and _reads_the_same(source, run_facts(config, dp)):
-        line = (
-            f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
-            f" step {done.step}; the run continues in it. To read it from its start once more, give"
-            f" --checkpoint.attempt {done.attempt + 1}"
-        )
-        return Start(source, lineage, False, (*choice.said, line))
-
-    line = (
-        f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run"
-        " has saved, a start with the same option continues in it"
-    )
-    lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
-    return Start(source, lineage, True, (*choice.said, line))
-
-
-def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
-    """Whether a run with the facts ``now`` can continue in the data where a checkpoint stopped."""
-    from megatron_vl.training.checkpoint import SAME, read_run
-
-    saved = read_run(source.path)
-    return all(saved.get(name) == now[name] for name in SAME)
-
-
-def resumed_from(config: TrainConfig) -> Saved | None:
-    """The checkpoint that this run resumes from; None if it starts from step 0."""
-    c = config.checkpoint
-    return choose(Path(c.dir) if c.dir and c.resume else None, c.step, c.branch, c.attempt).source
-
-
-def step_to_resume(config: TrainConfig) -> int | None:
-    """The step whose checkpoint this run resumes from; None if it starts from step 0."""
-    source = resumed_from(config)
-    return None if source is None else source.step
-
-
-def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: Start) -> None:
-    """Checks that the run can continue from its own checkpoint.
+def check_own_checkpoint(
+    config: TrainConfig, spec: ModelSpec, dp: int, source: Path, restart_data: bool
+) -> None:
+    """Checks that the run can continue from its own checkpoint, the step folder ``source``.
 
     The checkpoint's files say which model it holds. ``model.checkpoint`` is not read and need not exist.
 
@@ -408,10 +199,8 @@ def check_own_checkpoint(config: TrainConfig, spec: ModelSpec, dp: int, start: S
     """
     from megatron_vl.training import checkpoint
 
-    assert start.source is not None
-    path = start.source.path
-    saved = checkpoint.check_resumable(path, run_facts(config, dp), start.restart_data)
-    check_same_model(f"checkpoint {path}", checkpoint.open_weights(path, saved).spec, config, spec)
+    saved = checkpoint.check_resumable(source, run_facts(config, dp), restart_data)
+    check_same_model(f"checkpoint {source}", checkpoint.open_weights(source, saved).spec, config, spec)
 
 
 def run_facts(config: TrainConfig, dp: int) -> dict[str, Any]:
@@ -436,26 +225,24 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, source: Path) -> None
             )
 
 
-def check_start_weights(config: TrainConfig, spec: ModelSpec) -> Any:
-    """Opens ``model.checkpoint``. Returns its reader.
+def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
+    """Checks the weights in ``model.checkpoint``.
+
+    Returns:
+        A note if they were trained under another rule for videos than this run's; otherwise an empty text.
 
     Raises:
-        RunConfigError: the weights are of another model than ``model.hf``.
-        WeightsError, FileNotFoundError: the weights cannot be read.
+        RunConfigError: they are not there, or of another model than ``model.hf``.
+        WeightsError, FileNotFoundError: they cannot be read.
     """
     from megatron_vl.weights.reader import WeightReader
 
-    reader = WeightReader(config.model.checkpoint)
-    check_same_model(f"model.checkpoint {config.model.checkpoint}", reader.spec, config, spec)
-    return reader
+    path = config.model.checkpoint
+    if not Path(path).exists():
+        raise RunConfigError(f"model.checkpoint {path} does not exist; `megatron-vl convert` writes it")
+    weights = WeightReader(path)
+    check_same_model(f"model.checkpoint {path}", weights.spec, config, spec)
 
-
-def changed_video_rule(weights: Any, config: TrainConfig, spec: ModelSpec) -> str:
-    """A note if a run's start weights were trained under another rule for videos; otherwise empty.
-
-    Args:
-        weights: the result of :func:`check_start_weights`.
-    """
     trained = weights_video_rule(weights.path, weights.manifest, spec)
     for name, now in video_rule(config.data, spec.vision.video_timestamps).items():
         before = trained.get(name, now)
@@ -483,11 +270,10 @@ def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: M
         raise RunConfigError(f"{held_by} holds another model than model.hf {config.model.hf} ({sizes})")
 
 
-def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[str]:
+def remarks(config: TrainConfig, resumes: bool = False) -> list[str]:
     """Notes on settings that are allowed but rarely intended.
 
     Args:
-        platform: ``cuda`` or ``cpu``.
         resumes: whether weights come from the run's own checkpoint.
     """
     found = []
@@ -524,6 +310,7 @@ def remarks(config: TrainConfig, platform: str, resumes: bool = False) -> list[s
                 f" stores their moments; --model.freeze_{part} true saves both"
             )
 
-    if platform == "cpu" and config.dtype == "bfloat16":
+    on_cpu = config.platform == "cpu" or calibration_here() is None
+    if on_cpu and config.dtype == "bfloat16":
         found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return found

@@ -6,7 +6,8 @@ import os
 import sys
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
-from megatron_vl.errors import UsageError, UserError
+from megatron_vl.errors import UsageError
+from megatron_vl.training.preflight import check_inputs
 from toolkit.launch import free_port
 
 from .environment import Surroundings, read
@@ -26,30 +27,42 @@ def train(options: TrainOptions) -> int:
     """Returns the exit code of the training: 0 if done or stopped by a signal, 1 if stopped
     with a message."""
     surroundings = read(os.environ)
-    if surroundings.variables and options.nproc_per_node and not options.dry_run:
+    if options.dry_run:
+        from .dry_run import show
+
+        nnodes = options.nnodes or surroundings.nnodes
+        show(_config(options.fields), options.nproc_per_node, nnodes, options.json)
+        return 0
+
+    group = None if surroundings.is_rank else _group_to_start(options, surroundings)
+    if group is not None:
+        return _start_ranks(options, group)
+    if surroundings.variables and options.nproc_per_node:
         raise UsageError(
             "this Slurm step has several tasks per node, one for each rank: leave out --nproc-per-node, "
             "or start one task per node (srun --ntasks-per-node 1)"
         )
-    if surroundings.is_rank and not options.dry_run:
-        return _be_a_rank(options.fields, surroundings.variables)
+    from megatron_vl.train import main
 
+    os.environ.update(surroundings.variables if surroundings.is_rank else _alone())
+    return main(options.fields)
+
+
+def _group_to_start(options: TrainOptions, surroundings: Surroundings) -> list[str] | None:
+    """The launcher's options that start this node's ranks; None if this process is the only rank."""
     config = _config(options.fields)
-    if options.dry_run:
-        from .dry_run import show
-
-        show(config, options.nproc_per_node, options.nnodes or surroundings.nnodes, options.json)
-        return 0
-
     nnodes = options.nnodes or surroundings.nnodes
     per_node = options.nproc_per_node or _gpus_here()
     meeting = _meeting(options, surroundings, nnodes)
-    _refuse(config, nnodes * per_node)
+
+    # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
+    validate(config, nnodes * per_node)
+    check_inputs(config)
     for name, value in FOR_GPUS.items():
         os.environ.setdefault(name, value)
     if nnodes * per_node == 1:
-        return _be_a_rank(options.fields, _alone())
-    return _start_ranks(options, ["--nnodes", str(nnodes), "--nproc-per-node", str(per_node), *meeting])
+        return None
+    return ["--nnodes", str(nnodes), "--nproc-per-node", str(per_node), *meeting]
 
 
 def _config(fields: list[str]) -> TrainConfig:
@@ -59,32 +72,6 @@ def _config(fields: list[str]) -> TrainConfig:
         return parse_config(fields)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
-
-
-def _refuse(config: TrainConfig, world: int) -> None:
-    """Refuses, before any process starts, a run that is impossible, too large, or lacks its inputs."""
-    validate(config, world)
-    from megatron_vl.planning.gpus import calibration_here
-    from megatron_vl.spec.families import read_spec
-    from megatron_vl.training.preflight import check_gpu_memory, check_inputs, resumed_from, split_of
-
-    check_inputs(config)
-    if config.platform == "cpu" or calibration_here() is None:
-        return
-    try:
-        spec = read_spec(config.model.hf)
-        layout = split_of(config, spec, world, resumed_from(config))
-    except (UserError, OSError, ValueError):
-        return  # the ranks say what is wrong, with all that they check before
-    check_gpu_memory(config, spec, layout, world)
-
-
-def _be_a_rank(fields: list[str], variables: object) -> int:
-    """Trains in this process as one rank."""
-    os.environ.update(dict(variables))  # type: ignore[call-overload]
-    from megatron_vl.train import main
-
-    return main(fields)
 
 
 def _alone() -> dict[str, str]:

@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, warm_up_passes
-from megatron_vl.planning.offload import least_share, resolve
+from megatron_vl.planning.offload import least_share
 from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.run import run_layout, split_source
-from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.preflight import resumed_from, saved_layout
+from megatron_vl.training.resolve import resolve
 from megatron_vl.words import counted
 from toolkit.doctor.machine import list_gpus
 from toolkit.memory_table import WIDTH, memory_table
@@ -40,21 +39,11 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
     Raises:
         RunConfigError, LayoutError, ConfigError: the run is impossible; the message names the field.
     """
-    dp = validate(config, world)
-    if not config.model.hf:
-        raise RunConfigError(
-            "model.hf is empty; give a Hugging Face folder, or a config.json, for the model's sizes"
-        )
-
-    spec = read_spec(config.model.hf)
-    rates = calibration_for(config.platform)
-    saved = saved_layout(config, spec, resumed_from(config))
-    layout = run_layout(config, spec, world, calibration=rates, saved=saved)
+    run = resolve(config, world, show_only=True)
+    config, spec, layout, dp = run.config, run.spec, run.layout, run.dp
     micro_batches = config.global_batch_size // dp
     shares = {name: least_share(config, spec, layout, dp, gib) for name, gib in GPU_GIB.items()}
-    if config.optimizer.offload_fraction == "auto":
-        config = resolve(config, spec, layout, dp, next(iter(GPU_GIB.values())))
-    prediction = predict(config, spec, world, layout, calibration=rates)
+    prediction = predict(config, spec, world, layout, calibration=calibration_for(config.platform))
     stages = [stage.memory for stage in prediction.stages]
     fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
 
@@ -74,7 +63,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": shares,
         "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
-        "split": split_source(config, layout, saved),
+        "split": run.split,
         "speed": _speed(prediction),
     }
 

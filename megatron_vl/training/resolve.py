@@ -1,0 +1,264 @@
+"""Resolves a run: what it trains, in which layout, on which data, and where it begins.
+
+:func:`resolve` only reads files. ``megatron-vl train --dry-run`` prints its result and ``doctor`` judges it.
+Rank 0 of a run makes it and sends it to the other ranks. No other code decides any of these facts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.core_fixes.register import check_core_version
+from megatron_vl.data.description import SplitFacts, read_description
+from megatron_vl.data.location import location
+from megatron_vl.planning import offload
+from megatron_vl.planning.fit import check_memory
+from megatron_vl.planning.gpus import calibration_for, calibration_here
+from megatron_vl.planning.run import run_layout, split_source
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import Layout, read_layout
+from megatron_vl.training import preflight
+from megatron_vl.weights.run_folder import (
+    CheckpointError,
+    DataRestart,
+    Lineage,
+    Saved,
+    StepMissingError,
+    choose,
+    read_signed,
+)
+
+PLANNED_BATCHES = "planned_batches"
+"""Entry of a checkpoint's ``run.json``: whether its run's batches are planned from stored sizes."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins."""
+
+    source: Saved | None
+    """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or from random weights."""
+    lineage: Lineage
+    """Lineage of the checkpoints that the run will save."""
+    restart_data: bool
+    """Whether the data set is read from its start."""
+    notes: tuple[str, ...] = ()
+    """Lines to print for the user."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Everything about a run that is decided before it starts. It is equal on all ranks."""
+
+    config: TrainConfig
+    """The run's config, with the split of the decoder layers and the offloaded share as numbers."""
+    spec: ModelSpec
+    layout: Layout
+    dp: int
+    """Data-parallel size."""
+    split: Literal["given", "saved", "planned"]
+    """Where the split of the decoder layers comes from."""
+    start: Start
+    data: dict[str, SplitFacts]
+    """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
+    planned_batches: bool
+    """Whether batches are planned from stored sizes."""
+    notes: tuple[str, ...]
+    """Lines to print for the user."""
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run ends."""
+        return min(self.config.steps, self.config.stop_after or self.config.steps)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether weights come from the run's own checkpoint."""
+        return self.start.source is not None
+
+    @property
+    def resumes_data(self) -> bool:
+        """Whether the run continues in its data where a checkpoint stopped."""
+        return self.resumes and not self.start.restart_data
+
+    @property
+    def swaps_rows(self) -> bool:
+        """Whether rows are swapped between data-parallel ranks while the run trains."""
+        return self.config.data.balance and not self.planned_batches
+
+
+def resolve(config: TrainConfig, world_size: int, *, show_only: bool = False) -> ResolvedRun:
+    """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
+
+    Args:
+        show_only: whether the run will not start here. Then data set, weights, GPUs and enough memory need
+            not be there, and of ``model.hf`` only ``config.json`` is read.
+
+    Raises:
+        UserError: the run is impossible. The message names the field, path or number, and what to change.
+        FileNotFoundError: a file of the checkpoint or of the model is missing.
+    """
+    check_core_version()
+    dp = validate(config, world_size)
+    preflight.check_inputs(config, model_only=show_only)
+    if not show_only:
+        preflight.check_outputs(config)
+    spec = read_spec(config.model.hf)
+    if config.model.moe_aux_loss is not None and spec.language.moe is None:
+        raise RunConfigError(
+            f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
+        )
+
+    start = _find_start(config, dp)
+    saved = _saved_layout(config, spec, start.source)
+    calibration = calibration_for(config.platform)
+    layout = run_layout(config, spec, world_size, calibration=calibration, saved=saved)
+    split = split_source(config, layout, saved)
+    gpu = None if config.platform == "cpu" or show_only else calibration_here()
+    # The advice of the check names options that differ from the user's own.
+    memory_note = "" if gpu is None else check_memory(config, spec, layout, world_size, gpu)
+
+    if layout.pp > 1:
+        parallel = dataclasses.replace(config.parallel, layers=list(layout.layers))
+        config = dataclasses.replace(config, parallel=parallel)
+    gpu_gib = None if config.platform == "cpu" else calibration.memory_gib
+    config = offload.resolve(config, spec, layout, dp, gpu_gib)
+
+    run = ResolvedRun(config, spec, layout, dp, split, start, {}, False, ())
+    return run if show_only else _with_inputs(run, memory_note)
+
+
+def _with_inputs(run: ResolvedRun, memory_note: str) -> ResolvedRun:
+    """Checks weights and data of a run that starts here, and adds what follows from them."""
+    config, spec, source = run.config, run.spec, run.start.source
+    notes = [f"NOTE: {remark}" for remark in preflight.remarks(config, run.resumes)]
+    if run.split != "given":
+        how = f"planned, {calibration_for(config.platform).source}" if run.split == "planned" else "as it was saved"
+        notes.append(f"decoder layers of the stages {list(run.layout.layers)}: {how}")
+
+    if memory_note:
+        notes.append(f"NOTE: {memory_note}")
+    preflight.check_host_memory(config, spec, run.layout, run.dp)
+
+    if source is not None:
+        preflight.check_video_rule(config, spec, source.path)
+        preflight.check_own_checkpoint(config, spec, run.dp, source.path, run.start.restart_data)
+    elif config.model.checkpoint and (note := preflight.check_start_weights(config, spec)):
+        notes.append(f"NOTE: {note}")
+
+    data = read_data(config)
+    planned = _plans_batches(run.start, data["train"])
+    run = dataclasses.replace(run, data=data, planned_batches=planned)
+    if run.swaps_rows:
+        preflight.check_open_files(run.dp)
+        why = data["train"].unplanned or "the run began without plans of its batches, and goes on so"
+        notes.append(f"data.balance: rows are swapped between ranks while the run trains; {why}")
+    return dataclasses.replace(run, notes=tuple(notes))
+
+
+def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
+    """Reads the facts of each split that a run uses, about 60 bytes for each shard.
+
+    Raises:
+        LoaderError: there is no data set, or one of these splits is empty.
+        DescriptionError: the data set's description could run code, or refers to files outside its folder.
+    """
+    description = read_description(location(config.data.path))
+    splits = {"train", config.eval.split} if config.eval.interval else {"train"}
+    facts = {split: description.facts(split) for split in sorted(splits)}
+    if config.data.balance:
+        from megatron_vl.data.sizes import why_not_planned
+
+        unplanned = why_not_planned(description, config.model.hf, config.data)
+        facts["train"] = dataclasses.replace(facts["train"], unplanned=unplanned)
+    return facts
+
+
+# --- Where a run begins -------------------------------------------------------------------------------------
+
+
+def _find_start(config: TrainConfig, dp: int) -> Start:
+    """Decides where a run with data-parallel size ``dp`` begins.
+
+    Raises:
+        RunConfigError: there is no checkpoint of step ``checkpoint.step``.
+        CheckpointError: the latest checkpoint is not known or cannot be read.
+    """
+    c = config.checkpoint
+    folder = Path(c.dir) if c.dir and c.resume else None
+    try:
+        choice = choose(folder, c.step, c.branch, c.attempt)
+    except StepMissingError as error:
+        if c.step is None:
+            raise
+        raise RunConfigError(str(error)) from error
+
+    source, lineage = choice.source, choice.lineage
+    if not c.restart_data:
+        # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that
+        # overrides it does not make the next start restart the data again.
+        return Start(source, lineage, False, choice.said)
+    if source is None:
+        lineage = dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt))
+        return Start(None, lineage, False, choice.said)
+
+    done = source.lineage.data_restart
+    if done is not None and done.attempt >= c.attempt and _reads_the_same(source, preflight.run_facts(config, dp)):
+        note = (
+            f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
+            f" step {done.step}; the run continues in it. To read it from its start once more, give"
+            f" --checkpoint.attempt {done.attempt + 1}"
+        )
+        return Start(source, lineage, False, (*choice.said, note))
+
+    note = (
+        f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run"
+        " has saved, a start with the same option continues in it"
+    )
+    lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
+    return Start(source, lineage, True, (*choice.said, note))
+
+
+def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
+    """Whether a run with the facts ``now`` can continue in the data where a checkpoint stopped."""
+    from megatron_vl.training.checkpoint import SAME, read_run
+
+    saved = read_run(source.path)
+    return all(saved.get(name) == now[name] for name in SAME)
+
+
+def _saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> Layout | None:
+    """The layout of a checkpoint, whose split a resumed run keeps; None if the run does not need it.
+
+    It is also None if the checkpoint is damaged, which :func:`preflight.check_own_checkpoint` reports.
+    """
+    if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
+        return None
+    try:
+        return read_layout(spec, read_signed(source.path / "run.json", source.step)["layout"])
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError):
+        return None
+
+
+def _plans_batches(start: Start, facts: SplitFacts) -> bool:
+    """Whether batches are planned from stored sizes. A run that continues keeps to what it began with.
+
+    Raises:
+        CheckpointError: the run's batches were planned, and cannot be any more.
+    """
+    if start.source is None or start.restart_data:
+        return not facts.unplanned
+    from megatron_vl.training.checkpoint import read_run
+
+    planned = bool(read_run(start.source.path).get(PLANNED_BATCHES, False))
+    if planned and facts.unplanned:
+        raise CheckpointError(
+            f"the batches of this run were planned from stored sizes, and cannot be now: {facts.unplanned}."
+            " Or keep weights and optimizer and read the data set from its start: --checkpoint.restart_data"
+            " true"
+        )
+    return planned
