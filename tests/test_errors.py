@@ -84,7 +84,7 @@ def test_a_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, fix
     def fail(config):
         raise RunConfigError("data.path is empty") if fixable else KeyError("rows")
 
-    monkeypatch.setattr("megatron_vl.training.preflight.check", fail)
+    monkeypatch.setattr("megatron_vl.train.train", fail)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     assert main(["--steps", "3"]) == 1
     said = capfd.readouterr().err

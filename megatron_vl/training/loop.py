@@ -195,8 +195,8 @@ def too_many_skipped(reasons: list[str], step: int) -> str:
             f"no token bore loss {where}; only answers of the assistant do, so look for them in the data set"
         )
 
-    not_finite = "loss or gradient was not finite"
-    return f"{not_finite} or no token bore loss {where}" if NO_LOSS_TOKENS in reasons else f"{not_finite} {where}"
+    also = " or no token bore loss" if NO_LOSS_TOKENS in reasons else ""
+    return f"loss or gradient was not finite{also} {where}"
 
 
 def _save_failure(run: Run) -> str:

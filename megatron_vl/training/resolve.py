@@ -41,7 +41,7 @@ class Start:
     """Where a run begins."""
 
     source: Saved | None
-    """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or from random weights."""
+    """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or random weights."""
     lineage: Lineage
     """Lineage of the checkpoints that the run will save."""
     restart_data: bool
@@ -137,9 +137,9 @@ def _with_inputs(run: ResolvedRun, memory_note: str) -> ResolvedRun:
     config, spec, source = run.config, run.spec, run.start.source
     notes = [f"NOTE: {remark}" for remark in preflight.remarks(config, run.resumes)]
     if run.split != "given":
-        how = f"planned, {calibration_for(config.platform).source}" if run.split == "planned" else "as it was saved"
-        notes.append(f"decoder layers of the stages {list(run.layout.layers)}: {how}")
-
+        planned = f"planned, {calibration_for(config.platform).source}"
+        origin = planned if run.split == "planned" else "as it was saved"
+        notes.append(f"decoder layers of the stages {list(run.layout.layers)}: {origin}")
     if memory_note:
         notes.append(f"NOTE: {memory_note}")
     preflight.check_host_memory(config, spec, run.layout, run.dp)
@@ -207,7 +207,8 @@ def _find_start(config: TrainConfig, dp: int) -> Start:
         return Start(None, lineage, False, choice.said)
 
     done = source.lineage.data_restart
-    if done is not None and done.attempt >= c.attempt and _reads_the_same(source, preflight.run_facts(config, dp)):
+    reads_the_same = _reads_the_same(source, preflight.run_facts(config, dp))
+    if done is not None and done.attempt >= c.attempt and reads_the_same:
         note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
             f" step {done.step}; the run continues in it. To read it from its start once more, give"

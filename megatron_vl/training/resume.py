@@ -17,6 +17,7 @@ from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.preflight import run_facts
 from megatron_vl.training.resolve import PLANNED_BATCHES
 from megatron_vl.training.setup import Run, end_if_asked
+from megatron_vl.training.step import SKIPPED
 from megatron_vl.weights.run_folder import saved_checkpoints
 
 _SKIPPED_STEPS, _AUX_LOSS, _THINKING, _SOURCES = "skipped_steps", "moe_aux_loss", "thinking_rule", "sources"
@@ -58,12 +59,17 @@ def _restore(run: Run) -> None:
     run.bad_samples = _kept_counts(run, restored.bad_samples)
 
     saved = checkpoint.read_run(start.source.path)
-    run.skipped |= saved[_SKIPPED_STEPS]
-    run.source_counts = saved[_SOURCES]
+    try:
+        run.skipped = {reason: int(saved[_SKIPPED_STEPS][reason]) for reason in SKIPPED}
+        run.source_counts = dict(saved[_SOURCES])
+        changes = [_changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)]
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise checkpoint.CheckpointError(f"{start.source.path / 'run.json'} is damaged: {what}") from error
+
     say(run.grid, f"resumed at step {run.step} from {run.config.checkpoint.dir}")
-    for change in (_changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)):
-        if change:
-            say(run.grid, f"NOTE: {change}")
+    for change in filter(None, changes):
+        say(run.grid, f"NOTE: {change}")
 
 
 def checkpoint_facts(run: Run, log: MetricsLog) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Builds a resolved run on this rank: process groups, model, optimizer, loader, and what saves and evaluates."""
+"""Builds a resolved run on this rank: groups, model, optimizer, loader, and what saves and evaluates."""
 
 from __future__ import annotations
 

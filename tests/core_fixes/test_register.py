@@ -31,7 +31,7 @@ from megatron_vl.core_fixes.register import (
 )
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.fused_layers import with_bias
-from megatron_vl.training import preflight
+from megatron_vl.training.resolve import resolve
 from tests.core_fixes import scan
 from tests.core_fixes.programs import (
     core_here,
@@ -249,7 +249,7 @@ def test_a_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: py
 
     core_is("99.1.0")
     with pytest.raises(CoreVersionError):
-        preflight.check(TrainConfig(), world_size=1)
+        resolve(TrainConfig(), 1)
     monkeypatch.setattr(platform, "_platform", None)
     with pytest.raises(CoreVersionError):
         platform.get_platform("cpu")

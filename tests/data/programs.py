@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import TrainConfig
-from megatron_vl.training import loop
+from megatron_vl.config import DataConfig, EvalConfig, TrainConfig
+from megatron_vl.parallel.groups import from_first_rank
+from megatron_vl.training.resolve import read_data
 
 
 def shared_facts(path: str) -> list[Any]:
@@ -15,24 +17,20 @@ def shared_facts(path: str) -> list[Any]:
     an empty split."""
     dist.init_process_group("gloo")
     reads: list[int] = []
-    read = loop.read_data
+    config = TrainConfig(data=DataConfig(path=path))
 
-    def counted(config: TrainConfig) -> Any:
+    def read(config: TrainConfig) -> Any:
         reads.append(1)
-        return read(config)
+        return read_data(config)
 
-    loop.read_data = counted
-    config = TrainConfig()
-    config.data.path = path
-    identity = loop.share_data(config)["train"].identity
-    config.eval.interval = 1
-    config.eval.split = "test"
+    identity = from_first_rank(lambda: read(config))["train"].identity
+    evaluated = dataclasses.replace(config, eval=EvalConfig(interval=1, split="test"))
     try:
-        told = str(loop.share_data(config))
+        message = str(from_first_rank(lambda: read(evaluated)))
     except ValueError as error:
-        told = str(error)
+        message = str(error)
 
     by_rank: list[Any] = [None, None]
-    dist.all_gather_object(by_rank, [len(reads), identity, told])
+    dist.all_gather_object(by_rank, [len(reads), identity, message])
     dist.destroy_process_group()
     return by_rank

@@ -365,7 +365,9 @@ class Bench:
     def _trained(self) -> Any:
         """A run of two steps on one rank with a checkpoint after each, as the trainer writes them,
         and its model."""
-        from megatron_vl.training.loop import set_up, train
+        from megatron_vl.train import train
+        from megatron_vl.training import resume, setup
+        from megatron_vl.training.resolve import resolve
 
         data = self._data()
         words = [
@@ -405,7 +407,9 @@ class Bench:
         config = parse_config([str(word) for word in words])
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
-            return set_up(config)
+            run = setup.build(resolve(config, 1), setup.join_ranks(config))
+            resume.restore(run)
+        return run
 
     def _data(self) -> Path:
         from data_tools.convert import ConversionOptions

@@ -71,7 +71,8 @@ def start_peak(work: Path, args: argparse.Namespace, moments: str, share: int) -
     """Most GiB in use until the run is set up, in a process of its own."""
     program = (
         "import sys, torch; from megatron_vl.config import parse_config;"
-        " from megatron_vl.training.loop import set_up; set_up(parse_config(sys.argv[1:]));"
+        " from megatron_vl.training import resolve, setup; config = parse_config(sys.argv[1:]);"
+        " setup.build(resolve.resolve(config, 1), setup.join_ranks(config));"
         " print('PEAK', torch.cuda.max_memory_allocated())"
     )
     words = [sys.executable, "-c", program, *options_of(work, args, moments, share)]

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from converters.convert import convert, export, reshard
-from megatron_vl.config import DataConfig, TrainConfig
+from megatron_vl.config import DataConfig, ModelConfig, TrainConfig
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.preflight import changed_video_rule
+from megatron_vl.training.preflight import check_start_weights
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import EXPORTED
 from megatron_vl.weights.video_rule import exported_video_rule
@@ -34,6 +34,10 @@ both_rules = pytest.mark.parametrize(("family", "name", "former"), RULES)
 def write_run(step: Path, rule: dict[str, str]) -> None:
     """Writes the rule to ``run.json``, as far as readers of weights look at it."""
     write_run_json(step, {"video_rule": rule})
+
+
+def start_from(weights: Path, rule: dict[str, str]) -> TrainConfig:
+    return TrainConfig(model=ModelConfig(checkpoint=str(weights)), data=DataConfig(**rule))
 
 
 class Exported:
@@ -117,8 +121,8 @@ def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, nam
     # A new run from them is told where it departs from the rule, and only there.
     weights = WeightReader(split)
     for value, differs in ((former, False), ("released", True)):
-        config = TrainConfig(data=DataConfig(**{name: value}))
-        note = changed_video_rule(weights, config, weights.spec)
+        config = start_from(split, {name: value})
+        note = check_start_weights(config, weights.spec)
         assert bool(note) == differs
     assert f"--data.{name} {former} keeps the rule" in note
 
@@ -128,7 +132,7 @@ def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, nam
     )
     released = WeightReader(made.folder / "released_split")
     assert "video_rule" not in released.manifest["origin"]
-    assert not changed_video_rule(released, TrainConfig(data=DataConfig(**{name: former})), released.spec)
+    assert not check_start_weights(start_from(released.path, {name: former}), released.spec)
 
 
 @both_rules

@@ -25,12 +25,11 @@ from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import WHOLE, part_of
+from megatron_vl.train import train
 from megatron_vl.training import feed, metrics
 from megatron_vl.training.feed import StepData
-from megatron_vl.training.loop import train
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
-from megatron_vl.training.preflight import check
 from megatron_vl.training.step import StepResult, run_schedule, train_step
 from megatron_vl.training.tally import Tally
 from megatron_vl.weights import run_folder
@@ -326,9 +325,7 @@ def what_trainings_say(starts: list[list[str]]) -> list[str]:
         problem = ""
         with contextlib.redirect_stdout(out):
             try:
-                config = parse_config(words)
-                check(config)
-                train(config)
+                train(parse_config(words))
             except (ValueError, OSError, RuntimeError) as error:
                 problem = f"{type(error).__name__}: {error}"
         said.append(out.getvalue() + problem)

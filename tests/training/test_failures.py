@@ -22,7 +22,8 @@ from converters.convert import convert
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert as convert_data
 from megatron_vl.parallel import failures
-from megatron_vl.training.loop import TrainingStopped, _closing, _steps_of
+from megatron_vl.training.loop import TrainingStopped, list_checkpoints
+from megatron_vl.training.setup import close_log_and_loader, closed_on_failure
 from tests.support.ranks import Ended, run_apart, run_module
 from tests.training.small_run import environment, options_of
 
@@ -157,10 +158,10 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
 
     monkeypatch.setattr(failures, "report", report)
     loader = SimpleNamespace(close=lambda: order.append("loader closed"))
-    run = SimpleNamespace(loader=loader, exporter=None)
-    log = SimpleNamespace(close=close)
     profiler = SimpleNamespace(drop=lambda: order.append("trace dropped"))
-    with pytest.raises(TrainingStopped, match="the reason"), _closing(run, log, profiler):
+    run = SimpleNamespace(loader=loader, exporter=None, saver=None, profiler=profiler)
+    run.log, run.grid = SimpleNamespace(close=close), SimpleNamespace(world_size=1)
+    with pytest.raises(TrainingStopped, match="the reason"), closed_on_failure(run):
         raise TrainingStopped("the reason")
     assert order == [
         "reported the reason, fixable True, follows False",
@@ -169,14 +170,14 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
         "loader closed",
     ]
 
-    with pytest.raises(OSError, match="No space left"), _closing(run, log, profiler):
-        pass
+    with pytest.raises(OSError, match="No space left"):
+        close_log_and_loader(run)
 
 
 def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
     """All is saved by then: the line says why, and the run has ended well."""
     (tmp_path / "latest.json").write_text('{"step": 3}')
-    assert "names step 3, but there is no such step_ folder" in _steps_of(tmp_path)
+    assert "names step 3, but there is no such step_ folder" in list_checkpoints(tmp_path)
 
 
 @pytest.mark.ranks

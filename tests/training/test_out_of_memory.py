@@ -17,6 +17,7 @@ from megatron_vl.training.out_of_memory import (
     explained,
     read_gpu_message,
 )
+from megatron_vl.training.resolve import ResolvedRun, resolve
 
 HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 TORCH = (
@@ -36,6 +37,10 @@ class OutOfMemoryError(RuntimeError):
 def config(*options: str) -> TrainConfig:
     common = ["--model.hf", str(HF), "--global_batch_size", "8", "--data.seq_len", "8192"]
     return parse_config([*common, *options])
+
+
+def run(*options: str, ranks: int = 4) -> ResolvedRun:
+    return resolve(config(*options), ranks, show_only=True)
 
 
 def test_torchs_message_is_read() -> None:
@@ -66,9 +71,8 @@ def test_torchs_message_is_read() -> None:
         ),
     ],
 )
-def test_the_message_says_what_was_there(facts, wanted, unwanted, monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    said = explain(OutOfMemoryError(TORCH.format(**facts)), config("--parallel.pp", "2"))
+def test_the_message_says_what_was_there(facts, wanted, unwanted) -> None:
+    said = explain(OutOfMemoryError(TORCH.format(**facts)), run("--parallel.pp", "2", ranks=2))
     assert said is not None
     assert f"out of GPU memory: {float(facts['allocated']):.1f} GiB were allocated and" in said
     assert "of 79.1 GiB when 2.50 GiB more were wanted" in said
@@ -77,12 +81,12 @@ def test_the_message_says_what_was_there(facts, wanted, unwanted, monkeypatch) -
     assert f"The estimate of pipeline stage 0 is {of_stage:.1f} GiB (weights " in said
 
 
-def test_the_options_that_it_names_make_a_run_that_fits(monkeypatch) -> None:
+def test_the_options_that_it_names_make_a_run_that_fits() -> None:
     """The estimate holds, and the GPU is too small: the planner's choice, same parallel sizes."""
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    run = config("--parallel.pp", "4")
+    before = config("--parallel.pp", "4")
     said = explain(
-        OutOfMemoryError(TORCH.format(other="0.0", own="78.6", allocated="70.0", unused="1.0")), run
+        OutOfMemoryError(TORCH.format(other="0.0", own="78.6", allocated="70.0", unused="1.0")),
+        run("--parallel.pp", "4"),
     )
     assert said is not None
     words = said.split("by `megatron-vl plan`: ")[1].split(" (")[0].split()
@@ -91,19 +95,18 @@ def test_the_options_that_it_names_make_a_run_that_fits(monkeypatch) -> None:
     assert (
         peak_gib(estimate(after, read_spec(HF), 4)) + RESERVE_GIB
         <= 79.11
-        < peak_gib(estimate(run, read_spec(HF), 4))
+        < peak_gib(estimate(before, read_spec(HF), 4))
     )
 
 
-def test_other_sizes_are_named_where_no_change_of_the_same_fits(monkeypatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_other_sizes_are_named_where_no_change_of_the_same_fits() -> None:
     full = ["--recompute.language", "full", "--recompute.vision", "full", "--optimizer.offload_fraction", "1"]
     small = "30.0"  # of 79 GiB, others hold 49
     facts = {"other": "49.0", "own": small, "allocated": "29.5", "unused": "0.1"}
-    said = explain(OutOfMemoryError(TORCH.format(**facts)), config(*full))
+    said = explain(OutOfMemoryError(TORCH.format(**facts)), run(*full))
     assert said is not None and ("--parallel.tp" in said or "--parallel.pp" in said)
     nothing = facts | {"other": "74.0"}
-    said = explain(OutOfMemoryError(TORCH.format(**nothing)), config(*full, "--data.seq_len", "65536"))
+    said = explain(OutOfMemoryError(TORCH.format(**nothing)), run(*full, "--data.seq_len", "65536"))
     assert said is not None and "No layout of 4 GPUs fits: take more, or lower data.seq_len" in said
 
 
@@ -119,22 +122,21 @@ def test_other_sizes_are_named_where_no_change_of_the_same_fits(monkeypatch) -> 
 )
 def test_lack_of_host_memory_is_told_as_such(error: Exception) -> None:
     with pytest.raises(OutOfMemory, match="out of host memory .*this process holds .*data.num_workers"):
-        with explained(config()):
+        with explained(run()):
             raise error
 
 
 def test_other_errors_stay_what_they_are() -> None:
-    with pytest.raises(OSError, match="No space left"), explained(config()):
+    with pytest.raises(OSError, match="No space left"), explained(run()):
         raise OSError(errno.ENOSPC, "No space left on device")
     told_before = OutOfMemory("out of host memory")
-    with pytest.raises(OutOfMemory) as raised, explained(config()):
+    with pytest.raises(OutOfMemory) as raised, explained(run()):
         raise told_before
     assert raised.value is told_before
 
 
-def test_an_estimate_that_fails_does_not_hide_the_message() -> None:
-    broken = parse_config(["--model.hf", "/nowhere", "--global_batch_size", "8"])
-    said = explain(
-        OutOfMemoryError(TORCH.format(other="0.0", own="78.6", allocated="70.0", unused="1.0")), broken
-    )
+def test_an_estimate_that_fails_does_not_hide_the_message(monkeypatch) -> None:
+    monkeypatch.delattr("megatron_vl.training.out_of_memory.stage_memories")
+    error = OutOfMemoryError(TORCH.format(other="0.0", own="78.6", allocated="70.0", unused="1.0"))
+    said = explain(error, run())
     assert said is not None and said.startswith("out of GPU memory: 70.0 GiB were allocated")
