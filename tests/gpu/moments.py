@@ -75,7 +75,9 @@ def start_peak(work: Path, args: argparse.Namespace, moments: str, share: int) -
         " setup.build(resolve.resolve(config, 1), setup.join_ranks(config));"
         " print('PEAK', torch.cuda.max_memory_allocated())"
     )
-    words = [sys.executable, "-c", program, *options_of(work, args, moments, share)]
+    # The run of the same settings, which goes on at the same time, has locked its folder.
+    no_folder = ["--checkpoint.dir", ""]
+    words = [sys.executable, "-c", program, *options_of(work, args, moments, share), *no_folder]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     found = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("PEAK ")]
     return int(found[0]) / GIB if found else float("nan")
