@@ -4,7 +4,8 @@ PYTHON ?= python3.12
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-INSTALL := $(BIN)/python -m pip install $(PIP_OPTIONS)
+# Python compiles what it imports; compiling all 25,000 files would take another minute.
+INSTALL := $(BIN)/python -m pip install --no-compile
 # Hundreds of processes import the same files: they are compiled once, also where containers forbid that.
 export PYTHONDONTWRITEBYTECODE :=
 # SEED=1 runs the tests in a random order that the seed repeats.
@@ -25,7 +26,7 @@ RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fiel
 NEXT := $(VENV)/next
 CORE := $(shell sed -n 's/^megatron-core==//p' constraints.txt)
 
-.PHONY: help demo quick test test-full test-next test-transformers check lint types docs setup eval lock clean
+.PHONY: help demo quick test test-full test-eval test-next test-transformers check lint types docs setup eval lock clean
 
 help:            ## what can be made
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/'
@@ -53,6 +54,9 @@ test-next: $(READY) ## the tests with the newest released Megatron-core in place
 	   echo "nothing newer than the pinned megatron-core $(CORE): nothing to test"; exit 0; fi; \
 	 set -x; export PYTHONPATH=$(abspath $(NEXT)) MEGATRON_VL_UNTESTED_CORE=1; \
 	 $(PYTEST) $(SPREAD) -m "not full" $(ARGS)
+
+test-eval: $(VENV)/.ready-eval ## the tests of `megatron-vl evaluate`, which need VLMEvalKit
+	$(PYTEST) $(SPREAD) -m "eval and not full" $(ARGS)
 
 test-transformers: $(NEWEST) ## the tests of transformers' rules, with its newest version
 	PYTHONPATH=$(abspath $<) $(BIN)/python -c "import transformers as t; assert '$<' in t.__file__, t.__file__"
