@@ -1,7 +1,7 @@
-"""Pages that mkdocs makes of the code when it builds the site: the fields of a run, the options of every
+"""What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
 command, and the support matrix.
 
-mkdocs calls :func:`on_files` and :func:`on_page_markdown`. Nothing here imports torch.
+mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -32,18 +32,10 @@ Texts = dict[str, str]
 
 # --- The fields of a run ------------------------------------------------------------------------------------
 
-RUN_INTRODUCTION = """\
-# Fields of a run
-
-Every field of a run's YAML, with its type, its default and its meaning. This page is generated from
-`megatron_vl/config.py`; `megatron-vl train --help` says the same. On the command line, a field has its dotted
-name: `--data.seq_len 8192`. A field that is left out has its default.
-"""
-
 
 def run_reference() -> str:
-    """The page ``reference/run.md``."""
-    return "\n".join([RUN_INTRODUCTION, "## The run as a whole\n", *_config_parts(TrainConfig, prefix="")])
+    """What the site's page ``reference/run.md`` says after its introduction."""
+    return "\n".join(["## The run as a whole\n", *_config_parts(TrainConfig, prefix="")])
 
 
 def _config_parts(config: type, prefix: str) -> list[str]:
@@ -86,19 +78,10 @@ def _default(field: dataclasses.Field) -> str:
 
 # --- The commands -------------------------------------------------------------------------------------------
 
-COMMANDS_INTRODUCTION = """\
-# Commands
-
-Every command with its options. This page is generated from the options' dataclasses
-(`toolkit/*/options.py`); `megatron-vl COMMAND --help` says the same. The exit code is 0 when all went well, 1
-when the command stopped with a message, 2 when its command line cannot be used, and another one where the
-command says so.
-"""
-
 
 def commands_reference() -> str:
-    """The page ``reference/commands.md``."""
-    parts = [COMMANDS_INTRODUCTION]
+    """What the site's page ``reference/commands.md`` says after its introduction."""
+    parts = []
     for name, command in COMMANDS.items():
         options = command.load_options()
         parts += [f"## megatron-vl {name}\n", f"{as_markdown(_docstring(options))}\n"]
@@ -208,14 +191,20 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_reference,
     "support-matrix.md": matrix.markdown,
 }
-"""Address below docs/ -> what writes the page."""
+"""Address below docs/ -> what writes the part of the page that is made of the code."""
 
 
 ITEM = re.compile(r"([-*]|\d+\.) ")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """mkdocs' hook: lists as Python-Markdown wants them.
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """mkdocs' hook: adds what is made of the code, and writes lists as Python-Markdown wants them."""
+    write = PAGES.get(page.file.src_uri)
+    return lists_indented(f"{markdown}\n{write()}" if write else markdown)
+
+
+def lists_indented(markdown: str) -> str:
+    """Lists as Python-Markdown wants them.
 
     Our files are written for any reader of Markdown. Python-Markdown wants what belongs to an item indented
     by four spaces, and a blank line before a list that follows a paragraph.
@@ -244,12 +233,3 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
         lines.append(" " * wider + line if text else line)
 
     return "\n".join(lines)
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """mkdocs' hook: adds the pages."""
-    from mkdocs.structure.files import File
-
-    for path, write in PAGES.items():
-        files.append(File.generated(config, path, content=write()))
-    return files

@@ -1,8 +1,9 @@
-"""Checks commands in the documents: blocks marked ``# checked`` are run; all others must be valid.
+"""Checks commands and links in the documents.
 
-The checked blocks of a document run in order in one folder that holds what its text asks the reader to have:
-the examples, a checkpoint (a small one with as many layers as the example's layout needs) and conversations
-with their media.
+Blocks after the comment ``<!-- The tests run this block. -->``, which no reader of the page sees, are run;
+the commands of all others must be valid. The blocks of a document run in order in one folder that holds what
+its text asks the reader to have: the examples, a checkpoint (a small one with as many layers as the example's
+layout needs) and conversations with their media.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +23,24 @@ import pytest
 
 from megatron_vl.config import parse_config, validate
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
-from tests.docs_site import docs_hooks
 from toolkit.demo.data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
-BLOCK = re.compile(r"^( *)```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
-GENERATED = {ROOT / "docs" / page for page in docs_hooks().PAGES}
-"""Pages that exist in the built site only."""
-LINK = re.compile(r"\]\((?!\w+:)([^)#]+)")
+MARK = "<!-- The tests run this block. -->\n"
+BLOCK = re.compile(rf"(^{MARK})?^ *```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(document: Path) -> list[str]:
-    """The commands of each block; those within lists lose their indentation."""
-    return [textwrap.dedent(text) for _, text in BLOCK.findall(document.read_text())]
+def blocks(document: Path) -> list[tuple[str, str]]:
+    """Mark and commands of each block; commands within lists lose their indentation."""
+    return [(mark, textwrap.dedent(text)) for mark, text in BLOCK.findall(document.read_text())]
 
 
 COMMANDS = [
     (name, line)
     for name, document in zip(NAMES, DOCUMENTS, strict=True)
-    for block in blocks(document)
+    for _, block in blocks(document)
     for line in logical_lines(block)
 ]
 STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
@@ -49,7 +48,7 @@ STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
 
 def checked_script(document: Path) -> str:
     """The checked blocks of a document, one after the other; empty where it has none."""
-    return "\n".join(block for block in blocks(document) if block.startswith("# checked\n"))
+    return "\n".join(block for mark, block in blocks(document) if mark)
 
 
 def checked_documents() -> list[Any]:
@@ -97,8 +96,8 @@ def test_commands_are_valid(document, line):
             assert importlib.util.find_spec(module), f"{document}: there is no module {module}"
     else:
         pytest.fail(
-            f"{document}: nobody checks {line!r}; mark its block `# checked` or teach this test to "
-            "validate it"
+            f"{document}: nobody checks {line!r}; write {MARK.strip()!r} before its block, or teach "
+            "this test to validate it"
         )
 
 
@@ -126,11 +125,52 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
         assert "identical" in done.stdout
 
 
+def test_documents_have_blocks_that_are_run():
+    """A mark that is written differently would run nothing."""
+    assert {param.id for param in checked_documents()} >= {"README.md", "docs/data.md", "docs/weights.md"}
+
+
+LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a document.
+
+    Words in small letters are joined with hyphens, without other signs; the second heading of the same text
+    ends with ``-1``. mkdocs checks the links of the built site, which joins words in its own way.
+    """
+    headings = re.findall(r"^#+ (.*)", FENCED.sub("", document.read_text()), re.MULTILINE)
+    titles = [re.sub(r"[`*]", "", heading).strip().lower() for heading in headings]
+    names = [re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles]
+    return {f"{name}-{names[:i].count(name)}".removesuffix("-0") for i, name in enumerate(names)}
+
+
+def broken_links(document: Path) -> list[str]:
+    """The relative links of a document that lead nowhere in a clone, as GitHub shows it."""
+    broken = []
+    text = re.sub(r"`[^`\n]*`", "", FENCED.sub("", document.read_text()))
+    for target, anchor in LINK.findall(text):
+        path = (document.parent / target).resolve() if target else document
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(f"{target}#{anchor}" if anchor else target)
+    return broken
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 def test_links_lead_somewhere(document):
-    for target in LINK.findall(document.read_text()):
-        path = (document.parent / target).resolve()
-        assert path.exists() or path in GENERATED, f"{document} links to {target}, which does not exist"
+    assert broken_links(document) == []
+
+
+def test_broken_links_are_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Where is `it`?\n\n# Twice\n\n# Twice\n\n```bash\n# no heading\n```\n\n"
+        "[a](#where-is-it) [b](page.md#twice-1) [c](https://x.y/z) `[d](code.md)`\n\n"
+        "[e](gone.md) [f](#gone) [g](page.md#no-heading) [h\ni](gone.md#it)\n"
+    )
+    assert broken_links(page) == ["gone.md", "#gone", "page.md#no-heading", "gone.md#it"]
 
 
 OURS = "benchmarks|converters|data_tools|docs|examples|megatron_vl|tests|toolkit"
@@ -150,8 +190,7 @@ def test_files_and_tests_that_are_named_exist(document):
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
     named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
-    pages = set((ROOT / "docs").rglob("*.md")) | GENERATED
-    assert named == pages
+    assert named == set((ROOT / "docs").rglob("*.md"))
 
 
 BUILDS = [

@@ -1,4 +1,4 @@
-"""Pages that are made of the code: nothing is missing in them, and every test that they name exists."""
+"""What pages of the site have from the code: nothing is missing, and every test that they name exists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from mkdocs.config import load_config
+from mkdocs.structure.files import File
+from mkdocs.structure.pages import Page
 
 from megatron_vl import config
 from megatron_vl.spec.families import FAMILIES
@@ -19,6 +22,15 @@ from toolkit.commands import COMMANDS
 from toolkit.options import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("name", docs_hooks().PAGES)
+def test_the_site_adds_to_the_page_what_is_made_of_the_code(name: str) -> None:
+    introduction = (ROOT / "docs" / name).read_text()
+    file = File(name, "docs", "site", use_directory_urls=False)
+    page = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
+    shown = docs_hooks().on_page_markdown(introduction, page=page)
+    assert shown.startswith(introduction) and shown.count("\n## ") >= 5
 
 
 # --- The support matrix -------------------------------------------------------------------------------------
@@ -206,7 +218,7 @@ A paragraph:
     code
 """
 
-    given = docs_hooks().on_page_markdown(written)
+    given = docs_hooks().lists_indented(written)
     assert given.splitlines() == [
         "- item",
         "    goes on",

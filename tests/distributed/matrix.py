@@ -258,11 +258,6 @@ PROOFS = (
 # --- Markdown -----------------------------------------------------------------------------------------------
 
 INTRODUCTION = f"""\
-# Support matrix
-
-What is proven, for which family, and by which test. This page is generated from the tests
-(`python -m tests.distributed.matrix`).
-
 - A number counts the cases of the parity table that have the feature. In each of them, loss and gradients
   of a real group of processes on CPU equal those of `transformers`. [Below](#the-cases), each number has
   one of its cases by name.
@@ -277,7 +272,7 @@ hold every pair of settings, `make test-full` all {sum(map(len, CASES.values()))
 
 
 def markdown() -> str:
-    """Returns the page."""
+    """What the site's page ``support-matrix.md`` says after its introduction."""
     parts = [INTRODUCTION]
     for title, features in SECTIONS.items():
         rows = [

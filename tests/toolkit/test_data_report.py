@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from data_tools.estimates import Stratum
+from data_tools.estimates import Estimate, Stratum
 from data_tools.survey import sources
 from megatron_vl.data.pixels import image_grid, image_planes, read_pixel_settings
 from megatron_vl.spec.families import read_spec
@@ -25,10 +25,14 @@ from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 from toolkit.data.report import histogram, quarantined, run_skipped
-from toolkit.data.sample import picture_of, visible
+from toolkit.data.sample import Run, picture_of, text_of, visible, whole_characters
+from toolkit.data.stats import bounds, error
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
+
+CHINESE = "图片里有一只猫，龘。"
+"""Each character takes several tokens of the small tokenizer."""
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,7 @@ def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     records = mixed_records(folder / "media", 10)
     records[0]["conversations"][1]["value"] = ATTACK
+    records[1]["conversations"][1]["value"] = CHINESE
     missing = {"image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
     return converted(folder, [*records, missing])[0]
 
@@ -48,17 +53,26 @@ def _words(out: Path, command: str, *more: str) -> list[str]:
 
 
 class Tags(HTMLParser):
-    """The tags, attributes and text of a page."""
+    """The tags, attributes and text of a page, and the tags in which each tag is."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.around: list[list[tuple[str, dict[str, str | None]]]] = []
+        self.open: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
         self.feed(page)
         self.close()
 
     def handle_starttag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
+        self.around.append(self.open.copy())
+        if tag not in ("meta", "img", "br"):
+            self.open.append(self.tags[-1])
+
+    def handle_endtag(self, tag):
+        while self.open.pop()[0] != tag:
+            pass
 
     def handle_data(self, data):
         self.text += data
@@ -88,6 +102,76 @@ def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     assert "medium missing" in tags.text and "All 10 samples of train were read" in tags.text
     learnt = [a["title"] for tag, a in tags.tags if tag == "span" and a.get("class") == "l" and "title" in a]
     assert learnt and all(title.startswith("id ") for title in learnt)
+
+
+def test_tables_are_never_wider_than_the_window(out, tmp_path):
+    """Each can be scrolled by itself. In a narrow window, the cells of a table of numbers stand one below the
+    other, and each says what it is."""
+    page = tmp_path / "page.html"
+    assert main(_words(out, "report", "--samples", "5", "--out", str(page))) == 0
+    text = page.read_text()
+    tags = Tags(text)
+    around_tables = [
+        around[-1] for (tag, _), around in zip(tags.tags, tags.around, strict=True) if tag == "table"
+    ]
+    assert len(around_tables) >= 4 and set(map(str, around_tables)) == {"('div', {'class': 'wide'})"}
+
+    tables = re.findall(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)
+    assert len(tables) == 2
+    for table in tables:
+        first, *lines = table.split("<tr>")[1:]
+        heads = re.findall("<th>([^<]+)", first)
+        assert len(heads) == 7 and heads[0] == "mean"
+        assert all(re.findall('<td data-head="(.+?)">', line) == heads for line in lines)
+        # A number stands alone, with its interval below it.
+        numbers = re.findall(r"<td[^>]*>([^<]*)", table)
+        assert len(numbers) == 7 * len(lines) and all(re.fullmatch(r"[\d.,%]+", each) for each in numbers)
+
+
+def test_characters_of_several_tokens_are_shown_whole(out, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(_words(out, "report", "--out", str(page))) == 0
+    text = page.read_text()
+    assert CHINESE in Tags(text).text and "\\x" not in text
+    assert re.search(r'class="l" title="id \d+ \d+ \d+, place \d+, position[^"]*">猫<', text)
+
+    capsys.readouterr()
+    assert main(_words(out, "inspect", "--index", "1")) == 0
+    printed = capsys.readouterr().out
+    assert "猫" in printed and "\\x" not in printed
+
+
+def test_bytes_of_no_character_are_spelled_out():
+    cat = "猫".encode()
+    texts = [
+        b"a",
+        cat[:1],
+        cat[1:],
+        cat[:2],
+        b"b",
+        cat[2:],
+        b" " + cat[:1],
+        cat[1:2],
+        cat[2:] + b"c",
+        cat[:1],
+    ]
+    runs = [Run(at, 1, 100 + at, True, text) for at, text in enumerate(texts)]
+    groups = whole_characters(runs)
+    assert [text_of(group) for group in groups] == ["a", "猫", "\\xe7\\x8c", "b", "\\xab", " 猫c", "\\xe7"]
+    assert [run for group in groups for run in group] == runs
+
+
+def test_a_missing_bound_is_explained(out, capsys):
+    assert bounds(Estimate(3, None, 4)) == "≤ 4" and bounds(Estimate(3, 2, None)) == "≥ 2"
+    assert (
+        bounds(Estimate(3, None, None)) == "bounds unknown" and error(Estimate(3, None, None)) == "± unknown"
+    )
+    assert bounds(Estimate(3, 2, 4)) == "2 to 4" and bounds(Estimate(3, 3, 3)) == "" == error(
+        Estimate(3, 3, 3)
+    )
+    assert main(_words(out, "stats", "--samples", "5")) == 0
+    printed = capsys.readouterr().out
+    assert "?" not in printed and "with one bound (≤ or ≥) where too few were drawn for the other" in printed
 
 
 def test_stats_as_json_and_as_a_table(out, capsys):

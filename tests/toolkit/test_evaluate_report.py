@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -106,3 +107,11 @@ def test_questions_that_are_answered_otherwise_come_first(tmp_path: Path) -> Non
     assert [row.split("<td>")[1].split("<")[0] for row in rows[:3]] == ["52", "54", "0"]
     assert rows[0].count('class="other"') == 1 and "missing" in rows[1] and 'class="other"' not in rows[2]
     assert "5 more questions in work/." in text and len(rows) == SHOWN
+
+
+def test_a_wide_table_scrolls_by_itself(tmp_path: Path) -> None:
+    """The page stays as wide as its window, on a phone too."""
+    write_html(result({"original": [line("1", "A")]}, []), tmp_path / "a.html")
+    text = (tmp_path / "a.html").read_text()
+    assert re.search(r"^table \{ display: block; overflow-x: auto;", text, re.MULTILINE)
+    assert re.search(r'<meta name="viewport" content="width=device-width', text)

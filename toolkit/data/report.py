@@ -23,10 +23,13 @@ from megatron_vl import durable
 from megatron_vl.data.location import Location
 
 from .prepared import Prepared
-from .sample import MediumView, Run, SampleView, Viewer, visible
+from .sample import MediumView, Run, SampleView, Viewer, text_of, visible, whole_characters
 from .stats import (
+    NAMES,
     Distribution,
     basis,
+    bounds,
+    error,
     number,
     of_rows,
     of_samples,
@@ -35,8 +38,6 @@ from .stats import (
     row_quantities,
     rows_basis,
     shares,
-    with_bounds,
-    with_error,
 )
 
 ROWS_SHOWN = 24
@@ -112,8 +113,8 @@ class Card:
     media: list[tuple[MediumView, list[str]]]
     """Media with their pictures in base64."""
     unshown_media: int
-    tokens: list[list[Run]]
-    """All tokens, or the first and the last ones."""
+    tokens: list[list[list[Run]]]
+    """All tokens, or the first and the last ones, in groups that hold whole characters."""
     unshown_tokens: int
 
 
@@ -126,7 +127,7 @@ def write_report(prepared: Prepared, found: Survey, shown: int, out: Path) -> No
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"printable": printable, "visible": visible, "number": number}
+    environment.filters |= {"printable": printable, "visible": visible, "text": text_of, "number": number}
 
     page = environment.get_template("report.html.jinja").render(
         found=found,
@@ -174,12 +175,15 @@ def _settings(prepared: Prepared, found: Survey) -> list[tuple[str, str]]:
 # --- Distributions ------------------------------------------------------------------------------------------
 
 
-def _table(found: dict[str, Distribution]) -> list[tuple[str, ...]]:
+def _table(found: dict[str, Distribution]) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """Names of quantities, each with the head, number and interval of its cells."""
     lines = []
     for name, each in found.items():
         show = percent if name == "fill" else number
-        bounds = [with_bounds(estimate, show) for estimate in each.quantiles.values()]
-        lines.append((name, with_error(each.mean, show), *bounds, show(each.least), show(each.most)))
+        cells = [("mean", show(each.mean.value), error(each.mean, show))]
+        cells += [(NAMES[key], show(at.value), bounds(at, show)) for key, at in each.quantiles.items()]
+        cells += [("smallest", show(each.least), ""), ("largest seen", show(each.most), "")]
+        lines.append((name, cells))
     return lines
 
 
@@ -252,15 +256,15 @@ def _cards(prepared: Prepared, found: Survey, shown: int) -> Iterator[Card]:
 
         media = sample.media[:MEDIA_SHOWN]
         first, last = TOKENS_SHOWN
-        runs = sample.runs
-        parts = [runs] if len(runs) <= first + last else [runs[:first], runs[-last:]]
+        groups = whole_characters(sample.runs)
+        parts = [groups] if len(groups) <= first + last else [groups[:first], groups[-last:]]
         yield Card(
             why,
             sample,
             [(each, _pictures(each.pixels)) for each in media],
             len(sample.media) - len(media),
             parts,
-            len(sample.token_ids) - sum(run.count for part in parts for run in part),
+            len(sample.token_ids) - sum(run.count for part in parts for group in part for run in group),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import getincrementaldecoder
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -53,8 +54,8 @@ class Run:
     count: int
     token: int
     learnt: bool
-    text: str
-    """The token's text, with unprintable characters spelled out."""
+    utf8: bytes
+    """The token's text. It may begin or end within a character."""
 
 
 @dataclass(frozen=True)
@@ -214,21 +215,48 @@ def runs_of(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpe
     for at, (token, learnt) in enumerate(zip(token_ids.tolist(), loss_mask.tolist(), strict=True)):
         last = runs[-1] if runs else None
         if last and token in placeholders and last.token == token:
-            runs[-1] = Run(last.start, last.count + 1, token, last.learnt, last.text)
+            runs[-1] = Run(last.start, last.count + 1, token, last.learnt, last.utf8)
         else:
-            runs.append(Run(at, 1, token, learnt, token_text(tokenizer, token)))
+            runs.append(Run(at, 1, token, learnt, _utf8(tokenizer, token)))
     return runs
 
 
-def token_text(tokenizer: Any, token: int) -> str:
-    """Returns the text of one token. Bytes that do not form a whole character are written as ``\\xe4``."""
+def whole_characters(runs: list[Run]) -> list[list[Run]]:
+    """Groups runs so that no character goes on in the next group: rare ones consist of several tokens.
+
+    Bytes that are part of no character stay in a group of their own.
+    """
+    groups: list[list[Run]] = []
+    start = 0
+    while start < len(runs):
+        end = start + 1
+        decoder = getincrementaldecoder("utf-8")()
+        try:
+            decoder.decode(runs[start].utf8)
+            while decoder.getstate()[0]:
+                decoder.decode(runs[end].utf8)
+                end += 1
+        except (UnicodeDecodeError, IndexError):
+            end = start + 1
+        groups.append(runs[start:end])
+        start = end
+    return groups
+
+
+def text_of(runs: list[Run]) -> str:
+    """Returns the text of successive runs. Bytes that are part of no character are written as ``\\xe4``."""
+    return b"".join(run.utf8 for run in runs).decode(errors="backslashreplace")
+
+
+def _utf8(tokenizer: Any, token: int) -> bytes:
+    """Returns the text of one token, perhaps a part of a character."""
     text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
     if "\ufffd" in text:
         piece = tokenizer.convert_ids_to_tokens(token)
         known = _byte_values()
         if all(character in known for character in piece):
-            text = bytes(known[character] for character in piece).decode(errors="backslashreplace")
-    return text
+            return bytes(known[character] for character in piece)
+    return text.encode()
 
 
 @cache
@@ -276,7 +304,7 @@ def as_json(sample: SampleView) -> dict[str, Any]:
         "learnt_tokens": sample.learnt,
         "media": media,
         "token_ids": sample.token_ids.tolist(),
-        "token_texts": [run.text for run in sample.runs for _ in range(run.count)],
+        "token_texts": [text_of([run]) for run in sample.runs for _ in range(run.count)],
         "loss_mask": sample.loss_mask.bool().int().tolist(),
         "position_ids": sample.position_ids.tolist(),
     }
@@ -319,16 +347,16 @@ def _media_table(sample: SampleView) -> Table:
 
 def _token_table(sample: SampleView) -> Table:
     table = Table("index", "id", "learnt", "time", "height", "width", "text", title_justify="left")
-    for run in sample.runs:
-        last = run.start + run.count - 1
-        positions = [_range(axis, run.start, last) for axis in sample.position_ids]
-        times = f" x {run.count}" if run.count > 1 else ""
+    for group in whole_characters(sample.runs):
+        first, last = group[0], group[-1].start + group[-1].count - 1
+        positions = [_range(axis, first.start, last) for axis in sample.position_ids]
+        times = f" x {first.count}" if first.count > 1 else ""
         table.add_row(
-            f"{run.start} to {last}" if times else str(run.start),
-            str(run.token),
-            "yes" if run.learnt else "",
+            f"{first.start} to {last}" if last > first.start else str(first.start),
+            " ".join(str(run.token) for run in group),
+            "yes" if first.learnt else "",
             *positions,
-            Text(visible(run.text) + times, style="green" if run.learnt else ""),
+            Text(visible(text_of(group)) + times, style="green" if first.learnt else ""),
         )
     return table
 

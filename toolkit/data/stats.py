@@ -15,6 +15,7 @@ from data_tools.survey import SAMPLE_QUANTITIES, Survey, SurveyRow, fill, values
 
 QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 NAMES = {"p50": "median", "p5": "5 %", "p95": "95 %", "p99": "99 %"}
+INTERVALS = "intervals are for 95 %, with one bound (≤ or ≥) where too few were drawn for the other"
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def basis(found: Survey) -> str:
     reason = f" (until the time was up; seed {found.seed})" if found.stopped else f" (seed {found.seed})"
     return (
         f"{len(found.samples):,} of {found.population:,} samples of {found.split} were drawn at"
-        f" random{reason}; intervals are for 95 %."
+        f" random{reason}; {INTERVALS}."
     )
 
 
@@ -108,7 +109,7 @@ def rows_basis(found: Survey) -> str:
     """A sentence that says how the rows were made."""
     return (
         f"{len(found.rows):,} rows of {found.seq_len:,} tokens were packed from them in random order, as"
-        f" a loader does; intervals are for 95 %.{_repeated(found)}"
+        f" a loader does; {INTERVALS}.{_repeated(found)}"
     )
 
 
@@ -147,8 +148,11 @@ def _table(title: str, found: dict[str, Distribution]) -> Table:
     table = Table(title, "mean", *(NAMES[name] for name in QUANTILES), "smallest", "largest seen")
     for name, each in found.items():
         show = percent if name == "fill" else number
-        cells = [with_error(each.mean, show), *(with_bounds(q, show) for q in each.quantiles.values())]
-        table.add_row(name, *cells, show(each.least), show(each.most))
+        mean_cell = f"{show(each.mean.value)} {error(each.mean, show)}".rstrip()
+        cells = [
+            f"{show(at.value)} ({bounds(at, show)})".removesuffix(" ()") for at in each.quantiles.values()
+        ]
+        table.add_row(name, mean_cell, *cells, show(each.least), show(each.most))
     return table
 
 
@@ -164,21 +168,21 @@ def percent(value: float) -> str:
     return f"{value:.2%}"
 
 
-def with_error(estimate: Estimate, show: Callable[[float], str] = number) -> str:
-    """Formats a mean with the half-width of its interval."""
+def error(estimate: Estimate, show: Callable[[float], str] = number) -> str:
+    """Formats the half-width of a mean's interval; empty if the mean is exact."""
     if estimate.exact:
-        return show(estimate.value)
+        return ""
+    return "± unknown" if estimate.high is None else f"± {show(estimate.high - estimate.value)}"
+
+
+def bounds(estimate: Estimate, show: Callable[[float], str] = number) -> str:
+    """Formats a quantile's interval; empty if both bounds are the same number."""
+    if estimate.low is None:
+        return "bounds unknown" if estimate.high is None else f"≤ {show(estimate.high)}"
     if estimate.high is None:
-        return f"{show(estimate.value)} ± ?"
-    return f"{show(estimate.value)} ± {show(estimate.high - estimate.value)}"
-
-
-def with_bounds(estimate: Estimate, show: Callable[[float], str] = number) -> str:
-    """Formats a quantile with its interval."""
-    if estimate.exact:
-        return show(estimate.value)
-    low, high = ("?" if bound is None else show(bound) for bound in (estimate.low, estimate.high))
-    return show(estimate.value) if low == high else f"{show(estimate.value)} ({low} to {high})"
+        return f"≥ {show(estimate.low)}"
+    low, high = show(estimate.low), show(estimate.high)
+    return "" if low == high else f"{low} to {high}"
 
 
 def shares(estimate: Estimate) -> str:
