@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.memory import DELTA_CHUNK, Parameters, offloaded, state_bytes
 from megatron_vl.planning.rows import RowStatistics
@@ -83,6 +83,22 @@ class Costs:
     calibration: Calibration
     network: Network = Network()
 
+    @cached_property
+    def seq_len(self) -> int:
+        return self.config.data.seq_len
+
+    @cached_property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @cached_property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @cached_property
+    def recompute(self) -> RecomputeConfig:
+        return self.config.recompute
+
     # --- Rates ----------------------------------------------------------------------------------------------
 
     def product(self, tokens: float, k: float, n: float) -> float:
@@ -111,7 +127,7 @@ class Costs:
 
     @cached_property
     def _shared(self) -> int:
-        return self.layout.tp if self.config.parallel.sequence_parallel else 1
+        return self.layout.tp if self.parallel.sequence_parallel else 1
 
     # --- Language model -------------------------------------------------------------------------------------
 
@@ -145,10 +161,10 @@ class Costs:
         m, c, tp = self.spec.language, self.calibration, self.layout.tp
         if (experts and m.moe is None) or (linear and m.linear_attention is None):
             return PassTime()
-        tokens, h = self.config.data.seq_len, m.hidden_size
+        tokens, h = self.seq_len, m.hidden_size
         heads, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        again = self.config.recompute.language
-        modules = set(self.config.recompute.language_modules) if again == "selective" else set()
+        again = self.recompute.language
+        modules = set(self.recompute.language_modules) if again == "selective" else set()
 
         if linear:
             projections, attention = self._linear_attention()
@@ -162,7 +178,7 @@ class Costs:
         exchange = self._tensor_collectives(tokens * h)
 
         forward = projections + attention + rest / 3 + mlp + 3 / 8 * activation + exchange
-        weights = 1 + (not self.config.model.freeze_language)
+        weights = 1 + (not self.model.freeze_language)
         backward = (
             weights * (projections + mlp) + 2.5 * attention + rest * 2 / 3 + 5 / 8 * activation + exchange
         )
@@ -196,7 +212,7 @@ class Costs:
         m, c, tp = self.spec.language, self.calibration, self.layout.tp
         a = m.linear_attention
         assert a is not None
-        tokens, values = self.config.data.seq_len, a.value_heads * a.value_dim
+        tokens, values = self.seq_len, a.value_heads * a.value_dim
         inputs = a.conv_channels + values + 2 * a.value_heads
         projections = self.product(tokens, m.hidden_size, inputs / tp)
         projections += self.product(tokens, values / tp, m.hidden_size)
@@ -217,7 +233,7 @@ class Costs:
         moe = m.moe
         assert moe is not None
         layout = self.layout
-        tokens = self.config.data.seq_len / self._shared
+        tokens = self.seq_len / self._shared
         # Ranks that share experts also share the rows: each expert gets those of all of them.
         rows = tokens * moe.top_k * layout.etp
         each = tokens * moe.top_k * layout.ep * layout.etp / moe.num_experts
@@ -225,7 +241,7 @@ class Costs:
         products = 2 * rows * 3 * m.hidden_size * moe.ffn_hidden_size / layout.etp / rate
         products += self.product(tokens, m.hidden_size, moe.num_experts)
         if moe.shared_ffn_hidden_size:
-            products += self._mlp(self.config.data.seq_len, moe.shared_ffn_hidden_size)[0]
+            products += self._mlp(self.seq_len, moe.shared_ffn_hidden_size)[0]
         return products, self.moved(c.activation_widths * moe.ffn_hidden_size / layout.etp * rows)
 
     def _dispatch(self, seq_len: int) -> float:
@@ -250,8 +266,8 @@ class Costs:
     def embedding(self) -> PassTime:
         """Looking up tokens, placing features; the gradient of a table is added in float32."""
         m = self.spec.language
-        tokens = self.moved(4 * m.hidden_size * self.config.data.seq_len)
-        table = 0.0 if self.config.model.freeze_language else self._float_gradient()
+        tokens = self.moved(4 * m.hidden_size * self.seq_len)
+        table = 0.0 if self.model.freeze_language else self._float_gradient()
         return PassTime(tokens, tokens + table)
 
     def _float_gradient(self) -> float:
@@ -262,12 +278,12 @@ class Costs:
     def head(self) -> PassTime:
         """The final norm, the output layer and the loss."""
         m, c, tp = self.spec.language, self.calibration, self.layout.tp
-        tokens = self.rows.head_tokens(self.config.data.seq_len)
+        tokens = self.rows.head_tokens(self.seq_len)
         products = self.product(tokens, m.hidden_size, m.vocab_size / tp)
         loss = self.moved(c.logits_widths * m.vocab_size / tp * tokens)
-        gather = self.collective(self.element * self.config.data.seq_len * m.hidden_size, tp)
-        weights = 1 + (not self.config.model.freeze_language)
-        gradient = 0.0 if self.config.model.freeze_language else self._float_gradient()
+        gather = self.collective(self.element * self.seq_len * m.hidden_size, tp)
+        weights = 1 + (not self.model.freeze_language)
+        gradient = 0.0 if self.model.freeze_language else self._float_gradient()
         return PassTime(products + loss / 3 + gather, weights * products + loss * 2 / 3 + gradient + gather)
 
     # --- Vision tower ---------------------------------------------------------------------------------------
@@ -283,7 +299,6 @@ class Costs:
     def tower_alone(self, tp: int) -> PassTime:
         """The same on ``tp`` ranks together."""
         v, c, rows = self.spec.vision, self.calibration, self.rows
-        model = self.config.model
         patches, h, f = rows.patches, v.hidden_size, v.padded_ffn_hidden_size
         if not patches:
             return PassTime()
@@ -313,14 +328,14 @@ class Costs:
             linear + attend + fixed / 3 + windows / 3 + active * 3 / 8 + talk,
             2 * linear + 2 * attend + fixed * 2 / 3 + windows * 2 / 3 + active * 5 / 8 + talk,
         )
-        if model.freeze_vision:
+        if self.model.freeze_vision:
             back = 0.0
-            merge_back = 2 * merge * (not model.freeze_merger)
+            merge_back = 2 * merge * (not self.model.freeze_merger)
         else:
             back = blocks.backward + embed
-            back += blocks.forward * (self.config.recompute.vision == "full")
-            back += active * 3 / 8 * (self.config.recompute.vision == "activation")
-            merge_back = (1 + (not model.freeze_merger)) * merge
+            back += blocks.forward * (self.recompute.vision == "full")
+            back += active * 3 / 8 * (self.recompute.vision == "activation")
+            merge_back = (1 + (not self.model.freeze_merger)) * merge
         return PassTime(embed + blocks.forward + merge, back + merge_back)
 
     # --- Between stages and at the end of a step ------------------------------------------------------------
@@ -330,7 +345,7 @@ class Costs:
         if self.layout.pp == 1:
             return 0.0
         parts = 1 + len(self.spec.vision.deepstack_layers)
-        size = self.element * parts * self.config.data.seq_len * self.spec.language.hidden_size / self._shared
+        size = self.element * parts * self.seq_len * self.spec.language.hidden_size / self._shared
         stride = self.layout.tp * self.dp
         return size / self.network.message(self.calibration, stride)
 
@@ -339,12 +354,12 @@ class Costs:
 
         Half of it is the distributed optimizer's: the other half of an all-reduce gathers the weights.
         """
-        times = 1 if self.config.parallel.distributed_optimizer else 2
+        times = 1 if self.parallel.distributed_optimizer else 2
         return times * self.collective(gradients, self.dp, self.layout.tp)
 
     def gathering(self, weights: float) -> float:
         """Seconds to gather updated weights of that many bytes."""
-        if not self.config.parallel.distributed_optimizer:
+        if not self.parallel.distributed_optimizer:
             return 0.0
         return self.collective(weights, self.dp, self.layout.tp)
 

@@ -31,7 +31,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.kernels.language_heads import TE_HEADS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
@@ -357,6 +357,18 @@ class _Sizes:
     patches: int
 
     @property
+    def seq_len(self) -> int:
+        return self.config.data.seq_len
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def recompute(self) -> RecomputeConfig:
+        return self.config.recompute
+
+    @property
     def _shared(self) -> int:
         """Number of ranks that share what lies between the linears of a decoder layer."""
         return self.layout.tp if self.config.parallel.sequence_parallel else 1
@@ -365,10 +377,10 @@ class _Sizes:
         """The share of one chunk of the language model."""
         m = self.spec.language
         layout = self.layout
-        recompute = self.config.recompute
+        recompute = self.recompute
         first = stage + v == 0
         last = stage == layout.pp - 1 and v == layout.vpp - 1
-        token = self.element * self.config.data.seq_len
+        token = self.element * self.seq_len
         hidden = token * m.hidden_size / self._shared
         layers = [
             token * self._kinds[m.has_experts(layer), m.is_linear(layer)]
@@ -397,7 +409,7 @@ class _Sizes:
 
     def _decoder_layer(self, m: LanguageSpec, experts: bool, linear: bool) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
-        tp, r = self.layout.tp, self.config.recompute
+        tp, r = self.layout.tp, self.recompute
         modules = set(r.language_modules) if r.language == "selective" else set()
 
         attention = self._linear_attention(m, modules) if linear else self._attention(m)
@@ -420,7 +432,7 @@ class _Sizes:
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         heads = m.num_heads * m.head_dim / tp
         kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
-        name = self.config.model.language_attention
+        name = self.model.language_attention
         fused = name == "te" or (name == "auto" and m.head_dim in TE_HEADS)
         v = kv if fused else heads + 2 * kv
         gate = heads * (2 + 4 / self.element) if m.output_gate else 0.0
@@ -459,7 +471,7 @@ class _Sizes:
     def vision(self) -> _Held:
         """The tower on one row's patches; it is tensor-parallel without sequence parallelism."""
         v = self.spec.vision
-        model = self.config.model
+        model = self.model
         tp = self.layout.tp
         patch = self.element * self.patches
         layers = [patch * self._vision_layer(v, layer) for layer in range(v.num_layers)]
@@ -474,7 +486,7 @@ class _Sizes:
         )
         if model.freeze_vision:
             return _Held(0.0 if model.freeze_merger else mergers, max(layers) + pixels)
-        if self.config.recompute.vision == "full":
+        if self.recompute.vision == "full":
             return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
 
         return _Held(sum(layers) + mergers + pixels)
@@ -512,7 +524,7 @@ class _Sizes:
         return features + max(kept, own + backward - others, kept + own + encode - others)
 
     def _vision_layer(self, v: VisionSpec, layer: int) -> float:
-        model, tp = self.config.model, self.layout.tp
+        model, tp = self.model, self.layout.tp
         if not v.is_full_attention(layer) and model.window_attention != "backend":
             attention = 4.0 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
         elif model.vision_attention == "triton" or model.vision_attention == "auto" and self._own_kernels(v):
@@ -521,7 +533,7 @@ class _Sizes:
         else:
             fused = v.hidden_size if model.vision_attention == "te" else 3 * v.hidden_size
             attention = 3 * v.hidden_size + fused + v.num_heads * 4 / self.element
-        mlp = (3 if v.gated_mlp else 2) - (self.config.recompute.vision == "activation")
+        mlp = (3 if v.gated_mlp else 2) - (self.recompute.vision == "activation")
         return 4 * v.hidden_size + (attention + mlp * v.padded_ffn_hidden_size) / tp
 
     def _own_kernels(self, v: VisionSpec) -> bool:
@@ -533,7 +545,7 @@ class _Sizes:
         """One row on the device: 68 bytes per token (int32 buffers and int64 copies), and uint8 planes
         of every patch."""
         v = self.spec.vision
-        return 68.0 * self.config.data.seq_len + (
+        return 68.0 * self.seq_len + (
             self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0
         )
 
