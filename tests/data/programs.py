@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import DataConfig, EvalConfig, TrainConfig
 from megatron_vl.training import loop
 
 
@@ -22,13 +23,11 @@ def shared_facts(path: str) -> list[Any]:
         return read(config)
 
     loop.read_data = counted
-    config = TrainConfig()
-    config.data.path = path
+    config = TrainConfig(data=DataConfig(path=path))
     identity = loop.share_data(config)["train"].identity
-    config.eval.interval = 1
-    config.eval.split = "test"
+    evaluated = dataclasses.replace(config, eval=EvalConfig(interval=1, split="test"))
     try:
-        told = str(loop.share_data(config))
+        told = str(loop.share_data(evaluated))
     except ValueError as error:
         told = str(error)
 

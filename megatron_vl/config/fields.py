@@ -1,0 +1,427 @@
+"""The fields of a run: one tree of dataclasses defines the YAML and the ``--help`` text.
+
+The docstring of a field is its help text and names its unit; its range stands in its :func:`option`. A
+config is never changed: :func:`dataclasses.replace` makes another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_vl.config.options import option
+from megatron_vl.errors import UserError
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "activation")
+"""Valid entries of ``recompute.language_modules``."""
+VideoPositions = Literal["released", "transformers_5_3"]
+"""The rules for positions after and within a video; :attr:`DataConfig.video_positions` explains them."""
+VideoPrompt = Literal["released", "transformers_5_10"]
+"""The rules for the text around a video; :attr:`DataConfig.video_prompt` explains them."""
+LearntOrMasked = Literal["learnt", "masked"]
+"""Whether something bears loss."""
+RULES_BEFORE = {
+    "video_positions": "transformers_5_3",
+    "video_prompt": "transformers_5_10",
+    "empty_think": "learnt",
+    "earlier_answers": "learnt",
+}
+"""The rules of checkpoints that were written before these fields of :class:`DataConfig` existed."""
+
+
+class RunConfigError(UserError, ValueError):
+    """A value that is unknown or impossible; the message names the field and what would be valid."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model, and which of its parts are trained."""
+
+    checkpoint: str = ""
+    """Megatron weights to start from (output of `megatron-vl convert` or `split`, in any layout).
+    Empty: random weights."""
+    hf: str = ""
+    """Hugging Face folder that the model comes from.
+    Its config, tokenizer, chat template and image processor are read."""
+    freeze_vision: bool = False
+    """Do not train the vision tower (patch embedding and blocks)."""
+    freeze_merger: bool = False
+    """Do not train the merger (vision features to language width)."""
+    freeze_language: bool = False
+    """Do not train the language model."""
+    moe_aux_loss: float | None = option(None, least=0)
+    """Coefficient of the experts' load-balancing loss, which is the mean of the layers' losses (transformers
+    takes one loss of the layers' mean; both are equal for one layer). 0: no such loss.
+    Empty: router_aux_loss_coef of the Hugging Face config if its output_router_logits is true,
+    otherwise no such loss."""
+    vision_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te", "triton"] = "auto"
+    """Implementation of packed attention in the vision tower. auto: the fastest one measured on the platform
+    (CPU: sdpa). triton: the kernels of this project, which also apply RoPE (CUDA, bfloat16)."""
+    window_attention: Literal["auto", "fused", "backend"] = "auto"
+    """Implementation of the vision tower's window layers. fused: one kernel, which also applies RoPE (CUDA,
+    bfloat16). backend: the same as vision_attention. auto: fused on CUDA, otherwise backend."""
+    language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
+    """Implementation of packed attention in the language model.
+    auto: the fastest one measured on the platform (CPU: sdpa)."""
+
+
+@dataclass
+class ParallelConfig:
+    """How the model is spread over ranks. The data-parallel size is the world size divided by tp * pp."""
+
+    tp: int = option(1, least=1)
+    """Tensor parallel size (ranks)."""
+    pp: int = option(1, least=1)
+    """Pipeline parallel size (stages)."""
+    vpp: int = option(1, least=1)
+    """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
+    layers: list[int] | Literal["auto"] | None = None
+    """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty or auto: the split that
+    `megatron-vl plan` finds, with which all stages take about equally long; a run that resumes keeps the one
+    that it was saved with."""
+    ep: int = option(1, least=1)
+    """Expert parallel size (ranks that share a layer's experts). Leave at 1 for models without experts."""
+    etp: int = option(1, least=1)
+    """Expert tensor parallel size (ranks that share each expert's matrices). It is independent of tp."""
+    sequence_parallel: bool = False
+    """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
+    tp_comm_overlap: bool = False
+    """Overlap the tensor-parallel collectives of decoder layers
+    with their matrix products (CUDA; needs sequence_parallel)."""
+    distributed_optimizer: bool = True
+    """Spread optimizer state over data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool = True
+    """Reduce gradients while the backward pass runs."""
+    overlap_param_gather: bool = True
+    """Gather updated parameters while the next forward pass runs (needs distributed_optimizer)."""
+    bucket_size: int | None = option(None, least=1)
+    """Gradient bucket size in parameters. Empty: Megatron-core's default."""
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Where the vision tower runs."""
+
+    placement: Literal["first_stage", "decoupled"] = "first_stage"
+    """first_stage: on the first pipeline stage, tensor-parallel with the language model. decoupled: on every
+    rank. The ranks of a data-parallel replica then encode the pictures of a step together before its pipeline
+    runs, so that its stages hold decoder layers only. A run may change this when it resumes."""
+    # Kernels count elements in 32 bits, which limits both numbers of patches.
+    encode_patches: int = option(131072, least=1, most=2**18)
+    """decoupled: about how many patches a rank encodes in one call, without keeping activations."""
+    backward_patches: int = option(32768, least=1, most=2**18)
+    """decoupled: about how many patches a rank runs forward and backward in one call. Each keeps the tower's
+    activations, which limits the memory."""
+    keep_patches: int = option(0, least=0)
+    """decoupled: for about how many patches a rank keeps the tower's activations while the pipeline runs, so
+    that they do not run forward a second time. 0: for none, which takes the least memory."""
+
+
+@dataclass(frozen=True)
+class RecomputeConfig:
+    """Activation recompute, set separately for the language model and the vision tower."""
+
+    language: Literal["none", "selective", "full"] = "none"
+    """Language model: none, selective (what language_modules lists) or full (every layer)."""
+    language_modules: list[str] = option(["core_attn"])
+    """What selective recompute covers: core_attn, mlp (or router and experts), activation (of the MLP: costs
+    almost nothing; of experts: CUDA only), layernorm (needs Transformer Engine)."""
+    vision: Literal["none", "activation", "full"] = "none"
+    """Vision tower: none, activation (of the MLP; costs almost nothing) or full (every layer)."""
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Matrix products of the layers in FP8 (Transformer Engine on Hopper or later).
+
+    Weights and gradients keep their types.
+    """
+
+    recipe: Literal["none", "tensorwise", "delayed", "blockwise"] = "none"
+    """How tensors are scaled: tensorwise (by their current maximum), delayed (by earlier maxima) or blockwise
+    (blocks of 128 elements). none: no FP8."""
+    vision: bool = False
+    """Use FP8 in the vision tower too. This gains nothing: the casts cost as much time as the products save.
+    Off: FP8 in the language model only."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data set, and how rows are made from it."""
+
+    path: str = ""
+    """Folder written by `megatron-vl data convert`, or an Energon metadataset YAML; here or in an object
+    store (`msc://PROFILE/FOLDER`)."""
+    on_changed_blend: Literal["refuse", "continue"] = "refuse"
+    """What a run does that resumes with another blend of data sets than its checkpoint had. refuse: it ends
+    and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
+    begin at their start, those that left are dropped, and new weights count from that step on. Without a
+    change, both do the same."""
+    seq_len: int = option(4096, least=1)
+    """Tokens of a row."""
+    pack: bool = True
+    """Put several samples into a row. Off: one sample per row."""
+    packing_buffer: int = option(64, least=1)
+    """Number of samples among which the packer chooses."""
+    max_patches: int = option(0, least=0)
+    """Largest number of vision patches in a row. 0: limited by seq_len only."""
+    min_pixels: int = option(0, least=0)
+    """Smallest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
+    max_pixels: int = option(0, least=0)
+    """Largest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
+    video_fps: float = option(2.0, above=0)
+    """Frames taken from each second of a video."""
+    video_max_frames: int = option(32, least=1)
+    """Largest number of frames taken from a video."""
+    video_max_pixels: int = option(0, least=0)
+    """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
+    as for images (Qwen3-VL: the checkpoint's video processor decides)."""
+    video_positions: VideoPositions = "released"
+    """M-RoPE positions at videos, for Qwen2-VL and Qwen2.5-VL. released: text continues after the largest
+    position of the video, time included, as in the released models' own code and in vLLM. transformers_5_3:
+    text continues after the video's height and width only, and the time of a frame group is truncated to
+    whole seconds, as in transformers 5.3 to 5.17. Choose it for runs that began before this field existed."""
+    video_prompt: VideoPrompt = "released"
+    """Text around videos, for Qwen3-VL. released: <|vision_start|> and <|vision_end|> surround each frame
+    group only, as the processor released with the model writes them (transformers 4.57). transformers_5_10: a
+    second pair surrounds the whole video, as in transformers 5.10 and later. Choose it for runs that began
+    before this field existed."""
+    empty_think: LearntOrMasked = "masked"
+    """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
+    without thinking. masked: none, as a request without thinking already contains the block. learnt: the
+    model learns to close the block at once, so that it answers without thinking where it may think."""
+    earlier_answers: LearntOrMasked = "learnt"
+    """Loss on the answers before the last question, from which the chat templates of thinking models leave
+    out the thinking. learnt: they are learnt as the template writes them, without thinking. masked: only the
+    answers after the last question are learnt, which look as the served model writes them."""
+    num_workers: int = option(2, least=0)
+    """Loader processes of each data-parallel rank. 0: load in the training process."""
+    streams: int = option(0, least=0)
+    """Number of parts of the data set that are shuffled and packed on their own. They determine the order of
+    samples, and a run keeps them when it goes on with other data-parallel ranks or workers. 0: one for each
+    loader process of the first start. Give a multiple of global_batch_size x num_workers if the run will
+    move to many more ranks or workers: otherwise several of them read the same stream, although each decodes
+    only its own pictures."""
+    shuffle_buffer: int = option(1000, least=0)
+    """Largest number of samples in the shuffle buffer of each stream (see streams).
+    0: keep the order of the data set."""
+    shuffle_buffer_gib: float = option(2.0, least=0)
+    """Largest size of the shuffle buffer of each stream in GiB, with media as they are stored. Long videos
+    reach this limit before shuffle_buffer. 0: no limit in bytes."""
+    balance: bool = False
+    """Give data-parallel ranks about the same number of patches in each step. Use it for data whose rows
+    differ much in their pictures. If `megatron-vl data index` has written the sizes of the samples, batches
+    are planned from these without communication, and each rank reads only its own samples; streams and their
+    buffers then have no effect. Otherwise rows are swapped while the run trains, for which each rank holds a
+    connection, and so an open file, to every other one."""
+    max_bad_share: float = option(0.01, least=0, most=1)
+    """Stop the run when more than this share of the samples could not be used (0 to 1)."""
+    sample_timeout_s: float = option(300.0, least=0)
+    """Seconds that reading a sample, and then decoding its pictures and videos, may take. A sample that takes
+    longer cannot be used. 0: wait without end."""
+    seed: int = option(1234, least=0, most=2**32 - 1)
+    """Seed of the sample order."""
+
+
+def video_rule(data: DataConfig, timestamps: bool) -> dict[str, str]:
+    """The field and value of the rule that a model's videos follow.
+    The other rule does not apply to the model.
+
+    Args:
+        timestamps: whether the family writes timestamps into the text (``VisionSpec.video_timestamps``).
+    """
+    name = "video_prompt" if timestamps else "video_positions"
+    return {name: getattr(data, name)}
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW, its schedules, and the learning rates of the model's parts."""
+
+    lr: float = option(1e-5, least=0)
+    """Peak learning rate of the language model (and of the parts below when they are not set)."""
+    vision_lr: float | None = option(None, least=0)
+    """Peak learning rate of the vision tower. Empty: lr. 0: its weights do not change (model.freeze_vision
+    also saves the memory of its gradients and moments)."""
+    merger_lr: float | None = option(None, least=0)
+    """Peak learning rate of the merger. Empty: lr. 0: its weights do not change."""
+    min_lr_ratio: float = option(0.1, least=0, most=1)
+    """Final learning rate as a fraction of the peak (cosine)."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: int = option(0, least=0)
+    """Steps of linear warm-up from 0."""
+    weight_decay: float = option(0.1, least=0)
+    """Weight decay of matrices; biases and norms have none."""
+    beta1: float = option(0.9, least=0, most=1)
+    """Adam: decay of the first moment."""
+    beta2: float = option(0.95, least=0, most=1)
+    """Adam: decay of the second moment."""
+    eps: float = option(1e-8, least=0)
+    """Adam: term added to the denominator."""
+    clip_grad: float = option(1.0, least=0)
+    """Largest global gradient norm. 0: no clipping."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which Adam's two moments are kept. bfloat16 halves the optimizer state of a bf16 model (6 bytes
+    a parameter, not 12). Adam still computes in float32; moments are rounded stochastically, with the same
+    bits in every layout. A run may resume with the other type: then moments are converted."""
+    offload_fraction: float | Literal["auto"] = option(0.0, least=0, most=1)
+    """Share of the optimizer state that is kept in host memory and streamed through the GPU when weights are
+    updated (0 to 1). Numbers do not change, nor do checkpoints: a run may resume with any other share.
+    auto: as little as fits by the memory estimate."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Saving and resuming the run."""
+
+    dir: str = ""
+    """Folder for the run's checkpoints. Empty: save nothing."""
+    interval: int = option(0, least=0)
+    """Steps between checkpoints. 0: save at the end only."""
+    keep: int = option(2, least=0)
+    """Number of latest checkpoints to keep. 0: keep all. Checkpoints that a roll-back abandoned are neither
+    counted nor deleted, nor is the one that the last roll-back went back to."""
+    keep_every: int = option(0, least=0)
+    """Never delete checkpoints of multiples of this step. 0: keep only the latest ones."""
+    resume: bool = True
+    """Resume from the checkpoint in dir that was saved last, if there is one."""
+    step: int | None = option(None, least=0)
+    """Roll back to this step's checkpoint. What the run saves from then on becomes the latest. This happens
+    once: a later start with the same step resumes from what was saved since."""
+    branch: str = ""
+    """Branch of step, as `megatron-vl checkpoint show` names it, if several branches have saved that step.
+    Empty: the current branch if it has saved the step, otherwise the one saved last."""
+    restart_data: bool = False
+    """When resuming, read the data set from its start. Use it after a change of the data set, or of what
+    determines its rows (data.seq_len, data.seed). This happens once: a later start with the option on
+    continues in the data, also after starts without it."""
+    attempt: int = option(1, least=1)
+    """Raise this number to apply step or restart_data once more."""
+    background: bool = True
+    """Write checkpoints while training continues. Off: wait until each is written."""
+    export_hf: int | Literal["last"] = 0
+    """Steps between exports to a Hugging Face folder, dir/hf/step_NNNNNNNN, with config, tokenizer, processor
+    and chat template of model.hf: a multiple of interval. The last step is exported too. last: export only
+    the last step. 0: export none. A separate process on the node of rank 0 makes each export from the saved
+    step while training continues; the run waits for it at the end. A failed export does not stop the run.
+    The next start makes up for a missing export as long as its checkpoint exists; keep deletes no checkpoint
+    before its export."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Validation during training: before the first step, every `interval` steps, and at the end."""
+
+    interval: int = option(0, least=0)
+    """Steps between evaluations. 0: do not evaluate."""
+    split: str = "val"
+    """Split of the data set to evaluate on (`megatron-vl data convert --val-fraction` creates val)."""
+    rows: int = option(64, least=1)
+    """Number of rows to compute the loss on, over all ranks: the first ones of the split. They stay in host
+    memory, pixels included."""
+    samples: int = option(0, least=0)
+    """Number of prompts to answer at each evaluation: the first ones of the split. The answers go to
+    eval.jsonl beside the checkpoints and to TensorBoard as text."""
+    max_new_tokens: int = option(64, least=1)
+    """Largest number of tokens in an answer."""
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What the run prints and writes."""
+
+    interval: int = option(1, least=1)
+    """Steps between printed lines. For models with experts, a line says for instance "busiest expert 3.44x":
+    in the least even layer, the busiest expert gets 3.44 times the mean number of tokens
+    (1: even; padding is not counted)."""
+    tensorboard: str = ""
+    """Folder for TensorBoard events. Empty: write none. The section wandb configures Weights & Biases."""
+    samples: bool = False
+    """Write the keys of each step's samples to samples.jsonl in checkpoint.dir."""
+    peak_tflops: float = option(0.0, least=0)
+    """Peak of one accelerator in TFLOP/s, for MFU.
+    0: look it up by the device's name (989 for H100 and H200 in bf16)."""
+
+
+@dataclass(frozen=True)
+class FailuresConfig:
+    """What ends a run that cannot continue. A rank that fails or dies always ends it."""
+
+    timeout_s: float = option(600.0, least=0)
+    """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
+    ends with a message. Until the first step is done, while kernels are compiled, the limit is three times as
+    long and at least five minutes. A Python debugger stops the clock; set 0 for one that stops processes
+    (gdb). 0: only the collectives' own limit of 30 minutes applies."""
+    check_memory: bool = True
+    """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start
+    anyway, with a note."""
+
+
+@dataclass(frozen=True)
+class WandbConfig:
+    """Weights & Biases, beside metrics.jsonl and TensorBoard; needs the extra `wandb`."""
+
+    project: str = ""
+    """Project that the run belongs to. Empty: send nothing to Weights & Biases. A resumed run continues in
+    the same W&B run; its id is in wandb.json in checkpoint.dir. To begin another one, delete that file or set
+    checkpoint.resume to false."""
+    entity: str = ""
+    """User or team that the project belongs to. Empty: the default of the account."""
+    name: str = ""
+    """Name that W&B shows. Empty: the name of the folder checkpoint.dir."""
+    mode: Literal["online", "offline"] | None = None
+    """online: send the numbers while training. offline: write files for `wandb sync`; no network is needed.
+    Empty: what $WANDB_MODE says, otherwise online."""
+    dir: str = ""
+    """Folder in which W&B makes its folder wandb/. Empty: checkpoint.dir; without one, W&B decides."""
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Traces of some steps by torch.profiler, for Perfetto (ui.perfetto.dev) or TensorBoard.
+
+    The numbers of the run stay the same.
+    """
+
+    steps: list[int] | None = None
+    """First and last step to trace, both included, as in [5, 7]. Steps are counted from 1 over the whole run,
+    as printed, also after a resume. Empty: trace none."""
+    ranks: list[int] = option([0])
+    """Ranks that write a trace, each one of its own."""
+    dir: str = ""
+    """Folder for the traces, rank_NNNNN_steps_A_to_B.pt.trace.json.gz. Empty: profile/ in checkpoint.dir."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    failures: FailuresConfig = field(default_factory=FailuresConfig)
+    steps: int = option(100, least=1)
+    """Optimizer steps of the whole run. The schedule ends here."""
+    stop_after: int | None = option(None, least=1)
+    """Save and stop at this step; the schedule still ends at `steps`."""
+    global_batch_size: int = option(8, least=1)
+    """Rows in one optimizer step, over all data-parallel ranks."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of computation. With bfloat16, master weights and gradients are float32."""
+    platform: Literal["auto", "cuda", "cpu"] = "auto"
+    """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
+    seed: int = option(1234, least=0, most=2**32 - 1)
+    """Seed of the random initial weights."""
+    max_bad_steps: int = option(10, least=1)
+    """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
+    Each such step is skipped: weights and moments do not change, data and schedules advance."""
