@@ -21,6 +21,7 @@ from megatron_vl.config.fields import (
     VideoPositions,
     VideoPrompt,
     VisionConfig,
+    field_types,
     video_rule,
 )
-from megatron_vl.config.parsing import build_parser, field_types, parse, parse_config
+from megatron_vl.config.parsing import build_parser, parse, parse_config

@@ -1,4 +1,4 @@
-"""The fields of a run: one tree of dataclasses defines the YAML and the ``--help`` text.
+"""The options of a run: one tree of dataclasses defines the YAML and the ``--help`` text.
 
 The docstring of a field is its help text and names its unit; its range stands in its :func:`option`. A
 config is never changed: :func:`dataclasses.replace` makes another one.
@@ -6,8 +6,11 @@ config is never changed: :func:`dataclasses.replace` makes another one.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import typing
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_vl.config.options import option
 from megatron_vl.errors import UserError
@@ -425,3 +428,39 @@ class TrainConfig:
     max_bad_steps: int = option(10, least=1)
     """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
     Each such step is skipped: weights and moments do not change, data and schedules advance."""
+
+
+@functools.cache
+def field_types(config: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
+    """All fields in order: dotted name -> type."""
+    types: dict[str, Any] = {}
+    for name, hint in typing.get_type_hints(config).items():
+        nested = dataclasses.is_dataclass(hint)
+        types |= field_types(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
+    return types
+
+
+def sections() -> list[str]:
+    """Fields that hold fields."""
+    return list(dict.fromkeys(name.partition(".")[0] for name in field_types() if "." in name))
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    type(None): "nothing (null)",
+    list[int]: "a list of whole numbers such as [8,20]",
+    list[str]: "a list of words such as [one,two]",
+}
+
+
+def in_words(hint: Any) -> str:
+    """A field's type in a user's words."""
+    if typing.get_origin(hint) is Literal:
+        words = typing.get_args(hint)
+        return f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0])
+    if hint in _WORDS:
+        return _WORDS[hint]
+    return " or ".join(in_words(part) for part in typing.get_args(hint))

@@ -8,16 +8,15 @@ import functools
 import os
 import re
 import sys
-import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from yaml.nodes import CollectionNode, MappingNode, Node
 
-from megatron_vl.config.fields import RunConfigError, TrainConfig
+from megatron_vl.config.fields import RunConfigError, TrainConfig, field_types, in_words, sections
 
 PROGRAM = "python -m megatron_vl.train"
 LAYERS_OPTION = "--parallel.layers"
@@ -56,21 +55,6 @@ def build_parser(help_texts: bool = True) -> ArgumentParser:
 def _shows_help(argv: Sequence[str]) -> bool:
     """Whether the texts of the fields are printed: also ``--print_config`` can have them as comments."""
     return any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv)
-
-
-@functools.cache
-def field_types(config: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
-    """All fields in order: dotted name -> type."""
-    types: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(config).items():
-        nested = dataclasses.is_dataclass(hint)
-        types |= field_types(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
-    return types
-
-
-def sections() -> list[str]:
-    """Fields that hold fields."""
-    return list(dict.fromkeys(name.partition(".")[0] for name in field_types() if "." in name))
 
 
 def parse_config(argv: list[str] | None = None) -> TrainConfig:
@@ -249,7 +233,7 @@ def explain(message: str, types: Mapping[str, Any], spelled: Callable[[str], str
         return f"--{name}: {rest}", name
     value = re.search(r".*(?:Got|Given) value: (.*)", rest)
     given = f", got {value[1]}" if value else f"; {rest}"
-    return f"{spelled(name)}: expected {_in_words(types[name])}{given}", name
+    return f"{spelled(name)}: expected {in_words(types[name])}{given}", name
 
 
 def _explain(message: str) -> tuple[str, str]:
@@ -288,24 +272,3 @@ def _nearest(name: str) -> str:
 
 def _is_section(name: str) -> str:
     return f"field {name!r} is a section; give its fields, as in --{name}.FIELD value"
-
-
-_WORDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    type(None): "nothing (null)",
-    list[int]: "a list of whole numbers such as [8,20]",
-    list[str]: "a list of words such as [one,two]",
-}
-
-
-def _in_words(hint: Any) -> str:
-    """A field's type in a user's words."""
-    if typing.get_origin(hint) is Literal:
-        words = typing.get_args(hint)
-        return f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0])
-    if hint in _WORDS:
-        return _WORDS[hint]
-    return " or ".join(_in_words(part) for part in typing.get_args(hint))
