@@ -140,14 +140,14 @@ def kebab(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def build_parser(options: type[CommandOptions], program: str) -> Any:
+def build_parser(options: type[CommandOptions], program: str) -> ArgumentParser:
     """Builds jsonargparse's parser for a command's own options."""
     parser = ArgumentParser(
         prog=program,
         usage=_usage(options, program),
         description=_description(options),
         epilog=options.epilog or None,
-        formatter_class=_help_formatter(),
+        formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,  # an option that is added later must not change what an abbreviation means
     )
@@ -344,16 +344,13 @@ def _help(field: dataclasses.Field, text: str) -> str:
     return f"{text.rstrip('.')} (default: {default})".replace("%", "%%")
 
 
-@functools.cache
-def _help_formatter() -> type[argparse.HelpFormatter]:
-    """argparse's formatter. Our help texts already contain what jsonargparse's formatter would add."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps the description as prose, and keeps the lines of the epilog.
 
-    class Formatter(argparse.RawDescriptionHelpFormatter):
-        """Wraps the description as prose, and keeps the lines of the epilog."""
+    Help texts already contain what jsonargparse's formatter would add.
+    """
 
-        def _fill_text(self, text: str, width: int, indent: str) -> str:
-            if "\n" in text:
-                return super()._fill_text(text, width, indent)
-            return argparse.HelpFormatter._fill_text(self, text, width, indent)
-
-    return Formatter
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)
