@@ -215,5 +215,14 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
             validate(parse_config(words), 1)
 
 
+def test_a_config_is_never_changed():
+    config = parse_config([])
+    for section in (config, *(getattr(config, item.name) for item in dataclasses.fields(config))):
+        if dataclasses.is_dataclass(section):
+            name = dataclasses.fields(section)[0].name
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(section, name, getattr(section, name))
+
+
 def test_data_parallel_size():
     assert validate(parse_config(["--parallel.tp", "2", "--parallel.pp", "2"]), 16) == 4

@@ -68,7 +68,7 @@ class ModelConfig:
     auto: the fastest one measured on the platform (CPU: sdpa)."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the model is spread over ranks. The data-parallel size is the world size divided by tp * pp."""
 
