@@ -84,8 +84,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
 def _explain(message: str, options: type[CommandOptions]) -> str:
     """jsonargparse's message in one line, with options spelled as on the command line."""
     types = {name: _plain(hint) for name, hint in typing.get_type_hints(options).items()}
-    positional = {field.name for field in shown_options(options) if field.metadata.get("positional")}
-    return explain(message, types, lambda name: name if name in positional else kebab(name))[0]
+    return explain(message, types, {field.name: _option_string(field) for field in shown_options(options)})[0]
 
 
 def check_paths(options: CommandOptions) -> None:
@@ -178,7 +177,7 @@ def _argument(field: dataclasses.Field, hint: Any) -> tuple[list[str], dict[str,
     """Names and keyword arguments for ``add_argument``."""
     facts = field.metadata
     required = _is_required(field)
-    names = [field.name] if facts.get("positional") else [kebab(field.name)]
+    names = [_option_string(field)]
     if hint is bool:
         return names, {"action": "store_true", "default": False}
 
@@ -254,6 +253,10 @@ def _plain(hint: Any) -> Any:
 def _choices(hint: Any) -> tuple[Any, ...]:
     kind = _plain(hint)
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def _option_string(field: dataclasses.Field) -> str:
+    return field.name if field.metadata.get("positional") else kebab(field.name)
 
 
 def _is_required(field: dataclasses.Field) -> bool:

@@ -8,7 +8,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,16 +213,16 @@ def _add(path: Path, lines: dict[str, int], name: str, line: int) -> None:
 # --- Messages -----------------------------------------------------------------------------------------------
 
 
-def explain(message: str, types: Mapping[str, Any], spelled: Callable[[str], str]) -> tuple[str, str]:
+def explain(message: str, types: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[str, str]:
     """jsonargparse's message in one line, and the name of the option or field; empty if it is not known.
 
     Args:
         types: name -> type of the options or fields.
-        spelled: how a message shows a name.
+        spelled: name -> option as it is written on the command line; without fields of a run.
     """
     missing = message.partition("the following arguments are required: ")[2]
     if missing:
-        return f"{', '.join(map(spelled, missing.split(', ')))} must be given", ""
+        return f"{', '.join(spelled[name] for name in missing.split(', '))} must be given", ""
 
     message = " ".join(message.split())
     ill_typed = re.match(r'Parser key "([\w.]+)": ?(.*)', message)
@@ -233,7 +233,10 @@ def explain(message: str, types: Mapping[str, Any], spelled: Callable[[str], str
         return f"--{name}: {rest}", name
     value = re.search(r".*(?:Got|Given) value: (.*)", rest)
     given = f", got {value[1]}" if value else f"; {rest}"
-    return f"{spelled(name)}: expected {in_words(types[name])}{given}", name
+    expected = f"{in_words(types[name])}{given}"
+    if name in spelled:
+        return f"{spelled[name]}: expected {expected}", name
+    return f"field {name!r}: expected {expected}", name
 
 
 def _explain(message: str) -> tuple[str, str]:
@@ -256,7 +259,7 @@ def _explain(message: str) -> tuple[str, str]:
         advice = f"as in --{empty[1]} VALUE (switches too: true or false)"
         return f"--{empty[1]} needs a value after it, {advice}", empty[1]
 
-    explained, name = explain(message, field_types(), lambda name: f"field {name!r}")
+    explained, name = explain(message, field_types(), {})
     return (_is_section(name) if name in sections() else explained), name
 
 
