@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_vl.config import TrainConfig
+from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing import fill_row
 from megatron_vl.data.planned_rows import BatchPlanner
 from megatron_vl.data.sample_order import SampleOrder
@@ -168,8 +168,8 @@ def step_seconds(
     spec: ModelSpec, rows: RowStatistics, ranks: int, share: int, seq_len: int, spread: float
 ) -> float:
     """Seconds of a step in which the tower of the fullest rank has ``spread`` times the mean of patches."""
-    config = TrainConfig()
-    config.global_batch_size, config.data.seq_len, config.data.balance = ranks * share, seq_len, True
+    data = DataConfig(seq_len=seq_len, balance=True)
+    config = TrainConfig(global_batch_size=ranks * share, data=data)
     layout = make_layout(spec, 1, 1, 1, None)
     even = predict(config, spec, ranks, layout, rows=rows).step
     tower = Costs(config, spec, layout, ranks, rows, shipped()).tower().both

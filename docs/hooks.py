@@ -15,8 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from docstring_parser import parse_from_object
-
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
@@ -24,11 +22,7 @@ if str(ROOT) not in sys.path:
 from megatron_vl.config import TrainConfig  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
 from toolkit.commands import COMMANDS  # noqa: E402
-from toolkit.options import CommandOptions, kebab  # noqa: E402
-
-Texts = dict[str, str]
-"""Field -> its docstring."""
-
+from toolkit.options import CommandOptions, field_texts, kebab, shown_options  # noqa: E402
 
 # --- The fields of a run ------------------------------------------------------------------------------------
 
@@ -58,7 +52,7 @@ def section_of(field: dataclasses.Field) -> type | None:
 
 def _fields(config: type, fields: list[dataclasses.Field], prefix: str) -> list[str]:
     """A heading, a line of facts and a paragraph for each field."""
-    texts = _texts(config)
+    texts = field_texts(config)
     hints = typing.get_type_hints(config)
     parts = []
     for field in fields:
@@ -93,15 +87,8 @@ def commands_reference() -> str:
     return "\n".join(parts)
 
 
-def shown_options(options: type[CommandOptions]) -> list[dataclasses.Field]:
-    """The fields that are options: a class's own first, then those of its bases."""
-    found = [field for field in dataclasses.fields(options) if not field.metadata.get("hidden")]
-    own = set(vars(options).get("__annotations__", ()))
-    return sorted(found, key=lambda field: field.name not in own)
-
-
 def _options(options: type[CommandOptions]) -> list[str]:
-    texts = _texts(options)
+    texts = field_texts(options)
     hints = typing.get_type_hints(options)
     parts = []
     for field in shown_options(options):
@@ -134,15 +121,6 @@ def _facts(field: dataclasses.Field, hint: Any) -> list[str]:
 
 
 # --- Shared -------------------------------------------------------------------------------------------------
-
-
-def _texts(config: type) -> Texts:
-    texts: Texts = {}
-    for base in reversed(config.__mro__):
-        if dataclasses.is_dataclass(base):
-            for item in parse_from_object(base).params:
-                texts[item.arg_name] = " ".join((item.description or "").split())
-    return texts
 
 
 def _docstring(config: type) -> str:

@@ -155,7 +155,7 @@ def test_every_field_of_a_run_is_explained() -> None:
     page = docs_hooks().run_reference()
     parser = config.build_parser()
     helps = {action.dest: action.help for action in parser._actions}
-    for name in config.fields():
+    for name in config.field_types():
         section = page.partition(f"### `{name}`\n")[2].partition("\n##")[0]
         assert section, f"{name} is missing"
         assert plain(helps[name].partition(" (type:")[0]) in plain(section), name

@@ -60,14 +60,17 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 def test_what_does_not_exist_is_noticed() -> None:
-    text = "`tests/nowhere.py`, `tests/test_config.py::test_nothing`, `Gone` in `megatron_vl/config.py`"
+    text = (
+        "`tests/nowhere.py`, `tests/test_config.py::test_nothing`, `Gone` in `megatron_vl/config/fields.py`"
+    )
     assert missing(text) == [
         "tests/nowhere.py",
         "tests/test_config.py::test_nothing",
-        "Gone in megatron_vl/config.py",
+        "Gone in megatron_vl/config/fields.py",
     ]
     assert (
-        missing("`tests/test_config.py`, `DataConfig` (`megatron_vl/config.py`), `megatron_vl/spec/`") == []
+        missing("`tests/test_config.py`, `DataConfig` (`megatron_vl/config/fields.py`), `megatron_vl/spec/`")
+        == []
     )
 
 

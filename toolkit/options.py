@@ -14,14 +14,21 @@ import argparse
 import dataclasses
 import functools
 import inspect
+import math
 import types
 import typing
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from docstring_parser import parse_from_object
+from jsonargparse import ArgumentParser
+
+from megatron_vl.config.options import MISSING, in_range
+from megatron_vl.config.options import option as option
+from megatron_vl.config.parsing import PARSER_ERRORS, explain
+from megatron_vl.config.parsing import build_parser as run_parser
 from megatron_vl.errors import UsageError
 
-MISSING = dataclasses.MISSING
 SWITCHED = {"true": True, "false": False}
 """Words that could follow a switch in earlier versions, and still can."""
 
@@ -42,46 +49,6 @@ class CommandOptions:
         """Raises UsageError if options contradict each other."""
 
 
-def option(
-    default: Any = MISSING,
-    *,
-    metavar: str = "",
-    shown_default: str = "",
-    least: int | None = None,
-    share: bool = False,
-    positional: bool = False,
-    repeat: bool = False,
-    several: bool = False,
-    must_exist: bool = False,
-) -> Any:
-    """Declares an option: a field of a command's options.
-
-    Args:
-        default: the value without the option. If it is left out, the option is required.
-        metavar: the name of the value in ``--help``.
-        shown_default: the default as ``--help`` shows it; empty: the value itself.
-        least: smallest valid whole number.
-        share: whether the value is a number from 0 to 1.
-        positional: whether the value is a word without an option name.
-        repeat: whether to make a list, with one item each time the option is given.
-        several: whether to make a list of all words after the option.
-        must_exist: whether to refuse a path that does not exist.
-    """
-    facts = {
-        "metavar": metavar,
-        "shown_default": shown_default,
-        "least": least,
-        "share": share,
-        "positional": positional,
-    }
-    facts |= {"repeat": repeat, "several": several, "must_exist": must_exist}
-    if default is MISSING:
-        return dataclasses.field(metadata=facts)
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=facts)
-    return dataclasses.field(default=default, metadata=facts)
-
-
 # --- Reading a command line ---------------------------------------------------------------------------------
 
 
@@ -95,8 +62,6 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
         UsageError: the command line is invalid. The message says why.
         SystemExit: ``--help`` was requested and has been printed.
     """
-    from jsonargparse import ArgumentError
-
     parser = build_parser(options, program)
     own, run_words = (
         _split(parser, argv) if options.run_fields else (_without_old_spellings(parser, argv), [])
@@ -107,29 +72,24 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
 
     try:
         values = parser.parse_args(own)
-    except (ArgumentError, ValueError, TypeError) as error:
-        raise UsageError(f"{_as_spelled(str(error), options)}; see {program} --help") from error
+    except PARSER_ERRORS as error:
+        raise UsageError(f"{_explain(str(error), options)}; see {program} --help") from error
 
-    given = {field.name: getattr(values, field.name) for field in _shown(options)}
+    given = {field.name: getattr(values, field.name) for field in shown_options(options)}
     parsed = options(fields=run_words, **{name: value for name, value in given.items() if value is not None})
     parsed.check()
     return parsed
 
 
-def _as_spelled(message: str, options: type[CommandOptions]) -> str:
-    """jsonargparse's message on one line, with missing options spelled as on the command line."""
-    message = " ".join(message.split())
-    start, colon, names = message.partition("the following arguments are required: ")
-    if not colon:
-        return message
-    positional = {field.name for field in _shown(options) if field.metadata.get("positional")}
-    missing = [name if name in positional else kebab(name) for name in names.split(", ")]
-    return f"{', '.join(missing)} must be given"
+def _explain(message: str, options: type[CommandOptions]) -> str:
+    """jsonargparse's message in one line, with options spelled as on the command line."""
+    types = {name: _plain(hint) for name, hint in typing.get_type_hints(options).items()}
+    return explain(message, types, {field.name: _option_string(field) for field in shown_options(options)})[0]
 
 
 def check_paths(options: CommandOptions) -> None:
     """Raises FileNotFoundError for input paths that do not exist."""
-    for field in _shown(type(options)):
+    for field in shown_options(type(options)):
         value = getattr(options, field.name)
         if not field.metadata.get("must_exist") or value is None:
             continue
@@ -163,7 +123,7 @@ def exactly_one(options: CommandOptions, *names: str) -> None:
 def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
     """The command line that sets these options in another process, without options at their defaults."""
     line: list[str] = []
-    for field in _shown(type(options)):
+    for field in shown_options(type(options)):
         value = getattr(options, field.name)
         if field.name in leave_out or value in (None, False, field.default):
             continue
@@ -179,22 +139,20 @@ def kebab(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def build_parser(options: type[CommandOptions], program: str) -> Any:
+def build_parser(options: type[CommandOptions], program: str) -> ArgumentParser:
     """Builds jsonargparse's parser for a command's own options."""
-    from jsonargparse import ArgumentParser
-
     parser = ArgumentParser(
         prog=program,
         usage=_usage(options, program),
         description=_description(options),
         epilog=options.epilog or None,
-        formatter_class=_help_formatter(),
+        formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,  # an option that is added later must not change what an abbreviation means
     )
     hints = typing.get_type_hints(options)
-    texts = _field_texts(options)
-    for field in _shown(options):
+    texts = field_texts(options)
+    for field in shown_options(options):
         names, arguments = _argument(field, hints[field.name])
         parser.add_argument(*names, help=_help(field, texts[field.name]), **arguments)
     return parser
@@ -210,9 +168,7 @@ def help_text(options: type[CommandOptions], program: str) -> str:
     text = build_parser(options, program).format_help()
     if not options.run_fields:
         return text
-    from megatron_vl.config import build_parser as build_run_parser
-
-    run_help = build_run_parser().format_help()
+    run_help = run_parser().format_help()
     fields = run_help[run_help.index("\n  --config") + 1 :]
     return f"{text}\nfields of a run, as in its YAML:\n{fields}"
 
@@ -220,8 +176,8 @@ def help_text(options: type[CommandOptions], program: str) -> str:
 def _argument(field: dataclasses.Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
     """Names and keyword arguments for ``add_argument``."""
     facts = field.metadata
-    required = field.default is MISSING and field.default_factory is MISSING
-    names = [field.name] if facts.get("positional") else [kebab(field.name)]
+    required = _is_required(field)
+    names = [_option_string(field)]
     if hint is bool:
         return names, {"action": "store_true", "default": False}
 
@@ -244,10 +200,8 @@ def _argument(field: dataclasses.Field, hint: Any) -> tuple[list[str], dict[str,
 def _reader(hint: Any, facts: typing.Mapping[str, Any]) -> Any:
     """The function that turns one word into a value."""
     kind = _plain(hint)
-    if kind is int and facts.get("least") is not None:
-        return functools.partial(_whole_number, facts["least"])
-    if kind is float and facts.get("share"):
-        return _share
+    if kind in (int, float) and facts.get("least", -math.inf) > -math.inf:
+        return functools.partial(_number, kind, facts)
     if typing.get_origin(kind) is not list:
         return kind
     item = typing.get_args(kind)[0]
@@ -266,19 +220,16 @@ class _Words:
         return [self.item(each) for each in word] if isinstance(word, list) else self.item(word)
 
 
-def _whole_number(least: int, word: Any) -> int:
-    if not str(word).isdecimal() or int(word) < least:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number of at least {least}")
-    return int(word)
-
-
-def _share(word: Any) -> float:
+def _number(kind: type, facts: typing.Mapping[str, Any], word: Any) -> Any:
     try:
-        value = float(word)
+        value = kind(word)
     except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number from 0 to 1")
+        value = math.nan
+    if not in_range(value, facts):
+        least, most = facts["least"], facts["most"]
+        valid = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        name = "whole number" if kind is int else "number"
+        raise argparse.ArgumentTypeError(f"{word!r} is not a {name} {valid}")
     return value
 
 
@@ -304,7 +255,15 @@ def _choices(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
-def _shown(options: type[CommandOptions]) -> list[dataclasses.Field]:
+def _option_string(field: dataclasses.Field) -> str:
+    return field.name if field.metadata.get("positional") else kebab(field.name)
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def shown_options(options: type[CommandOptions]) -> list[dataclasses.Field]:
     """The fields that are options: first those of the class itself, then those of its bases."""
     found = [field for field in dataclasses.fields(options) if not field.metadata.get("hidden")]
     own = set(vars(options).get("__annotations__", ()))
@@ -363,17 +322,13 @@ def _description(options: type[CommandOptions]) -> str:
 def _usage(options: type[CommandOptions], program: str) -> str | None:
     if not options.run_fields:
         return None
-    required = [
-        field for field in _shown(options) if field.default is MISSING and field.default_factory is MISSING
-    ]
+    required = [field for field in shown_options(options) if _is_required(field)]
     words = [f"{kebab(field.name)} {field.metadata['metavar'] or 'VALUE'}" for field in required]
     return " ".join([program, *words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 
 
-def _field_texts(options: type[CommandOptions]) -> dict[str, str]:
+def field_texts(options: type) -> dict[str, str]:
     """Maps each field to its docstring."""
-    from docstring_parser import parse_from_object
-
     texts: dict[str, str] = {}
     for base in reversed(options.__mro__):
         if dataclasses.is_dataclass(base):
@@ -392,16 +347,13 @@ def _help(field: dataclasses.Field, text: str) -> str:
     return f"{text.rstrip('.')} (default: {default})".replace("%", "%%")
 
 
-@functools.cache
-def _help_formatter() -> type[argparse.HelpFormatter]:
-    """argparse's formatter. Our help texts already contain what jsonargparse's formatter would add."""
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps the description as prose, and keeps the lines of the epilog.
 
-    class Formatter(argparse.RawDescriptionHelpFormatter):
-        """Wraps the description as prose, and keeps the lines of the epilog."""
+    Help texts already contain what jsonargparse's formatter would add.
+    """
 
-        def _fill_text(self, text: str, width: int, indent: str) -> str:
-            if "\n" in text:
-                return super()._fill_text(text, width, indent)
-            return argparse.HelpFormatter._fill_text(self, text, width, indent)
-
-    return Formatter
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n" in text:
+            return super()._fill_text(text, width, indent)
+        return argparse.HelpFormatter._fill_text(self, text, width, indent)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from megatron_vl.config import VideoPositions, VideoPrompt
 from toolkit.options import CommandOptions, option
-
-# megatron_vl.config has the same values under these names, but importing it is too slow for `--help`.
-VideoPositions = Literal["released", "transformers_5_3"]
-VideoPrompt = Literal["released", "transformers_5_10"]
-
 
 SHOWN = "the training's; where that is unknown: released"
 

@@ -135,7 +135,6 @@ def test_the_start_says_what_it_may_take(dataset):
 
 
 def test_the_field_takes_no_negative_number():
-    config = TrainConfig()
-    config.data.shuffle_buffer_gib = -1.0
+    config = TrainConfig(data=DataConfig(shuffle_buffer_gib=-1.0))
     with pytest.raises(RunConfigError, match="data.shuffle_buffer_gib -1.0 must be at least 0"):
         validate(config, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from collections import Counter
@@ -87,7 +88,7 @@ def test_a_decode_that_takes_too_long_hides_the_sample(pristine):
     reader = Reader(source)
     encoded = encoder.preencode_sample(reader.read(3, whole=True))  # the record with a video alone
     reader.close()
-    encoder.data.sample_timeout_s = 1e-9
+    encoder.data = dataclasses.replace(encoder.data, sample_timeout_s=1e-9)
     ready = encoder.postencode_sample(encoded).sample
     assert encoder.dropped == {"decoding takes too long": 1}
     assert not ready.loss_mask.any() and (ready.media[0].planes == 128).all()

@@ -27,9 +27,13 @@ def spec() -> ModelSpec:
     return read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=10)
 
 
+def run(options: str = "") -> TrainConfig:
+    return parse_config(f"{SHAPE} {options}".split())
+
+
 @pytest.fixture
 def config() -> TrainConfig:
-    return parse_config(SHAPE.split())
+    return run()
 
 
 def stage(config: TrainConfig, spec: ModelSpec, share: float) -> StageMemory:
@@ -46,45 +50,44 @@ def test_what_leaves_the_gpu_is_in_host_memory_but_for_half_of_the_master_weight
     assert whole.total == none.total - none.optimizer
 
 
-def test_a_model_in_float32_moves_its_moments(config, spec) -> None:
-    config.dtype = "float32"
+def test_a_model_in_float32_moves_its_moments(spec) -> None:
+    config = run("--dtype float32")
     assert stage(config, spec, 1.0).host == stage(config, spec, 0.0).optimizer
 
 
 def test_moments_in_bf16_halve_the_state_of_a_bf16_model(config, spec) -> None:
     wide = stage(config, spec, 0.0)
-    config.optimizer.moments_dtype = "bfloat16"
-    none, whole = stage(config, spec, 0.0), stage(config, spec, 1.0)
+    short = "--optimizer.moments_dtype bfloat16"
+    none, whole = stage(run(short), spec, 0.0), stage(run(short), spec, 1.0)
     assert none.optimizer == wide.optimizer / 2 == whole.host
     assert none.host == 0 and whole.optimizer == 0
 
     full = peak_gib([none]) + RESERVE_GIB
-    config.optimizer.offload_fraction = "auto"
+    automatic = run(f"{short} --optimizer.offload_fraction auto")
     state = none.optimizer / GIB
-    found = resolve(config, spec, make_layout(spec), 2, full - 0.32 * state)
+    found = resolve(automatic, spec, make_layout(spec), 2, full - 0.32 * state)
     assert found.optimizer.offload_fraction == 0.35
 
-    config.dtype = "float32"
+    config = run(f"{short} --dtype float32")
     assert stage(config, spec, 1.0).host == stage(config, spec, 0.0).optimizer == none.optimizer * 4 / 6
 
 
-def test_moments_in_bf16_need_no_more_than_their_state(config, spec) -> None:
+def test_moments_in_bf16_need_no_more_than_their_state(spec) -> None:
     """They are updated where they are: only pieces on their way from host memory come on top."""
-    config.data.seq_len, config.data.max_patches = 256, 64
-    config.optimizer.moments_dtype = "bfloat16"
+    config = run("--data.seq_len 256 --data.max_patches 64 --optimizer.moments_dtype bfloat16")
     here, away = stage(config, spec, 0.0), stage(config, spec, 1.0)
     free = here.activations + here.vision + here.logits
     assert here.optimizer == away.host
     assert away.optimizer == SLOTS * CHUNK_BYTES - free
 
 
-def test_pieces_on_their_way_count_where_they_need_more_than_activations_did(config, spec) -> None:
-    config.data.seq_len, config.data.max_patches = 256, 64
+def test_pieces_on_their_way_count_where_they_need_more_than_activations_did(spec) -> None:
+    config = run("--data.seq_len 256 --data.max_patches 64")
     assert 0 < stage(config, spec, 1.0).optimizer < GIB
 
 
-def test_auto_is_the_least_share_that_fits(config, spec) -> None:
-    config.optimizer.offload_fraction = "auto"
+def test_auto_is_the_least_share_that_fits(spec) -> None:
+    config = run("--optimizer.offload_fraction auto")
     full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
     state = stage(config, spec, 0.0).optimizer / GIB
 
@@ -98,9 +101,9 @@ def test_auto_is_the_least_share_that_fits(config, spec) -> None:
     assert share(with_share(config, 0.7), full + 1) == 0.7
 
 
-def test_a_run_that_may_not_fit_is_told_which_share_would(config, spec) -> None:
+def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
+    config = run("--failures.check_memory false")
     full = peak_gib(estimate(config, spec, 2)) + RESERVE_GIB
-    config.failures.check_memory = False
 
     def remark(gib: float) -> str:
         gpu = dataclasses.replace(shipped(), memory_gib=gib)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.config import FailuresConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.planning import gpus
 from megatron_vl.planning.calibration import (
     CalibrationError,
@@ -235,8 +235,8 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
     words = ["--data.seq_len", "8192", "--global_batch_size", "8", "--parallel.pp", "2"]
     assert predict_run(parse_config([*words, *options]), spec, 2).fits
 
-    given.failures.check_memory = False
-    told = check_memory(given, spec, layout, 2, shipped())
+    anyway = dataclasses.replace(given, failures=FailuresConfig(check_memory=False))
+    told = check_memory(anyway, spec, layout, 2, shipped())
     assert "the run may end for lack of memory" in told
     small = config(
         "--global_batch_size 8 --data.seq_len 1024 --recompute.language full --recompute.vision full"

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import pytest
 
-from megatron_vl.config import fields
+from megatron_vl.config import field_types
 from megatron_vl.errors import UsageError, UserError
 from toolkit.cli import main, read
 from toolkit.commands import COMMANDS
@@ -36,7 +36,9 @@ class Example(CommandOptions):
     """Keep everything."""
     data: Path | None = option(None, metavar="DIR")
     """The command's own, beside the section of a run."""
-    share: float = option(0.5, metavar="F", share=True)
+    limit: int | None = option(None, metavar="N")
+    """A number without a range."""
+    share: float = option(0.5, metavar="F", least=0, most=1)
     """A part."""
 
 
@@ -70,6 +72,8 @@ def test_no_two_parses_share_a_list():
         ([], "^--out-dir must be given; see"),
         (["--out-dir", "a", "--kind", "three"], "invalid choice: 'three'"),
         (["--out-dir", "a", "--share", "2"], "'2' is not a number from 0 to 1"),
+        (["--out-dir", "a", "--share", "nan"], "'nan' is not a number from 0 to 1"),
+        (["--out-dir", "a", "--limit", "x"], "^--limit: expected a whole number, got x; see"),
         (["--out-dir"], "--out-dir: expected one argument"),
     ],
 )
@@ -97,19 +101,19 @@ def test_one_of_two_is_asked_for():
 def test_every_option_of_every_command_is_explained(name, capsys):
     """Help texts are in words, with a capital and not empty; options have hyphens; the fields of a
     run are listed."""
-    from toolkit.options import _field_texts, _shown
+    from toolkit.options import field_texts, shown_options
 
     options = COMMANDS[name].load_options()
-    texts = _field_texts(options)
+    texts = field_texts(options)
     with pytest.raises(SystemExit) as end:
         main([*name.split(), "--help"])
     shown = capsys.readouterr().out
     assert end.value.code == 0
-    for field in _shown(options):
+    for field in shown_options(options):
         assert len(texts[field.name]) > 5, f"{name}: {field.name} is not explained"
         spelled = field.name if field.metadata.get("positional") else "--" + field.name.replace("_", "-")
         assert spelled in shown or field.metadata["metavar"] in shown
-    for field in fields() if options.run_fields else []:
+    for field in field_types() if options.run_fields else []:
         assert f"--{field} " in shown, f"{name} --help lacks the run's field {field}"
     assert callable(COMMANDS[name].load_function())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -60,12 +61,15 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
 
 def test_the_printed_options_are_only_those_that_differ() -> None:
     best = make_plan(parse(PlanOptions, [*B7[:2], "--gpu", "A100", "--gpus", "1"], "plan")).best
-    bare = dataclasses.replace(best, config=TrainConfig())
-    assert options_of_layout(bare) == "the run as it is"
-    bare.config.global_batch_size = 64
-    assert options_of_layout(bare) == "--global_batch_size 64"
-    bare.config.optimizer = OptimizerConfig(lr=3e-5, moments_dtype="bfloat16")
-    assert options_of_layout(bare) == "--optimizer.moments_dtype bfloat16 --global_batch_size 64"
+
+    def options(**fields: Any) -> str:
+        return options_of_layout(dataclasses.replace(best, config=TrainConfig(**fields)))
+
+    assert options() == "the run as it is"
+    assert options(global_batch_size=64) == "--global_batch_size 64"
+    changed = OptimizerConfig(lr=3e-5, moments_dtype="bfloat16")
+    shown = "--optimizer.moments_dtype bfloat16 --global_batch_size 64"
+    assert options(optimizer=changed, global_batch_size=64) == shown
 
 
 def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:

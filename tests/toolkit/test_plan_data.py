@@ -75,7 +75,7 @@ def test_a_data_set_without_pictures_has_no_tower_time(prepared: dict[str, Path]
     convert_data([tmp_path / "text.json"], options)
 
     run, spec = run_of(prepared), read_spec(prepared["hf"])
-    run.data.path = str(tmp_path / "text")
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(tmp_path / "text")))
     rows = measured_rows(run, spec, 3)
     assert rows.patches == rows.pictures == rows.spread == rows.patches_error == rows.most_patches == 0
     text = predict(run, spec, 1, make_layout(spec), rows=rows)

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import RecomputeConfig, TrainConfig, parse_config
+from megatron_vl.config import (
+    CheckpointConfig,
+    LogConfig,
+    ModelConfig,
+    RecomputeConfig,
+    TrainConfig,
+    parse_config,
+)
 from megatron_vl.data.assemble import pack_row
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import init_distributed, make_grid
@@ -108,8 +115,8 @@ def parts_that_move(hf: str, still: str) -> list[Any]:
     moved: dict[str, list[bool]] = {}
     for name, parameter in parameters.items():
         moved.setdefault(part_of(name), []).append(not torch.equal(before[name], parameter))
-    trainer.config.model.freeze_merger = True
-    frozen = set_learning_rates(trainer.optimizer, trainer.config, 2)
+    without_merger = dataclasses.replace(trainer.config, model=ModelConfig(freeze_merger=True))
+    frozen = set_learning_rates(trainer.optimizer, without_merger, 2)
     return [rates, {part: [any(each), all(each)] for part, each in moved.items()}, frozen]
 
 
@@ -247,10 +254,7 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
     init_distributed(platform)
     spec = read_spec(hf)
     grid = make_grid(make_layout(spec, 2, 1, 1, None))
-    config = TrainConfig()
-    config.checkpoint.dir = folder
-    config.log.tensorboard = ""
-    config.log.samples = True
+    config = TrainConfig(checkpoint=CheckpointConfig(dir=folder), log=LogConfig(samples=True))
     metrics.LISTED_BYTES = limit
     log = metrics.MetricsLog(config, spec, grid, platform)
 

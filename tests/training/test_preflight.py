@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from converters.convert import convert
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.description import LoaderError, read_description
 from megatron_vl.training.checkpoint import _FORMAT
 from megatron_vl.training.preflight import remarks
@@ -109,20 +109,19 @@ def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 
 def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
-    config = TrainConfig()
-    config.optimizer.vision_lr = config.optimizer.merger_lr = 2e-6
-    assert not any("has no effect" in remark for remark in remarks(config))
-    config.optimizer.vision_lr = 0.0
-    assert any(
-        "vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark
-        for remark in remarks(config)
-    )
-    config.optimizer.vision_lr = 2e-6
-    config.model.freeze_vision = True
-    told = [remark for remark in remarks(config) if "has no effect" in remark]
+    def lines(**model: bool) -> list[str]:
+        return remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)))
+
+    optimizer = OptimizerConfig(vision_lr=2e-6, merger_lr=2e-6)
+    assert not any("has no effect" in remark for remark in lines())
+    told = [remark for remark in lines(freeze_vision=True) if "has no effect" in remark]
     assert told == [
         "optimizer.vision_lr 2e-06 has no effect, because model.freeze_vision keeps those weights unchanged"
     ]
+    optimizer = OptimizerConfig(vision_lr=0.0, merger_lr=2e-6)
+    assert any(
+        "vision_lr 0 keeps those weights" in remark and "freeze_vision" in remark for remark in lines()
+    )
 
 
 def test_rows_are_exchanged_between_as_many_ranks_as_files_may_be_open() -> None:

@@ -130,8 +130,8 @@ def resolve(given: BenchOptions) -> BenchRun:
         fields += ["--data.path", str(given.data)]
     if given.processes:
         fields += ["--platform", "cpu"]
+    fields += ["--checkpoint.dir", ""]  # a benchmark saves nothing
     config = parse_config(fields)
-    config.checkpoint.dir = ""  # a benchmark saves nothing
 
     values = {field.name: getattr(given, field.name) for field in dataclasses.fields(BenchOptions)}
     options = BenchRun(**values, config=config)

@@ -46,7 +46,7 @@ class DataConvertOptions(CommandOptions):
     """Refuse pictures and video frames with more megapixels than this."""
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
     """What to do with a record whose id occurred before: refuse it, or keep both."""
-    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", share=True)
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", least=0, most=1)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     processor: Path | None = option(None, metavar="HF_DIR", shown_default="none", must_exist=True)
     """Also write the sizes of all samples for the tokenizer and chat template in this Hugging Face folder, as
@@ -73,7 +73,7 @@ class DataMergeOptions(CommandOptions):
     """Folder that was --out of all parts."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
-    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", share=True)
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", least=0, most=1)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     json: bool = False
     """Print the report as JSON."""

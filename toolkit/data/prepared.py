@@ -60,13 +60,14 @@ def open_prepared(options: PreparedOptions) -> Prepared:
     """
     from megatron_vl.training.preflight import check_data_path
 
+    fields = [*options.fields]
+    fields += ["--data.path", str(options.data)] if options.data else []
+    fields += ["--model.hf", str(options.processor)] if options.processor else []
     try:
-        config = parse_config(options.fields)
+        config = parse_config(fields)
     except RunConfigError as error:
         raise UsageError(str(error)) from error
 
-    config.data.path = str(options.data or config.data.path)
-    config.model.hf = str(options.processor or config.model.hf)
     missing = [
         f"{name} (or {field} of a run)"
         for name, field, value in (

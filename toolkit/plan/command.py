@@ -50,6 +50,8 @@ def make_plan(options: PlanOptions) -> Plan:
         UserError: no layout fits, or the given one is impossible; the message says why.
     """
     config = _config(options)
+    if options.search:
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
     spec = read_spec(config.model.hf)
     rows = _rows(options, config, spec)
     wanted = Wanted(
@@ -63,8 +65,6 @@ def make_plan(options: PlanOptions) -> Plan:
     )
     if _is_given(config.parallel) and not options.search:
         return _given(wanted)
-    if options.search:
-        config.parallel.layers = None
     found = search(wanted)
     if not found.best:
         raise UserError(_nothing_fits(found, wanted))
@@ -73,18 +73,18 @@ def make_plan(options: PlanOptions) -> Plan:
 
 
 def _config(options: PlanOptions) -> TrainConfig:
+    fields = [*options.fields]
+    fields += ["--model.hf", options.hf] if options.hf else []
+    fields += ["--data.path", str(options.data)] if options.data is not None else []
     try:
-        config = parse_config(options.fields)
+        config = parse_config(fields)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl plan --help explains every field") from error
-    config.model.hf = options.hf or config.model.hf
     if not config.model.hf:
         raise UsageError("no model is given: megatron-vl plan --hf HF_DIR, or model.hf of a run")
-    if options.data is not None:
-        config.data.path = str(options.data)
     if not _sets_batch(options.fields) and config.global_batch_size < options.gpus:
         # The field's default is for one GPU.
-        config.global_batch_size = 8 * options.gpus
+        return dataclasses.replace(config, global_batch_size=8 * options.gpus)
     return config
 
 

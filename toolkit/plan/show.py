@@ -59,15 +59,16 @@ def _layout(best: Prediction) -> list[str]:
 
 def options_of_layout(best: Prediction) -> str:
     """The layout as options of ``train``."""
-    from megatron_vl.config import ParallelConfig, RecomputeConfig, TrainConfig
+    from megatron_vl.config import OptimizerConfig, TrainConfig
 
-    bare = TrainConfig(parallel=ParallelConfig(), recompute=RecomputeConfig())
     # Of the optimizer, only what memory depends on belongs to a layout; the rest is the run's own.
-    bare.optimizer = dataclasses.replace(
+    default = OptimizerConfig()
+    optimizer = dataclasses.replace(
         best.config.optimizer,
-        offload_fraction=bare.optimizer.offload_fraction,
-        moments_dtype=bare.optimizer.moments_dtype,
+        offload_fraction=default.offload_fraction,
+        moments_dtype=default.moments_dtype,
     )
+    bare = TrainConfig(optimizer=optimizer)
     words = changed_sections(bare, best)
     rows = best.config.global_batch_size
     if rows != bare.global_batch_size:

@@ -48,7 +48,7 @@ class LayoutOptions(CommandOptions):
         from megatron_vl.config import parse_config
 
         run = parse_config(["--config", str(self.config)])
-        run.parallel = dataclasses.replace(run.parallel, **given)
+        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **given))
         layout = {name: getattr(run.parallel, name) for name in (*SIZES, "layers")}
         if not isinstance(run.parallel.layers, list):
             layout["layers"] = self._planned(run) if run.parallel.pp > 1 else None

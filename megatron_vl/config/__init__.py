@@ -1,0 +1,27 @@
+"""What a run is set by: its fields, how they are read, and what is refused."""
+
+# ruff: noqa: F401  # other packages import these names from here
+
+from megatron_vl.config.checks import validate
+from megatron_vl.config.fields import (
+    RULES_BEFORE,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    FailuresConfig,
+    Fp8Config,
+    LearntOrMasked,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RunConfigError,
+    TrainConfig,
+    VideoPositions,
+    VideoPrompt,
+    VisionConfig,
+    field_types,
+    video_rule,
+)
+from megatron_vl.config.parsing import build_parser, parse, parse_config
