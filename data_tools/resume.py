@@ -223,8 +223,8 @@ class Workspace:
         raise ResumeError(
             f"--out {self.out} holds {state} of an earlier version of this program, which read some records"
             " by other rules (audio, loss weights, tools, videos given as pictures, markers). Convert again"
-            " into another --out, or in its place with --force. A run that began with the old data set can resume"
-            " only with that one"
+            " into another --out, or in its place with --force. A run that began with the old data set can"
+            " resume only with that one"
         )
 
     def _unmake(self) -> None:

@@ -21,7 +21,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from megatron.energon import Sample
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
@@ -229,7 +228,7 @@ def open_encoder(data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEn
 class _QuietEncoder(RowEncoder):
     """A survey counts unusable samples itself."""
 
-    def _log(self, sample: Sample, reason: str, detail: str) -> None:
+    def _log(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
         pass
 
 

@@ -84,9 +84,7 @@ class Reader:
         self.ignored += of_media
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
         if record.get("markers") not in (*EMPTY, "text"):
-            detail = (
-                f"{shown(record['markers'])} is unknown; valid: 'text', if the markers are text"
-            )
+            detail = f"{shown(record['markers'])} is unknown; valid: 'text', if the markers are text"
             raise RecordError("bad markers", detail, "markers")
         self.markers_are_text = record.get("markers") == "text"
         self.unlisted: list[str] = []
