@@ -11,6 +11,10 @@ from megatron_vl.data.blend import named
 
 TOO_LONG, TOO_MANY_PATCHES = "longer than seq_len", "more than max_patches"
 NOT_IN_TEMPLATE = "not written by the chat template"
+TEMPLATE_ADVICE = (
+    "converting again does not help where the checkpoint's chat template cannot write tools, calls or"
+    " reasoning: take such records out, or use a family whose template writes them"
+)
 LIMITS = {TOO_LONG: ("tokens", "data.seq_len"), TOO_MANY_PATCHES: ("patches", "data.max_patches")}
 """Unit and field of the limit that a sample of such a reason exceeds."""
 LISTED_PER_ROW = 256
@@ -111,22 +115,23 @@ class BadSampleMeter:
         return (
             f"{self.bad} of {self.used + self.bad} samples could not be used, more than data.max_bad_share"
             f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}."
-            f" {'; '.join(dict.fromkeys(map(self._advice, self.reasons)))}; or raise data.max_bad_share"
+            f" {self.advice()}; or raise data.max_bad_share"
         )
 
+    def advice(self) -> str:
+        """What to do about the unusable samples."""
+        advice = "; ".join(dict.fromkeys(map(self._advice, self.reasons)))
+        return advice[:1].upper() + advice[1:]
+
     def _advice(self, reason: str) -> str:
-        """What to do about samples of a reason."""
         if reason in LIMITS:
             unit, limit = LIMITS[reason]
             size = self.sizes.get(reason)
             enough = f" to {size} (the {unit} of the largest one so far)" if size else ""
-            return f"Raise {limit}{enough}, or lower data.max_pixels if pictures fill it"
+            return f"raise {limit}{enough}, or lower data.max_pixels if pictures fill it"
         if reason == NOT_IN_TEMPLATE:
-            return (
-                "To convert again does not help where the checkpoint's chat template cannot write tools,"
-                " calls or reasoning: take such records out, or train a family whose template writes them"
-            )
-        return "Correct the data and convert them again"
+            return TEMPLATE_ADVICE
+        return "correct the data and convert them again"
 
     def by_reason(self) -> str:
         """The counts by reason, the largest first, with the sources of a blend."""

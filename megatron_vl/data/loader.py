@@ -45,6 +45,7 @@ from megatron_vl.data.bad_samples import (
     LIMITS,
     LISTED_PER_ROW,
     NOT_IN_TEMPLATE,
+    TEMPLATE_ADVICE,
     TOO_LONG,
     TOO_MANY_PATCHES,
     BadSampleMeter,
@@ -316,7 +317,10 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError(TOO_MANY_PATCHES, detail, patches)
 
     def _advice(self) -> str:
-        """For samples that were too large: the field to raise, and the value that is needed at least."""
+        """For samples that were too large: the field to raise, and the value that is needed at least; and
+        what to do about those that the chat template cannot write."""
+        if NOT_IN_TEMPLATE in self.logged and not self.smallest:
+            return f". Note: {TEMPLATE_ADVICE}"
         if not self.smallest:
             return ""
 

@@ -300,7 +300,7 @@ def test_the_limit_says_what_to_do_about_each_reason():
     meter.add(0, {"not written by the chat template": 1}, details_by_reason([]))
     meter.add(0, {"longer than seq_len": 1}, details_by_reason([sample("longer than seq_len", "a", 400)]))
     assert "Raise data.seq_len to 402 " in meter.problem()
-    assert "To convert again does not help" in meter.problem() and "Correct the data" not in meter.problem()
+    assert "onverting again does not help" in meter.problem() and "Correct the data" not in meter.problem()
 
 
 def test_no_bad_sample_or_any_number():

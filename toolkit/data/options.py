@@ -47,7 +47,8 @@ class DataConvertOptions(CommandOptions):
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
     """What to do with a record whose id occurred before: refuse it, or keep both."""
     max_quarantined: float = option(MAX_QUARANTINED, metavar="F", share=True)
-    """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
+    """Share of the records that may be quarantined before the exit code is 3; 0 allows none. With
+    --processor, also the share of the samples that its checkpoint cannot use."""
     processor: Path | None = option(None, metavar="HF_DIR", shown_default="none", must_exist=True)
     """Also write the sizes of all samples for the tokenizer and chat template in this Hugging Face folder, as
     `megatron-vl data index` does."""
