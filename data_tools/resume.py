@@ -47,13 +47,13 @@ class ResumeError(UserError, ValueError):
     """This conversion may not write to the folder; the message says what to do."""
 
 
-def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str, Any]:
+def make_plan(inputs: list[Path], media_root: Path | None, **options: Any) -> dict[str, Any]:
     """Everything that determines the output: options, media root, and the content of the input files."""
     files = [
         {"name": name, "bytes": path.stat().st_size, **_digest(path)}
         for name, path in zip(names(inputs), inputs, strict=True)
     ]
-    return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root.resolve())}
+    return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root or "")}
 
 
 def names(inputs: list[Path]) -> list[str]:

@@ -454,8 +454,14 @@ def draw(held: Sequence[Source], samples: int, seed: int) -> list[tuple[int, int
 def _drawn(encoder: RowEncoder, sample: RawSample, source: int, index: int) -> Drawn:
     encoded: EncodedSample = encoder.preencode_sample(sample)
     if encoded.refused:
-        refused = {"refused": encoded.refused, "refused_size": encoded.refused_size}
-        return Drawn(source, index, sample.__key__, encoded.source, **refused)
+        return Drawn(
+            source,
+            index,
+            sample.__key__,
+            encoded.source,
+            refused=encoded.refused,
+            refused_size=encoded.refused_size,
+        )
     messages = json.loads(sample.text or b"")["messages"]
     return Drawn(
         source,

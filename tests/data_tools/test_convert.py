@@ -483,6 +483,8 @@ def test_bad_media_are_refused_one_by_one(tmp_path):
     lines = [json.loads(line) for line in (out / "quarantine.jsonl").read_text().splitlines()]
     assert {(line["file"], line["field"]) for line in lines} == {("in.json", "image"), ("in.json", "video")}
     assert all(line["detail"] for line in lines)
+    link = next(line["detail"] for line in lines if line["record"] == list(cases).index("link.png") + 1)
+    assert f"the link {media / 'link.png'} leads to {secret}" in link
     assert not any(noise in line["detail"] for line in lines for noise in ("object at 0x", "<none>"))
     assert report.samples + len(found) + 1 == report.records == len(records)
     assert sum(sum(r.values()) for r in report.refused.values()) == len(found) + 1
@@ -495,6 +497,19 @@ def bomb(height: int, width: int) -> bytes:
     data[16:24] = struct.pack(">II", width, height)
     data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     return bytes(data)
+
+
+def test_text_needs_no_media_root(tmp_path, capsys):
+    image = {"image": "a.png", "conversations": [{"from": "human", "value": "<image>"}, GPT]}
+    uri = "data:image/png;base64," + base64.b64encode(encoded(30, 30)).decode()
+    (tmp_path / "in.json").write_text(json.dumps([TEXT, image, image | {"image": uri}]))
+    words = ["data", "convert", "--input", str(tmp_path / "in.json"), "--workers", "1"]
+    assert main([*words, "--out", str(tmp_path / "out"), "--max-quarantined", "0.5"]) == 0
+    assert refused(tmp_path / "out") == {2: "no media root"}
+    assert "give its folder as --media-root" in (tmp_path / "out/quarantine.jsonl").read_text()
+    assert main([*words, "--out", str(tmp_path / "parts"), "--shard", "0/1"]) == 0
+    assert main(["data", "merge", str(tmp_path / "parts"), "--max-quarantined", "0.5"]) == 0
+    assert shards(tmp_path / "parts") == shards(tmp_path / "out")
 
 
 def test_the_limit_of_pixels_can_be_set(tmp_path):

@@ -30,7 +30,7 @@ class DataConvertOptions(CommandOptions):
     """Take only these data sets of a dataset_info.json."""
     format: str | None = option(None, metavar="NAME", shown_default="the record's own")
     """Read all records in this format (see the documentation of data for the names)."""
-    media_root: Path = option(metavar="DIR", must_exist=True)
+    media_root: Path | None = option(None, metavar="DIR", shown_default="no files of media", must_exist=True)
     """Resolve media paths relative to this folder; paths that leave it are refused."""
     out: Path = option(metavar="DIR")
     """Folder for the data set: a new or empty one, or one with an interrupted conversion to continue."""
