@@ -174,12 +174,22 @@ def convert(
     planned = options.planned()
     if any(source.columns or source.tags or source.format for source in sources):
         planned["index"] = [source.plan() for source in sources]
-    plan = make_plan([source.path for source in sources], options.root, **planned)
+    try:
+        plan = make_plan([source.path for source in sources], options.root, **planned)
+    except OSError as error:
+        raise ConvertError(
+            f"--input {error.filename} cannot be read ({error.strerror}); make it readable for this user"
+        ) from error
     part = options.part
     try:
         space = Workspace(options.out, plan, options.force, part.name if part else "")
     except ResumeError as error:
         raise ConvertError(str(error)) from error
+    except OSError as error:
+        raise ConvertError(
+            f"--out {options.out} cannot be written ({error.strerror}); give a folder that this user"
+            " may write to"
+        ) from error
 
     try:
         if space.complete:

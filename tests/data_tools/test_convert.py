@@ -622,6 +622,15 @@ def run(tmp_path, records, *options: str) -> int:
     return main(["data", "convert", *base, "--workers", "1", *options])
 
 
+@pytest.mark.parametrize("kind", ["parent is a file", "file system takes no folders"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys, kind):
+    source = write(tmp_path / "in.json", json.dumps([TEXT]).encode())
+    out = source / "out" if kind == "parent is a file" else Path("/proc/out")
+    assert main(["data", "convert", "--input", str(source), "--out", str(out), "--workers", "1"]) == 1
+    said = capsys.readouterr().err
+    assert f"--out {out} cannot be written (" in said and "give a folder" in said and "Errno" not in said
+
+
 def test_command_reports_as_text_and_json(tmp_path, capsys):
     assert run(tmp_path, [TEXT, TEXT, {}], "--json", "--val-fraction", "0.5", "--max-quarantined", "0.4") == 0
     report = json.loads(capsys.readouterr().out)

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vl.errors import UsageError
+from megatron_vl.errors import UsageError, UserError
 from megatron_vl.words import counted
 
 from .options import (
@@ -327,7 +327,13 @@ def report(options: DataReportOptions) -> int:
     prepared = open_prepared(options)
     found = prepared.survey(options.samples, options.seconds, options.seed, _show)
     _end_line()
-    write_report(prepared, found, options.shown, options.out)
+    try:
+        write_report(prepared, found, options.shown, options.out)
+    except OSError as error:
+        raise UserError(
+            f"--out {options.out} cannot be written ({error.strerror}); give a file that this user"
+            " may write to"
+        ) from error
     print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB")
     return 0
 
