@@ -115,7 +115,8 @@ class DataReport:
 class ConversionOptions:
     """Settings of a conversion."""
 
-    media_root: Path
+    media_root: Path | None
+    """Folder of the media; None: no record refers to a file."""
     out: Path
     workers: int = 1
     val_fraction: float = 0.0
@@ -133,6 +134,11 @@ class ConversionOptions:
     """Data sets of an index among the inputs; None: all."""
     part: Part | None = None
     """Verify only this part of the records, and write no shards; see :mod:`data_tools.parts`."""
+
+    @property
+    def root(self) -> Path | None:
+        """The media root with links resolved."""
+        return self.media_root.resolve() if self.media_root else None
 
     def planned(self) -> dict[str, Any]:
         """The options that determine the output."""
@@ -168,12 +174,22 @@ def convert(
     planned = options.planned()
     if any(source.columns or source.tags or source.format for source in sources):
         planned["index"] = [source.plan() for source in sources]
-    plan = make_plan([source.path for source in sources], options.media_root, **planned)
+    try:
+        plan = make_plan([source.path for source in sources], options.root, **planned)
+    except OSError as error:
+        raise ConvertError(
+            f"--input {error.filename} cannot be read ({error.strerror}); make it readable for this user"
+        ) from error
     part = options.part
     try:
         space = Workspace(options.out, plan, options.force, part.name if part else "")
     except ResumeError as error:
         raise ConvertError(str(error)) from error
+    except OSError as error:
+        raise ConvertError(
+            f"--out {options.out} cannot be written ({error.strerror}); give a folder that this user"
+            " may write to"
+        ) from error
 
     try:
         if space.complete:
@@ -204,7 +220,7 @@ def _remember(inputs: list[Path], options: ConversionOptions, space: Workspace) 
     arguments = {
         # Links stay links: those of a hub's cache lead to files whose names lack the suffix.
         "inputs": [os.path.abspath(path) for path in inputs],
-        "media_root": str(options.media_root.resolve()),
+        "media_root": str(options.root or ""),
         "datasets": options.datasets,
         "options": options.planned(),
     }
@@ -240,7 +256,7 @@ def remembered(out: Path, workers: int) -> tuple[list[Path], ConversionOptions]:
         )
 
     options = ConversionOptions(
-        Path(arguments["media_root"]),
+        Path(arguments["media_root"]) if arguments["media_root"] else None,
         out,
         workers,
         datasets=arguments["datasets"],
@@ -260,7 +276,7 @@ def _convert_part(
     meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
     report = DataReport()
     journal = PartJournal(space.work / f"{part.name}.jsonl")
-    root = options.media_root.resolve()
+    root = options.root
     numbers: deque[int] = deque()
 
     def wanted(first: int, end: int) -> bool:
@@ -301,7 +317,7 @@ def _convert(
     known = journal.known()
     parts = PartVerdicts(space.work)
     media = MediaFolder(space.work / "media")
-    root = options.media_root.resolve()
+    root = options.root
     partial = space.work / "quarantine.jsonl"
 
     with (
@@ -356,7 +372,7 @@ def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]
 
     if options.part is not None and options.force:
         raise ConvertError("--force would delete the work of other parts; remove the folder instead")
-    if not options.media_root.is_dir():
+    if options.media_root and not options.media_root.is_dir():
         raise ConvertError(f"--media-root {options.media_root} is not a folder")
     if not 0 <= options.val_fraction < 1:
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
@@ -450,7 +466,7 @@ def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
 
 def _verify(
     batch: list[tuple[int, str, int, Any, str]],
-    root: Path,
+    root: Path | None,
     options: ConversionOptions,
     known: list[Any] | None,
     aside: Path | None,
@@ -512,7 +528,7 @@ def _printable(detail: str) -> str:
 
 
 def inspect_all(
-    media: list[tuple[str, str]], fields: list[str], root: Path, max_pixels: int
+    media: list[tuple[str, str]], fields: list[str], root: Path | None, max_pixels: int
 ) -> list[MediaInfo]:
     infos = []
     for (kind, reference), where in zip(media, fields, strict=True):
@@ -524,7 +540,7 @@ def inspect_all(
     return infos
 
 
-def _inspect(kind: str, reference: Any, root: Path, max_pixels: int) -> MediaInfo:
+def _inspect(kind: str, reference: Any, root: Path | None, max_pixels: int) -> MediaInfo:
     if is_embedded(reference):
         return inspect(kind, reference, read_media(kind, reference, root), max_pixels)
     path = reference
@@ -535,7 +551,7 @@ def _inspect(kind: str, reference: Any, root: Path, max_pixels: int) -> MediaInf
 
 @lru_cache(maxsize=4096)
 def _inspect_file(
-    kind: str, reference: str | Frames, path: Path | Frames, root: Path, max_pixels: int
+    kind: str, reference: str | Frames, path: Path | Frames, root: Path | None, max_pixels: int
 ) -> MediaInfo:
     """Inspects a file; each process decodes a file that many records share only once."""
     return inspect(kind, reference, read_media(kind, reference, root), max_pixels)
@@ -554,7 +570,7 @@ class _Writer:
     def __init__(
         self,
         pool: _Pool,
-        root: Path,
+        root: Path | None,
         options: ConversionOptions,
         report: DataReport,
         space: Workspace,

@@ -71,19 +71,23 @@ class MediaInfo:
         return out | {"sampling": self.sampling} if self.sampling else out
 
 
-def resolve(reference: str, root: Path, *, folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file, following links. ``root`` must be resolved.
+def resolve(reference: str, root: Path | None, *, folder: bool = False) -> Path:
+    """Resolves ``reference`` to a file, following links. ``root`` must be resolved; None: there is none.
 
     Args:
         folder: it may also be a folder.
 
     Raises:
-        RecordError: the file lies outside ``root``, is missing, is remote, or is not a regular file.
+        RecordError: the file lies outside ``root``, is missing, is remote, or is not a regular file; or there
+            is no ``root``.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
             "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
         )
+
+    if root is None:
+        raise RecordError("no media root", f"{reference[:200]!r} is a file; give its folder as --media-root")
 
     if reference.lower().startswith("file://"):
         written = reference
@@ -101,7 +105,7 @@ def resolve(reference: str, root: Path, *, folder: bool = False) -> Path:
         raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
 
     if not inside:
-        raise RecordError("outside the media root", f"{reference} is not inside the media root")
+        raise RecordError("outside the media root", _outside(reference, root))
     if not exists:
         raise RecordError("medium missing", f"{reference} does not exist in the media root")
     if not regular:
@@ -110,7 +114,19 @@ def resolve(reference: str, root: Path, *, folder: bool = False) -> Path:
     return path
 
 
-def check_reference(kind: str, reference: Any, root: Path) -> None:
+def _outside(reference: str, root: Path) -> str:
+    """Says that a reference leads out of the media root, and which link does."""
+    path = root / reference
+    for link in (*reversed(path.parents), path):
+        if link.is_relative_to(root) and link.is_symlink() and not link.resolve().is_relative_to(root):
+            return (
+                f"{reference}: the link {link} leads to {link.resolve()}, which is not inside the media root;"
+                " copy what it leads to, or give a --media-root that holds both"
+            )
+    return f"{reference} is not inside the media root"
+
+
+def check_reference(kind: str, reference: Any, root: Path | None) -> None:
     """Raises :class:`RecordError` if a file of a medium is missing, or lies outside ``root``."""
     if isinstance(reference, Frames) and not isinstance(reference.pictures, str):
         for picture in reference.pictures:
@@ -120,7 +136,7 @@ def check_reference(kind: str, reference: Any, root: Path) -> None:
         resolve(str(path), root, folder=kind == "video" and may_be_folder(path))
 
 
-def read_media(kind: str, reference: Any, root: Path) -> bytes:
+def read_media(kind: str, reference: Any, root: Path | None) -> bytes:
     """Reads a medium: a file inside ``root``, a base64 ``data:`` URI, or one that was set aside or is given
     itself. A video that is given as pictures becomes a file of frames. Raises :class:`RecordError`."""
     if isinstance(reference, bytes):
@@ -150,7 +166,7 @@ def _file_bytes(path: Path, reference: str) -> bytes:
         raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
 
 
-def _read_frames(frames: Frames, root: Path) -> bytes:
+def _read_frames(frames: Frames, root: Path | None) -> bytes:
     sampling: Sampling = "whole"
     if isinstance(frames.pictures, str):
         path = resolve(frames.pictures, root, folder=True)
@@ -167,7 +183,7 @@ def _name(reference: Any) -> str:
     return PurePosixPath(reference).name if not is_embedded(reference) else ""
 
 
-def pictures_of(frames: Frames, root: Path) -> list[Any]:
+def pictures_of(frames: Frames, root: Path | None) -> list[Any]:
     """The references of a video's pictures, those of a folder in the natural order of their names.
 
     Raises:

@@ -64,7 +64,7 @@ def preview(inputs: list[Any], options: ConversionOptions) -> list[Preview]:
 
 def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
     found = Preview(name)
-    root = options.media_root.resolve()
+    root = options.root
     seen: Counter[str] = Counter()
 
     for number, record in itertools.islice(read_records(source.path), RECORDS):
@@ -89,7 +89,7 @@ def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
     return found
 
 
-def _notes(found: Preview, source: Source, seen: Counter[str], root: Path) -> list[str]:
+def _notes(found: Preview, source: Source, seen: Counter[str], root: Path | None) -> list[str]:
     """What is probably wrong with the arguments.
 
     Args:

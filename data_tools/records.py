@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from . import tables
 
 CHUNK = 1 << 20
 LARGEST_RECORD = 1 << 30
+READS_ALL = json.JSONDecoder()
+PASSES_INTEGERS_OVER = json.JSONDecoder(parse_int=len)
+"""Finds the end of a record with an integer that has more digits than Python reads."""
 DEEPEST = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
@@ -53,8 +57,8 @@ def read_records(
     """Yields ``(number, record)``: the line number in JSON lines, or the position in a JSON array or a table,
     from 1.
 
-    A line that is not JSON, or a record that is nested too deeply, is yielded as a :class:`BadLine`, and
-    reading continues.
+    A line that is not JSON, or a record that is nested too deeply or has an integer that Python does not
+    read, is yielded as a :class:`BadLine`, and reading continues.
 
     Args:
         on_bytes: receives the number of bytes read for each record.
@@ -154,8 +158,16 @@ def _parsed(line: bytes) -> Any:
         return _not_too_deep(json.loads(line.decode()), opened)
     except UnicodeDecodeError as error:
         return BadLine.of("not UTF-8", error)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         return BadLine.of("not JSON", error)
+    except ValueError:
+        return _long_integer()
+
+
+def _long_integer() -> BadLine:
+    """What is wrong with a record that Python's limit on the digits of an integer refuses."""
+    most = sys.get_int_max_str_digits()
+    return BadLine.of("integer too long", f"an integer has more than {most} digits; write it as a string")
 
 
 def _not_too_deep(value: Any, opened: int) -> Any:
@@ -201,7 +213,6 @@ class _Buffer:
         self.ended = False
         self.told = 0
         """The position in the text up to which ``on_bytes`` has been informed."""
-        self.parser = json.JSONDecoder()
         self.number = 0
         """Number of the record that was read last."""
 
@@ -251,16 +262,17 @@ class _Buffer:
     def record(self, number: int) -> Any:
         self.peek(number - 1)
         size = CHUNK
+        parser, refused = READS_ALL, None
         while True:
             try:
-                value, end = self.parser.raw_decode(self.text, self.at)
+                value, end = parser.raw_decode(self.text, self.at)
                 # A number at the end of the buffer may continue in the next chunk.
                 if end < len(self.text) or self.ended:
                     opened = self.text.count("[", self.at, end) + self.text.count("{", self.at, end)
                     self.at = end
                     self.number = number
                     self.tell()
-                    return _not_too_deep(value, opened)
+                    return refused or _not_too_deep(value, opened)
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
             except json.JSONDecodeError as error:
@@ -273,8 +285,9 @@ class _Buffer:
                     raise ReadError(
                         f"{self.path}: record {number} is not valid JSON: {what}, at {near!r}"
                     ) from error
-            except ValueError as error:  # an integer with thousands of digits
-                raise ReadError(f"{self.path}: record {number} is not valid JSON: {error}") from error
+            except ValueError:  # from here on, only the end of the record is looked for
+                parser, refused = PASSES_INTEGERS_OVER, _long_integer()
+                continue
 
             if len(self.text) - self.at > LARGEST_RECORD:
                 raise ReadError(

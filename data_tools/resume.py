@@ -30,10 +30,10 @@ from megatron_vl.errors import UserError
 from .media import MediaInfo
 from .shards import WORK
 
-FORMAT = 5
+FORMAT = 6
 """Of a plan: by which rules records are read. 2 (until 2026-11-22) read many records with audio as text;
 3 did not read tools, loss weights and reasoning, and knew fewer formats; 4 refused videos that are given as
-pictures."""
+pictures; 5 read markers in messages without media as text."""
 PLAN = "plan.json"
 RECORD = "convert.json"
 """A file in ``.nv-meta`` of a complete data set: the plan by which it was made, and its shards."""
@@ -47,13 +47,13 @@ class ResumeError(UserError, ValueError):
     """This conversion may not write to the folder; the message says what to do."""
 
 
-def make_plan(inputs: list[Path], media_root: Path, **options: Any) -> dict[str, Any]:
+def make_plan(inputs: list[Path], media_root: Path | None, **options: Any) -> dict[str, Any]:
     """Everything that determines the output: options, media root, and the content of the input files."""
     files = [
         {"name": name, "bytes": path.stat().st_size, **_digest(path)}
         for name, path in zip(names(inputs), inputs, strict=True)
     ]
-    return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root.resolve())}
+    return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root or "")}
 
 
 def names(inputs: list[Path]) -> list[str]:
@@ -222,9 +222,9 @@ class Workspace:
             )
         raise ResumeError(
             f"--out {self.out} holds {state} of an earlier version of this program, which read some records"
-            " by other rules (audio, loss weights, tools, videos given as pictures). Convert again into"
-            " another --out, or in its place with --force. A run that began with the old data set can resume"
-            " only with that one"
+            " by other rules (audio, loss weights, tools, videos given as pictures, markers). Convert again"
+            " into another --out, or in its place with --force. A run that began with the old data set can"
+            " resume only with that one"
         )
 
     def _unmake(self) -> None:

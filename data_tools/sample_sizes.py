@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 
 from megatron_vl import durable
 from megatron_vl.config import DataConfig
+from megatron_vl.data.bad_samples import NOT_IN_TEMPLATE
+from megatron_vl.data.chat import TemplateError
 from megatron_vl.data.description import META, SIZES, DataSet, read_description
 from megatron_vl.data.loader import RawSample, RowEncoder, grid_of, stored_video
 from megatron_vl.data.location import location
@@ -49,6 +52,8 @@ class Indexed:
     path: Path
     samples: int
     unusable: int
+    reasons: dict[str, int]
+    """How many samples are unusable for each reason."""
     media: int
     bytes: int
     seconds: float
@@ -187,7 +192,8 @@ def _summary(folder: Path, seconds: float) -> Indexed:
     samples, media = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
     held = sum(file.stat().st_size for file in folder.iterdir())
     unusable = int((samples["tokens"] == 0).sum())
-    return Indexed(_data_folder(folder), len(samples), unusable, len(media), held, round(seconds, 3))
+    reasons = json.loads((folder / SHARDS).read_text()).get("unusable", {})
+    return Indexed(_data_folder(folder), len(samples), unusable, reasons, len(media), held, round(seconds, 3))
 
 
 # --- One shard after the other ------------------------------------------------------------------------------
@@ -263,17 +269,23 @@ def _measure_shard(number: int) -> None:
     if source.split not in _readers:
         _readers[source.split] = Reader(source, task.encoder.data.sample_timeout_s)
     reader = _readers[source.split]
-    samples, media = [], [np.zeros(0, MEDIUM)]
+    samples, media, unusable = [], [np.zeros(0, MEDIUM)], []
     count = 0
     for place in range(source.starts[task.shard], source.starts[task.shard + 1]):
-        tokens, found = measure(task.encoder, _read(reader, place))
+        tokens, found, reason = measure(task.encoder, _read(reader, place))
+        unusable += [reason] if reason else []
         media.append(found)
         count += len(found)
         samples.append((tokens, count))
 
     partial = task.part.with_suffix(durable.PARTIAL)
     with partial.open("wb") as file:
-        np.savez(file, samples=np.array(samples, SAMPLE), media=np.concatenate(media))
+        np.savez(
+            file,
+            samples=np.array(samples, SAMPLE),
+            media=np.concatenate(media),
+            unusable=np.array(unusable, str),
+        )
     durable.put(partial, task.part)
 
 
@@ -291,23 +303,26 @@ def _read(reader: Reader, place: int) -> RawSample | None:
     return sample
 
 
-def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, NDArray[np.void]]:
-    """The tokens of a sample's text, and its media as :data:`MEDIUM`; no tokens if it cannot be used.
+def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, NDArray[np.void], str]:
+    """The tokens of a sample's text, its media as :data:`MEDIUM`, and "". If it cannot be used: no tokens, no
+    media, and the reason.
 
     Args:
         sample: None: the data set's description excludes it.
     """
-    unusable = 0, np.zeros(0, MEDIUM)
+    none = np.zeros(0, MEDIUM)
     try:
         if sample is None or sample.broken:
-            return unusable
+            return 0, none, sample.broken[0] if sample and sample.broken else ""
         record = json.loads(sample.text or b"")
         media = np.array([_medium(item) for item in record["media"]], MEDIUM)
         grids = [grid_of(item, encoder.settings) for item in record["media"]]
         token_ids, _ = encoder.chat.encode(record["messages"], grids, record.get("tools", ()))
+    except TemplateError:
+        return 0, none, NOT_IN_TEMPLATE
     except Exception:  # a sample from outside may cause any error; a run counts and lists it
-        return unusable
-    return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), media
+        return 0, none, "cannot be encoded"
+    return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), media, ""
 
 
 def _medium(item: dict[str, Any]) -> Medium:
@@ -321,6 +336,7 @@ def _medium(item: dict[str, Any]) -> Medium:
 def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
     """Joins the files of the shards, and removes them."""
     counts = []
+    unusable: Counter[str] = Counter()
     for task in tasks:
         with np.load(task.part) as held:
             if len(held["samples"]) != task.samples:
@@ -328,6 +344,7 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
                     f"{task.part} does not hold {task.samples} samples of {task.name}; delete {work}"
                 )
             counts.append(len(held["media"]))
+            unusable.update(held["unusable"].tolist())
 
     shards = {task.name: task.samples for task in tasks}
     all_samples = np.lib.format.open_memmap(
@@ -344,6 +361,7 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
         at, before = at + len(samples), before + media
     all_samples.flush()
     all_media.flush()
-    durable.write(work / SHARDS, json.dumps({"content": content, "shards": shards}).encode())
+    described = {"content": content, "shards": shards, "unusable": unusable}
+    durable.write(work / SHARDS, json.dumps(described).encode())
     for task in tasks:
         task.part.unlink()

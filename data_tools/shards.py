@@ -69,7 +69,7 @@ class ShardError(UserError, ValueError):
     """A shard could not be written as planned; the message names the file."""
 
 
-def finish_shard(name: str, index: int, entries: list[Entry], root: Path, out: Path) -> Shard:
+def finish_shard(name: str, index: int, entries: list[Entry], root: Path | None, out: Path) -> Shard:
     """Returns the shard of an earlier run if it is intact and has the same samples; otherwise writes it.
 
     Raises:
@@ -111,7 +111,7 @@ def _is_finished(manifest: Path, plan: str, tar: Path) -> bool:
         return False
 
 
-def _write_tar(path: Path, entries: list[Entry], root: Path) -> None:
+def _write_tar(path: Path, entries: list[Entry], root: Path | None) -> None:
     """Writes the media's original bytes, without times or owners in the headers."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for entry in entries:

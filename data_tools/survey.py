@@ -21,10 +21,10 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from megatron.energon import Sample
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
+from megatron_vl.data.bad_samples import BadSampleMeter, details_by_reason
 from megatron_vl.data.blend import sources_of
 from megatron_vl.data.description import (
     META,
@@ -229,7 +229,7 @@ def open_encoder(data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEn
 class _QuietEncoder(RowEncoder):
     """A survey counts unusable samples itself."""
 
-    def _log(self, sample: Sample, reason: str, detail: str) -> None:
+    def _log(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
         pass
 
 
@@ -252,6 +252,8 @@ class Drawn:
     grids: tuple[GridTHW, ...] = ()
     refused: tuple[str, str] | None = None
     """Reason and detail if the loader would leave it out."""
+    refused_size: int = 0
+    """Tokens or patches if it is left out for their number."""
 
     @property
     def patches(self) -> int:
@@ -347,6 +349,20 @@ class Survey:
 
         return {reason: share(hits(reason)) for reason, _ in reasons.most_common()}
 
+    def left_out(self) -> dict[str, BadSampleMeter]:
+        """What a run would count of each source: its samples, and those that it would leave out."""
+        meters = {source.name: BadSampleMeter(1.0, minimum=1) for source in self.sources}
+        names = list(meters)
+        for sample in self.samples:
+            meter = meters[names[sample.source]]
+            if not sample.refused:
+                meter.add(1, {})
+                continue
+            reason = sample.refused[0]
+            known = {"reason": reason, "size": sample.refused_size, "data_set": ""}
+            meter.add(0, {reason: 1}, details_by_reason([known]))
+        return meters
+
     def of_drawn(self, values: Iterable[float]) -> list[Stratum]:
         """One number of each drawn sample, those that cannot be used included."""
         own: dict[int, list[float]] = {number: [] for number in range(len(self.sources))}
@@ -438,7 +454,14 @@ def draw(held: Sequence[Source], samples: int, seed: int) -> list[tuple[int, int
 def _drawn(encoder: RowEncoder, sample: RawSample, source: int, index: int) -> Drawn:
     encoded: EncodedSample = encoder.preencode_sample(sample)
     if encoded.refused:
-        return Drawn(source, index, sample.__key__, encoded.source, refused=encoded.refused)
+        return Drawn(
+            source,
+            index,
+            sample.__key__,
+            encoded.source,
+            refused=encoded.refused,
+            refused_size=encoded.refused_size,
+        )
     messages = json.loads(sample.text or b"")["messages"]
     return Drawn(
         source,

@@ -83,6 +83,9 @@ class Reader:
         self.ignore("records", record, *read, *self.rates)
         self.ignored += of_media
         self.listed = {kind: len(refs) for kind, refs in self.waiting.items()}
+        if record.get("markers") not in (*EMPTY, "text"):
+            detail = f"{shown(record['markers'])} is unknown; valid: 'text', if the markers are text"
+            raise RecordError("bad markers", detail, "markers")
         self.markers_are_text = record.get("markers") == "text"
         self.unlisted: list[str] = []
         """Markers in the texts of a record that lists no media."""
@@ -249,7 +252,7 @@ class Reader:
         """The parts of a text with markers; ``strip`` removes white space around each text."""
         if self.markers_are_text or not any(self.listed.values()):
             self.unlisted += MARKER.findall(written)
-            return [{"type": "text", "text": written}]
+            return [{"type": "text", "text": written.strip() if strip else written}]
         pieces = MARKER.split(written)
         if strip:
             pieces = [piece.strip() for piece in pieces]
@@ -343,6 +346,9 @@ class Reader:
                 )
                 if kind == "video" and 1 <= self.asked[kind] < self.listed[kind]:
                     detail += "; to give one video as pictures, write a list of them in the place of its file"
+                unread_fields = [key for where, key in self.ignored if where == "records"]
+                if self.unlisted and unread_fields:
+                    detail += f"; nothing is read from {shown(', '.join(unread_fields))}"
                 if self.unlisted:
                     detail += "; if the text is about the marker itself, give the record 'markers': 'text'"
                 raise RecordError("markers and media differ", detail, self.place)

@@ -153,21 +153,30 @@ def field_lines(path: Path, sections: Collection[str]) -> dict[str, int]:
     return lines
 
 
+def yaml_fault(path: object, text: str, error: yaml.MarkedYAMLError) -> str:
+    """One line that says where the YAML ``text`` of a file is broken, and for tabs what to do."""
+    mark = error.problem_mark or error.context_mark
+    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    context = (
+        f" ({error.context}, from line {error.context_mark.line + 1})"
+        if error.context and error.context_mark
+        else ""
+    )
+    line = text.splitlines()[mark.line : mark.line + 1] if mark else []
+    tab = "; indent with spaces instead of tabs" if line and "\t" in line[0] else ""
+    return f"{path}{where}: broken YAML: {error.problem}{context}{tab}"
+
+
 def _composed(path: Path) -> MappingNode:
     """The file's node tree, without constructing any values."""
+    text = ""
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
         raise RunConfigError(f"{path}: not UTF-8 text: {error.reason}, at byte {error.start}") from error
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        context = (
-            f" ({error.context}, from line {error.context_mark.line + 1})"
-            if error.context and error.context_mark
-            else ""
-        )
-        raise RunConfigError(f"{path}{where}: broken YAML: {error.problem}{context}") from error
+        raise RunConfigError(yaml_fault(path, text, error)) from error
     except (yaml.YAMLError, RecursionError) as error:
         raise RunConfigError(f"{path}: broken YAML: {' '.join(str(error).split())}") from error
 

@@ -7,6 +7,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megatron_vl.data.blend import named
+
+TOO_LONG, TOO_MANY_PATCHES = "longer than seq_len", "more than max_patches"
+NOT_IN_TEMPLATE = "not written by the chat template"
+TEMPLATE_ADVICE = (
+    "converting again does not help where the checkpoint's chat template cannot write tools, calls or"
+    " reasoning: take such records out, or use a family whose template writes them"
+)
+LIMITS = {TOO_LONG: ("tokens", "data.seq_len"), TOO_MANY_PATCHES: ("patches", "data.max_patches")}
+"""Unit and field of the limit that a sample of such a reason exceeds."""
 LISTED_PER_ROW = 256
 """Largest number of samples that one row lists. Further ones are only counted."""
 
@@ -24,12 +34,27 @@ class DroppedSample:
     """Name of the tar file; empty if not known."""
     source: str
     """Input file and record that the sample was converted from; empty if not known."""
+    data_set: str
+    """Name of its source in a blend; empty without a blend."""
     reason: str
     """Reason that the sample is counted under."""
     detail: str
+    size: int
+    """Tokens or patches of a sample that exceeds one of :data:`LIMITS`; 0 for other reasons."""
 
-    def as_json(self) -> dict[str, str]:
+    def as_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def details_by_reason(listed: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What samples (:meth:`DroppedSample.as_json`) have in common: by reason, their largest ``size`` and the
+    names of their ``data_sets``."""
+    details: dict[str, dict[str, Any]] = {}
+    for sample in listed:
+        known = details.setdefault(sample["reason"], {"size": 0, "data_sets": []})
+        known["size"] = max(known["size"], sample["size"])
+        known["data_sets"] = sorted({*known["data_sets"], sample["data_set"]} - {""})
+    return details
 
 
 class BadSampleMeter:
@@ -55,12 +80,25 @@ class BadSampleMeter:
         self.max_share, self.minimum = max_share, minimum
         self.used = 0
         self.reasons: Counter[str] = Counter()
+        self.sizes: dict[str, int] = {}
+        self.data_sets: dict[str, set[str]] = {}
 
-    def add(self, samples: int, dropped: Mapping[str, int]) -> None:
-        """Counts ``samples`` in rows and ``dropped`` ones
-        by reason (``Row.num_samples`` and ``Row.dropped``)."""
+    def add(
+        self,
+        samples: int,
+        dropped: Mapping[str, int],
+        details: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Counts ``samples`` in rows and ``dropped`` ones by reason (``Row.num_samples``, ``Row.dropped``).
+
+        Args:
+            details: what is known of the dropped ones (:func:`details_by_reason`), for the message.
+        """
         self.used += samples
         self.reasons.update(dropped)
+        for reason, known in (details or {}).items():
+            self.sizes[reason] = max(self.sizes.get(reason, 0), known["size"])
+            self.data_sets.setdefault(reason, set()).update(known["data_sets"])
 
     @property
     def bad(self) -> int:
@@ -76,13 +114,34 @@ class BadSampleMeter:
             return ""
         return (
             f"{self.bad} of {self.used + self.bad} samples could not be used, more than data.max_bad_share"
-            f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}. Fix or"
-            " convert the data again, or raise data.max_bad_share"
+            f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}."
+            f" {self.advice()}; or raise data.max_bad_share"
         )
 
+    def advice(self) -> str:
+        """What to do about the unusable samples."""
+        advice = "; ".join(dict.fromkeys(map(self._advice, self.reasons)))
+        return advice[:1].upper() + advice[1:]
+
+    def _advice(self, reason: str) -> str:
+        if reason in LIMITS:
+            unit, limit = LIMITS[reason]
+            size = self.sizes.get(reason)
+            enough = f" to {size} (the {unit} of the largest one so far)" if size else ""
+            return f"raise {limit}{enough}, or lower data.max_pixels if pictures fill it"
+        if reason == NOT_IN_TEMPLATE:
+            return TEMPLATE_ADVICE
+        return "correct the data and convert them again"
+
     def by_reason(self) -> str:
-        """The counts by reason, the largest first."""
-        return ", ".join(f"{count} {reason}" for reason, count in self.reasons.most_common())
+        """The counts by reason, the largest first, with the sources of a blend."""
+        return ", ".join(
+            f"{count} {reason}{self._sources_of(reason)}" for reason, count in self.reasons.most_common()
+        )
+
+    def _sources_of(self, reason: str) -> str:
+        names = sorted(self.data_sets.get(reason, ()))
+        return f" (source {named(names)})" if names else ""
 
     def state_dict(self) -> dict[str, Any]:
         return {"used": self.used, "reasons": dict(self.reasons)}

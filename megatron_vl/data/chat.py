@@ -58,6 +58,10 @@ class ChatError(UserError, ValueError):
     """A conversation cannot be rendered, or its media do not match its text."""
 
 
+class TemplateError(ChatError):
+    """A conversation has what the checkpoint's chat template does not write. No other data help."""
+
+
 class ChatEncoder:
     """Tokenizes conversations for one checkpoint.
 
@@ -306,7 +310,7 @@ class ChatEncoder:
         return "".join([*parts, text[done:]]), new_spans, inserted
 
     def _check_features(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> None:
-        """Raises ChatError if the template would leave out a part of the conversation without a word."""
+        """Raises TemplateError if the template would leave out a part of the conversation without a word."""
         calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
         missing = ""
         if tools and not self._writes_tools:
@@ -316,7 +320,7 @@ class ChatEncoder:
         elif any(m.get("reasoning_content") for m in messages) and "reasoning_content" not in self.template:
             missing = "reasoning_content"
         if missing:
-            raise ChatError(f"the checkpoint's chat template does not write {missing}")
+            raise TemplateError(f"the checkpoint's chat template does not write {missing}")
 
     @cached_property
     def _writes_tools(self) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 import yaml
 from braceexpand import braceexpand
 
+from megatron_vl.config.parsing import yaml_fault
 from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, named, sources_of
 from megatron_vl.data.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
@@ -328,6 +329,7 @@ def _read(path: Location) -> dict[str, Any]:
     # Only the rank that reads a description imports Energon, which takes seconds.
     from megatron.energon.eyaml import load_yaml
 
+    text = ""
     try:
         text = read_text(path)
         if suffix(path) != ".json":
@@ -337,6 +339,8 @@ def _read(path: Location) -> dict[str, Any]:
             content = json.loads(text)
     except DescriptionError:
         raise
+    except yaml.MarkedYAMLError as error:
+        raise DescriptionError(yaml_fault(path, text, error)) from error
     except Exception as error:  # parsers raise what they like on foreign bytes
         raise DescriptionError(f"{path} cannot be read: {error}") from error
 

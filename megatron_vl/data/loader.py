@@ -41,9 +41,18 @@ from torch import Tensor
 
 from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.data import assemble
-from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample
+from megatron_vl.data.bad_samples import (
+    LIMITS,
+    LISTED_PER_ROW,
+    NOT_IN_TEMPLATE,
+    TEMPLATE_ADVICE,
+    TOO_LONG,
+    TOO_MANY_PATCHES,
+    BadSampleMeter,
+    DroppedSample,
+)
 from megatron_vl.data.blend import Source, sources_of
-from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.chat import ChatEncoder, TemplateError
 from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
 from megatron_vl.data.description import LoaderError, SplitFacts, read_description
 from megatron_vl.data.location import location
@@ -87,6 +96,8 @@ __all__ = [
 MOST_REFUSED_IN_A_ROW = 1000
 """Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
+MOST_LOGGED = 10
+"""Number of unusable samples of one reason that a stream logs."""
 GREY = 128
 PASSED_OVER = object()
 """What a stream makes in place of a row that another rank or process takes."""
@@ -130,6 +141,8 @@ class EncodedSample(Sample):
     source: str = ""
     refused: tuple[str, str] | None = None
     """Reason and detail if the sample is unusable."""
+    refused_size: int = 0
+    """Number of tokens or patches if the sample is refused for it."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -179,14 +192,16 @@ class RowEncoder(DefaultTaskEncoder):
         self.dropped: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
         self.logged: Counter[str] = Counter()
+        self.shown: dict[str, set[tuple[str, ...]]] = {}
+        """The samples whose message was logged, by reason."""
         self.refused_in_a_row = 0
         self.smallest: dict[str, int] = {}
         """The smallest number of tokens or patches, by reason,
         of the too large samples since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
         self.shuffles = False
-        self.blends = False
-        """Whether rows say which source each of their samples is from."""
+        self.source_names: tuple[str, ...] = ()
+        """Names of the sources of a blend. If there are some, rows say which source each sample is from."""
         self.decodes = True
         """Off: rows are passed over. Their pictures are not decoded, and what was dropped is not counted."""
         self.readers: dict[str, Any] = {}
@@ -200,7 +215,7 @@ class RowEncoder(DefaultTaskEncoder):
         """A copy with counts of its own, for one stream."""
         own = copy.copy(self)
         own.dropped, own.logged = Counter(), Counter()
-        own.dropped_samples, own.smallest = [], {}
+        own.dropped_samples, own.smallest, own.shown = [], {}, {}
         return own
 
     def _load_dataset(
@@ -229,12 +244,15 @@ class RowEncoder(DefaultTaskEncoder):
 
     @stateless
     def preencode_sample(self, sample: RawSample) -> EncodedSample:
+        size = 0
         try:
             encoded = self._encode(sample)
         except UnusableError as error:
-            refused = (error.reason, str(error))
-            if error.size:
-                self.smallest[error.reason] = min(error.size, self.smallest.get(error.reason, error.size))
+            refused, size = (error.reason, str(error)), error.size
+            if size:
+                self.smallest[error.reason] = min(size, self.smallest.get(error.reason, size))
+        except TemplateError as error:
+            refused = (NOT_IN_TEMPLATE, str(error))
         except Exception as error:  # a sample from outside may cause any error
             refused = ("cannot be encoded", f"{type(error).__name__}: {error}")
         else:
@@ -254,7 +272,7 @@ class RowEncoder(DefaultTaskEncoder):
 
         self._log(sample, *refused)
         return EncodedSample.derive_from(
-            sample, shard=sample.shard, source=_source(sample.text), refused=refused
+            sample, shard=sample.shard, source=_source(sample.text), refused=refused, refused_size=size
         )
 
     def _encode(self, sample: RawSample) -> EncodedSample:
@@ -293,37 +311,55 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError("no tokens", "the chat template renders nothing")
         if tokens > self.data.seq_len:
             detail = f"{tokens} tokens do not fit into data.seq_len {self.data.seq_len}"
-            raise UnusableError("longer than seq_len", detail, tokens)
+            raise UnusableError(TOO_LONG, detail, tokens)
         if self.data.max_patches and patches > self.data.max_patches:
             detail = f"{patches} patches do not fit into data.max_patches {self.data.max_patches}"
-            raise UnusableError("more than max_patches", detail, patches)
+            raise UnusableError(TOO_MANY_PATCHES, detail, patches)
 
     def _advice(self) -> str:
-        """For samples that were too large: the field to raise, and the value that is needed at least."""
-        units = {
-            "longer than seq_len": ("tokens", "data.seq_len"),
-            "more than max_patches": ("patches", "data.max_patches"),
-        }
+        """For samples that were too large: the field to raise, and the value that is needed at least; and
+        what to do about those that the chat template cannot write."""
+        if NOT_IN_TEMPLATE in self.logged and not self.smallest:
+            return f". Note: {TEMPLATE_ADVICE}"
         if not self.smallest:
             return ""
 
         found = [
-            f"the smallest {reason} has {size} {units[reason][0]}" for reason, size in self.smallest.items()
+            f"the smallest {reason} has {size} {LIMITS[reason][0]}" for reason, size in self.smallest.items()
         ]
-        fields = " and ".join(units[reason][1] for reason in self.smallest)
+        fields = " and ".join(LIMITS[reason][1] for reason in self.smallest)
         return f". Of these, {', '.join(found)}: raise {fields}, or lower data.max_pixels if pictures fill it"
 
-    def _log(self, sample: Sample, reason: str, detail: str) -> None:
-        if self.logged[reason] <= 10:
-            last = " (further ones are counted, not logged)" if self.logged[reason] == 10 else ""
-            log.warning("sample %s: %s: %s%s", sample.__key__, reason, detail, last)
+    def _data_set(self, sample: Sample) -> str:
+        """The name of a sample's source in a blend; empty without a blend."""
+        return self.source_names[(sample.__subflavors__ or {})[SOURCE]] if self.source_names else ""
+
+    def _log(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
+        """Logs the first ten samples of a reason, each once, however often the data set is repeated."""
+        shown = self.shown.setdefault(reason, set())
+        data_set = self._data_set(sample)
+        name = (data_set, sample.shard, sample.__key__)
+        if len(shown) == MOST_LOGGED or name in shown:
+            return
+        shown.add(name)
+        last = " (further ones are counted, not logged)" if len(shown) == MOST_LOGGED else ""
+        whose = f" of {data_set}" if data_set else ""
+        log.warning("sample %s%s: %s: %s%s", sample.__key__, whose, reason, detail, last)
 
     def _drop(self, sample: EncodedSample, reason: str, detail: str) -> None:
         """Counts and lists a sample as dropped; the next row reports it."""
         self.dropped[reason] += 1
         if len(self.dropped_samples) < LISTED_PER_ROW:
             self.dropped_samples.append(
-                DroppedSample(sample.__key__, sample.shard, sample.source, reason, detail)
+                DroppedSample(
+                    sample.__key__,
+                    sample.shard,
+                    sample.source,
+                    self._data_set(sample),
+                    reason,
+                    detail,
+                    sample.refused_size,
+                )
             )
 
     def select_rows(
@@ -400,7 +436,7 @@ class RowEncoder(DefaultTaskEncoder):
         rule = self.data.video_positions
         row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
         row.keys = [s.__key__ for s in used]
-        if self.blends:
+        if self.source_names:
             row.sources = [(s.__subflavors__ or {})[SOURCE] for s in used]
         return self._reporting(row)
 
@@ -415,7 +451,7 @@ class RowEncoder(DefaultTaskEncoder):
         pad = assemble.pad_token(self.spec) if self.chat.pad_token_id is None else self.chat.pad_token_id
         nothing = assemble.Sample(torch.tensor([pad]), torch.zeros(1, dtype=torch.bool))
         row = assemble.pack_row([nothing], self.spec, self.data.seq_len, pad)
-        row.sources = [source] if self.blends else []
+        row.sources = [source] if self.source_names else []
         return self._reporting(row)
 
     def _reporting(self, row: Row) -> Row:
@@ -515,7 +551,8 @@ def build_loader(
     _check_patches(encoder.settings, spec, hf_dir)
 
     blend = sources_of(facts.identity, location(data.path).name)
-    encoder.blends = split == "train" and len(blend) > 1
+    if split == "train" and len(blend) > 1:
+        encoder.source_names = tuple(source.name for source in blend)
     sources = _sources(data, split, blend)
     identity = {
         "version": STATE_VERSION,

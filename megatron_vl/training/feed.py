@@ -112,7 +112,7 @@ class StepData:
     """Number of loss tokens of each row."""
     keys: list[list[str]] = field(default_factory=list)
     """Keys of each row's samples."""
-    dropped: list[dict[str, str]] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
     """Samples that could not be used, as the loader lists them (at most some hundreds per row)."""
     wait_s: float = 0.0
     """Seconds that the loader's owner waited for its rows."""

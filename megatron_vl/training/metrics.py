@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter
+from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter, details_by_reason
 from megatron_vl.data.blend import Source
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.planning.flops import peak_tflops, row_flops
@@ -60,9 +60,9 @@ class MetricsLog:
         self.tally = Tally()
         self.reasons: Counter[str] = Counter()
         self.keys: list[list[str]] = []
-        self.dropped: list[dict[str, str]] = []
+        self.dropped: list[dict[str, Any]] = []
         """Samples that could not be used and that were not yet sent to rank 0."""
-        self.listed: set[tuple[str, str]] = set()
+        self.listed: set[tuple[str, ...]] = set()
         self.meter = BadSampleMeter(config.data.max_bad_share)
         self.sources = SourceMeter(sources)
         name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
@@ -115,7 +115,7 @@ class MetricsLog:
         self.tally.memory_gib = self.platform.peak_memory_gib()
         self.tally.senders = int(bool(self.reasons or self.dropped or self.keys))
         total = self.tally.reduced(self.platform.device)
-        reasons = self._exchange_lists(step, total)
+        reasons, details = self._exchange_lists(step, total)
 
         by_source, in_words = self.sources.next_line()
 
@@ -143,23 +143,24 @@ class MetricsLog:
             **{f"{DROPPED}{reason}": count for reason, count in reasons.items()},
             **by_source,
         }
-        self.meter.add(total.samples, reasons)
+        self.meter.add(total.samples, reasons, details)
         self._emit(numbers, in_words, result.skipped)
 
         self.steps = 0
         self.tally = Tally()
         return numbers
 
-    def _exchange_lists(self, step: int, total: Tally) -> dict[str, int]:
+    def _exchange_lists(self, step: int, total: Tally) -> tuple[dict[str, int], dict[str, Any]]:
         """Rank 0 writes the samples that the loaders' owners list.
 
-        Returns the number of unusable samples by reason, equal on every rank.
+        Returns the number of unusable samples by reason, and what is known of those that are listed, equal on
+        every rank.
 
         The size of one line's lists is bounded for all ranks together.
         What does not fit is sent with the next line.
         """
         if not total.senders:
-            return {}
+            return {}, {}
         self.mailbox.begin()
         if self.tally.senders:
             now, self.dropped = _split_list(self.dropped, LISTED_BYTES // total.senders)
@@ -168,14 +169,19 @@ class MetricsLog:
             self.reasons, self.keys = Counter(), []
 
         found: Counter[str] = Counter()
+        listed: list[dict[str, Any]] = []
         if self.grid.rank == 0:
             letters = self.mailbox.receive(total.senders)
             for letter in letters:
                 found.update(letter["reasons"])
-            self._quarantine(step, [sample for letter in letters for sample in letter["dropped"]])
+            listed = [sample for letter in letters for sample in letter["dropped"]]
+            self._quarantine(step, listed)
             if self.config.log.samples:
                 self._list_samples(step, [letter["keys"] for letter in letters])
-        return self.mailbox.share(dict(found)) if total.dropped else {}
+        if not total.dropped:
+            return {}, {}
+        reasons, details = self.mailbox.share([dict(found), details_by_reason(listed)])
+        return reasons, details
 
     def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer.
@@ -208,14 +214,19 @@ class MetricsLog:
         """Takes time out of the steps' speed that was not spent on training."""
         self.mark += seconds
 
-    def _quarantine(self, step: int, dropped: list[dict[str, str]]) -> None:
+    def _quarantine(self, step: int, dropped: list[dict[str, Any]]) -> None:
         """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints,
         each of them once per run."""
-        dropped = [sample for sample in dropped if (sample["key"], sample["reason"]) not in self.listed]
-        self.listed |= {(sample["key"], sample["reason"]) for sample in dropped}
-        if dropped and self.grid.rank == 0 and self.config.checkpoint.dir:
+        # Keys are those of one data set, and a blend has several.
+        named = {
+            tuple(sample[name] for name in ("data_set", "shard", "key", "reason")): sample
+            for sample in dropped
+        }
+        new = {name: sample for name, sample in named.items() if name not in self.listed}
+        self.listed.update(new)
+        if new and self.grid.rank == 0 and self.config.checkpoint.dir:
             with (Path(self.config.checkpoint.dir) / "quarantine.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in dropped)
+                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in new.values())
 
     def too_many_bad(self) -> str | None:
         """Why the run must stop if more samples than ``data.max_bad_share`` could not be used;
@@ -279,8 +290,8 @@ def _rates(numbers: dict[str, Any]) -> str:
 
 
 def _split_list(
-    samples: list[dict[str, str]], size: int
-) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    samples: list[dict[str, Any]], size: int
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The first samples up to about ``size`` bytes (at least one sample), and the remaining ones."""
     count, used = 0, 0
     for sample in samples:

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter
+from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample, details_by_reason
 from megatron_vl.data.loader import LoaderError, build_loader
 from megatron_vl.data.packing import fill_row, pack_greedily
 from megatron_vl.data.reading import crc_differs, with_crc
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
+from . import mixtures
 from .datasets import converted, mixed_records
 
 COUNT = 24
@@ -168,9 +169,12 @@ def test_the_list_says_where_a_sample_came_from(tmp_path):
         "key": "000000002",
         "shard": "train-000000.tar",
         "source": "in.json record 3",
+        "data_set": "",
         "reason": "longer than seq_len",
         "detail": dropped.detail,
+        "size": dropped.size,
     }
+    assert dropped.detail.startswith(f"{dropped.size} tokens") and dropped.size > 400
     assert "tokens do not fit into data.seq_len 320" in dropped.detail
 
 
@@ -225,6 +229,36 @@ def test_what_workers_print(dataset, capfd, caplog):
     assert capfd.readouterr().err.count("Filling") == 0
 
 
+def test_a_sample_of_a_blend_is_named_with_its_source_and_once(tmp_path, caplog):
+    """Both sets have a sample of this key, and each comes again and again."""
+    turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
+    for name in ("birds", "ships"):
+        (tmp_path / name).mkdir()
+        path, _ = converted(tmp_path / name, [{"conversations": turns(n)} for n in (5, 400)])
+        shutil.copytree(path, tmp_path / "sets" / name)
+    with caplog.at_level(logging.WARNING):
+        rows = list(islice(loader(mixtures.write(tmp_path / "sets")), 8))
+    dropped = [sample for row in rows for sample in row.dropped_samples]
+    assert {(sample.data_set, sample.key) for sample in dropped} == {
+        ("birds", "000000001"),
+        ("ships", "000000001"),
+    }
+    assert len(dropped) > 2
+    logged = [record.getMessage() for record in caplog.records]
+    assert sorted(line.split(":")[0] for line in logged) == [
+        "sample 000000001 of birds",
+        "sample 000000001 of ships",
+    ]
+
+
+def test_what_the_template_cannot_write_has_a_reason_of_its_own(tmp_path):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    ask, say = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+    calls = {"messages": [ask, call, {"role": "tool", "content": "1"}, say]}
+    path, _ = converted(tmp_path, [calls, {"messages": [ask, say]}])
+    assert set(next(loader(path)).dropped) == {"not written by the chat template"}
+
+
 # --- The limit ----------------------------------------------------------------------------------------------
 
 
@@ -244,9 +278,29 @@ def test_the_share_of_bad_samples():
     meter.add(0, {"shard missing": 11})
     assert meter.problem()
 
+    assert meter.problem().endswith("Correct the data and convert them again; or raise data.max_bad_share")
+
     other = BadSampleMeter(0.01)
     other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
     assert other.problem() == meter.problem()
+
+
+def test_the_limit_says_what_to_do_about_each_reason():
+    def sample(reason: str, data_set: str, size: int = 0) -> dict:
+        return DroppedSample("k", "train-000000.tar", "", data_set, reason, "", size).as_json()
+
+    meter = BadSampleMeter(0.0)
+    long = [sample("longer than seq_len", name, size) for name, size in (("b", 90), ("a", 402), ("b", 70))]
+    meter.add(2, {"longer than seq_len": 3}, details_by_reason(long))
+    assert (
+        "3 longer than seq_len (source a, b). Raise data.seq_len to 402 (the tokens of the" in meter.problem()
+    )
+    assert "convert" not in meter.problem()
+
+    meter.add(0, {"not written by the chat template": 1}, details_by_reason([]))
+    meter.add(0, {"longer than seq_len": 1}, details_by_reason([sample("longer than seq_len", "a", 400)]))
+    assert "Raise data.seq_len to 402 " in meter.problem()
+    assert "onverting again does not help" in meter.problem() and "Correct the data" not in meter.problem()
 
 
 def test_no_bad_sample_or_any_number():

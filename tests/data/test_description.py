@@ -153,6 +153,15 @@ def test_nested_mixtures_count_with_their_weights(folder):
     assert "was a blend by weights" in difference(before, identity(folder / "outer.yaml"))
 
 
+def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
+    path = folder / "meta.yaml"
+    path.write_text("splits:\n  train:\n\tblend: []\n")
+    with pytest.raises(DescriptionError) as error:
+        read_description(path)
+    assert str(error.value).startswith(f"{path}, line 3, column 1: broken YAML: ")
+    assert str(error.value).endswith("; indent with spaces instead of tabs") and "\n" not in str(error.value)
+
+
 def test_a_split_that_a_mixture_lacks_is_named(folder):
     with pytest.raises(
         LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."

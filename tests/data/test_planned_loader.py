@@ -307,8 +307,8 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     assert record["media"] and measure(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
     sample.text = json.dumps(record).encode()
-    tokens, media = measure(encoder, sample)
-    assert (tokens, len(media)) == (0, 0)
+    tokens, media, reason = measure(encoder, sample)
+    assert (tokens, len(media), reason) == (0, 0, "cannot be encoded")
 
 
 def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkeypatch):
@@ -388,6 +388,24 @@ def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
     words = ["--input", str(source / "in.json"), "--media-root", str(source / "media"), "--out", str(out)]
     assert main(["data", "convert", *words, "--workers", "1", "--processor", str(hf())]) == 0
     assert why_not_planned(read_description(out), hf(), data_config(out)) == ""
+
+
+def test_convert_counts_what_the_processors_template_cannot_write(tmp_path, capsys):
+    """The tiny checkpoint has the released template of Qwen2.5-VL, which leaves out calls."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    ask, say = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+    calls = {"messages": [ask, call, {"role": "tool", "content": "1"}, say]}
+    (tmp_path / "in.json").write_text(json.dumps([calls, {"messages": [ask, say]}, calls]))
+    words = ["--input", str(tmp_path / "in.json"), "--media-root", str(tmp_path), "--workers", "1"]
+    words = ["data", "convert", *words, "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    assert main([*words, "--processor", str(hf())]) == 3
+    said = capsys.readouterr().err
+    assert "2 of 3 samples" in said and "2 not written by the chat template" in said
+    assert "converting again does not help" in said
+    assert main([*words, "--processor", str(hf()), "--max-quarantined", "0.7"]) == 0
+    assert main(["data", "index", "--data", str(tmp_path / "out"), "--processor", str(hf())]) == 0
+    assert "2 of them unusable (2 not written by the chat template)" in capsys.readouterr().out
 
 
 def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):

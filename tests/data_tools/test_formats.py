@@ -448,6 +448,8 @@ REFUSED = [
         "markers and media differ",
         "messages",
     ),
+    ({"messages": [MARKED, SAY], "markers": "txt"}, "bad markers", "markers"),
+    ({"messages": [ASK, SAY], "markers": ["text"]}, "bad markers", "markers"),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
     (
         {"instruction": "a", "output": "", "history": [["b", "c"]]},
@@ -533,14 +535,40 @@ def test_what_the_model_cannot_see_or_learn_is_refused(record, reason, field):
 @pytest.mark.parametrize(
     "record",
     [
-        {"messages": [MARKED, SAY], "markers": "text"},
-        {"conversations": [{"from": "human", "value": "<image>\nHi"}, {"from": "gpt", "value": "Hello"}]}
-        | {"markers": "text"},
-        asks_in_parts({"type": "image", "image": "a.png"}, {"type": "text", "text": "<image>\nHi"}),
+        {"messages": [MARKED, SAY]},
+        {"conversations": [{"from": "human", "value": "<image>\nHi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": [{"from": "human", "value": " <image>\nHi "}, {"from": "gpt", "value": "Hello"}]}
+        | {"data_path": "cats"},
+        {"conversation": [{"human": "<image>\nHi", "assistant": "Hello"}]},
+        {"instruction": "<image>\nHi", "output": "Hello"},
+        {"query": "<image>\nHi", "response": "Hello"},
+        asks_in_parts({"type": "text", "value": "<image>\nHi"}),
     ],
-    ids=["openai", "sharegpt", "media are parts"],
+    ids=["openai", "sharegpt", "qwen", "pairs", "alpaca", "query", "llamafactory-v1"],
 )
-def test_markers_may_be_text(record):
+def test_markers_are_text_in_a_record_that_says_so(record):
+    with pytest.raises(RecordError, match="1 <image> in the text, but 0 listed.*'markers': 'text'"):
+        read_conversation(record)
+    conversation = read_conversation(record | {"markers": "text"})
+    assert conversation.messages[0]["content"] == "<image>\nHi"
+    assert not conversation.ignored
+
+
+def test_a_misnamed_field_of_media_is_named():
+    with pytest.raises(RecordError, match="nothing is read from 'image_paths'"):
+        read_conversation({"messages": [MARKED, SAY], "image_paths": ["a.png"]})
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        asks_in_parts({"type": "image", "image": "a.png"}, {"type": "text", "text": "<image>\nHi"}),
+        asks_in_parts({"type": "image"}, {"type": "text", "text": "<image>\nHi"})
+        | {"images": ["a.png"], "markers": "text"},
+    ],
+    ids=["in parts", "listed"],
+)
+def test_markers_are_text_beside_media_parts(record):
     conversation = read_conversation(record)
     assert "<image>\nHi" in json.dumps(conversation.messages[0]["content"]).replace("\\n", "\n")
     assert len(conversation.media) == str(record).count("a.png")

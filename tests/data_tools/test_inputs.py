@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_tools.convert import ConversionOptions, ConvertError, convert
-from data_tools.formats import read_conversation
+from data_tools.formats import RecordError, read_conversation
 from data_tools.inputs import InputError, expand
 from data_tools.records import ReadError, read_records
 from tests.data.media import encoded, write
@@ -168,6 +168,18 @@ def test_an_index_names_files_columns_and_tags(tmp_path):
     assert len([name for name in shards(out) if name.endswith(".json")]) == 1
     with pytest.raises(ConvertError, match="other arguments or input: "):
         out_of(tmp_path, index)
+
+
+def test_markers_may_be_text_where_an_index_names_the_columns(tmp_path):
+    """LLaMA-Factory has no such column, so it keeps its name; a column of media that is not named is."""
+    (tmp_path / "a.json").write_text("[]")
+    columns = {"prompt": "question", "response": "answer"}
+    (source,) = expand([index_of(tmp_path, {"a": {"file_name": "a.json", "columns": columns}})])
+    record = {"question": "<image>?", "answer": "A marker.", "images": []}
+    read = read_conversation(source.renamed(record | {"markers": "text"}), source.format)
+    assert read.messages[0]["content"] == "<image>?" and not read.ignored
+    with pytest.raises(RecordError, match="nothing is read from 'images .not in the index.'.*'markers'"):
+        read_conversation(source.renamed(record | {"images": ["a.png"]}), source.format)
 
 
 @pytest.mark.parametrize(

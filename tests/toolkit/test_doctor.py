@@ -126,6 +126,20 @@ def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch
     assert [finding.found.split()[0] for finding in both] == ["data.path", "model.checkpoint"]
 
 
+def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypatch):
+    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+
+    def samples(seq_len: int) -> list[Finding]:
+        found = check_run(["--config", str(run["yaml"]), "--data.seq_len", str(seq_len)], None, []).findings
+        return [finding for finding in found if finding.name == "samples"]
+
+    [finding] = samples(50)
+    assert finding.state == "broken"
+    assert "17 of 24 samples drawn from data would be left out: 17 longer than seq_len" in finding.found
+    assert "Raise data.seq_len to 63 " in finding.advice
+    assert samples(60) == []
+
+
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path, monkeypatch):
     from toolkit.doctor.before_start import _start_weights
 

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import (
     CheckpointConfig,
+    DataConfig,
     LogConfig,
     ModelConfig,
     RecomputeConfig,
@@ -254,7 +255,11 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
     init_distributed(platform)
     spec = read_spec(hf)
     grid = make_grid(make_layout(spec, 2, 1, 1, None))
-    config = TrainConfig(checkpoint=CheckpointConfig(dir=folder), log=LogConfig(samples=True))
+    config = TrainConfig(
+        checkpoint=CheckpointConfig(dir=folder),
+        log=LogConfig(samples=True),
+        data=DataConfig(max_bad_share=0.0),
+    )
     metrics.LISTED_BYTES = limit
     log = metrics.MetricsLog(config, spec, grid, platform)
 
@@ -268,18 +273,20 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
     log.close()
 
     everyone: list[Any] = [None] * 4
-    dist.all_gather_object(everyone, [{k: v for k, v in line.items() if k not in VARYING} for line in lines])
+    fixed = [{k: v for k, v in line.items() if k not in VARYING} for line in lines]
+    dist.all_gather_object(everyone, [*fixed, log.too_many_bad()])
     store = dist.distributed_c10d._get_default_store()
     left = [store.check([f"megatron_vl/mailbox/{number}/slots"]) for number in range(1, 5)]
     alike = all(other == everyone[0] for other in everyone)
-    return {"lines": lines, "alike": alike, "left": left, "bad": log.meter.bad}
+    return {"lines": lines, "alike": alike, "left": left, "bad": log.meter.bad, "problem": everyone[0][-1]}
 
 
 def _counted_step(number: int, dp_rank: int) -> StepData:
     """What the rows of a replica count in a step."""
 
-    def sample(key: str, reason: str) -> dict[str, str]:
-        return {"key": key, "shard": "train-000000.tar", "source": "", "reason": reason, "detail": "why"}
+    def sample(key: str, reason: str, data_set: str = "", size: int = 0) -> dict[str, Any]:
+        where = {"key": key, "shard": "train-000000.tar", "source": "", "data_set": data_set}
+        return where | {"reason": reason, "detail": "why", "size": size}
 
     first = dp_rank == 0
     counts = (
@@ -287,8 +294,9 @@ def _counted_step(number: int, dp_rank: int) -> StepData:
     )
     dropped = []
     if number == 2 and not first:
-        counts |= {"dropped/no tokens": 2, "dropped/medium missing": 1}
+        counts |= {"dropped/no tokens": 3, "dropped/medium missing": 1, "dropped/longer than seq_len": 1}
         dropped = [sample("a", "no tokens"), sample("b", "no tokens"), sample("c", "medium missing")]
+        dropped += [sample("a", "no tokens"), sample("a", "longer than seq_len", "charts", 90)]
     if number == 2 and first:
         counts |= {"dropped/medium missing": 4}
         dropped = [sample("d", "medium missing")]  # the row lists one of its four

@@ -30,11 +30,15 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
 
     assert counts == [
         {"samples": 8, "images": 2, "patches": 64},
-        {"samples": 8, "images": 2, "patches": 64, "dropped/medium missing": 5, "dropped/no tokens": 2},
+        {"samples": 8, "images": 2, "patches": 64, "dropped/medium missing": 5, "dropped/no tokens": 3}
+        | {"dropped/longer than seq_len": 1},
         {"samples": 16, "images": 4, "patches": 128},
         {"samples": 8, "images": 2, "patches": 64},
     ]
-    assert out["bad"] == 7
+    assert out["bad"] == 9 and "9 of 49 samples could not be used" in out["problem"]
+    if limit > 1:
+        assert "1 longer than seq_len (source charts)" in out["problem"]
+        assert "Raise data.seq_len to 90 (" in out["problem"]
 
     tokens = [line["tokens_per_s_per_rank"] * 4 * line["step_s"] for line in lines]
     assert tokens == pytest.approx([143] * 4)  # 30 + 7 and 100 + 6 a step
@@ -46,7 +50,7 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
         (entry["step"], entry["key"], entry["reason"]) for entry in jsonl(tmp_path / "quarantine.jsonl")
     ]
     a, b, c, d = ("a", "no tokens"), ("b", "no tokens"), ("c", "medium missing"), ("d", "medium missing")
-    whole = [(2, *d), (2, *a), (2, *b), (2, *c)]
+    whole = [(2, *d), (2, *a), (2, *b), (2, *c), (2, "a", "longer than seq_len")]  # each of them once
 
     assert listed == (whole if limit > 1 else [(2, *d), (2, *a), (4, *b), (5, *c)])
 

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vl.errors import UsageError
+from megatron_vl.errors import UsageError, UserError
 from megatron_vl.words import counted
 
 from .options import (
@@ -70,20 +70,38 @@ def convert(given: DataConvertOptions) -> int:
         _print_part(report, given, str(options.part))
         return 0
     code = _report(report, given, given.val_fraction)
-    if given.processor is not None:
-        _index_converted(given, options.workers)
-    return code
+    if given.processor is None:
+        return code
+    return _index_converted(given, options.workers) or code
 
 
-def _index_converted(given: DataConvertOptions, workers: int) -> None:
+def _index_converted(given: DataConvertOptions, workers: int) -> int:
+    """Writes the sizes of all samples. Returns the exit code: a checkpoint may not be able to use them."""
     from data_tools.sample_sizes import index
     from megatron_vl.config import DataConfig
+    from megatron_vl.data.bad_samples import NOT_IN_TEMPLATE, TEMPLATE_ADVICE
     from megatron_vl.spec.families import read_spec
 
     assert given.processor is not None
     (found,) = index(DataConfig(path=str(given.out)), read_spec(given.processor), given.processor, workers)
     if not given.json:
         print(f"  sizes of {found.samples} samples for {given.processor} ({found.bytes / 2**20:.2f} MiB)")
+    if found.unusable <= given.max_quarantined * found.samples:
+        return 0
+    advice = f": {TEMPLATE_ADVICE}" if NOT_IN_TEMPLATE in found.reasons else ""
+    print(
+        f"megatron-vl data: training {given.processor} would leave out {found.unusable} of {found.samples}"
+        f" samples{_in_words(found.reasons)}, more than --max-quarantined {given.max_quarantined:g}"
+        f" allows{advice}",
+        file=sys.stderr,
+    )
+    return TOO_MANY_QUARANTINED
+
+
+def _in_words(reasons: dict[str, int]) -> str:
+    """Why samples are unusable, the most frequent reason first."""
+    counts = Counter(reasons).most_common()
+    return f" ({', '.join(f'{count} {reason}' for reason, count in counts)})" if counts else ""
 
 
 def merge(given: DataMergeOptions) -> int:
@@ -247,7 +265,7 @@ def index(options: DataIndexOptions) -> int:
         print(json.dumps([one.as_json() for one in found]))
         return 0
     for one in found:
-        unusable = f", {one.unusable} of them unusable" if one.unusable else ""
+        unusable = f", {one.unusable} of them unusable{_in_words(one.reasons)}," if one.unusable else ""
         took = f"in {one.seconds:.1f} s" if one.seconds else "were there"
         print(
             f"{one.path}: sizes of {one.samples} samples{unusable} and {one.media} media"
@@ -309,7 +327,13 @@ def report(options: DataReportOptions) -> int:
     prepared = open_prepared(options)
     found = prepared.survey(options.samples, options.seconds, options.seed, _show)
     _end_line()
-    write_report(prepared, found, options.shown, options.out)
+    try:
+        write_report(prepared, found, options.shown, options.out)
+    except OSError as error:
+        raise UserError(
+            f"--out {options.out} cannot be written ({error.strerror}); give a file that this user"
+            " may write to"
+        ) from error
     print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB")
     return 0
 

@@ -30,7 +30,7 @@ class DataConvertOptions(CommandOptions):
     """Take only these data sets of a dataset_info.json."""
     format: str | None = option(None, metavar="NAME", shown_default="the record's own")
     """Read all records in this format (see the documentation of data for the names)."""
-    media_root: Path = option(metavar="DIR", must_exist=True)
+    media_root: Path | None = option(None, metavar="DIR", shown_default="no files of media", must_exist=True)
     """Resolve media paths relative to this folder; paths that leave it are refused."""
     out: Path = option(metavar="DIR")
     """Folder for the data set: a new or empty one, or one with an interrupted conversion to continue."""
@@ -47,7 +47,8 @@ class DataConvertOptions(CommandOptions):
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
     """What to do with a record whose id occurred before: refuse it, or keep both."""
     max_quarantined: float = option(MAX_QUARANTINED, metavar="F", least=0, most=1)
-    """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
+    """Share of the records that may be quarantined before the exit code is 3; 0 allows none. With
+    --processor, also the share of the samples that its checkpoint cannot use."""
     processor: Path | None = option(None, metavar="HF_DIR", shown_default="none", must_exist=True)
     """Also write the sizes of all samples for the tokenizer and chat template in this Hugging Face folder, as
     `megatron-vl data index` does."""

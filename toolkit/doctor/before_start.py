@@ -37,6 +37,9 @@ from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.family import check_family
 from toolkit.doctor.machine import Gpu, check_disk
 
+MOST = 0.5
+"""Share of a source's samples above which it is a fault that they are left out."""
+
 
 @dataclass
 class RunReport:
@@ -149,7 +152,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     ]
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
     report.findings += check_family(config, spec, on_gpus)
-    inputs = [_rows(config, spec, dp), *_start_weights(config, spec)]
+    inputs = [_rows(config, spec, dp), *_left_out(config, spec), *_start_weights(config, spec)]
     # An input that is not there was already reported with the layout.
     report.findings += [finding for finding in inputs if not said or finding.found != said]
     report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
@@ -293,6 +296,28 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         )
 
     return ok("rows", found)
+
+
+def _left_out(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
+    """A finding for each source of which the loader would leave out most samples, as far as some random ones
+    show."""
+    from data_tools.survey import open_encoder, survey
+
+    try:
+        encoder = open_encoder(config.data, spec, config.model.hf)
+        drawn = survey(encoder, samples=200, seconds=10)
+    except (ValueError, OSError, RuntimeError):
+        return []  # the check of the rows reports it
+    return [
+        broken(
+            "samples",
+            f"{meter.bad} of {meter.used + meter.bad} samples drawn from {name} would be left out:"
+            f" {meter.by_reason()}",
+            meter.advice(),
+        )
+        for name, meter in drawn.left_out().items()
+        if meter.share > MOST
+    ]
 
 
 def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
