@@ -27,7 +27,6 @@ from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.parallel.groups import end_groups
 from megatron_vl.parallel.signs_of_life import longest_s
-from megatron_vl.planning.offload import resolve
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.spec.families import ModelSpec
@@ -39,7 +38,7 @@ from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
 from megatron_vl.training.offload.build import chunked_state
-from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates, settle_offload
 from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
     Start,
@@ -118,7 +117,7 @@ def set_up(config: TrainConfig) -> Run:
     asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel))
     settle_split(config, layout)
     dp = dist.get_world_size() // (layout.tp * layout.pp)
-    config = resolve(config, spec, layout, dp, platform.memory_gib())
+    config = settle_offload(config, spec, layout, dp, platform)
     failures.watch(config.failures.timeout_s)
     end_if_asked(platform)
     facts = share_data(config)

@@ -7,17 +7,22 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig as CoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 
+from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig
 from megatron_vl.core_fixes.mixed_groups import number_as_listed
 from megatron_vl.models.decoupled import groups_of_tower
 from megatron_vl.parallel.ddp import ReplicaDDP
+from megatron_vl.planning.offload import resolve
 from megatron_vl.platform import Platform
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
 from megatron_vl.training.offload.build import LaterMasters, chunked_state, keep_in_chunks
 from megatron_vl.training.weight_copy import copy_weights_together
 
@@ -29,6 +34,21 @@ Rates = dict[str, float | None]
 """Learning rate by part of the model: language, vision, merger; None: frozen."""
 
 
+def settle_offload(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, platform: Platform
+) -> TrainConfig:
+    """The run with a number in place of ``optimizer.offload_fraction: auto``. Collective.
+
+    All ranks get the same number: that of the node with the least host memory for each of its ranks.
+    """
+    if config.optimizer.offload_fraction != "auto":
+        return config
+    here = host_memory.available() / host_memory.ranks_of_node() / host_memory.GIB
+    least = torch.tensor(here, device=platform.device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return resolve(config, spec, layout, dp, platform.memory_gib(), least.item())
+
+
 def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[ReplicaDDP]) -> ChainedOptimizer:
     """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
 
@@ -37,7 +57,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
     so that a run that continues with another rate finds them up to date.
     """
     o = config.optimizer
-    assert o.offload_fraction != "auto", "it is to be resolved before (planning.offload)"
+    assert o.offload_fraction != "auto", "settle_offload comes before"
 
     core = CoreOptimizerConfig(
         optimizer="adam",

@@ -24,14 +24,13 @@ from megatron_vl.data.row import Row, pin
 from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.planning.flops import peak_tflops
-from megatron_vl.planning.offload import resolve
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.feed import Feed, StepData
 from megatron_vl.training.model import HALF, build_model
 from megatron_vl.training.offload.build import chunked_state
-from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.optimizer import build_optimizer, set_learning_rates, settle_offload
 from megatron_vl.training.step import StepResult, train_step, wrap
 
 from . import calibrate, parts, report
@@ -91,7 +90,7 @@ def build(
     options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
 ) -> BenchModel:
     """Builds model, DDP and optimizer and records the memory that each takes."""
-    config = resolve(options.config, spec, layout, grid.dp, platform.memory_gib())
+    config = settle_offload(options.config, spec, layout, grid.dp, platform)
     memory = {}
     before = allocated(platform)
     chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks
