@@ -109,11 +109,14 @@ def split_note(config: TrainConfig, spec: ModelSpec, layout: Layout, source: Sav
     Args:
         config: the run before :func:`settle_split`.
     """
-    how = split_source(config, layout, saved_layout(config, spec, source))
-    if how == "given":
-        return ""
-    where = f"planned, {calibration_for(config.platform).source}" if how == "planned" else "as it was saved"
-    return f"decoder layers of the stages {list(layout.layers)}: {where}"
+    rates = calibration_for(config.platform)
+    how = split_source(config, layout, saved_layout(config, spec, source), rates)
+    where = {
+        "planned": f"planned, {rates.source}",
+        "saved": "as it was saved",
+        "even": "even, as no rates of this CPU are known",
+    }
+    return "" if how == "given" else f"decoder layers of the stages {list(layout.layers)}: {where[how]}"
 
 
 def check_gpu_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, world_size: int) -> str:
@@ -176,8 +179,8 @@ def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: 
         advice = f"lower it to {most:g}"
     raise RunConfigError(
         f"optimizer.offload_fraction {asked} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
-        f" {counted(ranks, 'rank')} of this node, which has {there / host_memory.GIB:.1f} GiB left; {advice}, or start"
-        " fewer ranks per node"
+        f" {counted(ranks, 'rank')} of this node, which has {there / host_memory.GIB:.1f} GiB left; {advice},"
+        " or start fewer ranks per node"
     )
 
 

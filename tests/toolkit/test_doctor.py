@@ -3,6 +3,7 @@ a broken installation."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,13 +17,14 @@ import yaml
 
 from converters.convert import convert
 from megatron_vl.config import parse_config
+from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
 from megatron_vl.planning.memory import StageMemory, peak_gib
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding, ok
-from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run
+from toolkit.doctor.before_start import _resume, _rows, check_checkpoint, check_data, check_run
 from toolkit.doctor.command import show
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
 
@@ -124,6 +126,43 @@ def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch
     # Two faults are two findings.
     both = broken("--data.path", "nowhere", "--model.checkpoint", "nowhere/weights")
     assert [finding.found.split()[0] for finding in both] == ["data.path", "model.checkpoint"]
+
+
+def test_the_arrow_below_too_few_samples_names_what_to_change(run):
+    [finding] = rows_of(run, "--data.num_workers", "40")
+    assert finding.state == "broken" and finding.found.endswith("workers need at least 40")
+    assert finding.advice.startswith("lower data.num_workers or the number of ranks, or add samples")
+
+
+def test_samples_of_a_blend_are_those_of_its_sources(run, tmp_path):
+    part = {"path": str(run["data"]), "weight": 1}
+    parts = [part, part | {"subset": {"range": ["0%", "50%"]}}, part | {"weight": 0}]
+    written = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(written | {"splits": {"train": {"blend": parts}}}))
+    [finding] = rows_of(run, "--data.path", str(tmp_path / "blend.yaml"), "--data.balance", "false")
+    assert finding.found.startswith("36 samples of 2 sources; the first row"), finding.found
+
+
+def rows_of(run: dict[str, Any], *options: str) -> list[Finding]:
+    config = parse_config(["--config", str(run["yaml"]), *options])
+    return [_rows(config, read_spec(run["hf"]), 1)]
+
+
+def test_nothing_is_said_of_gpus_about_a_run_on_cpu(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
+    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    options = ["--config", str(run["yaml"]), "--parallel.layers", "auto"]
+
+    def said(*more: str) -> dict[str, str]:
+        return {f.name: f.found for f in check_run([*options, *more], 4, []).findings}
+
+    assert "H200" in said()["speed"] and "fits H200" in said()["memory"]
+    assert said("--optimizer.offload_fraction", "auto")["memory"] == said()["memory"]
+    on_cpu = said("--platform", "cpu")
+    assert "speed" not in on_cpu and "the fullest rank; the estimate is made for GPUs" in on_cpu["memory"]
+    assert "decoder layers [2, 2] on 2 stages" in on_cpu["model and layout"]
+    write_calibration(stored_path("cpu"), dataclasses.replace(shipped(), gpu="cpu"))
+    assert "estimated on cpu" in said("--platform", "cpu")["speed"]
 
 
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path, monkeypatch):

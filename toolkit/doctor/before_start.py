@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, StageMemory, peak_gib, stage_memories
+from megatron_vl.planning.offload import resolve
 from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.run import run_layout
+from megatron_vl.planning.run import rates_apply, run_layout
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.layout import Layout
@@ -44,8 +46,6 @@ class RunReport:
 
     findings: list[Finding] = field(default_factory=list)
     memory: list[StageMemory] = field(default_factory=list)
-    prediction: Prediction | None = None
-    """What the planner expects of the run, with the rows that it states."""
 
 
 def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> Finding:
@@ -137,11 +137,13 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
             return report
         spec, layout = found
 
+    gpu_gib = min((gpu.memory / 1024 for gpu in gpus), default=next(iter(GPU_GIB.values())))
+    config = resolve(config, spec, layout, dp, None if config.platform == "cpu" else gpu_gib)
     report.memory = stage_memories(config, spec, layout, dp)
-    rates = calibration_for(config.platform)
-    report.prediction = predict(config, spec, world_size, layout, calibration=rates)
     report.findings += _memory(config, report.memory, gpus)
-    report.findings.append(_speed(report.prediction))
+    rates = calibration_for(config.platform)
+    if rates_apply(config, rates):
+        report.findings.append(_speed(predict(config, spec, world_size, layout, calibration=rates)))
     report.findings += [
         _positions(config, spec),
         _build(options, config, world_size),
@@ -180,6 +182,9 @@ def _spec_alone(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout
 
 def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> list[Finding]:
     peak = peak_gib(stages)
+    if config.platform == "cpu":
+        text = f"{peak:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs"
+        return [ok("memory", text)]
     found = f"{peak:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} GiB more should stay free"
     advice = (
         "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
@@ -252,6 +257,7 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         check_data_path(config.data.path)
     except RunConfigError as error:
         return broken("rows", str(error), "correct data.path")
+    from megatron_vl.data.blend import sources_of
     from megatron_vl.data.loader import build_loader
 
     loader: Any = None
@@ -259,16 +265,20 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
     try:
         resumes = bool(folder) and latest(Path(folder)) is not None
         facts = read_data(config)["train"]
+        drawn = [source for source in sources_of(facts.identity) if source.share]
         ours: dict[str, Any] = {"dp_rank": 0, "dp_size": dp, "facts": facts}
         ours |= {"rows_per_step": config.global_batch_size, "resumes": resumes}
         loader = build_loader(config.data, spec, config.model.hf, **ours)
-        samples = loader.samples
         loader.close()
         alone = dataclasses.replace(config.data, num_workers=0)
         loader = build_loader(alone, spec, config.model.hf, **ours)
         start = time.perf_counter()
         row = next(loader)
         seconds = time.perf_counter() - start
+    except UserError as error:
+        # The message says what to change after the last semicolon.
+        fault, _, change = str(error).rpartition("; ")
+        return broken("rows", fault or change, change if fault else "correct what the message names")
     except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
         advice = (
             "model.hf must hold config.json, tokenizer, chat template and preprocessor; "
@@ -279,10 +289,9 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         if loader is not None:
             loader.close()
 
-    found = (
-        f"{counted('unknown' if samples is None else samples, 'sample')}; the first row ({seconds:.1f} s): "
-        f"{counted(row.num_samples, 'sample')}, "
-    )
+    samples = counted(sum(source.samples for source in drawn), "sample")
+    blend = f" of {len(drawn)} sources" if len(drawn) > 1 else ""
+    found = f"{samples}{blend}; the first row ({seconds:.1f} s): {counted(row.num_samples, 'sample')}, "
     learnt = int(row.loss_mask.count_nonzero())
     found += f"{row.num_images} pictures, {row.num_patches} patches, {learnt} loss tokens of {row.seq_len}"
     if row.dropped:
