@@ -142,7 +142,8 @@ def search(wanted: Wanted) -> Found:
 
     while queue:
         _, _, candidate = heapq.heappop(queue)
-        if found and (candidate.seconds > MARGIN * _slowest(found, wanted.keep) or tried > TRIED * wanted.keep):
+        enough = MARGIN * _slowest(found, wanted.keep) if found else math.inf
+        if candidate.seconds > enough or tried > TRIED * wanted.keep:
             break
 
         if isinstance(candidate, _Group):

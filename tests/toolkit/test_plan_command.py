@@ -85,7 +85,7 @@ def test_a_search_compares_the_runs_own_layout_and_shows_as_many_as_asked(capsys
     assert len(facts["others"]) == 7
     assert facts["own"]["step_s"] == alone["step_s"] and facts["own"]["layout"] == alone["layout"]
     assert main(["plan", *words, "32", "--search"]) == 0
-    own = [line for line in capsys.readouterr().out.splitlines() if "the run's own: " in line]
+    own = [line for line in capsys.readouterr().out.splitlines() if "the run's own, " in line]
     assert len(own) == 1 and f"{alone['step_s']:.2f}" in own[0]
     # On this number of GPUs, the layout of the example is impossible.
     assert "own" not in plan(capsys, *words, "20", "--search", "--global_batch_size", "20")

@@ -125,7 +125,7 @@ def _others(result: Plan) -> Any:
     rows = list(zip(result.found.best, ("", *result.found.reasons), strict=True))
     if (own := result.own) is not None:
         why = why_slower(result.best, own)
-        rows.append((own, f"the run's own: {why if own.fits else 'does not fit'}"))
+        rows.append((own, f"the run's own, {why if own.fits else 'does not fit'}"))
     for prediction, why in rows:
         table.add_row(
             describe(prediction.config, prediction.layout, prediction.dp),
