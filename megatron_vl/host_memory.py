@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def available() -> int:
         found = (_number(path) for path in (*_own_groups(name), _GROUPS / name))
         bounds += [limit for limit in found if limit is not None]
     return min(bounds)
+
+
+def ranks_of_node() -> int:
+    """Number of ranks that share this node's memory, as torchrun sets it; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def gib_per_rank() -> float:
+    """Host memory in GiB that each rank of this node may still use."""
+    return available() / ranks_of_node() / GIB
 
 
 def limits() -> str:

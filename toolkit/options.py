@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -69,6 +70,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
     if "-h" in own or "--help" in own:
         print(help_text(options, program), end="")
         raise SystemExit(0)
+    _refuse_misspelled(parser, run_words, program)
 
     try:
         values = parser.parse_args(own)
@@ -310,6 +312,31 @@ def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
             words = words if equals else words[1:]
 
     return own, fields + argv[len(before) + 1 :]
+
+
+def _refuse_misspelled(parser: Any, run_words: list[str], program: str) -> None:
+    """Refuses words that are no field of a run, but nearly one of the command's own options.
+
+    ``--nprocs`` is close to the first word of ``--nproc-per-node``.
+
+    Raises:
+        UsageError: the message names the option.
+    """
+    from megatron_vl.config import field_types
+
+    alike: dict[str, list[str]] = {}
+    for name in parser._option_string_actions:
+        for start in {name, "-".join(name.split("-")[:3])}:
+            alike.setdefault(start, []).append(name)
+
+    for word in run_words:
+        given = word.partition("=")[0]
+        if not given.startswith("--") or "." in given or given[2:] in (*field_types(), "config"):
+            continue
+        close = difflib.get_close_matches(given, alike, 1, cutoff=0.85)
+        if close:
+            near = " or ".join(alike[close[0]])
+            raise UsageError(f"option {given} is unknown; did you mean {near}? See {program} --help")
 
 
 # --- Help ---------------------------------------------------------------------------------------------------

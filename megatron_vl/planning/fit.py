@@ -8,7 +8,7 @@ from __future__ import annotations
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.memory import RESERVE_GIB, peak_gib, stage_memories
-from megatron_vl.planning.offload import least_share, resolve
+from megatron_vl.planning.offload import least_share, settle_offload
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.rows import stated_rows
 from megatron_vl.planning.search import Wanted, options_of, what_fits
@@ -31,7 +31,7 @@ def check_memory(
         RunConfigError: the run does not fit. The message says what would, and how to start anyway.
     """
     dp = validate(config, world)
-    settled = resolve(config, spec, layout, dp, calibration.memory_gib)
+    settled = settle_offload(config, spec, layout, dp, calibration.memory_gib)
     peak = peak_gib(stage_memories(settled, spec, layout, dp))
     have = calibration.memory_gib
     if peak + RESERVE_GIB <= have:

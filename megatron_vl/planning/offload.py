@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.memory import RESERVE_GIB, peak_gib, stage_memories
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, peak_gib, stage_memories
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
@@ -35,15 +36,34 @@ def least_share(
     return None
 
 
-def resolve(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, gpu_gib: float | None
+def largest_share(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, host_gib: float) -> float:
+    """The largest ``optimizer.offload_fraction`` that host memory holds.
+
+    Args:
+        host_gib: host memory for each rank.
+    """
+    whole = max(stage.host for stage in stage_memories(with_share(config, 1.0), spec, layout, dp)) / GIB
+    return 1.0 if whole <= host_gib else math.floor(STEPS * host_gib / whole) / STEPS
+
+
+def settle_offload(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    dp: int,
+    gpu_gib: float | None,
+    host_gib: float = math.inf,
 ) -> TrainConfig:
-    """The run with a number in place of ``auto``: the least share that fits, or all if none does.
+    """The run with a number in place of ``auto``: the least share that fits, or all that can be if none does.
 
     Args:
         gpu_gib: what a GPU has; None on CPU, where nothing is gained.
+        host_gib: host memory for each rank, which no share exceeds.
     """
     if config.optimizer.offload_fraction != "auto":
         return config
-    share = 0.0 if gpu_gib is None else least_share(config, spec, layout, dp, gpu_gib)
-    return with_share(config, 1.0 if share is None else share)
+    if gpu_gib is None:
+        return with_share(config, 0.0)
+    least = least_share(config, spec, layout, dp, gpu_gib)
+    most = largest_share(config, spec, layout, dp, host_gib)
+    return with_share(config, most if least is None else min(least, most))

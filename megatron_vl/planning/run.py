@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 from megatron_vl.config import TrainConfig, validate
 from megatron_vl.planning.calibration import Calibration, shipped
@@ -25,7 +26,8 @@ def run_layout(
     network: Network | None = None,
     saved: Layout | None = None,
 ) -> Layout:
-    """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split.
+    """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split, or an even one
+    where no rates say how to plan it (:func:`rates_apply`).
 
     The split depends on the arguments alone, so that every rank and every command finds the same one.
 
@@ -47,9 +49,13 @@ def run_layout(
     if saved is not None and keeps_split(config, saved):
         return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp, decoupled)
 
+    calibration = calibration or shipped()
+    if not rates_apply(config, calibration):
+        return make_layout(spec, p.tp, p.pp, p.vpp, None, p.ep, p.etp, decoupled)
+
     layout = layout_of_sizes(config, spec)
     rows = rows or stated_rows(spec, config.data.seq_len, config.data.max_patches)
-    costs = Costs(config, spec, layout, dp, rows, calibration or shipped(), network or Network())
+    costs = Costs(config, spec, layout, dp, rows, calibration, network or Network())
     return dataclasses.replace(layout, layers=planned_layers(costs))
 
 
@@ -77,11 +83,20 @@ def keeps_split(config: TrainConfig, saved: Layout) -> bool:
     return (saved.pp, saved.vpp, saved.decoupled) == (p.pp, p.vpp, decoupled)
 
 
-def split_source(config: TrainConfig, layout: Layout, saved: Layout | None) -> str:
-    """Where a run's split comes from: ``given``, ``saved`` or ``planned``."""
+def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
+    """Whether a calibration's rates say how fast a run is. Those of a GPU say nothing about a run on CPU."""
+    return config.platform != "cpu" or calibration.gpu == "cpu"
+
+
+def split_source(
+    config: TrainConfig, layout: Layout, saved: Layout | None, calibration: Calibration
+) -> Literal["given", "saved", "planned", "even"]:
+    """Where a run's split comes from."""
     if layout.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
-    return "saved" if saved is not None and keeps_split(config, saved) else "planned"
+    if saved is not None and keeps_split(config, saved):
+        return "saved"
+    return "planned" if rates_apply(config, calibration) else "even"
 
 
 def estimate(

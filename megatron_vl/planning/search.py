@@ -47,7 +47,7 @@ MARGIN = 1.1
 LEAST_OFFLOAD_GIB = 4.0
 """Offload that frees less of a GPU is not looked at: with many replicas, each owns little state."""
 TRIED = 40
-"""Most layouts whose memory is computed after the first that fits."""
+"""Most layouts whose memory is computed after the first that fits, for each layout to return."""
 AS_IT_IS = "the run as it is"
 """What stands for the options if none is needed."""
 
@@ -142,7 +142,8 @@ def search(wanted: Wanted) -> Found:
 
     while queue:
         _, _, candidate = heapq.heappop(queue)
-        if found and (candidate.seconds > MARGIN * _slowest(found, wanted.keep) or tried > TRIED):
+        enough = MARGIN * _slowest(found, wanted.keep) if found else math.inf
+        if candidate.seconds > enough or tried > TRIED * wanted.keep:
             break
 
         if isinstance(candidate, _Group):

@@ -37,7 +37,7 @@ def build_optimizer(config: TrainConfig, platform: Platform, chunks: list[Replic
     so that a run that continues with another rate finds them up to date.
     """
     o = config.optimizer
-    assert o.offload_fraction != "auto", "it is to be resolved before (planning.offload)"
+    assert o.offload_fraction != "auto", "it is settled before (planning.offload)"
 
     core = CoreOptimizerConfig(
         optimizer="adam",

@@ -4,8 +4,6 @@ checkpoint."""
 from __future__ import annotations
 
 import json
-import math
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,11 @@ from megatron_vl.data.location import in_store, location
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.planning.gpus import calibration_here
 from megatron_vl.planning.memory import stage_memories
+from megatron_vl.planning.offload import largest_share, least_share, with_share
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
+from megatron_vl.words import counted
 
 OWN_FILES = 512
 """Open files that a rank needs besides a connection to each peer: for libraries, shards, workers and logs."""
@@ -33,18 +33,32 @@ def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: 
     Raises:
         RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
-    share, ranks = config.optimizer.offload_fraction, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if config.platform == "cpu" or share in (0, "auto"):
+    asked = config.optimizer.offload_fraction
+    if config.platform == "cpu" or asked == 0:
         return
-    needed = ranks * max(stage.host for stage in stage_memories(config, spec, layout, dp))
-    there = host_memory.available()
-    if needed > there:
-        fits = math.floor(20 * float(share) * there / needed) / 20
-        raise RunConfigError(
-            f"optimizer.offload_fraction {share} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
-            f" {ranks} ranks of this node, which has {there / host_memory.GIB:.1f} GiB left; lower it to"
-            f" {fits:g}, or start fewer ranks per node"
-        )
+    share: float | None
+    if asked == "auto":
+        gpu = calibration_here()
+        share = None if gpu is None else least_share(config, spec, layout, dp, gpu.memory_gib)
+        if share is None or not config.failures.check_memory:
+            return  # the run takes what host memory allows
+    else:
+        share = asked
+
+    ranks, there = host_memory.ranks_of_node(), host_memory.available()
+    settled = with_share(config, share)
+    needed = ranks * max(stage.host for stage in stage_memories(settled, spec, layout, dp))
+    if needed <= there:
+        return
+    advice = "less would not fit the GPU: take more GPUs or more recompute"
+    if asked != "auto":
+        most = largest_share(config, spec, layout, dp, there / ranks / host_memory.GIB)
+        advice = f"lower it to {most:g}"
+    raise RunConfigError(
+        f"optimizer.offload_fraction {f'auto ({share:g})' if asked == 'auto' else asked} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
+        f" {counted(ranks, 'rank')} of this node, which has {there / host_memory.GIB:.1f} GiB left; {advice},"
+        " or start fewer ranks per node"
+    )
 
 
 def check_open_files(dp: int) -> None:

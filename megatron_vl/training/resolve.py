@@ -7,17 +7,19 @@ Rank 0 of a run makes it and sends it to the other ranks. No other code decides 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.data.location import location
-from megatron_vl.planning import offload
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
+from megatron_vl.planning.offload import settle_offload
 from megatron_vl.planning.run import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
@@ -60,7 +62,7 @@ class ResolvedRun:
     layout: Layout
     dp: int
     """Data-parallel size."""
-    split: Literal["given", "saved", "planned"]
+    split: Literal["given", "saved", "planned", "even"]
     """Where the split of the decoder layers comes from."""
     start: Start
     data: dict[str, SplitFacts]
@@ -117,16 +119,19 @@ def resolve(config: TrainConfig, world_size: int, *, show_only: bool = False) ->
     saved = _saved_layout(config, spec, start.source)
     calibration = calibration_for(config.platform)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved=saved)
-    split = split_source(config, layout, saved)
+    split = split_source(config, layout, saved, calibration)
     gpu = None if config.platform == "cpu" or show_only else calibration_here()
-    # The advice of the check names options that differ from the user's own.
+    gpu_gib = None if config.platform == "cpu" else calibration.memory_gib
+    host_gib = math.inf if show_only else host_memory.gib_per_rank()
+    # The advice of these checks names options that differ from the user's own.
     memory_note = "" if gpu is None else check_memory(config, spec, layout, world_size, gpu)
+    if not show_only:
+        preflight.check_host_memory(config, spec, layout, dp)
 
     if layout.pp > 1:
         parallel = dataclasses.replace(config.parallel, layers=list(layout.layers))
         config = dataclasses.replace(config, parallel=parallel)
-    gpu_gib = None if config.platform == "cpu" else calibration.memory_gib
-    config = offload.resolve(config, spec, layout, dp, gpu_gib)
+    config = settle_offload(config, spec, layout, dp, gpu_gib, host_gib)
 
     run = ResolvedRun(config, spec, layout, dp, split, start, {}, False, ())
     return run if show_only else _with_inputs(run, memory_note)
@@ -137,12 +142,14 @@ def _with_inputs(run: ResolvedRun, memory_note: str) -> ResolvedRun:
     config, spec, source = run.config, run.spec, run.start.source
     notes = [f"NOTE: {remark}" for remark in preflight.remarks(config, run.resumes)]
     if run.split != "given":
-        planned = f"planned, {calibration_for(config.platform).source}"
-        origin = planned if run.split == "planned" else "as it was saved"
-        notes.append(f"decoder layers of the stages {list(run.layout.layers)}: {origin}")
+        origins = {
+            "planned": f"planned, {calibration_for(config.platform).source}",
+            "saved": "as it was saved",
+            "even": "even, as no rates of this CPU are known",
+        }
+        notes.append(f"decoder layers of the stages {list(run.layout.layers)}: {origins[run.split]}")
     if memory_note:
         notes.append(f"NOTE: {memory_note}")
-    preflight.check_host_memory(config, spec, run.layout, run.dp)
 
     if source is not None:
         preflight.check_video_rule(config, spec, source.path)

@@ -11,10 +11,11 @@ from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.planning.calibration import shipped
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.memory import CHUNK_BYTES, GIB, RESERVE_GIB, SLOTS, StageMemory, peak_gib
-from megatron_vl.planning.offload import least_share, resolve, with_share
+from megatron_vl.planning.offload import largest_share, least_share, settle_offload, with_share
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
+from megatron_vl.training import preflight
 from megatron_vl.training.preflight import check_host_memory
 from tests.examples import HF_CONFIGS
 
@@ -65,7 +66,7 @@ def test_moments_in_bf16_halve_the_state_of_a_bf16_model(config, spec) -> None:
     full = peak_gib([none]) + RESERVE_GIB
     automatic = run(f"{short} --optimizer.offload_fraction auto")
     state = none.optimizer / GIB
-    found = resolve(automatic, spec, make_layout(spec), 2, full - 0.32 * state)
+    found = settle_offload(automatic, spec, make_layout(spec), 2, full - 0.32 * state)
     assert found.optimizer.offload_fraction == 0.35
 
     config = run(f"{short} --dtype float32")
@@ -92,13 +93,24 @@ def test_auto_is_the_least_share_that_fits(spec) -> None:
     state = stage(config, spec, 0.0).optimizer / GIB
 
     def share(given: TrainConfig, gib: float | None) -> float:
-        return resolve(given, spec, make_layout(spec), 2, gib).optimizer.offload_fraction
+        return settle_offload(given, spec, make_layout(spec), 2, gib).optimizer.offload_fraction
 
     assert share(config, full + 1) == 0.0
     assert share(config, full - 0.32 * state) == 0.35
     assert share(config, 1.0) == 1.0  # as much as there is
     assert share(config, None) == 0.0
     assert share(with_share(config, 0.7), full + 1) == 0.7
+
+
+def test_auto_takes_no_more_than_host_memory_allows(spec) -> None:
+    config = run("--optimizer.offload_fraction auto")
+    layout, whole = make_layout(spec), stage(config, spec, 1.0).host / GIB
+    for host_gib, share in ((whole, 1.0), (0.52 * whole, 0.5), (0.04 * whole, 0.0)):
+        assert largest_share(config, spec, layout, 2, host_gib) == share
+        found = settle_offload(config, spec, layout, 2, 1.0, host_gib)
+        assert found.optimizer.offload_fraction == share
+    full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
+    assert settle_offload(config, spec, layout, 2, full, whole).optimizer.offload_fraction == 0.0
 
 
 def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
@@ -127,6 +139,29 @@ def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, 
     )
     with pytest.raises(RunConfigError, match=wanted):
         check_host_memory(with_share(config, 1.0), spec, layout, 2)
+
+
+def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(config, spec, monkeypatch) -> None:
+    config.optimizer.offload_fraction = "auto"
+    layout = make_layout(spec)
+    full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
+    lacking = 0.47 * stage(config, spec, 0.0).optimizer / GIB
+
+    def check(gpu_gib: float, host_gib: int) -> None:
+        gpu = dataclasses.replace(shipped(), memory_gib=gpu_gib)
+        monkeypatch.setattr(preflight, "calibration_here", lambda: gpu)
+        monkeypatch.setattr(host_memory, "available", lambda: host_gib * GIB)
+        check_host_memory(config, spec, layout, 2)
+
+    check(full, 2)
+    check(full - lacking, 10)
+    expected = (
+        r"auto \(0.5\) needs 9.5 GiB of host memory for 1 rank of this node, which has 2.0 GiB left;.*GPU"
+    )
+    with pytest.raises(RunConfigError, match=expected):
+        check(full - lacking, 2)
+    config.failures.check_memory = False
+    check(full - lacking, 2)
 
 
 def test_this_machine_says_what_it_has() -> None:

@@ -170,6 +170,17 @@ def test_an_empty_split_and_auto_are_the_planned_one() -> None:
     assert not run(B7, 2, f"{LEAN} --global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]").fits
 
 
+def test_a_run_on_cpu_is_split_evenly_unless_rates_of_a_cpu_are_known() -> None:
+    spec = spec_of(B7, language=6)
+    options = "--global_batch_size 8 --parallel.pp 2 --data.seq_len 1024"
+    assert run_layout(config(options), spec, 2).layers == (0, 6)
+    on_cpu = config(f"{options} --platform cpu")
+    assert run_layout(on_cpu, spec, 2).layers == (3, 3)
+    assert run_layout(on_cpu, spec, 2, calibration=shipped("H100")).layers == (3, 3)
+    measured = dataclasses.replace(shipped(), gpu="cpu")
+    assert run_layout(on_cpu, spec, 2, calibration=measured).layers == (0, 6)
+
+
 def test_a_saved_split_stays_while_the_stages_do() -> None:
     spec = spec_of(B7)
     run_of_two = config("--global_batch_size 8 --parallel.pp 2")

@@ -3,6 +3,7 @@ a broken installation."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,14 +16,17 @@ import pytest
 import yaml
 
 from converters.convert import convert
-from megatron_vl.config import parse_config
+from megatron_vl.config import TrainConfig, parse_config
+from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
 from megatron_vl.planning.memory import StageMemory, peak_gib
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
+from megatron_vl.training.resolve import ResolvedRun, resolve
+from megatron_vl.weights.run_folder import Lineage, Saved
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare
 from toolkit.doctor import Finding, ok
-from toolkit.doctor.before_start import _resume, check_checkpoint, check_data, check_run
+from toolkit.doctor.before_start import _resume, _rows, check_checkpoint, check_data, check_run
 from toolkit.doctor.command import show
 from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
 
@@ -140,12 +144,67 @@ def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypa
     assert samples(60) == []
 
 
+def test_the_arrow_below_too_few_samples_names_what_to_change(run):
+    [finding] = rows_of(run, "--data.num_workers", "40")
+    assert finding.state == "broken" and finding.found.endswith("workers need at least 40")
+    assert finding.advice.startswith("lower data.num_workers or the number of ranks, or add samples")
+
+
+def test_samples_of_a_blend_are_those_of_its_sources(run, tmp_path):
+    part = {"path": str(run["data"]), "weight": 1}
+    parts = [part, part | {"subset": {"range": ["0%", "50%"]}}, part | {"weight": 0}]
+    written = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    (tmp_path / "blend.yaml").write_text(yaml.safe_dump(written | {"splits": {"train": {"blend": parts}}}))
+    [finding] = rows_of(run, "--data.path", str(tmp_path / "blend.yaml"), "--data.balance", "false")
+    assert finding.found.startswith("36 samples of 2 sources; the first row"), finding.found
+
+
+def test_memory_is_that_of_the_share_that_auto_stands_for(run, monkeypatch):
+    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    options = ["--config", str(run["yaml"]), "--optimizer.offload_fraction", "auto"]
+    small = [Gpu(i, "small", 512, 0, "1") for i in range(4)]
+    monkeypatch.setattr("megatron_vl.planning.gpus._gpus_once", lambda: tuple(small))
+    assert all(stage.host > 0 for stage in check_run(options, 4, small).memory)
+    monkeypatch.setattr("megatron_vl.planning.gpus._gpus_once", tuple)
+    assert all(stage.host == 0 for stage in check_run(options, 4, []).memory)
+
+
+def resolved(config: TrainConfig, step: int | None = None) -> ResolvedRun:
+    """The run as it is only shown; with ``step``, one that resumes from that step."""
+    run = resolve(config, config.parallel.tp * config.parallel.pp, show_only=True)
+    if step is None:
+        return run
+    source = Saved(Path(config.checkpoint.dir), step, Lineage())
+    return dataclasses.replace(run, start=dataclasses.replace(run.start, source=source))
+
+
+def rows_of(run: dict[str, Any], *options: str) -> list[Finding]:
+    config = parse_config(["--config", str(run["yaml"]), *options])
+    return [_rows(resolved(config))]
+
+
+def test_nothing_is_said_of_gpus_about_a_run_on_cpu(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
+    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    options = ["--config", str(run["yaml"]), "--parallel.layers", "auto"]
+
+    def said(*more: str) -> dict[str, str]:
+        return {f.name: f.found for f in check_run([*options, *more], 4, []).findings}
+
+    assert "H200" in said()["speed"] and "fits H200" in said()["memory"]
+    on_cpu = said("--platform", "cpu")
+    assert "speed" not in on_cpu and "the fullest rank; the estimate is made for GPUs" in on_cpu["memory"]
+    assert "decoder layers [2, 2] on 2 stages" in on_cpu["model and layout"]
+    write_calibration(stored_path("cpu"), dataclasses.replace(shipped(), gpu="cpu"))
+    assert "estimated on cpu" in said("--platform", "cpu")["speed"]
+
+
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path, monkeypatch):
     from toolkit.doctor.before_start import _start_weights
 
     convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "other")])
-    [finding] = _start_weights(config, read_spec(run["hf"]))
+    [finding] = _start_weights(resolved(config))
     assert (
         finding.state == "broken"
         and "another model" in finding.found
@@ -153,11 +212,10 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     )
 
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(run["hf"])])
-    [finding] = _start_weights(config, read_spec(run["hf"]))
+    [finding] = _start_weights(resolved(config))
     assert finding.state == "broken" and f"`megatron-vl convert --hf {run['hf']} --out DIR`" in finding.found
-    monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "moved")])
-    [finding] = _start_weights(config, read_spec(run["hf"]))
+    [finding] = _start_weights(resolved(config, step=7))
 
     assert finding.state == "ok" and "not needed: the run continues from its own checkpoint" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
@@ -173,13 +231,12 @@ def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
     report = check_run(["--config", str(run["yaml"]), "--parallel.ep", "2"], 4, [])
     assert report.findings[0].found == "4 ranks: tp 2 x pp 2 x vpp 1 x dp 1, experts ep 2 x etp 1"
 
-    monkeypatch.setattr("toolkit.doctor.before_start.step_to_resume", lambda config: 7)
     for steps, state, said in (
         (7, "note", "step 7 of 7: nothing is left to do"),
         (8, "ok", "step 7; the run continues"),
     ):
         config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
-        finding = _resume(config, read_spec(run["hf"]), 1)[-1]
+        finding = _resume(resolved(config, step=7))[-1]
         assert finding.state == state and said in finding.found
 
 

@@ -20,7 +20,7 @@ from toolkit.cli import main
 from toolkit.demo.data import write_raw_data
 from toolkit.demo.reference import DemoReference, read_sample
 from toolkit.generate.answers import video_rules
-from toolkit.generate.command import as_text
+from toolkit.generate.command import as_text, lines_of
 
 TOKENS = 12
 IDS = ("astronaut", "two_images", "text_only", "video")
@@ -77,7 +77,11 @@ def test_greedy_answers_are_those_of_transformers(
 
     sampling = ["--video-max-frames", 8, "--max-new-tokens", TOKENS, "--json", "--platform", "cpu"]
     assert main(["generate", *map(str, (*common, *sampling, *layout))]) == 0
-    answers = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    answers = json.loads(said.out)
+    for number, answer in enumerate(answers, 1):
+        cut = f"answer {number} was cut after {TOKENS} tokens; raise --max-new-tokens" in said.err
+        assert cut == (answer["thinking"] is None and not answer["finished"])
 
     reference = DemoReference(hf, video_fps=2.0, video_max_frames=8)
     for record, answer in zip(records, answers, strict=True):
@@ -116,6 +120,13 @@ def test_thinking_is_printed_if_asked_for(thinking, shown):
     answer = {"text": "Rain.", "thinking": thinking}
     assert as_text(answer, show_thinking=True) == shown
     assert as_text(answer, show_thinking=False) == "Rain."
+
+
+def test_answers_alone_are_printed_and_cut_ones_are_marked():
+    whole = {"text": "Rain.", "thinking": None, "finished": True}
+    cut = whole | {"text": "Rain and", "finished": False}
+    assert lines_of([whole, cut], show_thinking=False) == ["[1] Rain.", "[2, cut] Rain and"]
+    assert lines_of([cut], show_thinking=False) == ["Rain and"]
 
 
 def test_a_prompt_is_what_comes_before_the_answer():

@@ -84,6 +84,20 @@ def test_what_cannot_be_read_is_one_line_with_exit_code_2(line, message):
     assert caught.value.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("word", "near"),
+    [("--nprocs", "--nproc-per-node"), ("--nproc-per-nodes=2", "--nproc-per-node"), ("--jobid", "--job-id")],
+)
+def test_a_misspelled_option_is_no_field_of_a_run(word, near, capsys):
+    assert main(["train", word, "2", "--steps", "3"]) == 2
+    assert f"unknown; did you mean {near}? See" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["--seq_len", "--step", "--lr"])
+def test_a_misspelled_field_of_a_run_is_left_to_its_parser(word):
+    assert read("train", [word, "2"])[1].fields == [word, "2"]
+
+
 def test_options_become_words_again():
     given = example("--out-dir", "a b", "--keep-all", "--share", "0.25")
     line = words(given, leave_out=("media",))

@@ -81,6 +81,20 @@ def test_a_given_layout_is_predicted_and_not_searched(capsys) -> None:
     assert [stage["layers"] for stage in facts["best"]["stages"]] == [[7]] * 4
 
 
+def test_a_search_compares_the_runs_own_layout_and_shows_as_many_as_asked(capsys) -> None:
+    hf = str(CONFIGS / "Qwen2.5-VL-72B-Instruct.json")
+    words = ["--config", "examples/qwen2_5_vl_72b.yaml", "--hf", hf, "--gpu", "H200", "--gpus"]
+    alone = plan(capsys, *words, "32")["best"]
+    facts = plan(capsys, *words, "32", "--search")
+    assert len(facts["others"]) == 7
+    assert facts["own"]["step_s"] == alone["step_s"] and facts["own"]["layout"] == alone["layout"]
+    assert main(["plan", *words, "32", "--search"]) == 0
+    own = [line for line in capsys.readouterr().out.splitlines() if "the run's own, " in line]
+    assert len(own) == 1 and f"{alone['step_s']:.2f}" in own[0]
+    # On this number of GPUs, the layout of the example is impossible.
+    assert "own" not in plan(capsys, *words, "20", "--search", "--global_batch_size", "20")
+
+
 def test_what_does_not_fit_ends_with_1_and_what_would(capsys) -> None:
     words = [*B7, "--gpus", "2", *ROWS, "--global_batch_size", "8", "--parallel.pp", "2"]
     facts = plan(capsys, *words, "--parallel.layers", "[14,14]", code=1)

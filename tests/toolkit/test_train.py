@@ -180,6 +180,17 @@ def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, mon
     assert dry_run(capsys, *LARGE)["ranks"] == 32
 
 
+def test_dry_run_of_a_run_on_cpu_says_nothing_of_gpus(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
+    words = [*LARGE, "--parallel.layers", "auto", "--platform", "cpu", "--nproc-per-node", "32"]
+    facts = dry_run(capsys, *words)
+    assert facts["layout"]["layers"] == [20, 20, 20, 20] and facts["split"] == "even"
+    assert (facts["fits"], facts["least_offload_fraction"], facts["speed"]) == ([], {}, None)
+    assert main(["train", "--dry-run", *words]) == 0
+    said = capsys.readouterr().out
+    assert "fullest rank: " in said and "H200" not in said and "split [20, 20, 20, 20]: even" in said
+
+
 def test_dry_run_is_readable_and_imports_no_torch():
     line = ["train", "--dry-run", *LARGE]
     code = f"import sys; from toolkit.cli import main; assert main({line!r}) == 0; "

@@ -24,7 +24,7 @@ from megatron_vl.data.row import Row, pin
 from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.planning.flops import peak_tflops
-from megatron_vl.planning.offload import resolve
+from megatron_vl.planning.offload import settle_offload
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -91,7 +91,7 @@ def build(
     options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
 ) -> BenchModel:
     """Builds model, DDP and optimizer and records the memory that each takes."""
-    config = resolve(options.config, spec, layout, grid.dp, platform.memory_gib())
+    config = settle_offload(options.config, spec, layout, grid.dp, platform.memory_gib())
     memory = {}
     before = allocated(platform)
     chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks

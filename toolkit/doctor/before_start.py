@@ -14,24 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
+from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, StageMemory, peak_gib, stage_memories
 from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.run import run_layout
-from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.planning.run import rates_apply
+from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import LayoutError, tensor_table
-from megatron_vl.training.preflight import (
-    check,
-    check_data_path,
-    check_start_path,
-    check_start_weights,
-    read_data,
-    remarks,
-    step_to_resume,
-)
-from megatron_vl.weights.run_folder import latest
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.preflight import check_data_path, check_start_weights, remarks
+from megatron_vl.training.resolve import ResolvedRun, read_data, resolve
+from megatron_vl.weights.reader import WeightReader
 from megatron_vl.words import counted
 from toolkit.doctor import Finding, broken, note, ok
 from toolkit.doctor.family import check_family
@@ -47,8 +40,6 @@ class RunReport:
 
     findings: list[Finding] = field(default_factory=list)
     memory: list[StageMemory] = field(default_factory=list)
-    prediction: Prediction | None = None
-    """What the planner expects of the run, with the rows that it states."""
 
 
 def check_data(folder: Path, progress: Callable[[str], None] | None = None) -> Finding:
@@ -128,34 +119,33 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     say(
         ok("config", f"{counted(world_size, 'rank')}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}")
     )
-    said = ""
+    refusal = ""
     try:
-        spec, layout = check(config, world_size)
-        say(ok("model and layout", f"{spec.family}, decoder layers {list(layout.layers)} on {p.pp} stages"))
+        run = resolve(config, world_size)
     except (ValueError, OSError, RuntimeError) as error:
-        said = str(error)
-        say(broken("model and layout", said, _advice(config, said)))
-        found = _spec_alone(config, world_size)
-        if found is None:
+        refusal = str(error)
+        say(broken("model and layout", refusal, _advice(config, refusal)))
+        try:
+            run = resolve(config, world_size, show_only=True)
+        except (ValueError, OSError, RuntimeError):
             return report
-        spec, layout = found
+    else:
+        layers = f"decoder layers {list(run.layout.layers)} on {p.pp} stages"
+        say(ok("model and layout", f"{run.spec.family}, {layers}"))
 
-    report.memory = stage_memories(config, spec, layout, dp)
+    report.memory = stage_memories(run.config, run.spec, run.layout, dp)
+    report.findings += _memory(run.config, report.memory, gpus)
     rates = calibration_for(config.platform)
-    report.prediction = predict(config, spec, world_size, layout, calibration=rates)
-    report.findings += _memory(config, report.memory, gpus)
-    report.findings.append(_speed(report.prediction))
-    report.findings += [
-        _positions(config, spec),
-        _build(options, config, world_size),
-        *_resume(config, spec, dp),
-    ]
+    if rates_apply(config, rates):
+        prediction = predict(run.config, run.spec, world_size, run.layout, calibration=rates)
+        report.findings.append(_speed(prediction))
+    report.findings += [_positions(config, run.spec), _build(options, config, world_size), *_resume(run)]
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
-    report.findings += check_family(config, spec, on_gpus)
-    inputs = [_rows(config, spec, dp), *_left_out(config, spec), *_start_weights(config, spec)]
+    report.findings += check_family(config, run.spec, on_gpus)
+    inputs = [_rows(run), *_left_out(run), *_start_weights(run)]
     # An input that is not there was already reported with the layout.
-    report.findings += [finding for finding in inputs if not said or finding.found != said]
-    report.findings += [note("run", remark, "") for remark in remarks(config, "cuda" if gpus else "cpu")]
+    report.findings += [finding for finding in inputs if not refusal or finding.found != refusal]
+    report.findings += [note("run", remark, "") for remark in remarks(config, run.resumes)]
     return report
 
 
@@ -172,17 +162,11 @@ def _convert(config: TrainConfig) -> str:
     return f"megatron-vl convert --hf {config.model.hf} --out {out} writes them"
 
 
-def _spec_alone(config: TrainConfig, world_size: int) -> tuple[ModelSpec, Layout] | None:
-    """Reads model and layout although something else in the run is wrong."""
-    try:
-        spec = read_spec(config.model.hf)
-        return spec, run_layout(config, spec, world_size, calibration=calibration_for(config.platform))
-    except (ConfigError, LayoutError, OSError, ValueError):
-        return None
-
-
 def _memory(config: TrainConfig, stages: list[StageMemory], gpus: list[Gpu]) -> list[Finding]:
     peak = peak_gib(stages)
+    if config.platform == "cpu":
+        text = f"{peak:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs"
+        return [ok("memory", text)]
     found = f"{peak:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} GiB more should stay free"
     advice = (
         "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
@@ -249,29 +233,33 @@ def _build(options: list[str], config: TrainConfig, world_size: int) -> Finding:
     return ok("model is built", f"{sizes} B parameters on a rank of each stage, with the checkpoints' shapes")
 
 
-def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
+def _rows(run: ResolvedRun) -> Finding:
     """Reads one row from the run's own loader of rank 0, without worker processes."""
+    config = run.config
     try:
         check_data_path(config.data.path)
     except RunConfigError as error:
         return broken("rows", str(error), "correct data.path")
+    from megatron_vl.data.blend import sources_of
     from megatron_vl.data.loader import build_loader
 
     loader: Any = None
-    folder = config.checkpoint.dir
     try:
-        resumes = bool(folder) and latest(Path(folder)) is not None
-        facts = read_data(config)["train"]
-        ours: dict[str, Any] = {"dp_rank": 0, "dp_size": dp, "facts": facts}
-        ours |= {"rows_per_step": config.global_batch_size, "resumes": resumes}
-        loader = build_loader(config.data, spec, config.model.hf, **ours)
-        samples = loader.samples
+        facts = run.data.get("train") or read_data(config)["train"]
+        drawn = [source for source in sources_of(facts.identity) if source.share]
+        ours: dict[str, Any] = {"dp_rank": 0, "dp_size": run.dp, "facts": facts}
+        ours |= {"rows_per_step": config.global_batch_size, "resumes": run.resumes_data}
+        loader = build_loader(config.data, run.spec, config.model.hf, **ours)
         loader.close()
         alone = dataclasses.replace(config.data, num_workers=0)
-        loader = build_loader(alone, spec, config.model.hf, **ours)
+        loader = build_loader(alone, run.spec, config.model.hf, **ours)
         start = time.perf_counter()
         row = next(loader)
         seconds = time.perf_counter() - start
+    except UserError as error:
+        # The message says what to change after the last semicolon.
+        fault, _, change = str(error).rpartition("; ")
+        return broken("rows", fault or change, change if fault else "correct what the message names")
     except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
         advice = (
             "model.hf must hold config.json, tokenizer, chat template and preprocessor; "
@@ -282,10 +270,9 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
         if loader is not None:
             loader.close()
 
-    found = (
-        f"{counted('unknown' if samples is None else samples, 'sample')}; the first row ({seconds:.1f} s): "
-        f"{counted(row.num_samples, 'sample')}, "
-    )
+    samples = counted(sum(source.samples for source in drawn), "sample")
+    blend = f" of {len(drawn)} sources" if len(drawn) > 1 else ""
+    found = f"{samples}{blend}; the first row ({seconds:.1f} s): {counted(row.num_samples, 'sample')}, "
     learnt = int(row.loss_mask.count_nonzero())
     found += f"{row.num_images} pictures, {row.num_patches} patches, {learnt} loss tokens of {row.seq_len}"
     if row.dropped:
@@ -298,13 +285,13 @@ def _rows(config: TrainConfig, spec: ModelSpec, dp: int) -> Finding:
     return ok("rows", found)
 
 
-def _left_out(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
+def _left_out(run: ResolvedRun) -> list[Finding]:
     """A finding for each source of which the loader would leave out most samples, as far as some random ones
     show."""
     from data_tools.survey import open_encoder, survey
 
     try:
-        encoder = open_encoder(config.data, spec, config.model.hf)
+        encoder = open_encoder(run.config.data, run.spec, run.config.model.hf)
         drawn = survey(encoder, samples=200, seconds=10)
     except (ValueError, OSError, RuntimeError):
         return []  # the check of the rows reports it
@@ -320,55 +307,40 @@ def _left_out(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
     ]
 
 
-def _start_weights(config: TrainConfig, spec: ModelSpec) -> list[Finding]:
-    if not config.model.checkpoint:
+def _start_weights(run: ResolvedRun) -> list[Finding]:
+    path = run.config.model.checkpoint
+    if not path:
         return []
+    if run.resumes and not Path(path).exists():
+        why = "does not exist and is not needed: the run continues from its own checkpoint"
+        return [ok("start weights", f"{path} {why}")]
 
     try:
-        if step_to_resume(config) is not None and not Path(config.model.checkpoint).exists():
-            found = (
-                f"{config.model.checkpoint} does not exist and is not needed: "
-                "the run continues from its own checkpoint"
-            )
-            return [ok("start weights", found)]
-    except (ValueError, OSError, RuntimeError):
-        pass  # the check of the resume reports it
-
-    try:
-        check_start_path(config)
-        reader = check_start_weights(config, spec)
+        check_start_weights(run.config, run.spec)
+        reader = WeightReader(path)
         for file in reader.manifest["files"]:
             reader.open_file(file)
     except (ValueError, OSError, RuntimeError) as error:
-        return [broken("start weights", str(error), _convert(config))]
+        return [broken("start weights", str(error), _convert(run.config))]
 
     cut = f"layout {reader.layout.as_dict()}" if reader.layout else "unsplit"
     return [ok("start weights", f"{reader.path}: {len(reader.table)} tensors of this model, {cut}")]
 
 
-def _resume(config: TrainConfig, spec: ModelSpec, dp: int) -> list[Finding]:
-    """Checks the run's checkpoint folder and the disk space for new checkpoints."""
-    c = config.checkpoint
+def _resume(run: ResolvedRun) -> list[Finding]:
+    """Checks the disk space for new checkpoints, and says where the run goes on."""
+    config, c, source = run.config, run.config.checkpoint, run.start.source
     if not c.dir:
         return []
 
-    parameters = sum(math.prod(info.shape) for info in tensor_table(spec).values())
+    parameters = sum(math.prod(info.shape) for info in tensor_table(run.spec).values())
     each = parameters * (2 + 12 if config.dtype == "bfloat16" else 4 + 8)
 
     # The new checkpoint is complete before the oldest one is deleted.
     findings = [check_disk(Path(c.dir), each * (c.keep + 1 if c.keep else 2))]
-    try:
-        step = step_to_resume(config)
-    except (ValueError, OSError, RuntimeError) as error:
-        return [*findings, broken("resume", str(error), "repair or remove the file that the message names")]
-
-    if step is not None and step >= config.steps:
-        findings.append(
-            note(
-                "resume", f"{c.dir} holds step {step} of {config.steps}: nothing is left to do", "raise steps"
-            )
-        )
-    elif step is not None:
-        findings.append(ok("resume", f"{c.dir} holds step {step}; the run continues from there"))
-
-    return findings
+    if source is None:
+        return findings
+    if source.step >= config.steps:
+        done = f"{c.dir} holds step {source.step} of {config.steps}: nothing is left to do"
+        return [*findings, note("resume", done, "raise steps")]
+    return [*findings, ok("resume", f"{c.dir} holds step {source.step}; the run continues from there")]

@@ -130,6 +130,8 @@ def run_generate(
         )
         if not said.closed:
             say(_unanswered(len(found), most, finished))
+        elif not finished:
+            say(f"answer {len(found)} was cut after {most} tokens; raise --max-new-tokens")
     return found
 
 

@@ -57,11 +57,19 @@ def generate(options: GenerateOptions) -> int:
         print(json.dumps(answers, indent=2, ensure_ascii=False))
         return 0
 
-    for number, answer in enumerate(answers, 1):
-        text = _shown(as_text(answer, options.show_thinking))
-        print(f"[{number}] {text}" if len(answers) > 1 else text)
-
+    for line in lines_of(answers, options.show_thinking):
+        print(line)
     return 0
+
+
+def lines_of(answers: list[dict[str, Any]], show_thinking: bool) -> list[str]:
+    """What is printed: answers alone. Several ones have their numbers, and those that were cut are marked."""
+    lines = []
+    for number, answer in enumerate(answers, 1):
+        text = _shown(as_text(answer, show_thinking))
+        cut = "" if answer["finished"] else ", cut"
+        lines.append(f"[{number}{cut}] {text}" if len(answers) > 1 else text)
+    return lines
 
 
 def as_text(answer: dict[str, Any], show_thinking: bool) -> str:

@@ -13,7 +13,10 @@ from toolkit.video_rules import VideoRuleOptions
 NOTES = """
 The answer is greedy: it takes the likeliest token each time, until a token ends the turn
 (generation_config.json; without that file, config.json and the tokenizer say which tokens do) or
---max-new-tokens is reached. The sampling that generation_config.json sets is not used. In float32
+--max-new-tokens is reached. Answers alone go to standard output. Those of several prompts begin with
+their number, as in [2], or [2, cut] where --max-new-tokens ended the answer, which a line on standard
+error says too; for programs there is --json. The sampling that generation_config.json sets is not
+used. In float32
 the answer equals that of transformers' generate(do_sample=False, repetition_penalty=1.0), token for
 token. What a model thinks is not part of its answer; an answer that ends while the model still
 thinks is empty. Each rank keeps the keys and

@@ -14,7 +14,7 @@ from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.rows import RowStatistics, stated_rows
 from megatron_vl.planning.run import run_layout
-from megatron_vl.planning.search import Found, Wanted, describe, search, what_fits, with_split
+from megatron_vl.planning.search import Found, Wanted, describe, search, what_fits, why_slower, with_split
 from megatron_vl.spec.families import ModelSpec, read_spec
 
 from .options import PlanOptions
@@ -50,8 +50,6 @@ def make_plan(options: PlanOptions) -> Plan:
         UserError: no layout fits, or the given one is impossible; the message says why.
     """
     config = _config(options)
-    if options.search:
-        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
     spec = read_spec(config.model.hf)
     rows = _rows(options, config, spec)
     wanted = Wanted(
@@ -64,12 +62,26 @@ def make_plan(options: PlanOptions) -> Plan:
         keep=options.keep,
     )
     if _is_given(config.parallel) and not options.search:
-        return _given(wanted)
-    found = search(wanted)
+        prediction = _given(wanted)
+        return Plan(wanted, prediction, None, None if prediction.fits else what_fits(wanted))
+    own = _own(wanted) if _is_given(config.parallel) else None
+    found = search(dataclasses.replace(wanted, config=_without_split(config)))
     if not found.best:
         raise UserError(_nothing_fits(found, wanted))
 
-    return Plan(wanted, found.best[0], found)
+    return Plan(wanted, found.best[0], found, own=own)
+
+
+def _own(wanted: Wanted) -> Prediction | None:
+    """The prediction of the run's own layout, to compare with; None if it needs another number of GPUs."""
+    try:
+        return _given(wanted)
+    except UserError:
+        return None
+
+
+def _without_split(config: TrainConfig) -> TrainConfig:
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
 
 
 def _config(options: PlanOptions) -> TrainConfig:
@@ -114,7 +126,7 @@ def _is_given(parallel: ParallelConfig) -> bool:
     return any(getattr(parallel, name) not in (getattr(default, name), "auto") for name in SIZES)
 
 
-def _given(wanted: Wanted) -> Plan:
+def _given(wanted: Wanted) -> Prediction:
     """The prediction of the layout that the run sets."""
     config, spec, world = wanted.config, wanted.spec, wanted.world
     how: dict[str, Any] = {
@@ -123,9 +135,7 @@ def _given(wanted: Wanted) -> Plan:
         "network": wanted.network,
     }
     layout = run_layout(config, spec, world, **how)
-    prediction = predict(config, spec, world, layout, **how)
-    instead = None if prediction.fits else what_fits(wanted)
-    return Plan(wanted, prediction, None, instead)
+    return predict(config, spec, world, layout, **how)
 
 
 def _nothing_fits(found: Found, wanted: Wanted) -> str:
@@ -162,6 +172,8 @@ def as_json(result: Plan) -> dict[str, Any]:
         facts["lost"] = [dataclasses.asdict(lost) for lost in result.found.lost]
         facts["combinations"] = result.found.combinations
 
+    if result.own is not None:
+        facts["own"] = {**_one(result.own), "why": why_slower(result.best, result.own)}
     if result.instead is not None:
         facts["instead"] = _one(result.instead)
     return facts

@@ -31,7 +31,8 @@ def measured_rows(
         RunConfigError, LoaderError: there is no data set, or it is empty.
     """
     from megatron_vl.data.loader import build_loader
-    from megatron_vl.training.preflight import check_data_path, read_data
+    from megatron_vl.training.preflight import check_data_path
+    from megatron_vl.training.resolve import read_data
 
     check_data_path(config.data.path)
     facts = read_data(config)["train"]

@@ -38,7 +38,7 @@ class PlanOptions(CommandOptions):
     rows: int = option(16, metavar="N", least=2)
     """Read N rows of the data set."""
     search: bool = False
-    """Search, although the run sets a layout."""
+    """Search, although the run sets a layout, and compare that one with the fastest."""
     keep: int = option(8, metavar="N", least=1)
     """Show the N fastest layouts."""
     picture: Path | None = option(None, metavar="FILE")

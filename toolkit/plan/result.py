@@ -18,3 +18,5 @@ class Plan:
     """None if the layout was given."""
     instead: Prediction | None = None
     """What fits, if the given layout does not."""
+    own: Prediction | None = None
+    """The layout that the run sets, beside those that were searched."""

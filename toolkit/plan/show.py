@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_vl.planning.memory import GIB, RESERVE_GIB
 from megatron_vl.planning.predict import Prediction
-from megatron_vl.planning.search import AS_IT_IS, changed_sections, describe, options_of
+from megatron_vl.planning.search import AS_IT_IS, changed_sections, describe, options_of, why_slower
 from megatron_vl.words import counted
 from toolkit.memory_table import WIDTH, memory_table
 
@@ -123,8 +123,11 @@ def _others(result: Plan) -> Any:
     table = Table(
         "layout", "s a step", "MFU", "GiB", "why slower", title=f"Of {result.found.combinations} combinations"
     )
-    reasons = ("", *result.found.reasons)
-    for prediction, why in zip(result.found.best, reasons, strict=True):
+    rows = list(zip(result.found.best, ("", *result.found.reasons), strict=True))
+    if (own := result.own) is not None:
+        why = why_slower(result.best, own)
+        rows.append((own, f"the run's own, {why if own.fits else 'does not fit'}"))
+    for prediction, why in rows:
         table.add_row(
             describe(prediction.config, prediction.layout, prediction.dp),
             f"{prediction.step:.2f}",

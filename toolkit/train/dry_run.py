@@ -15,6 +15,7 @@ from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, warm_up_passes
 from megatron_vl.planning.offload import least_share
 from megatron_vl.planning.predict import Prediction, predict
+from megatron_vl.planning.run import rates_apply
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve
@@ -42,13 +43,16 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
     run = resolve(config, world, show_only=True)
     config, spec, layout, dp = run.config, run.spec, run.layout, run.dp
     micro_batches = config.global_batch_size // dp
-    shares = {name: least_share(config, spec, layout, dp, gib) for name, gib in GPU_GIB.items()}
-    prediction = predict(config, spec, world, layout, calibration=calibration_for(config.platform))
+    rates = calibration_for(config.platform)
+    gpus = {} if config.platform == "cpu" else GPU_GIB
+    shares = {name: least_share(config, spec, layout, dp, gib) for name, gib in gpus.items()}
+    prediction = predict(config, spec, world, layout, calibration=rates)
     stages = [stage.memory for stage in prediction.stages]
-    fit = [name for name, gib in GPU_GIB.items() if peak_gib(stages) + RESERVE_GIB <= gib]
+    fit = [name for name, gib in gpus.items() if peak_gib(stages) + RESERVE_GIB <= gib]
 
     return {
         "family": spec.family,
+        "platform": config.platform,
         "ranks": world,
         "layout": {**layout.as_dict(), "dp": dp, "sequence_parallel": config.parallel.sequence_parallel},
         "stages": [_contents(spec, layout, stage) for stage in range(layout.pp)],
@@ -64,7 +68,7 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
         "least_offload_fraction": shares,
         "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
         "split": run.split,
-        "speed": _speed(prediction),
+        "speed": _speed(prediction) if rates_apply(config, rates) else None,
     }
 
 
@@ -152,6 +156,7 @@ def _speed(prediction: Prediction) -> dict[str, float | str]:
 
 SPLITS = {
     "planned": "planned, as parallel.layers is left out",
+    "even": "even, as parallel.layers is left out and no rates of a CPU are known",
     "saved": "that of the checkpoint that the run resumes from",
 }
 
@@ -194,27 +199,28 @@ def _print(facts: dict[str, Any]) -> None:
     if sizes["pp"] > 1:
         for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):
             print(f"  stage {stage}: {first} forward, {steady} x (forward, backward), {first} backward")
-        bubble = facts["speed"]["bubble"]
-        print(
-            f"  idle: {bubble:.1%} of the pipeline's time (estimate); {schedule['idle_share']:.1%} if all"
-            " stages took equally long"
-        )
+        speed = facts["speed"]
+        estimated = f"{speed['bubble']:.1%} of the pipeline's time (estimate); " if speed else ""
+        print(f"  idle: {estimated}{schedule['idle_share']:.1%} if all stages took equally long")
 
     table = memory_table(facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)")
     console = Console(highlight=False, file=sys.stdout)
     Console(width=max(console.width, WIDTH), highlight=False, file=sys.stdout).print(table)
-    fits = ", ".join(facts["fits"]) or f"none of {', '.join(GPU_GIB)}"
-    print(
-        f"fullest GPU: {facts['peak_gib']} GiB, with a row full of pictures; "
-        f"{RESERVE_GIB:.0f} GiB more should stay free"
-    )
-    print(f"fits: {fits}")
+    _print_fits(facts)
+    if speed := facts["speed"]:
+        print(
+            f"estimated speed on {speed['gpu']} with image rows: {speed['step_s']:.2f} s a step,"
+            f" {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU,"
+            f" {speed['hours_per_billion_tokens']} hours per billion tokens ({speed['rates']})"
+        )
+
+
+def _print_fits(facts: dict[str, Any]) -> None:
+    """Prints the memory of the fullest rank, and on which kinds of GPU it fits."""
+    fullest = f"{facts['peak_gib']} GiB, with a row full of pictures"
+    if facts["platform"] == "cpu":
+        print(f"fullest rank: {fullest}; the estimate is made for GPUs")
+        return
+    print(f"fullest GPU: {fullest}; {RESERVE_GIB:.0f} GiB more should stay free")
+    print(f"fits: {', '.join(facts['fits']) or 'none of ' + ', '.join(GPU_GIB)}")
     _print_offload(facts)
-    speed = facts["speed"]
-    rate = (
-        f"{speed['step_s']:.2f} s a step, {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU"
-    )
-    print(
-        f"estimated speed on {speed['gpu']} with image rows: {rate}, "
-        f"{speed['hours_per_billion_tokens']} hours per billion tokens ({speed['rates']})"
-    )
