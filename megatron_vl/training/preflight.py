@@ -54,8 +54,9 @@ def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: 
     if asked != "auto":
         most = largest_share(config, spec, layout, dp, there / ranks / host_memory.GIB)
         advice = f"lower it to {most:g}"
+    named = f"auto ({share:g})" if asked == "auto" else f"{asked}"
     raise RunConfigError(
-        f"optimizer.offload_fraction {f'auto ({share:g})' if asked == 'auto' else asked} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
+        f"optimizer.offload_fraction {named} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
         f" {counted(ranks, 'rank')} of this node, which has {there / host_memory.GIB:.1f} GiB left; {advice},"
         " or start fewer ranks per node"
     )
