@@ -22,7 +22,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -186,7 +185,7 @@ def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
                     progress.tick()
                 size += len(data)
             file.flush()
-            os.fsync(file.fileno())
+            durable.flush(file.fileno(), partial)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise

@@ -170,6 +170,18 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
     assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
 
 
+def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    options = [*OPTIONS, "--checkpoint.background", "false"]
+    words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *options, steps=4)]
+    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
+    assert [rank.code for rank in done] == [0] * 4, "".join(rank.stderr for rank in done)
+    assert last_is_good(run) == 4
+
+
 EXPORTS = ["--checkpoint.interval", "2", "--checkpoint.export_hf", "2"]
 
 
