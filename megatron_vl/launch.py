@@ -32,6 +32,7 @@ from types import FrameType
 
 import psutil
 
+from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
@@ -85,13 +86,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _code_of(rank, failure.exitcode)
+        return _code_of(rank, failure.exitcode, alone=args.nproc_per_node == "1")
     except SignalException as error:
         return 128 + error.sigval.value
 
 
-def _code_of(rank: int, code: int) -> int:
-    """The exit code of a run whose rank has failed. Says why if the rank could not."""
+def _code_of(rank: int, code: int, alone: bool) -> int:
+    """The exit code of a run whose rank has failed. Says why if the rank could not.
+
+    Args:
+        alone: whether this node has no other ranks, which would say more.
+    """
     if code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if code < 0:  # the rank did not handle the signal yet
             said = "megatron_vl.launch: the run had not begun; nothing was saved"
@@ -100,7 +105,7 @@ def _code_of(rank: int, code: int) -> int:
 
     if code < 0:
         name = signal.Signals(-code).name
-        why = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        why = f". {host_memory.about_kill()}" if alone and name == "SIGKILL" else ""
         print(f"megatron_vl.launch: rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
         return 128 - code
     return code

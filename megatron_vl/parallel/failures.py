@@ -99,7 +99,6 @@ class _Watch:
         """The result of :func:`report`."""
         self.known: Failure | None = None
         """The first failure of any rank, once this rank knows it."""
-        self.kills = host_memory.oom_kills()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
         self.life = SignsOfLife(self.key, timeout_s, self._judge)
@@ -372,33 +371,14 @@ def tell_once(failure: Failure) -> None:
             pass  # it is better to print the message twice than not at all
 
     where = f" ({failure.where})" if failure.where else ""
-    memory = f". {_memory_note(failure)}" if failure.died else ""
+    here = any(process.is_here() for process in failure.processes)
+    memory = f". {host_memory.about_kill(here)}" if failure.died else ""
     hint = f"\n({TRACEBACK}=1 shows where)" if failure.fixable and not os.environ.get(TRACEBACK) else ""
     print(
         f"megatron_vl.train: rank {failure.rank}{where}: {failure.message}{memory}{hint}",
         file=sys.stderr,
         flush=True,
     )
-
-
-LESS_HOST_MEMORY = (
-    "lower data.num_workers, data.shuffle_buffer_gib or data.packing_buffer, or give the job more memory"
-)
-
-
-def _memory_note(failure: Failure) -> str:
-    """Says whether the kernel killed the rank for lack of memory, as far as this machine shows that."""
-    before = _watch.kills if _watch is not None else None
-    now = host_memory.oom_kills()
-    if before is None or now is None or not any(process.is_here() for process in failure.processes):
-        return f"If `dmesg` there shows that the kernel killed it for lack of memory, {LESS_HOST_MEMORY}"
-    if now[0] > before[0]:
-        count = now[0] - before[0]
-        return (
-            f"Since the start, the kernel has killed {count} processes for lack of memory {now[1]}"
-            f" ({host_memory.limits()}): {LESS_HOST_MEMORY}"
-        )
-    return "The kernel has killed no process for lack of memory here, so look for who ended it"
 
 
 def _print_stack() -> None:

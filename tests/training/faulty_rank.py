@@ -42,6 +42,11 @@ def stop_loader() -> None:
         worker.suspend()
 
 
+def kill_loader() -> None:
+    """The system kills a process of the loader."""
+    psutil.Process().children()[0].kill()
+
+
 def exhaust() -> None:
     """The main thread allocates until there is no more."""
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -118,6 +123,7 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "stop": stop,
     "stop_loader": stop_loader,
+    "kill_loader": kill_loader,
     "exhaust": exhaust,
     "exhaust_gpu": exhaust_gpu,
     "fill_disk": fill_disk,

@@ -170,6 +170,17 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
     assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
 
 
+@pytest.mark.parametrize("moment", ["step", pytest.param("0.1", marks=pytest.mark.full)])
+def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
+    ended = disturb(prepared, tmp_path / "run", "kill_loader", 0, 3, moment)
+    assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
+    assert re.search("train: rank 0 " + WHERE.format(tp=0, pp=0), ended.message), ended
+    assert re.search(
+        r"a process of the loader \(\d+\) was killed from outside. The kernel has", ended.message
+    )
+    assert "Traceback" not in ended.stderr and "please report" not in ended.stderr
+
+
 def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
     prepared: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_pa
     assert time.monotonic() - began < 25
     assert second.returncode == 128 + signal.SIGKILL
     assert "rank 1 was ended by SIGKILL" in err and "ChildFailedError" not in err
+    assert "memory runs out" not in err and err.count("for lack of memory") == 1
 
 
 @pytest.mark.full
