@@ -371,7 +371,8 @@ class FailuresConfig:
     """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
     ends with a message. Until the first step is done, while kernels are compiled, and while training waits
     for the disk to confirm a file of a checkpoint, the limit is three times as long and at least five
-    minutes. A Python debugger stops the clock; set 0 for one that stops processes (gdb). 0: only the collectives' own limit of 30 minutes applies."""
+    minutes. A Python debugger stops the clock; set 0 for one that stops processes (gdb). 0: only the
+    collectives' own limit of 30 minutes applies."""
     check_memory: bool = True
     """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start
     anyway, with a note."""
@@ -816,7 +817,7 @@ _AT_LEAST_1 = """
 """
 _AT_LEAST_0 = """
     data.max_patches data.min_pixels data.max_pixels data.video_max_pixels data.num_workers data.streams
-    data.shuffle_buffer data.shuffle_buffer_gib data.sample_timeout_s failures.timeout_s
+    data.shuffle_buffer data.shuffle_buffer_gib data.sample_timeout_s
     optimizer.lr optimizer.vision_lr optimizer.merger_lr optimizer.warmup_steps optimizer.weight_decay
     optimizer.eps optimizer.clip_grad model.moe_aux_loss vision.keep_patches
     checkpoint.interval checkpoint.keep checkpoint.keep_every checkpoint.step
@@ -832,6 +833,8 @@ _RANGES: tuple[tuple[float, float, str], ...] = (
     (0, math.inf, _AT_LEAST_0),
     (0, 1, _SHARES),
     (0, 2**32 - 1, "seed data.seed"),
+    # A week. Sockets count milliseconds in 32 bits, and the first step may take three times as long.
+    (0, 7 * 24 * 3600, "failures.timeout_s"),
     # Kernels count elements in 32 bits.
     (1, 2**18, "vision.encode_patches vision.backward_patches"),
 )
@@ -846,7 +849,7 @@ def _check_ranges(config: TrainConfig) -> None:
                 continue
             # A NaN fails both comparisons.
             if not low <= value <= high:
-                valid = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+                valid = f"at least {low:g}" if high == math.inf else f"between {low} and {high}"
                 raise RunConfigError(f"{name} {value} must be {valid}")
 
     if not config.data.video_fps > 0:

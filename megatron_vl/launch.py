@@ -4,9 +4,9 @@
 
 * When a rank stops with a message, only that message is shown.
   torchrun would print a traceback of its own after it.
-* SIGTERM, SIGUSR1 and Ctrl-C ask the ranks to save and end, and the exit code is then 0. Before the first
-  step they end without saving, with 128 + the signal's number. A second Ctrl-C ends them at once. torchrun
-  would kill the ranks after 30 seconds.
+* SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and Ctrl-C ask the ranks to save and end, and the exit code is
+  then 0. Before the first step they end without saving, with 128 + the signal's number. A second Ctrl-C ends
+  them at once. torchrun would kill the ranks after 30 seconds.
 * A rank that stays stopped (SIGSTOP) is killed. Other ranks of its node do that too, but it may be alone.
 * On CPU the ranks of a single node are forks of this process, which has imported what they need. Importing
   takes seconds of processor time, and there are more ranks than cores. With GPUs each rank is a program of
@@ -36,7 +36,7 @@ from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
-from megatron_vl.signals import STOP_SIGNALS, handle, note_request, take_stop_signals
+from megatron_vl.signals import STOP_SIGNALS, handle, note_request, outlive_readers, take_stop_signals
 
 RANK_PROGRAM = "megatron_vl.train"
 STOPPED_S = 30.0
@@ -58,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    outlive_readers()
     raise_open_files()  # this process serves the store of all ranks
 
     args = parse_args(words[1:] if fork else words)
@@ -67,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         import_stack(args.training_script)
 
     if args.training_script == RANK_PROGRAM:
-        # The signals on which torchrun may still kill the ranks.
-        args.signals_to_handle = "SIGHUP,SIGQUIT"
+        args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
         handle(STOP_SIGNALS, _ask_ranks)
         threading.Thread(target=_see_ranks, daemon=True).start()
 
@@ -154,11 +154,9 @@ def _be_rank(module: str, words: list[str]) -> None:
     if module == RANK_PROGRAM:
         take_stop_signals()
     else:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+        handle((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.setsid()  # Ctrl-C is for the launcher, which asks the ranks
     if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
         torch.set_num_threads(int(threads.split(",")[0]))

@@ -88,7 +88,7 @@ def host_message(error: BaseException) -> str | None:
 
 
 def _loader_message(error: BaseException | None) -> str:
-    """The message for the death of a process of the loader; empty if neither ``error`` nor its cause is it."""
+    """The message for the death of a process of the loader; empty for any other error and cause."""
     while error is not None and not (found := _LOADER_PROCESS.search(str(error))):
         error = error.__cause__ or error.__context__
     if error is None or not found:

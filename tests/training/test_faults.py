@@ -174,10 +174,9 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
 def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
     ended = disturb(prepared, tmp_path / "run", "kill_loader", 0, 3, moment)
     assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
-    assert re.search("train: rank 0 " + WHERE.format(tp=0, pp=0), ended.message), ended
-    assert re.search(
-        r"a process of the loader \(\d+\) was killed from outside. The kernel has", ended.message
-    )
+    # Other ranks of its replica learn of it in the same moment, and one of them may be the first to say it.
+    assert re.search(r"train: rank \d " + WHERE.format(tp=r"\d", pp=r"\d"), ended.message), ended
+    assert re.search(r"a process of the loader \(\d+\) was killed from outside. The ker", ended.message)
     assert "Traceback" not in ended.stderr and "please report" not in ended.stderr
 
 
