@@ -269,7 +269,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
     warmup_steps: int = 0
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole."""
     weight_decay: float = 0.1
     """Weight decay of matrices; biases and norms have none."""
     beta1: float = 0.9
@@ -444,7 +444,8 @@ class TrainConfig:
     """Seed of the random initial weights."""
     max_bad_steps: int = 10
     """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
-    Each such step is skipped: weights and moments do not change, data and schedules advance."""
+    Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
+    run two of them are too many."""
 
 
 PROGRAM = "python -m megatron_vl.train"

@@ -13,7 +13,7 @@ import faulthandler
 import sys
 
 from megatron_vl.config import parse
-from megatron_vl.errors import describe, exit_code, follows, is_fixable
+from megatron_vl.errors import describe, exit_code, follows, traceback_helps
 from megatron_vl.parallel import failures
 from megatron_vl.signals import outlive_readers, take_stop_signals
 
@@ -52,7 +52,7 @@ def _failed(error: Exception) -> int:
 
     Returns the exit code.
     """
-    failures.tell_once(failures.report(describe(error), is_fixable(error), follows=follows(error)))
+    failures.tell_once(failures.report(describe(error), traceback_helps(error), follows=follows(error)))
     failures.leave()
     return exit_code(error)
 

@@ -62,8 +62,8 @@ class Failure:
     rank: int
     """The rank that failed. The empty message of an orderly end also has a rank."""
     message: str
-    fixable: bool = True
-    """Whether a user can fix the cause, so that a traceback would not help."""
+    hint: bool = False
+    """Whether to say how the traceback is shown."""
     where: str = ""
     """The rank's coordinates in the layout, its step, and its phase; empty before the layout is known."""
     silent: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class Failure:
     @staticmethod
     def of(verdict: Verdict) -> Failure:
         v = verdict
-        return Failure(v.rank, v.message, True, v.where, v.silent, v.processes, v.died, v.hangs)
+        return Failure(v.rank, v.message, False, v.where, v.silent, v.processes, v.died, v.hangs)
 
 
 class _Watch:
@@ -138,7 +138,7 @@ class _Watch:
         """The failure to report if the process that keeps the store (rank 0 or the launcher) is gone."""
         verdict = self.life.verdict
         if verdict is None:
-            return Failure(self.rank, _host_is_gone(), fixable=False, where=progress.where())
+            return Failure(self.rank, _host_is_gone(), where=progress.where())
         failure = Failure.of(verdict)
         return dataclasses.replace(failure, message=f"{failure.message}; {_host_is_gone()}")
 
@@ -296,18 +296,18 @@ def stop() -> None:
     _watch = None
 
 
-def report(message: str, fixable: bool = True, *, follows: bool = False) -> Failure:
+def report(message: str, hint: bool = False, *, follows: bool = False) -> Failure:
     """Publishes this rank's failure. Returns the failure to print: the first one of any rank.
 
     The caller prints it and then calls :func:`leave`. A second call returns the result of the first one.
 
     Args:
-        fixable: whether a user can fix the cause.
+        hint: whether to say how the traceback is shown.
         follows: whether the error usually follows from the end of another rank. If so, this function waits
             for the other rank's failure and returns that one.
     """
     rank = int(os.environ.get("RANK", "0"))
-    own = Failure(rank, message, fixable, where=progress.where())
+    own = Failure(rank, message, hint, where=progress.where())
     if _watch is None:
         return own
     if _watch.reported is not None:
@@ -373,7 +373,7 @@ def tell_once(failure: Failure) -> None:
     where = f" ({failure.where})" if failure.where else ""
     here = any(process.is_here() for process in failure.processes)
     memory = f". {host_memory.about_kill(here)}" if failure.died else ""
-    hint = f"\n({TRACEBACK}=1 shows where)" if failure.fixable and not os.environ.get(TRACEBACK) else ""
+    hint = f"\n({TRACEBACK}=1 shows where)" if failure.hint and not os.environ.get(TRACEBACK) else ""
     print(
         f"megatron_vl.train: rank {failure.rank}{where}: {failure.message}{memory}{hint}",
         file=sys.stderr,

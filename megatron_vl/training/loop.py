@@ -21,7 +21,7 @@ from megatron_vl.config import RULES_BEFORE, TrainConfig, video_rule
 from megatron_vl.data.blend import Source, sources_of
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.thinking import ThinkingRule
-from megatron_vl.errors import UserError, describe, follows, is_fixable
+from megatron_vl.errors import UserError, describe, follows, traceback_helps
 from megatron_vl.models.build import aux_loss_coefficient, aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
@@ -39,7 +39,13 @@ from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
 from megatron_vl.training.offload.build import chunked_state
-from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
+from megatron_vl.training.optimizer import (
+    SCHEDULE,
+    build_optimizer,
+    changed_schedule,
+    schedule_facts,
+    set_learning_rates,
+)
 from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.preflight import (
     Start,
@@ -340,7 +346,12 @@ def resume(run: Run, start: Start) -> None:
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
     if run.sources and not run.source_counts:
         say(run.grid, "the checkpoint has no counts by source: they begin at 0 here")
-    changes = _changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)
+    changes = (
+        _changed_aux_loss(run, saved),
+        _changed_thinking(run, saved),
+        _changed_moments(run, saved),
+        changed_schedule(run.config, saved.get(SCHEDULE, {}), run.step),
+    )
     for change in filter(None, changes):
         say(run.grid, f"NOTE: {change}")
 
@@ -357,6 +368,7 @@ def _further_facts(run: Run) -> dict[str, Any]:
         "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
         _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
         _MOMENTS: run.config.optimizer.moments_dtype,
+        SCHEDULE: schedule_facts(run.config),
     }
     if run.planned:
         facts[_PLANNED] = True
@@ -569,7 +581,7 @@ def _closing(run: Run, log: MetricsLog, profiler: StepProfiler) -> Iterator[None
     except BaseException as error:
         failed = True
         if isinstance(error, Exception):
-            failures.report(describe(error), is_fixable(error), follows=follows(error))
+            failures.report(describe(error), traceback_helps(error), follows=follows(error))
             ignored.append(Exception)
         raise
 
@@ -646,7 +658,9 @@ def _steps(run: Run, log: MetricsLog, profiler: StepProfiler) -> bool:
         if problem := log.too_many_bad():
             raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
         skipped_in_a_row = [*skipped_in_a_row, result.skipped] if result.skipped else []
-        if len(skipped_in_a_row) >= config.max_bad_steps:
+        # At the end two are enough: nobody would look at a run that ended well, and one may be chance.
+        allowed = min(config.max_bad_steps, 2) if run.step == last else config.max_bad_steps
+        if len(skipped_in_a_row) >= allowed:
             raise TrainingStopped(_too_many_skipped(skipped_in_a_row, run.step))
         if result.failed:
             raise TrainingStopped(_save_failure(run))

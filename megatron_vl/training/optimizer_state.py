@@ -312,6 +312,10 @@ def _header_slices(path: Path) -> list[list[Any]]:
     return [[*place, None] for place in _places(keys, tp_rank, etp_rank).values()]
 
 
+class NoStateError(CheckpointError):
+    """A checkpoint that is whole has no optimizer state for a tensor."""
+
+
 class _Piece(NamedTuple):
     start: int
     end: int
@@ -428,7 +432,7 @@ class OptimizerReader:
             # A damaged header hides what its file holds: check_hash names that file.
             for file, facts in self.files.items():
                 check_hash(self.folder / file, facts)
-        raise CheckpointError(
+        raise NoStateError(
             f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank};"
             " were other parts frozen when it was saved? Start a new run from its weights instead"
             " (model.checkpoint)"
