@@ -49,6 +49,13 @@ def is_fixable(error: BaseException) -> bool:
     return type(error) is RuntimeError and bool(_LOST_RANK.search(str(error)))
 
 
+def traceback_helps(error: BaseException) -> bool:
+    """Whether the place of an error that a user can fix may say more than its message, as with errors of the
+    system. Messages of this project say all that there is to say."""
+    ours = isinstance(error, UserError) or isinstance(error, OSError) and error.errno is None
+    return is_fixable(error) and not ours
+
+
 def follows(error: BaseException) -> bool:
     """Whether an error usually follows from the end of another rank, which then is the cause."""
     return type(error).__name__ in _OF_LOST_RANK or bool(_LOST_RANK.search(str(error)))

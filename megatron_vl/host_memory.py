@@ -1,4 +1,4 @@
-"""The host memory that this process may use, and whether the kernel has killed for lack of it."""
+"""The host memory that this process may use, and whether the kernel has killed processes for lack of it."""
 
 from __future__ import annotations
 
@@ -25,6 +25,29 @@ def oom_kills() -> tuple[int, str] | None:
             return count, "in the job's control group"
     count = _value(Path("/proc/vmstat"), "oom_kill")
     return None if count is None else (count, "on this host, which may be another job's")
+
+
+LESS_HOST_MEMORY = (
+    "lower data.num_workers, data.shuffle_buffer_gib or data.packing_buffer, or give the job more memory"
+)
+
+
+def about_kill(here: bool = True) -> str:
+    """A sentence on whether a process that SIGKILL ended was killed for lack of memory, and what to do.
+
+    Args:
+        here: whether the process ran on this machine.
+    """
+    before, now = _KILLS_AT_START, oom_kills()
+    if before is None or now is None or not here:
+        return f"If `dmesg` there shows that the kernel killed it for lack of memory, {LESS_HOST_MEMORY}"
+    if now[0] > before[0]:
+        count = now[0] - before[0]
+        return (
+            f"Since the start, the kernel has killed {count} processes for lack of memory {now[1]}"
+            f" ({limits()}): {LESS_HOST_MEMORY}"
+        )
+    return "The kernel has killed no process for lack of memory here, so look for who ended it"
 
 
 def available() -> int:
@@ -89,3 +112,7 @@ def _number(path: Path) -> int | None:
         return int(path.read_text())
     except (OSError, ValueError):
         return None
+
+
+_KILLS_AT_START = oom_kills()
+"""What :func:`oom_kills` said when this process, or the launcher that it is a fork of, began."""

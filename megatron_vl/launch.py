@@ -4,9 +4,9 @@
 
 * When a rank stops with a message, only that message is shown.
   torchrun would print a traceback of its own after it.
-* SIGTERM, SIGUSR1 and Ctrl-C ask the ranks to save and end, and the exit code is then 0. Before the first
-  step they end without saving, with 128 + the signal's number. A second Ctrl-C ends them at once. torchrun
-  would kill the ranks after 30 seconds.
+* SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and Ctrl-C ask the ranks to save and end, and the exit code is
+  then 0. Before the first step they end without saving, with 128 + the signal's number. A second Ctrl-C ends
+  them at once. torchrun would kill the ranks after 30 seconds.
 * A rank that stays stopped (SIGSTOP) is killed. Other ranks of its node do that too, but it may be alone.
 * On CPU the ranks of a single node are forks of this process, which has imported what they need. Importing
   takes seconds of processor time, and there are more ranks than cores. With GPUs each rank is a program of
@@ -32,10 +32,11 @@ from types import FrameType
 
 import psutil
 
+from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.processes import children
-from megatron_vl.signals import STOP_SIGNALS, handle, note_request, take_stop_signals
+from megatron_vl.signals import STOP_SIGNALS, handle, note_request, outlive_readers, take_stop_signals
 
 RANK_PROGRAM = "megatron_vl.train"
 STOPPED_S = 30.0
@@ -57,6 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    outlive_readers()
     raise_open_files()  # this process serves the store of all ranks
 
     args = parse_args(words[1:] if fork else words)
@@ -66,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         import_stack(args.training_script)
 
     if args.training_script == RANK_PROGRAM:
-        # The signals on which torchrun may still kill the ranks.
-        args.signals_to_handle = "SIGHUP,SIGQUIT"
+        args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
         handle(STOP_SIGNALS, _ask_ranks)
         threading.Thread(target=_see_ranks, daemon=True).start()
 
@@ -85,13 +86,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        return _code_of(rank, failure.exitcode)
+        return _code_of(rank, failure.exitcode, alone=args.nproc_per_node == "1")
     except SignalException as error:
         return 128 + error.sigval.value
 
 
-def _code_of(rank: int, code: int) -> int:
-    """The exit code of a run whose rank has failed. Says why if the rank could not."""
+def _code_of(rank: int, code: int, alone: bool) -> int:
+    """The exit code of a run whose rank has failed. Says why if the rank could not.
+
+    Args:
+        alone: whether this node has no other ranks, which would say more.
+    """
     if code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if code < 0:  # the rank did not handle the signal yet
             said = "megatron_vl.launch: the run had not begun; nothing was saved"
@@ -100,7 +105,7 @@ def _code_of(rank: int, code: int) -> int:
 
     if code < 0:
         name = signal.Signals(-code).name
-        why = "; the system does that when memory runs out" if name == "SIGKILL" else ""
+        why = f". {host_memory.about_kill()}" if alone and name == "SIGKILL" else ""
         print(f"megatron_vl.launch: rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
         return 128 - code
     return code
@@ -149,11 +154,9 @@ def _be_rank(module: str, words: list[str]) -> None:
     if module == RANK_PROGRAM:
         take_stop_signals()
     else:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
+        handle((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.setsid()  # Ctrl-C is for the launcher, which asks the ranks
     if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
         torch.set_num_threads(int(threads.split(",")[0]))

@@ -6,7 +6,10 @@ Noting it costs an assignment. A thread sends it to rank 0 now and then (see
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 SETTING_UP = "setting up"
 LOADING = "loading rows"
@@ -36,6 +39,8 @@ class Progress:
     phase: str = SETTING_UP
     background: str = ""
     """What a thread does while training goes on; empty: nothing."""
+    syncing: str = ""
+    """The file whose content the disk is to confirm; empty: none."""
     steps_done: int = 0
     """Whole steps since this start."""
     count: int = 0
@@ -73,6 +78,17 @@ def in_background(what: str) -> None:
     """A thread does something, or (empty) has done it."""
     now.background = what
     now.count += 1
+
+
+@contextlib.contextmanager
+def syncing(path: Path) -> Iterator[None]:
+    """A context in which the disk is asked to confirm a file's content, which nothing can hurry."""
+    now.syncing = str(path)
+    try:
+        yield
+    finally:
+        now.syncing = ""
+        now.count += 1
 
 
 def where(progress: Progress | None = None) -> str:

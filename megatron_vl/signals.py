@@ -1,6 +1,7 @@
 """The signals that ask a run to save its state and end.
 
-A cluster sends SIGTERM or SIGUSR1 before it takes the nodes back, and Ctrl-C sends SIGINT. Each sets a flag.
+A cluster sends SIGTERM or SIGUSR1 before it takes the nodes back, Ctrl-C sends SIGINT, and a terminal that is
+closed sends SIGHUP. Each sets a flag.
 The loop reduces it over all ranks with the loss of the step, so that they save and end together, whichever of
 them were signalled. Before the first step they agree on it too, and end without saving. A second SIGTERM or
 SIGINT ends the process at once.
@@ -15,18 +16,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import io
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import Any
 
 from megatron_vl.processes import children
 
 _MESSAGE_S = 10.0
 """Seconds that a rank whose peer is gone has to say why."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _asked: list[str] = []
 """Names of the signals that have come, the latest last."""
@@ -37,10 +44,12 @@ def take_stop_signals() -> None:
     handle(STOP_SIGNALS, note_request)
 
 
-def handle(numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]) -> None:
-    """Sets a handler for signals, except for a SIGINT that is ignored, as in the background of a script."""
+def handle(numbers: Iterable[signal.Signals], handler: Handler) -> None:
+    """Sets a handler for signals, except for an ignored SIGINT, as in the background of a script, and an
+    ignored SIGHUP, as under nohup."""
     for number in numbers:
-        if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+        may_be_ignored = number in (signal.SIGINT, signal.SIGHUP)
+        if not may_be_ignored or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 
 
@@ -52,7 +61,7 @@ def asked_to_stop() -> str:
 def note_request(number: int, frame: FrameType | None = None) -> None:
     """Handles a signal that asks this process to stop. A second SIGTERM or SIGINT ends it."""
     name = signal.Signals(number).name
-    if number != signal.SIGUSR1 and name in _asked:
+    if number in (signal.SIGTERM, signal.SIGINT) and name in _asked:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     if number == signal.SIGTERM and _peer_is_gone():
@@ -60,7 +69,8 @@ def note_request(number: int, frame: FrameType | None = None) -> None:
         end.daemon = True
         end.start()
     if number == signal.SIGINT and _is_alone():
-        os.write(2, _HINT)  # print() may be what the signal has interrupted
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(2, _HINT)  # print() may be what the signal has interrupted
     _asked.append(name)
 
 
@@ -88,7 +98,7 @@ _PR_SET_PDEATHSIG = 1
 
 def shield_loader_worker(seconds: int = 30) -> None:
     """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too, and
-    after the SIGINT of a terminal if the rank takes it as a request to stop.
+    after the SIGINT or SIGHUP of a terminal if the rank takes it as a request to stop.
 
     The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
     it; a stopped one would stay otherwise. Call it in a fork, which has the handlers of its rank.
@@ -96,5 +106,35 @@ def shield_loader_worker(seconds: int = 30) -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) not in (signal.default_int_handler, signal.SIG_DFL):
+            signal.signal(number, signal.SIG_IGN)
+
+
+class _Output(io.FileIO):
+    """A standard stream that becomes /dev/null when nobody can read it any more."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal was closed
+                raise
+
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.fileno())
+        os.close(null)
+        return memoryview(data).nbytes
+
+
+def outlive_readers() -> None:
+    """From now on this process and its forks go on if a terminal is closed, or if a program that reads their
+    output through a pipe ends, as in ``train ... | head``."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
+            continue  # a test's
+        stream.flush()
+        file = io.BufferedWriter(_Output(number, "wb", closefd=False))
+        lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+        setattr(sys, name, lasting)

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node N -m megatron_vl.train --config RUN.yaml [--section.field value ...]
 
-On SIGTERM, SIGUSR1 or Ctrl-C to any rank, all ranks finish the current step, save and end with exit code 0.
-Before the first step they end with 128 + the signal's number, and save nothing. torchrun kills its ranks 30
-seconds after SIGTERM; ``python -m megatron_vl.launch`` waits for them instead.
+On SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to any rank, all ranks finish the current step, save and end with exit
+code 0. Before the first step they end with 128 + the signal's number, and save nothing. torchrun kills its
+ranks 30 seconds after SIGTERM; ``python -m megatron_vl.launch`` waits for them instead.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import sys
 
 from megatron_vl.config import TrainConfig, parse, validate
-from megatron_vl.errors import describe, exit_code, follows, is_fixable
+from megatron_vl.errors import describe, exit_code, follows, traceback_helps
 from megatron_vl.parallel import failures
-from megatron_vl.signals import take_stop_signals
+from megatron_vl.signals import outlive_readers, take_stop_signals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
     """
+    outlive_readers()
     take_stop_signals()
     config = parse(argv)
     faulthandler.enable()  # a crash in native code then prints the Python stack
@@ -81,7 +82,7 @@ def _failed(error: Exception) -> int:
 
     Returns the exit code.
     """
-    failures.tell_once(failures.report(describe(error), is_fixable(error), follows=follows(error)))
+    failures.tell_once(failures.report(describe(error), traceback_helps(error), follows=follows(error)))
     failures.leave()
     return exit_code(error)
 

@@ -177,6 +177,7 @@ IMPOSSIBLE = [
         1,
         "stop_after 9 must not be above steps 8",
     ),
+    (["--failures.timeout_s", "1e12"], 1, "failures.timeout_s 1000000000000.0 must be between 0 and 604800"),
     (["--data.video_fps", "0"], 1, "data.video_fps 0.0 must be above 0"),
     (["--data.min_pixels", "9", "--data.max_pixels", "8"], 1, "data.min_pixels 9"),
     (["--recompute.language_modules", '["attn"]'], 1, "valid: core_attn, mlp, layernorm"),

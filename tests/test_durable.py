@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl import durable
+from megatron_vl import durable, progress
 from megatron_vl.training.optimizer_state import write_hashed
 from megatron_vl.weights.tensor_files import TensorWriter, make_header
 from tests.disk import Disk
@@ -58,3 +58,17 @@ def test_new_folders_and_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert disk.lost(tmp_path / "a") == ["b: the name file", "b: the content of file"]
     durable.sync_tree(tmp_path / "a")
     assert disk.lost(tmp_path / "a") == []
+
+
+def test_a_large_file_is_flushed_in_pieces_that_count_as_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable, "PIECE_BYTES", 1 << 20)
+    path, disk, before = tmp_path / "file", Disk(monkeypatch), progress.now.count
+    with path.open("wb") as file:
+        file.write(bytes(5 << 20))
+        file.flush()
+        durable.flush(file.fileno(), path)
+    durable.sync(tmp_path)
+    assert disk.lost(tmp_path) == []
+    assert progress.now.count - before >= 5 and progress.now.syncing == ""

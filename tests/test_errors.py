@@ -79,18 +79,26 @@ def test_what_a_user_can_fix(error, fixable, code):
     assert ("\n" not in describe(error)) == fixable
 
 
-@pytest.mark.parametrize("fixable", [True, False])
-def test_a_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, fixable):
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RunConfigError("data.path is empty"), "data.path is empty\n"),
+        (FileNotFoundError("a holds no checkpoint"), "a holds no checkpoint\n"),
+        # It may not say who wanted the file.
+        (OSError(5, "broken", "a"), "[Errno 5] broken: 'a'\n(MEGATRON_VL_TRACEBACK=1 shows where)\n"),
+        (KeyError("rows"), ""),
+    ],
+)
+def test_a_rank_tells_a_message_or_a_traceback(monkeypatch, capfd, tmp_path, error, message):
     def fail(config):
-        raise RunConfigError("data.path is empty") if fixable else KeyError("rows")
+        raise error
 
     monkeypatch.setattr("megatron_vl.train.train", fail)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     assert main(["--steps", "3"]) == 1
     said = capfd.readouterr().err
-    if fixable:
-        hint = "(MEGATRON_VL_TRACEBACK=1 shows where)"
-        assert said == f"megatron_vl.train: rank 0: data.path is empty\n{hint}\n"
+    if message:
+        assert said == f"megatron_vl.train: rank 0: {message}"
     else:
         assert said.startswith("megatron_vl.train: rank 0: KeyError: 'rows'\nTraceback")
     assert main(["--steps", "3"]) == 1  # another rank of this node, with the same

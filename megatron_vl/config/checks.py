@@ -182,5 +182,5 @@ def _check_ranges(section: Any, prefix: str = "") -> None:
             _check_ranges(value, f"{name}.")
         elif facts and isinstance(value, int | float) and not in_range(value, facts):
             low, high, above = facts["least"], facts["most"], facts["above"]
-            valid = f"between {low:g} and {high:g}" if high < math.inf else f"at least {low:g}"
+            valid = f"between {low} and {high}" if high < math.inf else f"at least {low:g}"
             raise RunConfigError(f"{name} {value} must be {f'above {above:g}' if above > low else valid}")

@@ -253,7 +253,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
     warmup_steps: int = option(0, least=0)
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole."""
     weight_decay: float = option(0.1, least=0)
     """Weight decay of matrices; biases and norms have none."""
     beta1: float = option(0.9, least=0, most=1)
@@ -351,11 +351,13 @@ class LogConfig:
 class FailuresConfig:
     """What ends a run that cannot continue. A rank that fails or dies always ends it."""
 
-    timeout_s: float = option(600.0, least=0)
+    # At most a week: sockets count milliseconds in 32 bits, and the first step may take three times as long.
+    timeout_s: float = option(600.0, least=0, most=7 * 24 * 3600)
     """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
-    ends with a message. Until the first step is done, while kernels are compiled, the limit is three times as
-    long and at least five minutes. A Python debugger stops the clock; set 0 for one that stops processes
-    (gdb). 0: only the collectives' own limit of 30 minutes applies."""
+    ends with a message. Until the first step is done, while kernels are compiled, and while training waits
+    for the disk to confirm a file of a checkpoint, the limit is three times as long and at least five
+    minutes. A Python debugger stops the clock; set 0 for one that stops processes (gdb). 0: only the
+    collectives' own limit of 30 minutes applies."""
     check_memory: bool = True
     """Refuse to start a run whose memory estimate exceeds the memory of this machine's GPUs. Off: start
     anyway, with a note."""
@@ -427,7 +429,8 @@ class TrainConfig:
     """Seed of the random initial weights."""
     max_bad_steps: int = option(10, least=1)
     """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
-    Each such step is skipped: weights and moments do not change, data and schedules advance."""
+    Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
+    run two of them are too many."""
 
 
 @functools.cache

@@ -62,8 +62,8 @@ class Failure:
     rank: int
     """The rank that failed. The empty message of an orderly end also has a rank."""
     message: str
-    fixable: bool = True
-    """Whether a user can fix the cause, so that a traceback would not help."""
+    hint: bool = False
+    """Whether to say how the traceback is shown."""
     where: str = ""
     """The rank's coordinates in the layout, its step, and its phase; empty before the layout is known."""
     silent: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ class Failure:
     @staticmethod
     def of(verdict: Verdict) -> Failure:
         v = verdict
-        return Failure(v.rank, v.message, True, v.where, v.silent, v.processes, v.died, v.hangs)
+        return Failure(v.rank, v.message, False, v.where, v.silent, v.processes, v.died, v.hangs)
 
 
 class _Watch:
@@ -99,7 +99,6 @@ class _Watch:
         """The result of :func:`report`."""
         self.known: Failure | None = None
         """The first failure of any rank, once this rank knows it."""
-        self.kills = host_memory.oom_kills()
         self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
         self.thread.start()
         self.life = SignsOfLife(self.key, timeout_s, self._judge)
@@ -139,7 +138,7 @@ class _Watch:
         """The failure to report if the process that keeps the store (rank 0 or the launcher) is gone."""
         verdict = self.life.verdict
         if verdict is None:
-            return Failure(self.rank, _host_is_gone(), fixable=False, where=progress.where())
+            return Failure(self.rank, _host_is_gone(), where=progress.where())
         failure = Failure.of(verdict)
         return dataclasses.replace(failure, message=f"{failure.message}; {_host_is_gone()}")
 
@@ -297,18 +296,18 @@ def stop() -> None:
     _watch = None
 
 
-def report(message: str, fixable: bool = True, *, follows: bool = False) -> Failure:
+def report(message: str, hint: bool = False, *, follows: bool = False) -> Failure:
     """Publishes this rank's failure. Returns the failure to print: the first one of any rank.
 
     The caller prints it and then calls :func:`leave`. A second call returns the result of the first one.
 
     Args:
-        fixable: whether a user can fix the cause.
+        hint: whether to say how the traceback is shown.
         follows: whether the error usually follows from the end of another rank. If so, this function waits
             for the other rank's failure and returns that one.
     """
     rank = int(os.environ.get("RANK", "0"))
-    own = Failure(rank, message, fixable, where=progress.where())
+    own = Failure(rank, message, hint, where=progress.where())
     if _watch is None:
         return own
     if _watch.reported is not None:
@@ -372,33 +371,14 @@ def tell_once(failure: Failure) -> None:
             pass  # it is better to print the message twice than not at all
 
     where = f" ({failure.where})" if failure.where else ""
-    memory = f". {_memory_note(failure)}" if failure.died else ""
-    hint = f"\n({TRACEBACK}=1 shows where)" if failure.fixable and not os.environ.get(TRACEBACK) else ""
+    here = any(process.is_here() for process in failure.processes)
+    memory = f". {host_memory.about_kill(here)}" if failure.died else ""
+    hint = f"\n({TRACEBACK}=1 shows where)" if failure.hint and not os.environ.get(TRACEBACK) else ""
     print(
         f"megatron_vl.train: rank {failure.rank}{where}: {failure.message}{memory}{hint}",
         file=sys.stderr,
         flush=True,
     )
-
-
-LESS_HOST_MEMORY = (
-    "lower data.num_workers, data.shuffle_buffer_gib or data.packing_buffer, or give the job more memory"
-)
-
-
-def _memory_note(failure: Failure) -> str:
-    """Says whether the kernel killed the rank for lack of memory, as far as this machine shows that."""
-    before = _watch.kills if _watch is not None else None
-    now = host_memory.oom_kills()
-    if before is None or now is None or not any(process.is_here() for process in failure.processes):
-        return f"If `dmesg` there shows that the kernel killed it for lack of memory, {LESS_HOST_MEMORY}"
-    if now[0] > before[0]:
-        count = now[0] - before[0]
-        return (
-            f"Since the start, the kernel has killed {count} processes for lack of memory {now[1]}"
-            f" ({host_memory.limits()}): {LESS_HOST_MEMORY}"
-        )
-    return "The kernel has killed no process for lack of memory here, so look for who ended it"
 
 
 def _print_stack() -> None:

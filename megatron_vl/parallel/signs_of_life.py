@@ -10,8 +10,9 @@ A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch,
 that waits for another one is not at fault. The verdict names the ranks that sent no lines, because they are
 stopped or their node is lost. If there are none, it names the ranks with the least progress, because the
 others wait for them. Until the first step is done, the limit is :data:`SLOW_START` times as long, and at
-least :data:`SLOW_START_S`, because kernels are compiled and tuned. The clock does not run while the main
-thread of a rank is in a Python debugger.
+least :data:`SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training waits
+for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does not
+run while the main thread of a rank is in a Python debugger.
 
 The other ranks watch rank 0 in the same way: it sends its own lines to all of them.
 """
@@ -43,7 +44,8 @@ from megatron_vl.progress import Progress
 LINES_A_S = 128
 """Largest number of lines per second that rank 0 reads: 4,096 ranks send one line every 32 seconds."""
 SLOW_START, SLOW_START_S = 3, 300.0
-"""The factor by which the limit is longer until the first step is done, and its least value in seconds."""
+"""The factor by which the limit is longer until the first step is done or while a disk confirms a file, and
+its least value in seconds."""
 CONNECT_S = 60.0
 """Seconds for which a rank tries to reach rank 0."""
 _TOGETHER_S = 0.3
@@ -162,7 +164,8 @@ def interval(world: int, timeout_s: float) -> float:
 
 
 def longest_s(timeout_s: float) -> float:
-    """Seconds without progress that are allowed before the first step is done."""
+    """Seconds without progress that are allowed before the first step is done, and while a disk confirms a
+    file."""
     return max(SLOW_START * timeout_s, SLOW_START_S)
 
 
@@ -274,8 +277,10 @@ class _Clock:
         if not self.timeout_s:
             return False
         # All ranks take part in a step. One that was stopped at once has not reported its first step yet.
-        warm = any(sign.progress.steps_done > 0 for sign in signs)
-        return seconds > (self.timeout_s if warm else longest_s(self.timeout_s))
+        known = [sign.progress for sign in signs]
+        warm = any(p.steps_done > 0 for p in known)
+        waits_for_disk = any(p.syncing for p in known) and any(p.phase == progress.SAVING for p in known)
+        return seconds > (self.timeout_s if warm and not waits_for_disk else longest_s(self.timeout_s))
 
 
 class _FirstRank:
@@ -477,10 +482,10 @@ def hanging(signs: dict[int, Sign], seconds: float, silent_s: float, timeout_s: 
         processes = tuple(signs[rank].process for rank in silent)
         return Verdict(silent[0], progress.where(first.progress), message, tuple(silent), processes)
 
-    def far(rank: int) -> tuple[int, int, bool]:
+    def far(rank: int) -> tuple[int, int, bool, bool]:
         p = signs[rank].progress
         order = progress.PHASES.index(p.phase) if p.phase in progress.PHASES else 0
-        return p.step, order, p.background != progress.WRITING
+        return p.step, order, not p.syncing, p.background != progress.WRITING
 
     least = min(map(far, signs))
     slowest = sorted(rank for rank in signs if far(rank) == least)
@@ -492,7 +497,8 @@ def hanging(signs: dict[int, Sign], seconds: float, silent_s: float, timeout_s: 
     else:
         waits = f"it has made no progress for {seconds:.0f} s, and the others wait for it{_others(slowest)}"
     process = f"process {first.process.pid} on {first.process.host}"
-    message = f"{waits} ({process}). {_ADVICE.get(p.phase, '')}{limit}"
+    disk = f"The disk has not confirmed {p.syncing} (fsync). " if p.syncing else ""
+    message = f"{waits} ({process}). {disk}{_ADVICE.get(p.phase, '')}{limit}"
     processes = tuple(signs[rank].process for rank in slowest) if len(slowest) < len(signs) else ()
     return Verdict(slowest[0], progress.where(p), message, processes=processes, hangs=True)
 

@@ -29,7 +29,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.optimizer_state import (
     INDEX,
+    NoStateError,
     OptimizerReader,
     check_hash,
     host_copy,
@@ -75,6 +76,7 @@ from megatron_vl.weights.run_folder import (
     Point,
     Saved,
     aside,
+    folder_step,
     new_branch,
     parse_lineage,
     read_lineage,
@@ -83,6 +85,7 @@ from megatron_vl.weights.run_folder import (
     step_folder,
     write_lineage,
 )
+from megatron_vl.weights.tensor_files import WeightsError
 
 __all__ = [
     "CheckpointError",
@@ -409,10 +412,19 @@ class CheckpointSaver:
         for one in line:
             for_good = self.keep_every and one.step % self.keep_every == 0
             if one not in kept and one.path not in held and not for_good:
-                # A checkpoint that is only partly deleted must not look complete.
-                going = one.path.with_name(f"{one.path.name}.old.partial")
-                os.replace(one.path, going)
-                shutil.rmtree(going, ignore_errors=True)
+                _delete(one.path)
+
+
+def _delete(path: Path) -> None:
+    """Deletes a checkpoint. If that is not possible, a line says so: it is no reason to lose a good save."""
+    going = path.with_name(f"{path.name}.old.partial")
+    try:
+        if going.exists():  # an earlier start could not delete it
+            shutil.rmtree(going)
+        os.replace(path, going)  # a checkpoint that is only partly deleted must not look complete
+        shutil.rmtree(going)
+    except OSError as error:
+        print(f"NOTE: {path} is not needed any more and could not be deleted ({error})", flush=True)
 
 
 def lineage_or_none(path: Path, step: int) -> Lineage:
@@ -506,7 +518,8 @@ class LoaderStates:
         name = f"loader/dp_{rank:05d}.json"
         if name not in self.files:
             raise CheckpointError(f"{self.source} has no {name}: data-parallel rank {rank} did not save")
-        check_hash(self.source / name, self.files[name])
+        with remedied(self.source):
+            check_hash(self.source / name, self.files[name])
         return json.loads((self.source / name).read_text())
 
 
@@ -544,11 +557,12 @@ def load(
     """
     saved = check_resumable(source, run, restart_data)
     parameters = run_parameters(chunks, layout, grid)
-    load_weights(open_weights(source, saved), parameters, grid)
-
     written = read_layout(spec, saved["layout"])
-    state = open_optimizer(source, saved, written, grid)
-    restore(state, optimizer, parameters, tensor_table(spec), grid)
+    weights = open_weights(source, saved)
+    with remedied(source):
+        load_weights(weights, parameters, grid)
+        state = open_optimizer(source, saved, written, grid)
+        restore(state, optimizer, parameters, tensor_table(spec), grid)
     if written == layout and saved["dp"] == grid.dp:
         for name, value in state.rng(state_file(grid.rank)).items():
             if name == "rng/cpu":
@@ -570,13 +584,56 @@ def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
         CheckpointError: they are not the weights that ``run.json`` names.
         WeightsError: they cannot be read.
     """
-    reader = WeightReader(source / "weights")
-    if reader.manifest["digest"] != saved.get("weights"):
-        raise CheckpointError(
-            f"{reader.path / 'manifest.json'} does not belong to {source / 'run.json'} (its digest differs);"
-            " fetch the checkpoint again, or resume from another step"
-        )
+    with remedied(source):
+        reader = WeightReader(source / "weights")
+        if reader.manifest["digest"] != saved.get("weights"):
+            raise CheckpointError(
+                f"{reader.path / 'manifest.json'} does not belong to {source / 'run.json'} (its digest"
+                " differs)"
+            )
     return reader
+
+
+@contextlib.contextmanager
+def remedied(source: Path) -> Iterator[None]:
+    """A context that adds to the message about a damaged checkpoint from which other one a run can resume.
+
+    Raises:
+        CheckpointError: in place of any error about files of ``source``.
+    """
+    try:
+        yield
+    except NoStateError:
+        raise
+    except (CheckpointError, WeightsError, OSError) as error:
+        raise CheckpointError(f"{error}. {_remedy(source)}") from error
+
+
+def _remedy(source: Path) -> str:
+    """A sentence that says how a run can go on without the checkpoint ``source``, which is damaged."""
+    step, folder = folder_step(source) or 0, source.parent
+    try:
+        lineage = read_lineage(source, step)
+        others = [saved for saved in saved_checkpoints(folder) if saved.path != source]
+    except CheckpointError:
+        return f"Fetch the checkpoint again, or move {source} away"
+
+    # Those that led to the damaged one go before those of abandoned branches.
+    others.sort(key=lambda one: (lineage.holds(step, one.point), one.lineage.serial), reverse=True)
+    for saved in others:
+        if _seems_whole(saved.path):
+            return f"Resume with --checkpoint.step {saved.step}, the last one whose files are all there"
+    return f"{folder} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
+
+
+def _seems_whole(source: Path) -> bool:
+    """Whether a step folder has all its files in their sizes. Their content is not read."""
+    try:
+        files = read_run(source)["files"]
+        WeightReader(source / "weights")
+        return all((source / name).stat().st_size == facts["bytes"] for name, facts in files.items())
+    except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
+        return False
 
 
 def open_optimizer(
@@ -622,7 +679,8 @@ def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> di
     Raises:
         CheckpointError: the file is missing or damaged, or the order of samples would change.
     """
-    saved = read_run(source)
+    with remedied(source):
+        saved = read_run(source)
     for name in () if restart_data else SAME:
         value = now[name]
         if saved.get(name) != value:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
+from megatron_vl import host_memory
 from megatron_vl.processes import python_path_with_tools
 from megatron_vl.weights.manifest import MANIFEST
 from megatron_vl.weights.run_folder import EXPORTED, EXPORTS, Saved, export_folder
@@ -190,9 +191,7 @@ def _why(exit_code: int, said: str) -> str:
     """Why an export failed, from its process's exit code and standard error."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"{name} ended it" + (
-            "; the system does that when memory runs out" if name == "SIGKILL" else ""
-        )
+        return f"{name} ended it" + (f". {host_memory.about_kill()}" if name == "SIGKILL" else "")
     lines = [line for line in said.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {exit_code}"
 

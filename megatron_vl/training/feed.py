@@ -23,7 +23,6 @@ from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.balance import balance
-from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
@@ -242,7 +241,7 @@ class Feed:
             return [], f"{where}: the data set ended; training needs a repeating loader"
         except Exception as error:
             # Every rank of the replica must learn of the error, or it would hang in the broadcast.
-            said = host_message(error) or f"{type(error).__name__}: {error}{_worker_note(error)}"
+            said = host_message(error) or f"{type(error).__name__}: {error}"
             return [], f"{where}: {said}"
 
     def _next_row(self) -> Row:
@@ -309,13 +308,6 @@ class Feed:
         group = grid.replica_group if buffer.whole_replica else grid.tp_group
         dist.broadcast(joined, src=grid.replica_source, group=group)
         return list(joined.split(sizes))
-
-
-def _worker_note(error: Exception) -> str:
-    """What to do if a loader's process has died, which torch reports as an error."""
-    if "DataLoader worker" not in str(error):
-        return ""
-    return f". If the kernel killed it for lack of memory (dmesg says so), {LESS_HOST_MEMORY}"
 
 
 def _step_data(rows: list[DeviceRow], described: list[dict[str, Any]], wait_s: float) -> StepData:

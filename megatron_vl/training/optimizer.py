@@ -121,6 +121,45 @@ def rate_of(config: TrainConfig, step: int, peak: float) -> float:
     )
 
 
+SCHEDULE = "schedule"
+"""The entry of a checkpoint's ``run.json`` with :func:`schedule_facts`."""
+
+
+def schedule_facts(config: TrainConfig) -> dict[str, Any]:
+    """The fields of a run that decide the learning rate of each step."""
+    o = config.optimizer
+    fields = {name: getattr(o, name) for name in ("lr", "min_lr_ratio", "schedule", "warmup_steps")}
+    return {"steps": config.steps, **{f"optimizer.{name}": value for name, value in fields.items()}}
+
+
+def changed_schedule(config: TrainConfig, saved: dict[str, Any], step: int) -> str:
+    """A note if other fields than the saved ones give the next step another learning rate; otherwise empty.
+
+    Args:
+        saved: the result of :func:`schedule_facts` when the checkpoint was saved; empty: it is not known.
+        step: the next step, zero-based.
+    """
+    now = schedule_facts(config)
+    if any(type(saved.get(name)) is not type(value) for name, value in now.items()):
+        return ""
+
+    before, after = (
+        learning_rate(
+            step,
+            peak=facts["optimizer.lr"],
+            final=facts["optimizer.lr"] * facts["optimizer.min_lr_ratio"],
+            steps=facts["steps"],
+            warmup=facts["optimizer.warmup_steps"],
+            schedule=facts["optimizer.schedule"],
+        )
+        for facts in (saved, now)
+    )
+    if before == after:
+        return ""
+    changed = [f"{name} was {saved[name]}, is {value}" for name, value in now.items() if saved[name] != value]
+    return f"the learning rate goes on at {after:.3e}, and was to be {before:.3e}: {', '.join(changed)}"
+
+
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> Rates:
     """Sets every group's rate and weight decay for ``step``. Returns the rate of each part."""
     for group in optimizer.param_groups:

@@ -22,7 +22,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -186,7 +185,7 @@ def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
                     progress.tick()
                 size += len(data)
             file.flush()
-            os.fsync(file.fileno())
+            durable.flush(file.fileno(), partial)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -313,6 +312,10 @@ def _header_slices(path: Path) -> list[list[Any]]:
     return [[*place, None] for place in _places(keys, tp_rank, etp_rank).values()]
 
 
+class NoStateError(CheckpointError):
+    """A checkpoint that is whole has no optimizer state for a tensor."""
+
+
 class _Piece(NamedTuple):
     start: int
     end: int
@@ -429,7 +432,7 @@ class OptimizerReader:
             # A damaged header hides what its file holds: check_hash names that file.
             for file, facts in self.files.items():
                 check_hash(self.folder / file, facts)
-        raise CheckpointError(
+        raise NoStateError(
             f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank};"
             " were other parts frozen when it was saved? Start a new run from its weights instead"
             " (model.checkpoint)"

@@ -1,4 +1,5 @@
-"""Messages for ranks that run out of memory: how much there was, what was estimated, and what would fit."""
+"""Messages for ranks that run out of memory, or lose a process of their loader, which often means the same.
+They say how much memory there was, what was estimated, and what would fit."""
 
 from __future__ import annotations
 
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 
 from megatron_vl import host_memory
 from megatron_vl.errors import UserError
-from megatron_vl.parallel.failures import LESS_HOST_MEMORY
 from megatron_vl.planning.fit import advice
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import PARTS, StageMemory, stage_memories
@@ -26,10 +26,14 @@ _OF_GPU = re.compile(
     r"|cudaErrorMemoryAllocation|Cuda failure 2 'out of memory'"
 )
 _OF_HOST = re.compile(r"[Cc]an(no|')t allocate memory|std::bad_alloc|DefaultCPUAllocator: not enough memory")
+_LOADER_PROCESS = re.compile(
+    r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
+)
+"""torch's errors for the death of a process. It raises them in the main thread, wherever that is."""
 
 
 class OutOfMemory(UserError, MemoryError):
-    """A rank has no memory left. The message says what to change."""
+    """A rank has no memory left, or has lost a process of its loader. The message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ class GpuMemory:
 
 @contextlib.contextmanager
 def explained(resolved: ResolvedRun) -> Iterator[None]:
-    """A context that replaces errors caused by a lack of memory with :class:`OutOfMemory`."""
+    """A context that replaces errors caused by a lack of memory, or by the death of a process of the loader,
+    with :class:`OutOfMemory`."""
     try:
         yield
     except Exception as error:
@@ -58,7 +63,7 @@ def explained(resolved: ResolvedRun) -> Iterator[None]:
 
 
 def explain(error: Exception, resolved: ResolvedRun) -> str | None:
-    """The message for an error caused by a lack of memory; None for any other error."""
+    """The message for an error caused by a lack of memory or a lost loader; None for any other error."""
     if isinstance(error, OutOfMemory):
         return None
     said = str(error)
@@ -68,12 +73,29 @@ def explain(error: Exception, resolved: ResolvedRun) -> str | None:
 
 
 def host_message(error: BaseException) -> str | None:
-    """The message for an error caused by a lack of host memory; None for any other error."""
+    """The message for an error caused by a lack of host memory or a lost loader; None for any other error."""
+    if message := _loader_message(error):
+        return message
     said = str(error)
     of_host = isinstance(error, MemoryError) or isinstance(error, OSError) and error.errno == errno.ENOMEM
     if not of_host and not _OF_HOST.search(said):
         return None
-    return f"out of host memory ({_first_line(said)}): {host_memory.limits()}. {_upper(LESS_HOST_MEMORY)}"
+    advice = _upper(host_memory.LESS_HOST_MEMORY)
+    return f"out of host memory ({_first_line(said)}): {host_memory.limits()}. {advice}"
+
+
+def _loader_message(error: BaseException | None) -> str:
+    """The message for the death of a process of the loader; empty for any other error and cause."""
+    while error is not None and not (found := _LOADER_PROCESS.search(str(error))):
+        error = error.__cause__ or error.__context__
+    if error is None or not found:
+        return ""
+
+    signal_name = found[2] or "Killed"
+    if signal_name == "Killed":
+        return f"a process of the loader ({found[1]}) was killed from outside. {host_memory.about_kill()}"
+    advice = "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full"
+    return f"a process of the loader ({found[1]}) was ended by a signal: {signal_name}. {advice}"
 
 
 def _gpu_message(said: str, resolved: ResolvedRun) -> str:

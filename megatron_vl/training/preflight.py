@@ -146,14 +146,14 @@ def check_data_path(path: str) -> None:
 
 
 def check_folder(field: str, path: str) -> None:
-    """Checks that an output folder, and every folder above it, is not a file.
+    """Checks that an output folder, and every folder above it, is not a file. A run's own is writable, too.
 
     Args:
         field: the field that names the folder, for the message.
         path: the folder; empty: there is none.
 
     Raises:
-        RunConfigError: one of them is a file. The message names the field and the file.
+        RunConfigError: it cannot be used. The message names the field and the folder or file.
     """
     folder = Path(path)
     in_the_way = next(
@@ -161,6 +161,13 @@ def check_folder(field: str, path: str) -> None:
     )
     if path and in_the_way:
         raise RunConfigError(f"{field} {path}: {in_the_way} is a file; give a folder, which may be a new one")
+    # All ranks write checkpoints, and other folders only the first one.
+    there = next(part for part in (folder, *folder.absolute().parents) if part.exists())
+    if path and field == "checkpoint.dir" and not os.access(there, os.W_OK | os.X_OK):
+        raise RunConfigError(
+            f"{field} {path} cannot be written, because {there} is read-only or belongs to another user; give"
+            f" another {field}, or write permission there"
+        )
 
 
 def check_wandb(project: str) -> None:

@@ -14,6 +14,7 @@ from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, say
+from megatron_vl.training.optimizer import SCHEDULE, changed_schedule, schedule_facts
 from megatron_vl.training.preflight import run_facts
 from megatron_vl.training.resolve import PLANNED_BATCHES
 from megatron_vl.training.setup import Run, end_if_asked
@@ -62,7 +63,12 @@ def _restore(run: Run) -> None:
     try:
         run.skipped = {reason: int(saved[_SKIPPED_STEPS][reason]) for reason in SKIPPED}
         run.source_counts = dict(saved[_SOURCES])
-        changes = [_changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)]
+        changes = [
+            _changed_aux_loss(run, saved),
+            _changed_thinking(run, saved),
+            _changed_moments(run, saved),
+            changed_schedule(run.config, saved[SCHEDULE], run.step),
+        ]
     except (KeyError, TypeError, ValueError) as error:
         what = f"{type(error).__name__}: {error}"
         raise checkpoint.CheckpointError(f"{start.source.path / 'run.json'} is damaged: {what}") from error
@@ -79,6 +85,7 @@ def checkpoint_facts(run: Run, log: MetricsLog) -> dict[str, Any]:
         "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
         _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
         _MOMENTS: run.config.optimizer.moments_dtype,
+        SCHEDULE: schedule_facts(run.config),
         PLANNED_BATCHES: run.resolved.planned_batches,
         _AUX_LOSS: aux_loss_coefficient(run.spec, run.config.model) if run.spec.language.moe else None,
         _SOURCES: log.sources.state_dict(),

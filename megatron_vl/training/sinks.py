@@ -7,6 +7,7 @@ further subclass and a line there.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -70,7 +71,7 @@ class JsonLines(Sink):
         self.file = (folder / "metrics.jsonl").open("a")
 
     def step(self, numbers: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(numbers) + "\n")
+        self.file.write(_line(numbers))
         self.file.flush()
 
     def evaluation(self, step: int, result: Evaluation) -> None:
@@ -82,10 +83,19 @@ class JsonLines(Sink):
             "answers": [asdict(answer) for answer in result.answers],
         }
         with (self.folder / "eval.jsonl").open("a") as file:
-            file.write(json.dumps(numbers, ensure_ascii=False) + "\n")
+            file.write(_line(numbers))
 
     def close(self, failed: bool = False) -> None:
         self.file.close()
+
+
+def _line(numbers: Mapping[str, Any]) -> str:
+    """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
+    known = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in numbers.items()
+    }
+    return json.dumps(known, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class TensorBoard(Sink):

@@ -320,7 +320,7 @@ class TensorWriter:
         With ``sync``, its bytes are on the disk before it is renamed, and its name is on the disk on return.
         """
         if sync:
-            os.fsync(self._fd)
+            durable.flush(self._fd, self._partial)
         self.close()
 
         if sync:

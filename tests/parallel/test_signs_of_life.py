@@ -29,9 +29,16 @@ from megatron_vl.progress import COMPUTING, LOADING, SAVING, SHARING, WRITING, P
 
 
 def sign(
-    rank: int, phase: str, step: int = 7, *, age: float = 0.0, background: str = "", done: int = 3
+    rank: int,
+    phase: str,
+    step: int = 7,
+    *,
+    age: float = 0.0,
+    background: str = "",
+    syncing: str = "",
+    done: int = 3,
 ) -> Sign:
-    where = Progress(f"tp {rank}, pp 0, dp 0", step, phase, background, done, count=1)
+    where = Progress(f"tp {rank}, pp 0, dp 0", step, phase, background, syncing, done, count=1)
     process = Process("elsewhere", 1000 + rank, "another machine", 0.0)
     return Sign(rank, process, where, heard_at=time.monotonic() - age)
 
@@ -122,6 +129,17 @@ def test_before_the_first_step_the_limit_is_longer_and_zero_is_none() -> None:
     assert clock.is_over(1801, cold) and not clock.is_over(1799, cold)
     assert not _Clock(20).is_over(299, cold), "compiling takes its minutes"
     assert not _Clock(0).is_over(1e9, warm)
+
+
+def test_a_disk_has_longer_to_sync_a_file_that_training_waits_for() -> None:
+    waiting = [sign(0, SAVING), sign(1, SAVING, background=WRITING), sign(2, SAVING, syncing="/a/b.part")]
+    clock = _Clock(600)
+    assert not clock.is_over(1799, waiting) and clock.is_over(1801, waiting)
+    trained_meanwhile = [sign(0, COMPUTING), sign(2, COMPUTING, syncing="/a/b.part")]
+    assert clock.is_over(601, trained_meanwhile), "the sync does not keep them"
+
+    verdict = hanging(signs(*waiting), 1801, 8, 600)
+    assert verdict.rank == 2 and "The disk has not confirmed /a/b.part" in verdict.message
 
 
 def test_only_the_very_process_is_killed() -> None:

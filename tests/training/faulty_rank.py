@@ -42,6 +42,11 @@ def stop_loader() -> None:
         worker.suspend()
 
 
+def kill_loader() -> None:
+    """The system kills a process of the loader."""
+    psutil.Process().children()[0].kill()
+
+
 def exhaust() -> None:
     """The main thread allocates until there is no more."""
     os.kill(os.getpid(), signal.SIGUSR2)
@@ -94,6 +99,18 @@ def has_files(run: Path) -> bool:
     return any(path.is_file() for path in run.glob("hf/*.partial/*"))
 
 
+def slow_disk() -> None:
+    """From now on the disk takes longer for a file of tensors than ``failures.timeout_s``, once."""
+    real, slow_once = os.fsync, iter([True])
+
+    def fsync(handle: int) -> None:
+        if ".safetensors" in os.readlink(f"/proc/self/fd/{handle}") and next(slow_once, False):
+            time.sleep(16)
+        real(handle)
+
+    os.fsync = fsync
+
+
 def take_all(number: int, frame: FrameType | None) -> None:
     most = psutil.Process().memory_info().vms + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -106,9 +123,11 @@ FAULTS: dict[str, Callable[[], None]] = {
     "kill": kill,
     "stop": stop,
     "stop_loader": stop_loader,
+    "kill_loader": kill_loader,
     "exhaust": exhaust,
     "exhaust_gpu": exhaust_gpu,
     "fill_disk": fill_disk,
+    "slow_disk": slow_disk,
 }
 
 

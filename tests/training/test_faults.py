@@ -170,6 +170,28 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
     assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
 
 
+@pytest.mark.parametrize("moment", ["step", pytest.param("0.1", marks=pytest.mark.full)])
+def test_a_killed_loader_is_no_bug(prepared: dict[str, Path], tmp_path: Path, moment: str) -> None:
+    ended = disturb(prepared, tmp_path / "run", "kill_loader", 0, 3, moment)
+    assert ended.codes == [1, 1, 1, 1] and ended.seconds < DEAD_S, ended
+    # Other ranks of its replica learn of it in the same moment, and one of them may be the first to say it.
+    assert re.search(r"train: rank \d " + WHERE.format(tp=r"\d", pp=r"\d"), ended.message), ended
+    assert re.search(r"a process of the loader \(\d+\) was killed from outside. The ker", ended.message)
+    assert "Traceback" not in ended.stderr and "please report" not in ended.stderr
+
+
+def test_a_slow_disk_in_a_save_that_training_waits_for_is_no_hang(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    options = [*OPTIONS, "--checkpoint.background", "false"]
+    words = ["slow_disk", 1, 1, "step", *options_of(prepared, run, *options, steps=4)]
+    done = ranks.run_apart("tests.training.faulty_rank", words, 4, one_node=True)
+    assert [rank.code for rank in done] == [0] * 4, "".join(rank.stderr for rank in done)
+    assert last_is_good(run) == 4
+
+
 EXPORTS = ["--checkpoint.interval", "2", "--checkpoint.export_hf", "2"]
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
-from megatron_vl.training.optimizer import learning_rate
+from megatron_vl.config import parse_config
+from megatron_vl.training.optimizer import changed_schedule, learning_rate, schedule_facts
 from tests.support.ranks import call
 from tests.training.programs import (
     parts_that_move,
@@ -28,6 +29,20 @@ def test_cosine_reaches_peak_and_final() -> None:
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
     assert rates[100] == pytest.approx(3e-5)
     assert rates[55] == pytest.approx((3e-4 + 3e-5) / 2)
+
+
+def test_a_resumed_run_says_that_its_learning_rate_jumps() -> None:
+    before, longer = (
+        parse_config(["--steps", steps, "--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"])
+        for steps in ("4", "8")
+    )
+    saved = schedule_facts(before)
+    note = "the learning rate goes on at 8.536e-04, and was to be 5.000e-04: steps was 4, is 8"
+    assert changed_schedule(longer, saved, 2) == note
+    assert changed_schedule(before, saved, 2) == ""
+    assert changed_schedule(longer, saved, 0) == "", "the schedules begin alike"
+    # A checkpoint may come from anybody.
+    assert changed_schedule(longer, {}, 2) == changed_schedule(longer, saved | {"steps": "4"}, 2) == ""
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])

@@ -126,6 +126,21 @@ def test_lack_of_host_memory_is_told_as_such(error: Exception) -> None:
             raise error
 
 
+def test_a_lost_process_of_the_loader_is_told_as_such() -> None:
+    """torch raises its error wherever the main thread is, and others may wrap it."""
+    killed = RuntimeError("DataLoader worker (pid 4711) is killed by signal: Killed. ")
+    lost = RuntimeError("DataLoader worker (pid(s) 4711, 12) exited unexpectedly")
+    wrapped = RuntimeError("backward failed")
+    wrapped.__cause__ = killed
+    for error in (killed, lost, wrapped):
+        with pytest.raises(OutOfMemory, match=r"loader \(4711(, 12)?\) was killed from outside. .*memory"):
+            with explained(config()):
+                raise error
+
+    crashed = RuntimeError("DataLoader worker (pid 4711) is killed by signal: Segmentation fault. ")
+    assert "was ended by a signal: Segmentation fault. A media file" in str(explain(crashed, config()))
+
+
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(OSError, match="No space left"), explained(run()):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -18,6 +18,7 @@ from megatron_vl.training.checkpoint import _FORMAT
 from megatron_vl.training.preflight import remarks
 from megatron_vl.training.resolve import resolve
 from tests.support.run_json import write_run_json
+from tests.training.small_run import environment
 
 HF_CONFIG = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen2.5-VL-3B-Instruct.json"
 
@@ -97,6 +98,30 @@ def test_a_file_in_a_folders_place_is_reported_with_the_field(
     (tmp_path / "file").write_text("")
     with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):
         resolve(parse_config([*fields, f"--{field}", f"{tmp_path / 'file'}{below}"]), 1)
+
+
+READ_ONLY = """
+import sys
+from megatron_vl.training.preflight import check_folder
+
+check_folder("checkpoint.dir", sys.argv[1])
+"""
+
+
+def test_a_read_only_folder_is_reported_with_the_field(tmp_path: Path) -> None:
+    """A real read-only file system, because nothing else is read-only for root."""
+    mounted = 'mount -t tmpfs -o ro none "$0" && exec "$@"'
+    program = [sys.executable, "-c", READ_ONLY, str(tmp_path / "runs" / "mine")]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mounted, str(tmp_path), *program],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    if "check_folder" not in done.stderr:
+        pytest.skip(f"no file system can be mounted here: {done.stderr}")
+    cannot = f"checkpoint.dir {tmp_path}/runs/mine cannot be written, because {tmp_path} is read-only"
+    assert cannot in done.stderr
 
 
 def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:

@@ -108,6 +108,36 @@ def test_retention_counts_what_led_here_and_leaves_what_was_abandoned(
     assert lineage_of(run)["steps"] == [2, 4, 5]
 
 
+def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """An earlier start has left something in its way. The later start trains for longer, and says so."""
+    run = tmp_path / "run"
+    keep = ["--checkpoint.keep", "1", "--optimizer.warmup_steps", "0"]
+    run.mkdir()
+    (run / "step_00000002.old.partial").write_text("not a folder")  # and so not deleted as one
+    first, second = trainings(prepared, (run, [*keep, "--steps", "4"]), (run, [*keep, "--steps", "6"]))
+    assert "step_00000002 is not needed any more and could not be deleted" in first
+    assert lineage_of(run)["steps"][-1] == 6 and "NOTE: the learning rate" not in first
+    assert (
+        "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04: steps was 4, is 6" in second
+    )
+
+
+def test_a_damaged_checkpoint_is_reported_with_the_last_whole_one(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    trainings(prepared, (run, []))
+    for name in ("weights/manifest.json", "run.json", "optimizer/rank_00000.safetensors"):
+        shutil.copytree(run, again := tmp_path / name.replace("/", "_"))
+        (again / "step_00000006" / name).unlink()
+        for path in (again / "step_00000004" / "loader").iterdir():
+            path.write_text("{}")  # this one is damaged too
+        [said] = trainings(prepared, (again, ["--steps", "8"]))
+        assert said.endswith("Resume with --checkpoint.step 2, the last one whose files are all there"), said
+
+
 def test_the_data_restart_once_and_then_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
     """A stopped run with the option still on reads what an undisturbed run reads."""
     first, whole, stopped, again = (tmp_path / name for name in ("first", "whole", "stopped", "again"))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -36,14 +39,17 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     )
 
 
-def start(launcher: list[str], prepared: dict[str, Path], run: Path, ranks: int = 2) -> subprocess.Popen[str]:
+def start(
+    launcher: list[str], prepared: dict[str, Path], run: Path, ranks: int = 2, **more: Any
+) -> subprocess.Popen[str]:
     """Data-parallel ranks with two loader workers each, far from their last step."""
     words = command(prepared, run, "--global_batch_size", "2", ranks=ranks, steps=4000)
     assert words[:3] == TORCHRUN
     # A terminal sends Ctrl-C to a whole group of processes.
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     after = words.index("megatron_vl.train") + 1 if launcher is ALONE else 3
-    return subprocess.Popen([*launcher, *words[after:]], env=environment(), cwd=prepared["folder"], **options)
+    options |= {"env": environment(), "cwd": prepared["folder"], **more}
+    return subprocess.Popen([*launcher, *words[after:]], **options)
 
 
 def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], seconds: float = 120) -> None:
@@ -84,6 +90,43 @@ def test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_pa
     assert time.monotonic() - began < 25
     assert second.returncode == 128 + signal.SIGKILL
     assert "rank 1 was ended by SIGKILL" in err and "ChildFailedError" not in err
+    assert "memory runs out" not in err and err.count("for lack of memory") == 1
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "launcher", [LAUNCHER, pytest.param(ALONE, marks=pytest.mark.full)], ids=["launcher", "alone"]
+)
+def test_a_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launcher, prepared, tmp_path):
+    """As ``train ... | head -3`` in a terminal, of which it is the only program."""
+    run, (terminal, side_of_program) = tmp_path / "run", os.openpty()
+    process = start(
+        launcher,
+        prepared,
+        run,
+        ranks=1 if launcher is ALONE else 2,
+        stderr=side_of_program,
+        preexec_fn=lambda: fcntl.ioctl(side_of_program, termios.TIOCSCTTY, 0),
+    )
+    os.close(side_of_program)
+    for _ in range(3):
+        process.stdout.readline()
+    process.stdout.close()
+    wait_for(lambda: len(metrics(run)) >= 6, process)
+
+    os.close(terminal)  # the system sends SIGHUP, and what the program prints there fails
+    assert process.wait(timeout=60) == 0
+    last = metrics(run)[-1]["step"]
+    assert 6 <= last < 4000 and verify_checkpoint(run / f"step_{last:08d}") == []
+
+
+def test_nohup_stays_what_it_is():
+    def ignores() -> bool:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        take_stop_signals()
+        return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+    assert in_fork(ignores) == 0
 
 
 @pytest.mark.full
@@ -182,7 +225,7 @@ def test_loader_workers_ignore_ctrl_c_only_if_their_rank_takes_it():
 
 @pytest.mark.full
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("launcher", [LAUNCHER, TORCHRUN, ALONE], ids=["launcher", "torchrun", "alone"])
 def test_every_launcher_saves_at_each_signal(launcher, number, prepared, tmp_path):
     """torchrun signals the loaders' worker processes with the ranks, and ends with a report of its own."""

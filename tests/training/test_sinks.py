@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -107,6 +108,18 @@ def test_json_lines_hold_every_number(tmp_path: Path) -> None:
     (line,) = metrics(tmp_path, "eval.jsonl")
     answer = {"key": "a", "prompt": "What?", "wanted": "A cat.", "answer": "A dog."}
     assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5, "answers": [answer]}
+
+
+def test_json_lines_are_json_where_a_number_is_not_finite(tmp_path: Path) -> None:
+    """As in a step without loss tokens. JSON has no NaN, and other programs than Python refuse it."""
+    sink = JsonLines(tmp_path)
+    sink.step({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "mfu": None})
+    sink.evaluation(1, Evaluation(loss=math.nan, loss_tokens=0, seconds=1.0, answers=[]))
+    sink.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == (
+        '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.5, "mfu": null}\n'
+    )
+    assert json.loads((tmp_path / "eval.jsonl").read_text(), parse_constant=pytest.fail)["loss"] is None
 
 
 def test_tensorboard_holds_what_can_be_drawn(tmp_path: Path) -> None:
