@@ -4,6 +4,7 @@ checkpoint."""
 from __future__ import annotations
 
 import json
+import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
