@@ -443,7 +443,11 @@ REFUSED = [
     ({"messages": [MARKED, SAY], "image_paths": ["a.png"]}, "markers and media differ", "messages"),
     ({"messages": [ASK, SAY | {"content": "A <video> of"}]}, "markers and media differ", "messages"),
     (asks_in_parts({"type": "text", "text": "<image>"}), "markers and media differ", "messages"),
-    ({"messages": [MARKED, SAY], "image": "a.png", "markers": "text"}, "markers and media differ", "messages"),
+    (
+        {"messages": [MARKED, SAY], "image": "a.png", "markers": "text"},
+        "markers and media differ",
+        "messages",
+    ),
     ({"instruction": "a", "output": ""}, "no assistant turn", "instruction"),
     (
         {"instruction": "a", "output": "", "history": [["b", "c"]]},

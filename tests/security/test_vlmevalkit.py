@@ -16,7 +16,6 @@ from tests.toolkit.evaluation import (
     VIDEO_COLUMNS,
     dialogue_table,
     encoded,
-    needs_vlmevalkit,
     photographs,
     video_mme,
     video_row,
@@ -29,7 +28,7 @@ from toolkit.evaluate.early import names, parts_of
 
 from .payload import Mark
 
-pytestmark = [pytest.mark.ranks, needs_vlmevalkit]
+pytestmark = [pytest.mark.ranks, pytest.mark.eval]
 MMMB = ("ar", "cn", "en", "pt", "ru", "tr")
 
 

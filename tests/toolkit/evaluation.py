@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import csv
-import importlib.util
 import io
 import json
 import shutil
@@ -13,16 +12,11 @@ from pathlib import Path
 
 import av
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from toolkit.hf import load_processor
-
-needs_vlmevalkit = pytest.mark.skipif(
-    importlib.util.find_spec("vlmeval") is None, reason="VLMEvalKit is not installed: make eval"
-)
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 VIDEO_COLUMNS = (

@@ -24,16 +24,14 @@ from tests.toolkit.evaluation import (
     answers_letters,
     answers_of,
     damage,
-    needs_vlmevalkit,
     photograph_table,
     write_table,
 )
 from toolkit.cli import main
+from toolkit.evaluate import comparison
 from toolkit.evaluate.comparison import _gpus
 from toolkit.evaluate.early import check_data, find_data
 from toolkit.hf import load_model, load_processor
-
-pytestmark = needs_vlmevalkit
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--dtype", "float32", "--max-new-tokens", "1"]
@@ -78,6 +76,7 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
     return answers
 
 
+@pytest.mark.eval
 @pytest.mark.ranks
 def test_an_examples_script_scores_original_round_trip_and_training(original, table, tmp_path):
     """Two processes share the questions; answers and scores are those of transformers and of counting."""
@@ -130,6 +129,7 @@ def run(original: Path, converted: Path, table: Path, out: Path, *options: str) 
     return code, json.loads(report.read_text()) if report.is_file() else {}
 
 
+@pytest.mark.eval
 def test_one_permuted_projection_fails_before_a_question_is_asked(original, damaged, table, tmp_path, capsys):
     code, report = run(original, damaged, table, tmp_path / "out")
     assert code == 1 and not report["passed"]
@@ -139,7 +139,10 @@ def test_one_permuted_projection_fails_before_a_question_is_asked(original, dama
     assert "no question asked" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys):
+def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys, monkeypatch):
+    """VLMEvalKit is missed last: a wrong path is named where it is not installed, too."""
+    monkeypatch.setattr(comparison, "VLMEVALKIT", "0")  # no such version is installed
+
     def refused(*options: str, hf: Path = original, out: Path = tmp_path / "out") -> str:
         assert run(hf, converted, table, out, *options)[0] == 2
         return capsys.readouterr().err
@@ -156,6 +159,7 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     assert "is not empty" in refused(out=tmp_path / "full")
+    assert "install the eval extra: pip install" in refused()
     assert main(["evaluate", "--original", str(original)]) == 2
 
 
@@ -210,6 +214,7 @@ def test_wrong_data_is_reported_before_anything_is_imported(table, tmp_path):
     check_data(table.stem, table.parent, True)
 
 
+@pytest.mark.eval
 @pytest.mark.slow
 def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, tmp_path, capsys, monkeypatch):
     broken = tmp_path / "site"

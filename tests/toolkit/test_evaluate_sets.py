@@ -20,7 +20,6 @@ from tests.toolkit.evaluation import (
     damage,
     dialogue_table,
     encoded,
-    needs_vlmevalkit,
     photographs,
     video_mme,
     write_table,
@@ -31,7 +30,7 @@ from toolkit.evaluate.model import Checkpoint
 from toolkit.hf import load_model, load_processor
 from toolkit.tiny import write_tiny_checkpoint
 
-pytestmark = [pytest.mark.ranks, needs_vlmevalkit]
+pytestmark = pytest.mark.ranks
 
 
 LETTER_SEEDS = {"qwen3_vl": 2005}
@@ -132,6 +131,7 @@ def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image])
     return answers
 
 
+@pytest.mark.eval
 @pytest.mark.full
 def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, judge, tmp_path, capsys):
     url, seen = judge
@@ -159,6 +159,7 @@ def test_dialogues_are_answered_turn_by_turn_and_judged_on_this_machine(pair, ju
 # --- Tables -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.eval
 @pytest.mark.full
 def test_several_tables_in_one_and_damage(pair, tmp_path, capsys):
     """MMMB has six tables, each scored by itself; two questions of each are asked. The checkpoint with one
@@ -273,6 +274,7 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.eval
 @pytest.mark.full
 def test_videos_are_shown_as_frames_and_two_processes_answer_alike(pair, videos, tmp_path):
     """Each question is asked twice, once of each process; one has the even rows, the other the odd ones."""

@@ -11,7 +11,6 @@ import torch
 from megatron_vl.data.thinking import Said
 from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
-from tests.toolkit.evaluation import needs_vlmevalkit
 from toolkit.evaluate import gates
 from toolkit.evaluate.comparison import EvaluationOptions
 from toolkit.evaluate.comparison import evaluate as compare_checkpoints
@@ -89,7 +88,6 @@ def test_answers_that_never_came_are_told_apart():
     assert gates.text([cut], [cut | {"answer": "A"}], 1).details == ["1: '' against 'A'"]
 
 
-@needs_vlmevalkit
 def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
     options = EvaluationOptions({"original": hf, "converted": hf}, "set", tmp_path, tmp_path, thinking="off")

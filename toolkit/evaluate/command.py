@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -16,8 +15,6 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from toolkit.evaluate.comparison import Result
 
-MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]'"
-
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
@@ -26,8 +23,6 @@ def evaluate(options: EvaluateOptions) -> int:
     usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
         options.data, lmu_data = find_data(options.data, options.lmu_data, usual)
-        if importlib.util.find_spec("vlmeval") is None:
-            raise UsageError(MISSING)
         check_data(options.data, lmu_data, not options.no_scores)
         result = _evaluate(options, lmu_data)
     # A folder without a checkpoint is a wrong argument too.

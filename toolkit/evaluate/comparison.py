@@ -113,7 +113,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
         ConfigError, WeightsError: a checkpoint is invalid.
     """
     start = time.monotonic()
-    settings = _settings(options)
+    _check_out(options.out)
     for folder in options.checkpoints.values():
         check_folder(folder)
         if options.thinking and not switches_thinking(read_chat_template(folder)):
@@ -121,6 +121,7 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
                 f"--thinking {options.thinking}: the chat template of {folder} has no switch for it"
                 " (enable_thinking); leave out --thinking"
             )
+    settings = _settings(options)
     settings["video_rules"] = video_rules(options, show)
     work = _prepare(options)
     settings["isolation"] = _isolation(work, bool(options.judge_url))
@@ -239,19 +240,6 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
     """The settings of all checkpoints; chooses those that were not given. Raises UsageError."""
     import torch
 
-    for package in PACKAGES:
-        try:
-            version(package)
-        except PackageNotFoundError as error:
-            raise UsageError(
-                f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt"
-            ) from error
-
-    if version("ms-vlmeval") != VLMEVALKIT:
-        raise UsageError(
-            f"ms-vlmeval {version('ms-vlmeval')} is installed, but version {VLMEVALKIT} is required: "
-            "pip install -e '.[eval]' -c constraints.txt"
-        )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
         raise UsageError(
             f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})"
@@ -280,6 +268,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
             f"--processes {processes} of {options.gpus_per_process} GPUs each: this machine has {gpus} GPUs"
         )
 
+    check_vlmevalkit()
     return {
         "dtype": options.dtype or _own_dtype(options.checkpoints["original"]),
         "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
@@ -297,6 +286,20 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         "versions": {package: version(package) for package in PACKAGES}
         | {"python": platform.python_version()},
     }
+
+
+def check_vlmevalkit() -> None:
+    """Raises UsageError if VLMEvalKit is missing or has another version."""
+    try:
+        installed = version("ms-vlmeval")
+    except PackageNotFoundError:
+        installed = ""
+    if installed != VLMEVALKIT:
+        state = f"is installed as version {installed}" if installed else "is missing"
+        raise UsageError(
+            f"VLMEvalKit {state}; version {VLMEVALKIT} is needed, so install the eval extra:"
+            " pip install 'megatron-vl[eval]'"
+        )
 
 
 def video_rules(options: EvaluationOptions, show: Callable[[str], None]) -> dict[str, dict[str, str]]:
@@ -341,13 +344,17 @@ def _own_dtype(folder: Path) -> str:
     return dtype_name(DTYPES.get(max(set(codes), key=codes.count), next(iter(DTYPES.values()))))
 
 
-def _prepare(options: EvaluationOptions) -> Path:
-    """Makes a fresh work folder in ``--out``. Raises UsageError if ``--out`` holds something else."""
-    out = options.out
+def _check_out(out: Path) -> None:
+    """Raises UsageError if ``--out`` holds something else than an earlier evaluation."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
         raise UsageError(
             f"--out {out} is not empty and was not written by an earlier evaluation; give another folder"
         )
+
+
+def _prepare(options: EvaluationOptions) -> Path:
+    """Makes a fresh work folder in ``--out``."""
+    out = options.out
     work = (out / "work").resolve()
     # Otherwise answers of an earlier evaluation would count as answers of this one.
     shutil.rmtree(work, ignore_errors=True)
