@@ -17,6 +17,7 @@ from megatron_vl.config import TrainConfig, parse, validate
 from megatron_vl.errors import describe, exit_code, follows, traceback_helps
 from megatron_vl.parallel import failures
 from megatron_vl.signals import outlive_readers, take_stop_signals
+from megatron_vl.training.preflight import check_inputs
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,8 +51,9 @@ def train(config: TrainConfig) -> None:
         UserError: the run is impossible or cannot continue. The message says why.
         SystemExit: a signal asked a rank to stop before the first step.
     """
-    # What is impossible for any model and data is refused before any process group starts.
+    # What needs no torch is refused before any process group starts.
     validate(config, launched_world_size())
+    check_inputs(config)
 
     from megatron_vl.parallel.groups import from_first_rank
     from megatron_vl.training import loop, resume, setup

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -64,8 +65,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """``make quick`` leaves out the tests marked ``ranks``; a test that starts ranks without
-    the mark fails."""
+    the mark fails. Without VLMEvalKit the tests marked ``eval`` are skipped."""
     ranks.allowed = item.get_closest_marker("ranks") is not None
+    if item.get_closest_marker("eval") and importlib.util.find_spec("vlmeval") is None:
+        pytest.skip("VLMEvalKit is not installed: make eval")
 
 
 @pytest.fixture(scope="session")

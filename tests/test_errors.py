@@ -27,12 +27,10 @@ NOT_SHOWN = {
 
 
 def classes() -> dict[str, set[str]]:
-    """Exception classes of the packages -> their bases, without ``toolkit/evaluate``, which shows its own."""
+    """Exception classes of the packages -> their bases."""
     found = {}
     for package in ("megatron_vl", "converters", "data_tools", "toolkit"):
         for path in (ROOT / package).rglob("*.py"):
-            if path.parts[-2] == "evaluate":
-                continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.ClassDef):
                     found[node.name] = {base.id for base in node.bases if isinstance(base, ast.Name)}

@@ -232,11 +232,10 @@ def test_commands_run_without_extras_or_name_the_one_that_they_need(program):
         "back",
         "--out",
         "out",
-        "--lmu-data",
-        ".",
         "--data",
-        "MMBench_DEV_EN_V11",
+        "photos.tsv",
     ]
 
+    program(python="open('photos.tsv', 'w').write('index\\tquestion\\n1\\tWho?\\n')")
     refused = program("evaluate", *compared, code=2)
     assert re.search(r"pip install .*eval", refused.stderr), refused.stderr

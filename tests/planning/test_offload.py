@@ -141,8 +141,8 @@ def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, 
         check_host_memory(with_share(config, 1.0), spec, layout, 2)
 
 
-def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(config, spec, monkeypatch) -> None:
-    config.optimizer.offload_fraction = "auto"
+def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(spec, monkeypatch) -> None:
+    config = run("--optimizer.offload_fraction auto")
     layout = make_layout(spec)
     full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
     lacking = 0.47 * stage(config, spec, 0.0).optimizer / GIB

@@ -32,8 +32,9 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def line(index: str, answer: str | list[str], **fields: object) -> dict[str, object]:
+def line(index: str, answer: str, **fields: object) -> dict[str, object]:
     return {
+        "number": index,
         "index": index,
         "answer": answer,
         "thinking": None,
@@ -83,7 +84,7 @@ def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
         Gate("scores", None, "-"),
     ]
     write_html(
-        result({"original": [hostile], "converted": [hostile | {"answer": [HOSTILE, "B"]}]}, gates),
+        result({"original": [hostile], "converted": [hostile | {"answer": HOSTILE + " B"}]}, gates),
         tmp_path / "a.html",
     )
     text = (tmp_path / "a.html").read_text()
@@ -94,7 +95,7 @@ def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     shown = "".join(page.words)
     # Title, heading, 2 gates, 50 details, metric, 2 problems, 2 x 2 of checkpoints, a setting, 5 cells.
     assert shown.count(HOSTILE) == 2 + 2 + SHOWN + 1 + 2 + 4 + 1 + 5
-    assert "... and 3 more in report.json" in shown and "1. " + HOSTILE + "\n2. B" in shown
+    assert "... and 3 more in report.json" in shown and HOSTILE + " B" in shown
     assert "the checkpoint's own" in shown and "torch 2" in shown and "0.25" in shown
 
 

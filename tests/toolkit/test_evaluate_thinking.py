@@ -11,12 +11,11 @@ import torch
 from megatron_vl.data.thinking import Said
 from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
-from tests.toolkit.evaluation import needs_vlmevalkit
 from toolkit.evaluate import gates
+from toolkit.evaluate.adapter import Adapter, read_answers
 from toolkit.evaluate.comparison import EvaluationOptions
 from toolkit.evaluate.comparison import evaluate as compare_checkpoints
 from toolkit.evaluate.model import Checkpoint
-from toolkit.evaluate.worker import _line
 
 HF_CONFIGS = Path(__file__).resolve().parents[1] / "hf_configs"
 
@@ -55,9 +54,12 @@ def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
     assert model.answer(WHO) == (Said("", text.strip(), closed=False) if thinks else Said(text))
 
 
-def test_what_a_model_thinks_is_not_its_answer(thinking, monkeypatch):
+def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
     """The tokens are made by hand; a later turn of a dialogue is asked without what was thought before."""
-    model = Checkpoint(thinking, GREEDY | {"max_new_tokens": 2}, [])
+    (tmp_path / "original").mkdir()
+    job = {"work": str(tmp_path), "logit_questions": 0}
+    adapter = Adapter(job, "original", None, [{"index": 7, "answer": "B"}, {"index": 8, "answer": "A"}])
+    model = adapter.checkpoint = Checkpoint(thinking, GREEDY | {"max_new_tokens": 2}, [])
     outputs = ["A? No.\n</think>\n\nB", "Well, A or"]
     seen = []
 
@@ -67,17 +69,20 @@ def test_what_a_model_thinks_is_not_its_answer(thinking, monkeypatch):
         return torch.cat([input_ids, new], dim=1)
 
     monkeypatch.setattr(model.model, "generate", generated)
-    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "-"}]
-    turns += [{"role": "user", "content": "Two?"}]
-    row = {"index": 7, "answer": "B"}
-    line = _line(row, turns, model)
-    assert line["answer"] == ["B", ""] and line["thinking"] == ["A? No.", "Well, A or"]
-    assert line["unanswered"] == 1
+    turns = [{"role": "user", "content": "One?"}]
+    turns.append({"role": "assistant", "content": adapter.chat(turns)})
+    assert adapter.chat([*turns, {"role": "user", "content": "Two?"}]) == ""
     assert "assistant\nB<|im_end|>" in seen[1] and "A? No." not in seen[1]
-
     seen.clear()
-    line = _line(row, WHO, model)
-    assert (line["answer"], line["thinking"], line["unanswered"]) == ("B", "A? No.", 0)
+    assert adapter.generate(WHO) == "B"
+
+    lines = read_answers(tmp_path / "original")
+    names = ("index", "question", "expected", "answer", "thinking", "unanswered")
+    assert [tuple(line[name] for name in names) for line in lines] == [
+        ("7", "One?", "B", "B", "A? No.", 0),
+        ("7", "Two?", "B", "", "Well, A or", 1),
+        ("8", "Who?", "A", "B", "A? No.", 0),
+    ]
 
 
 def test_answers_that_never_came_are_told_apart():
@@ -89,7 +94,6 @@ def test_answers_that_never_came_are_told_apart():
     assert gates.text([cut], [cut | {"answer": "A"}], 1).details == ["1: '' against 'A'"]
 
 
-@needs_vlmevalkit
 def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
     options = EvaluationOptions({"original": hf, "converted": hf}, "set", tmp_path, tmp_path, thinking="off")

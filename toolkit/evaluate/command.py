@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import csv
 import json
 import os
 import sys
@@ -16,19 +16,11 @@ from .options import EvaluateOptions
 if TYPE_CHECKING:
     from toolkit.evaluate.comparison import Result
 
-MISSING = "VLMEvalKit is missing; install the eval extra: pip install 'megatron-vl[eval]'"
-
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
-    from toolkit.evaluate.early import check_data, find_data
-
-    usual = Path(os.environ.get("LMUData") or Path.home() / "LMUData")
     try:
-        options.data, lmu_data = find_data(options.data, options.lmu_data, usual)
-        if importlib.util.find_spec("vlmeval") is None:
-            raise UsageError(MISSING)
-        check_data(options.data, lmu_data, not options.no_scores)
+        options.data, lmu_data = find_data(options.data, options.lmu_data, not options.no_scores)
         result = _evaluate(options, lmu_data)
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:
@@ -43,6 +35,39 @@ def evaluate(options: EvaluateOptions) -> int:
     else:
         print_report(result, options.out)
     return 0 if result.passed else 1
+
+
+def find_data(data: str, folder: Path | None, scored: bool) -> tuple[str, Path]:
+    """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``, before
+    anything heavy is imported.
+
+    Raises:
+        UsageError: there is no such table or folder, or the table lacks a column.
+    """
+    path = Path(data)
+    if path.suffix == ".tsv" and path.is_file() and path.stem.strip("."):
+        if folder is not None:
+            raise UsageError(
+                f"--lmu-data {folder}: leave it out; --data {data} is a table whose own folder is used"
+            )
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+            try:
+                columns = next(csv.reader(file, delimiter="\t"), [])
+            except csv.Error as error:
+                raise UsageError(f"{path} is not a table: {error}") from error
+        needed = ["index", "question", *(["answer"] if scored and {"A", "B"} <= set(columns) else [])]
+        if missing := [column for column in needed if column not in columns]:
+            raise UsageError(f"{path}: no column {', '.join(missing)}; it has {', '.join(columns)[:300]}")
+        return path.stem, path.parent.resolve()
+    if "/" in data or not data.strip(".") or path.suffix == ".tsv":
+        raise UsageError(
+            f"--data {data} is not a file; give the path of a table, NAME.tsv, or the name of a data set"
+        )
+
+    folder = folder or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
+    if not folder.is_dir():
+        raise UsageError(f"--lmu-data {folder} is not a folder; tables are read from there")
+    return data, folder
 
 
 def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:

@@ -17,31 +17,27 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from huggingface_hub import constants
+
 from megatron_vl.data.chat import read_chat_template
 from megatron_vl.data.thinking import switches_thinking
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.video_rule import exported_video_rule
-from toolkit.evaluate import cage, gates
-from toolkit.evaluate.early import copy_tables
+from toolkit.evaluate import gates
+from toolkit.evaluate.adapter import NO_JUDGE, QUESTIONS, UNUSABLE, read_answers
 from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.vlmevalkit import NO_JUDGE, RELIED_ON
-from toolkit.evaluate.worker import JUDGED, QUESTIONS, TABLES, UNUSABLE, read_answers
+from toolkit.evaluate.sandbox import copy_data, environment, sandbox
 from toolkit.hf import check_folder
 from toolkit.trained_rules import follow
 
 MARK = ".megatron-vl-evaluate"
 VLMEVALKIT = "0.0.20"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
-CLOSED = "confined: it writes only in the work folder,"
 ANSWER, THOUGHT = 256, 32768
 """Default largest number of tokens of an answer, without and with thinking."""
 HERE = ("localhost", "127.0.0.1", "::1")
 """Host names of this machine."""
-NEEDS_JUDGE = (
-    "a language model scores this data set: run one on this machine and give --judge NAME --judge-base-url "
-    "http://localhost:PORT/v1, or skip the scores with --no-scores"
-)
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,11 @@ class Result:
     questions: int
     settings: dict[str, Any]
     checkpoints: dict[str, dict[str, Any]]
-    """Role -> folder, hash, metrics, problem, and the number of questions (of turns in dialogues) that were
-    not answered because the model was still thinking."""
+    """Role -> folder, hash, metrics, problem, and the number of questions that were not answered because the
+    model was still thinking."""
     gates: list[Gate] = field(default_factory=list)
     answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """Role -> the lines that :mod:`worker` wrote."""
+    """Role -> the lines that :mod:`adapter` wrote."""
     seconds: float = 0.0
 
     @property
@@ -104,16 +100,15 @@ class Result:
 
 
 def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
-    """Evaluates all checkpoints of ``options`` and judges the conversion. The data set must
-    have passed :func:`early.check_data`.
+    """Evaluates all checkpoints of ``options`` and judges the conversion.
 
     Raises:
         UsageError: a folder, table or number is invalid.
-        UserError: a worker process failed; the message ends with the last lines of its log.
+        UserError: a process of VLMEvalKit failed; the message ends with the last lines of its log.
         ConfigError, WeightsError: a checkpoint is invalid.
     """
     start = time.monotonic()
-    settings = _settings(options)
+    _check_out(options.out)
     for folder in options.checkpoints.values():
         check_folder(folder)
         if options.thinking and not switches_thinking(read_chat_template(folder)):
@@ -121,87 +116,157 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
                 f"--thinking {options.thinking}: the chat template of {folder} has no switch for it"
                 " (enable_thinking); leave out --thinking"
             )
+    settings = _settings(options)
     settings["video_rules"] = video_rules(options, show)
-    work = _prepare(options)
-    settings["isolation"] = _isolation(work, bool(options.judge_url))
-    show(f"VLMEvalKit runs {settings['isolation']}")
 
-    with _Workers(options, settings, work) as workers:
-        show(
-            f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute; "
-            "meanwhile the checkpoints are read"
-        )
-        workers.start(settings["processes"])
-        checkpoints: dict[str, dict[str, Any]] = {}
+    checkpoints: dict[str, dict[str, Any]] = {}
+    for role, folder in options.checkpoints.items():
+        show(f"{role}: reading {folder}")
+        facts = {"folder": str(folder), "sha256": folder_hash(folder)}
+        checkpoints[role] = facts | {"metrics": {}, "problem": "", "unanswered": 0}
 
-        for role, folder in options.checkpoints.items():
-            show(f"{role}: reading {folder}")
-            checkpoints[role] = {
-                "folder": str(folder),
-                "sha256": folder_hash(folder),
-                "metrics": {},
-                "problem": "",
-                "unanswered": 0,
-            }
-            workers.check()
-
-        result = Result(options.data, 0, settings, checkpoints)
-        result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
-        if result.passed or options.keep_going:
-            names = {role: f"{role}-{facts['sha256'][:16]}" for role, facts in checkpoints.items()}
-            _answer_and_score(options, workers, names, result, show)
-        else:
-            why = "not run: an earlier gate failed; --keep-going runs it"
-            result.gates += [Gate(name, None, why) for name in gates.ORDER[1:]]
+    result = Result(options.data, 0, settings, checkpoints)
+    result.gates.append(gates.tensors(options.checkpoints["original"], options.checkpoints["converted"]))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / MARK).touch()
+    if result.passed or options.keep_going:
+        _answer_and_score(options, result, show)
+    else:
+        why = "not run: an earlier gate failed; --keep-going runs it"
+        result.gates += [Gate(name, None, why) for name in gates.ORDER[1:]]
 
     result.seconds = round(time.monotonic() - start, 1)
     return result
 
 
-def _answer_and_score(
-    options: EvaluationOptions,
-    workers: _Workers,
-    names: dict[str, str],
-    result: Result,
-    show: Callable[[str], None],
-) -> None:
-    work = workers.work
-    for name in names.values():
-        (work / name).mkdir()
-    folders = {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()}
-    workers.go(folders)
-    workers.wait(_Progress(work, names, show))
+def _answer_and_score(options: EvaluationOptions, result: Result, show: Callable[[str], None]) -> None:
+    work = (options.out / "work").resolve()
+    names = _prepare(options, work, result)
+    words, result.settings["isolation"] = sandbox(work, network=bool(options.judge_url))
+    show(f"VLMEvalKit runs {result.settings['isolation']}")
+    show(f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute")
+
+    progress = _Progress(work, names, show)
+    processes = result.settings["processes"]
+    if processes > 1:
+        _run(options, work, words, list(range(processes)), progress)
+    if processes == 1 or options.scores:
+        _run(options, work, words, [None], progress)
 
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
     result.questions = int((work / QUESTIONS).read_text())
-    for role, lines in result.answers.items():
-        result.checkpoints[role]["unanswered"] = sum(line["unanswered"] for line in lines)
-    result.settings["tables"] = json.loads((work / TABLES).read_text())
+    for role, name in names.items():
+        facts = result.checkpoints[role]
+        facts["unanswered"] = sum(line["unanswered"] for line in result.answers[role])
+        if options.scores:
+            facts["metrics"], facts["problem"] = read_scores(work / "results_all" / name, options.data)
 
-    original, converted = work / names["original"], work / names["converted"]
+    original, converted = result.answers["original"], result.answers["converted"]
     result.gates += [
-        gates.logits(original, converted),
-        gates.text(result.answers["original"], result.answers["converted"], result.questions),
-        _scores(options, work, names, result)
+        gates.logits(original, converted, work / names["original"], work / names["converted"]),
+        gates.text(original, converted, result.questions),
+        gates.scores(
+            {role: facts["metrics"] for role, facts in result.checkpoints.items()},
+            {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
+        )
         if options.scores
         else Gate("scores", None, "not asked for: --no-scores"),
     ]
 
 
-def _scores(options: EvaluationOptions, work: Path, names: dict[str, str], result: Result) -> Gate:
-    judged = (work / JUDGED).read_text().splitlines() if (work / JUDGED).exists() else []
-    for role, name in names.items():
-        facts = result.checkpoints[role]
-        facts["metrics"], facts["problem"] = read_scores(work / name, options.data)
-        # Other data sets match answers instead of a judge, give up, or count unjudged answers as zero.
-        if RELIED_ON in judged or (judged and not facts["metrics"]):
-            said = facts["problem"].splitlines()[:1] or ["scores without it"]
-            facts["metrics"] = {}
-            facts["problem"] = f"{NEEDS_JUDGE} (VLMEvalKit: {said[0]})"
-    return gates.scores(
-        {role: facts["metrics"] for role, facts in result.checkpoints.items()},
-        {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
-    )
+def _prepare(options: EvaluationOptions, work: Path, result: Result) -> dict[str, str]:
+    """Clears the work folder, except for the answers of an interrupted evaluation that was the same.
+
+    Returns:
+        Role -> name of its folder in ``work``, which VLMEvalKit takes for the name of a model.
+    """
+    work.mkdir(exist_ok=True)
+    for path in work.iterdir():
+        if path.is_file():
+            path.unlink()
+        elif "-" not in path.name:  # not the answers of a checkpoint
+            shutil.rmtree(path)
+    settings = result.settings
+    processes = settings["processes"]
+    tables = [copy_data(options.data, options.lmu_data.resolve(), work, rank) for rank in range(processes)][0]
+    settings["tables"] = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in tables}
+
+    # Evaluations with the same key have the same answers, and pictures in the same folders.
+    same = {name: value for name, value in settings.items() if name != "judge"}
+    same |= {"data": options.data, "limit": options.limit, "logit_questions": options.logit_questions}
+    names = {}
+    for role, facts in result.checkpoints.items():
+        key = json.dumps([facts["sha256"], same], sort_keys=True)
+        names[role] = f"{role}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    for path in work.glob("*-*"):
+        if path.name not in names.values():
+            shutil.rmtree(path)
+    for name in ("tmp", *names.values()):
+        (work / name).mkdir(exist_ok=True)
+
+    job = {
+        "data": options.data,
+        "work": str(work),
+        "checkpoints": {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()},
+        "settings": settings,
+        "roots": [str(work), str(options.lmu_data.resolve()), constants.HF_HUB_CACHE],
+        "limit": options.limit,
+        "judge": options.judge,
+        "judge_url": options.judge_url,
+        "scores": options.scores,
+        "processes": processes,
+        "logit_questions": options.logit_questions,
+    }
+    (work / "job.json").write_text(json.dumps(job, indent=1))
+    return names
+
+
+def _run(
+    options: EvaluationOptions, work: Path, words: list[str], ranks: list[int | None], progress: _Progress
+) -> None:
+    """Runs processes of VLMEvalKit to their end; none of them survives.
+
+    Raises:
+        UsageError: one cannot use the data set.
+        UserError: one failed.
+    """
+    running: dict[Path, subprocess.Popen[bytes]] = {}
+    try:
+        for rank in ranks:
+            variables = environment(work, rank or 0)
+            if options.device != "cpu" and (visible := _gpus(options.gpus_per_process, rank or 0)):
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
+            command = [*words, sys.executable, "-P", "-m", "toolkit.evaluate.adapter", str(work / "job.json")]
+            log = work / f"vlmevalkit_{'all' if rank is None else rank}.log"
+            with log.open("wb") as file:
+                running[log] = subprocess.Popen(
+                    command + ([] if rank is None else [str(rank)]),
+                    env=variables,
+                    cwd=variables["LMUData"],  # tables may name pictures relative to it
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+
+        while any(process.poll() is None for process in running.values()):
+            _check(running)
+            time.sleep(0.2)
+            progress.look()
+        _check(running)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+
+
+def _check(running: dict[Path, subprocess.Popen[bytes]]) -> None:
+    for log, process in running.items():
+        if process.poll():
+            lines = log.read_text(errors="replace").strip().splitlines()[-12:]
+            if process.returncode == UNUSABLE:
+                raise UsageError(lines[-1])
+            ended = f"VLMEvalKit ended with exit code {process.returncode}; see {log}:\n"
+            raise UserError(ended + "\n".join(lines))
 
 
 def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
@@ -209,7 +274,6 @@ def read_scores(work: Path, data: str) -> tuple[dict[str, float], str]:
     path = work / "status.json"
     if not path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
-
     status = json.loads(path.read_text()).get("datasets", {}).get(data, {})
     numbers = {
         name: value for name, value in status.get("metrics", {}).items() if isinstance(value, (int, float))
@@ -239,19 +303,6 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
     """The settings of all checkpoints; chooses those that were not given. Raises UsageError."""
     import torch
 
-    for package in PACKAGES:
-        try:
-            version(package)
-        except PackageNotFoundError as error:
-            raise UsageError(
-                f"{package} is missing; install it: pip install -e '.[eval]' -c constraints.txt"
-            ) from error
-
-    if version("ms-vlmeval") != VLMEVALKIT:
-        raise UsageError(
-            f"ms-vlmeval {version('ms-vlmeval')} is installed, but version {VLMEVALKIT} is required: "
-            "pip install -e '.[eval]' -c constraints.txt"
-        )
     if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
         raise UsageError(
             f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})"
@@ -280,6 +331,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
             f"--processes {processes} of {options.gpus_per_process} GPUs each: this machine has {gpus} GPUs"
         )
 
+    check_vlmevalkit()
     return {
         "dtype": options.dtype or _own_dtype(options.checkpoints["original"]),
         "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
@@ -297,6 +349,20 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         "versions": {package: version(package) for package in PACKAGES}
         | {"python": platform.python_version()},
     }
+
+
+def check_vlmevalkit() -> None:
+    """Raises UsageError if VLMEvalKit is missing or has another version."""
+    try:
+        installed = version("ms-vlmeval")
+    except PackageNotFoundError:
+        installed = ""
+    if installed != VLMEVALKIT:
+        state = f"is installed as version {installed}" if installed else "is missing"
+        raise UsageError(
+            f"VLMEvalKit {state}; version {VLMEVALKIT} is needed, so install the eval extra:"
+            " pip install 'megatron-vl[eval]'"
+        )
 
 
 def video_rules(options: EvaluationOptions, show: Callable[[str], None]) -> dict[str, dict[str, str]]:
@@ -341,154 +407,12 @@ def _own_dtype(folder: Path) -> str:
     return dtype_name(DTYPES.get(max(set(codes), key=codes.count), next(iter(DTYPES.values()))))
 
 
-def _prepare(options: EvaluationOptions) -> Path:
-    """Makes a fresh work folder in ``--out``. Raises UsageError if ``--out`` holds something else."""
-    out = options.out
+def _check_out(out: Path) -> None:
+    """Raises UsageError if ``--out`` holds something else than an earlier evaluation."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MARK).exists())):
         raise UsageError(
             f"--out {out} is not empty and was not written by an earlier evaluation; give another folder"
         )
-    work = (out / "work").resolve()
-    # Otherwise answers of an earlier evaluation would count as answers of this one.
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    (work / "tmp").mkdir()
-    copy_tables(options.data, options.lmu_data, work / "tables")
-    (out / MARK).touch()
-    return work
-
-
-def why_open(work: Path, network: bool) -> str:
-    """Why :func:`cage.command` does not work here; empty if it works."""
-    done = subprocess.run([*cage.command(work, network), "-c", ""], capture_output=True, text=True)
-    said = done.stderr.strip().rpartition("\n")[2]
-    return (said or f"exit code {done.returncode}") if done.returncode else ""
-
-
-def _isolation(work: Path, judged: bool) -> str:
-    """Describes how VLMEvalKit's processes are isolated; begins with CLOSED where the
-    system confines them."""
-    if why := why_open(work, judged):
-        return f"with Python's guards only: this system cannot confine a process ({why})"
-    return f"{CLOSED} and {'with the network, for the judge' if judged else 'without a network'}"
-
-
-class _Workers:
-    """The processes of :mod:`worker`; none of them survives."""
-
-    def __init__(self, options: EvaluationOptions, settings: dict[str, Any], work: Path) -> None:
-        self.options = options
-        self.work = work
-        closed = settings["isolation"].startswith(CLOSED)
-        self.python = cage.command(work, bool(options.judge_url)) if closed else [sys.executable]
-        self.running: list[subprocess.Popen[bytes]] = []
-
-        job = {
-            "data": options.data,
-            "root": str(options.lmu_data.resolve()),
-            "work": str(work),
-            "settings": settings,
-            "limit": options.limit,
-            "judge": options.judge,
-            "judge_url": options.judge_url,
-            "scores": options.scores,
-            "processes": settings["processes"],
-            "logit_questions": options.logit_questions,
-        }
-        (work / "job.json").write_text(json.dumps(job, indent=1))
-
-    def __enter__(self) -> _Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self.running:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-    def start(self, processes: int) -> None:
-        """Starts the workers; each checks the data set and waits."""
-        for rank in range(processes):
-            command = [*self.python, "-m", "toolkit.evaluate.worker", str(self.work / "job.json"), str(rank)]
-            with (self.work / f"worker_{rank}.log").open("wb") as log:
-                process = subprocess.Popen(
-                    command,
-                    env=_environment(self.options, self.work, rank),
-                    cwd=self.options.lmu_data.resolve(),  # tables may name pictures relative to it
-                    stdin=subprocess.PIPE,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            self.running.append(process)
-
-    def go(self, folders: dict[str, str]) -> None:
-        """Lets the workers continue with these checkpoints. Raises like :meth:`check`."""
-        for rank, process in enumerate(self.running):
-            _tell(process, json.dumps(folders), last=rank > 0)
-        self.check()
-
-    def check(self) -> None:
-        """Raises UserError if a worker failed, UsageError if the data set was the reason."""
-        for rank, process in enumerate(self.running):
-            if process.poll():
-                lines = (
-                    (self.work / f"worker_{rank}.log").read_text(errors="replace").strip().splitlines()[-12:]
-                )
-                if process.returncode == UNUSABLE:
-                    raise UsageError(lines[-1])
-                raise UserError(
-                    f"worker {rank} failed with exit code {process.returncode}:\n" + "\n".join(lines)
-                )
-
-    def wait(self, progress: _Progress) -> None:
-        """Waits until all have ended; the first one scores when the others are done.
-        Raises like :meth:`check`."""
-        self._await(self.running[1:], progress)
-        _tell(self.running[0], "score", last=True)
-        self._await(self.running[:1], progress)
-
-    def _await(self, processes: list[subprocess.Popen[bytes]], progress: _Progress) -> None:
-        while any(process.poll() is None for process in processes):
-            self.check()
-            time.sleep(0.2)
-            progress.look()
-        self.check()
-
-
-def _tell(process: subprocess.Popen[bytes], line: str, *, last: bool) -> None:
-    """Writes a line to a process' standard input; closes it after the last line, so that no reader
-    waits for more."""
-    try:
-        assert process.stdin is not None
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
-        if last:
-            process.stdin.close()
-    except BrokenPipeError:  # the process has ended; check() says why
-        process.wait()
-
-
-def _environment(options: EvaluationOptions, work: Path, rank: int) -> dict[str, str]:
-    """Variables of a worker: nothing from a surrounding torchrun, no network, an empty data-set folder, and a
-    folder for temporary files, the only one that a confined process has."""
-    data = work / f"data_{rank}"
-    data.mkdir(exist_ok=True)
-    hidden = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
-    hidden += "LOCAL_LLM FWD_API EVAL_PROXY FORCE_LOCAL SPLIT_THINK"
-    environment = {name: value for name, value in os.environ.items() if name not in hidden.split()}
-    repository = str(Path(__file__).resolve().parents[2])
-    environment |= {"LMUData": str(data), "TMPDIR": str(work / "tmp"), "VLMEVALKIT_USE_MODELSCOPE": "0"}
-    environment["TRITON_CACHE_DIR"] = str(work / "tmp" / "triton")
-    environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {
-        "PYTHONPATH": os.pathsep.join([repository, *filter(None, [os.environ.get("PYTHONPATH")])])
-    }
-    if options.judge_url:
-        environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), ",".join(HERE))
-    if options.device != "cpu" and (visible := _gpus(options.gpus_per_process, rank)):
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible)
-
-    return environment
 
 
 def _gpus(each: int, rank: int) -> list[str]:

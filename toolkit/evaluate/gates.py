@@ -5,7 +5,6 @@ A score alone proves little: a checkpoint with one permuted projection can score
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,56 +36,56 @@ def tensors(original: Path, converted: Path) -> Gate:
     return Gate("tensors", False, f"{len(details)} of {result.tensors} tensors differ", details)
 
 
-def logits(original: Path, converted: Path) -> Gate:
+def logits(
+    original: list[dict[str, Any]], converted: list[dict[str, Any]], work: Path, other_work: Path
+) -> Gate:
     """Compares inputs and logits of some prompts, made by each folder's own processor and model, bit for bit.
 
     Args:
-        original, converted: work folders of :mod:`worker`.
+        original, converted: lines of :mod:`adapter`; the first ones have logits.
+        work, other_work: the folders in which the logits of the last tokens are.
     """
-    a, b = (json.loads((work / "logits.json").read_text()) for work in (original, converted))
-    last_a, last_b = (load_file(work / "logits.safetensors") for work in (original, converted))
+    first, other_first = ([line for line in lines if "logits" in line] for lines in (original, converted))
+    if not first or len(first) != len(other_first):
+        return Gate("logits", False, f"{len(first)} and {len(other_first)} prompts were run")
     details = []
     largest = 0.0
-    tokens = sum(one["tokens"] for one in a)
-    for i, (one, other) in enumerate(zip(a, b, strict=True)):
-        x, y = one["inputs"], other["inputs"]
+    for a, b in zip(first, other_first, strict=True):
+        x, y = a["logits"]["inputs"], b["logits"]["inputs"]
         differing = sorted(name for name in x.keys() | y.keys() if x.get(name) != y.get(name))
         if differing:
-            details.append(f"question {i + 1}: the processors give different {', '.join(differing)}")
-        elif one["logits"] != other["logits"]:
-            apart = float((last_a[str(i)] - last_b[str(i)]).abs().max())
+            details.append(
+                f"question {a['number'] + 1}: the processors give different {', '.join(differing)}"
+            )
+        elif a["logits"]["logits"] != b["logits"]["logits"]:
+            file = f"logits_{a['number']}.safetensors"
+            last, other = load_file(work / file)["last"], load_file(other_work / file)["last"]
+            apart = float((last - other).abs().max())
             largest = max(largest, apart)
-            details.append(f"question {i + 1}: logits differ, those of the last token by at most {apart:.3g}")
+            details.append(
+                f"question {a['number'] + 1}: logits differ, those of the last token by at most {apart:.3g}"
+            )
 
-    if not a:
-        return Gate("logits", False, "no prompt was run")
-    if not details:
-        return Gate("logits", True, f"{len(a)} prompts, {tokens} tokens, inputs and logits identical")
-
-    return Gate(
-        "logits", False, f"{len(details)} of {len(a)} prompts differ, by at most {largest:.3g}", details
-    )
+    if details:
+        measured = f"{len(details)} of {len(first)} prompts differ, by at most {largest:.3g}"
+        return Gate("logits", False, measured, details)
+    tokens = sum(a["logits"]["tokens"] for a in first)
+    return Gate("logits", True, f"{len(first)} prompts, {tokens} tokens, inputs and logits identical")
 
 
 def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questions: int) -> Gate:
-    """Compares the generated answers and what was thought before them, word for word; for a dialogue, those
-    of all turns."""
+    """Compares the generated answers and what was thought before them, word for word."""
     if not len(original) == len(converted) == questions:
         return Gate("text", False, f"{len(original)} and {len(converted)} answers to {questions} questions")
     details = []
     for a, b in zip(original, converted, strict=True):
         differing = [part for part in ("answer", "thinking") if a[part] != b[part]]
         if differing:
-            x, y = (_short(line[differing[0]]) for line in (a, b))
+            x, y = ((line[differing[0]] or "")[:200] for line in (a, b))
             details.append(f"{a['index']}: {x!r} against {y!r}")
     if details:
         return Gate("text", False, f"{len(details)} of {questions} answers differ", details)
     return Gate("text", True, f"{questions} answers identical")
-
-
-def _short(said: str | None | list[str | None]) -> str | list[str]:
-    """The beginning of an answer or of what was thought; for a dialogue, of each turn."""
-    return [(turn or "")[:200] for turn in said] if isinstance(said, list) else (said or "")[:200]
 
 
 def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Gate:

@@ -204,18 +204,6 @@ class Checkpoint:
             "tokens": len(logits),
         }
 
-    def dialogue(self, prompt: Prompt) -> list[Said]:
-        """Greedy answers to each of the user's turns; the checkpoint's own answers replace those
-        of the prompt, without what was thought."""
-        said: list[Said] = []
-        asked: list[Turn] = []
-        for turn in turns(prompt):
-            if turn["role"] == "user":
-                asked.append(turn)
-                said.append(self.answer(asked))
-                asked.append({"role": "assistant", "content": [{"type": "text", "value": said[-1].answer}]})
-        return said
-
     @torch.no_grad()
     def answer(self, prompt: Prompt) -> Said:
         """Generates the greedy answer to the last turn."""
@@ -227,19 +215,14 @@ class Checkpoint:
 
 def turns(prompt: Prompt) -> list[Turn]:
     """Converts a prompt into turns, each with a list of parts; the last turn is the user's."""
-    if not is_dialogue(prompt):
+    if not prompt or "content" not in prompt[0]:  # a part may have a role too
         return [{"role": "user", "content": list(prompt)}]
-    found: list[Turn] = []
-    for turn in prompt:
-        content = turn["content"]
-        parts = [{"type": "text", "value": content}] if isinstance(content, str) else list(content)
-        found.append({"role": turn["role"], "content": parts})
-    return found[:-1] if found[-1]["role"] == "assistant" else found
-
-
-def is_dialogue(prompt: Prompt) -> bool:
-    """Whether a prompt consists of turns; a part may have a role too, but no content."""
-    return bool(prompt) and "content" in prompt[0]
+    return [
+        {"role": turn["role"], "content": [{"type": "text", "value": content}]}
+        if isinstance(content := turn["content"], str)
+        else turn
+        for turn in prompt
+    ]
 
 
 def digest(tensor: Tensor) -> str:

@@ -30,7 +30,7 @@ class EvaluateOptions(VideoRuleOptions):
     FOLDER/NAME.tsv: tab-separated multiple choice with the columns index, image (base64), question, A to
     D and answer."""
     lmu_data: Path | None = option(None, metavar="DIR", shown_default="$LMUData, or ~/LMUData")
-    """Folder that holds NAME.tsv or, for a video data set, its repository as DIR/Video-MME."""
+    """Folder that holds NAME.tsv. Sets of videos are read from Hugging Face's cache ($HF_HOME)."""
     limit: int | None = option(None, metavar="N", shown_default="all")
     """Ask only the first N questions."""
     out: Path = option(metavar="DIR")
