@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
-from megatron_vl.config import RULES_BEFORE, TrainConfig, video_rule
+from megatron_vl.config import TrainConfig, video_rule
 from megatron_vl.data.blend import Source, sources_of
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.thinking import ThinkingRule
@@ -237,7 +237,7 @@ def plans_batches(start: Start, facts: SplitFacts) -> bool:
     """
     if start.source is None or start.restart_data:
         return not facts.unplanned
-    planned = bool(checkpoint.read_run(start.source.path).get(_PLANNED, False))
+    planned = bool(_read_run(start.source.path)[_PLANNED])
     if planned and facts.unplanned:
         raise checkpoint.CheckpointError(
             f"the batches of this run were planned from stored sizes, and cannot be now: {facts.unplanned}."
@@ -334,12 +334,10 @@ def resume(run: Run, start: Start) -> None:
     run.step, run.resumed = source.step, True
     run.bad_samples = kept_counts(run, restored.bad_samples, start.restart_data)
 
-    saved = checkpoint.read_run(source.path)
+    saved = _read_run(source.path)
     run.skipped |= _skipped_before(saved)
-    run.source_counts = saved.get(_SOURCES, {})
+    run.source_counts = saved[_SOURCES]
     say(run.grid, f"resumed at step {source.step} from {c.dir}")
-    if run.sources and not run.source_counts:
-        say(run.grid, "the checkpoint has no counts by source: they begin at 0 here")
     changes = _changed_aux_loss(run, saved), _changed_thinking(run, saved), _changed_moments(run, saved)
     for change in filter(None, changes):
         say(run.grid, f"NOTE: {change}")
@@ -351,30 +349,38 @@ _MOMENTS = "moments_dtype"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 
+def _read_run(source: Path) -> dict[str, Any]:
+    """Reads ``run.json`` of a step folder that a training run wrote. Raises CheckpointError."""
+    saved = checkpoint.read_run(source)
+    for name in (_SKIPPED_STEPS, _THINKING, _SOURCES, _PLANNED, _MOMENTS):
+        if name not in saved:
+            raise checkpoint.CheckpointError(f"{source / 'run.json'} lacks {name}: no training run wrote it")
+    return saved
+
+
 def _further_facts(run: Run) -> dict[str, Any]:
     facts: dict[str, Any] = {
         _SKIPPED_STEPS: dict(run.skipped),
         "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
         _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
         _MOMENTS: run.config.optimizer.moments_dtype,
+        _PLANNED: run.planned,
     }
-    if run.planned:
-        facts[_PLANNED] = True
     if run.spec.language.moe is not None:
         facts[_AUX_LOSS] = aux_loss_coefficient(run.spec, run.config.model)
     return facts
 
 
 def _skipped_before(saved: dict[str, Any]) -> dict[str, int]:
-    """Skipped steps up to a checkpoint; none if it does not record them."""
-    counts = saved.get(_SKIPPED_STEPS)
+    """Skipped steps up to a checkpoint, as far as they can be read."""
+    counts = saved[_SKIPPED_STEPS]
     known = counts if isinstance(counts, dict) else {}
     return {reason: count for reason, count in known.items() if reason in SKIPPED and isinstance(count, int)}
 
 
 def _changed_moments(run: Run, saved: dict[str, Any]) -> str:
-    """A note if Adam's moments were saved in another type; otherwise empty. Earlier versions had float32."""
-    before, now = saved.get(_MOMENTS, "float32"), run.config.optimizer.moments_dtype
+    """A note if Adam's moments were saved in another type; otherwise empty."""
+    before, now = saved[_MOMENTS], run.config.optimizer.moments_dtype
     if before == now:
         return ""
     how = "rounded to the nearest bfloat16" if now == "bfloat16" else "converted without loss"
@@ -392,7 +398,7 @@ def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
     if run.loader is None or not run.loader.thinking:
         return ""
 
-    before = {name: saved.get(_THINKING, {}).get(name, RULES_BEFORE[name]) for name in run.loader.thinking}
+    before = saved[_THINKING]
     changed = [
         f"data.{name} was {before[name]}, is {rule}"
         for name, rule in run.loader.thinking.items()
@@ -406,23 +412,15 @@ def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
 
 
 def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
-    """A note if the coefficient of the experts' load-balancing loss may have changed; otherwise empty."""
+    """A note if the coefficient of the experts' load-balancing loss has changed; otherwise empty."""
     moe, model = run.spec.language.moe, run.config.model
     if moe is None or model.freeze_language:
         return ""
 
     now = aux_loss_coefficient(run.spec, model)
-    if _AUX_LOSS in saved:
-        before = saved[_AUX_LOSS]
-        told = f"the experts' load-balancing loss had the coefficient {before}; from here on it is {now}"
-        return "" if before == now else told
-    if model.moe_aux_loss is not None or now == moe.aux_loss_coef:
-        return ""
-    return (
-        "the checkpoint does not say which load-balancing loss its run had. Earlier versions added it with"
-        f" router_aux_loss_coef ({moe.aux_loss_coef}) unless model.moe_aux_loss was set; now its coefficient"
-        f" is {now}. Give --model.moe_aux_loss {moe.aux_loss_coef} to continue as before"
-    )
+    before = saved[_AUX_LOSS]
+    told = f"the experts' load-balancing loss had the coefficient {before}; from here on it is {now}"
+    return "" if before == now else told
 
 
 def load_loader(loader: Any, states: checkpoint.LoaderStates, start: Start, dp_rank: int) -> None:

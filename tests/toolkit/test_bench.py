@@ -43,11 +43,11 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     options = [
         "--rows",
         "images,text,data",
-        "--warm_up",
+        "--warm-up",
         WARM_UP,
         "--timed",
         TIMED,
-        "--part_steps",
+        "--part-steps",
         1,
         "--dtype",
         "float32",
@@ -202,7 +202,7 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
         (["--rows", "data"], "--rows data needs --data"),
         (["--parallel.tp", "2"], "do not divide the world size"),
         (["--timed", "0"], "argument --timed: '0'"),
-        (["--even_routing", "true"], "--even-routing is for models with experts"),
+        (["--even-routing"], "--even-routing is for models with experts"),
     ],
 )
 def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
@@ -251,8 +251,7 @@ def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
         str(tiny_checkpoint("qwen3_vl_moe")),
         "--processes",
         "1",
-        "--even_routing",
-        "true",
+        "--even-routing",
         "--peer",
     ]
     assert main(["bench", *options]) == 2

@@ -9,8 +9,8 @@ from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 def test_counts_go_on_from_a_checkpoint() -> None:
     saved = {"skipped_steps": {"not_finite": 3, "no_loss_tokens": 2}}
     assert _skipped_before(saved) == {NOT_FINITE: 3, NO_LOSS_TOKENS: 2}
-    # Earlier versions wrote none, and a checkpoint may come from anybody.
-    for damaged in ({}, {"skipped_steps": [3]}, {"skipped_steps": {"not_finite": "3", "other": 1}}):
+    # A checkpoint may come from anybody.
+    for damaged in ({"skipped_steps": [3]}, {"skipped_steps": {"not_finite": "3", "other": 1}}):
         assert _skipped_before(damaged) == {}
 
 
