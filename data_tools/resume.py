@@ -260,54 +260,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class VerdictJournal:
-    """Verdicts on the batches of records, in order; a truncated last line is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.count = 0
-        whole = 0
-        path.touch()
-        with path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or _verdicts(line) is None:
-                    break
-                self.count += 1
-                whole += len(line)
-        os.truncate(path, whole)
-        self.file = path.open("ab")
-
-    def known(self) -> Iterator[list[Any]]:
-        """Yields the verdicts of an earlier run, batch by batch."""
-        with self.path.open("rb") as file:
-            for _ in range(self.count):
-                yield _verdicts(file.readline()) or []
-
-    def add(self, verdicts: list[list[MediaInfo] | dict[str, Any]]) -> None:
-        self.file.write(json.dumps(as_plain(verdicts)).encode() + b"\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _verdicts(line: bytes) -> list[Any] | None:
-    """The verdicts of a line; None if it is damaged."""
-    try:
-        return parse_verdicts(json.loads(line))
-    except ValueError:
-        return None
-
-
 def as_plain(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
     """Verdicts as they are written: for each record, the measures of its media or its line of the
     quarantine file."""
     return [v if isinstance(v, dict) else [dataclasses.astuple(info) for info in v] for v in verdicts]
 
 
-def parse_verdicts(plain: Any) -> list[Any] | None:
-    """The verdicts that :func:`as_plain` wrote; None if they are something else."""
-    try:
-        return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in plain]
-    except TypeError:
-        return None
+def parse_verdicts(plain: Any) -> list[Any]:
+    """The verdicts that :func:`as_plain` wrote. Raises TypeError if they are something else."""
+    return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in plain]
