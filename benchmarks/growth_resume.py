@@ -7,10 +7,6 @@ with real headers, slices and hashes, of a narrow model (80 decoder layers of wi
 some kilobytes where a real one has gigabytes. The reading is real: the code that resumes a training reads one
 rank's state at a time, from this machine's disk and its cache. A shared file system under thousands of ranks
 needs far longer for each open.
-
-``headers`` is a checkpoint without an index, which each rank reads for itself, as all ranks did before there
-was an index. ``told`` is that checkpoint today, where only rank 0 reads the headers. ``index`` is a
-checkpoint with an index.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from megatron_vl.training.optimizer_state import (
     INDEX,
     KINDS,
     OptimizerReader,
-    index_of_headers,
     slices_of,
     write_hashed,
     write_index,
@@ -161,11 +156,9 @@ def main() -> None:
 
 
 def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns one line for each way to find the files' contents and each layout that resumes."""
-    plain = {name: facts for name, facts in files.items() if name != INDEX}
+    """Returns one line for each layout that resumes."""
     opens = Opens()
     found = []
-    told = index_of_headers(folder, plain)
     cases = [
         ("the same", args.tp, args.dp),
         ("dp doubled", args.tp, 2 * args.dp),
@@ -173,25 +166,23 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
     ]
 
     for layout, tp, dp in cases:
-        for how, given, index in (("headers", plain, None), ("told", plain, told), ("index", files, None)):
-            opens.names.clear()
-            begin = time.perf_counter()
-            for number in range(args.ranks):
-                stage = number * args.pp // args.ranks
-                dp_rank = number * dp // args.ranks
-                tp_rank = number % tp
-                reader = OptimizerReader(folder, given, Cut(args.tp), index)
-                resume(reader, stage_tensors(stage, args.pp), Cut(tp), tp_rank, dp_rank, dp)
+        opens.names.clear()
+        begin = time.perf_counter()
+        for number in range(args.ranks):
+            stage = number * args.pp // args.ranks
+            dp_rank = number * dp // args.ranks
+            tp_rank = number % tp
+            reader = OptimizerReader(folder, files, Cut(args.tp))
+            resume(reader, stage_tensors(stage, args.pp), Cut(tp), tp_rank, dp_rank, dp)
 
-            seconds = (time.perf_counter() - begin) / args.ranks
-            line = {
-                "layout": layout,
-                "known_by": how,
-                "opens_a_rank": len(opens.names) / args.ranks,
-                "s_a_rank": round(seconds, 3),
-            }
-            found.append(line)
-            print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
+        seconds = (time.perf_counter() - begin) / args.ranks
+        line = {
+            "layout": layout,
+            "opens_a_rank": len(opens.names) / args.ranks,
+            "s_a_rank": round(seconds, 3),
+        }
+        found.append(line)
+        print("  ".join(f"{name} {value}" for name, value in line.items()), flush=True)
 
     return found
 

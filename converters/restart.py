@@ -13,12 +13,10 @@ deleted. A lock on the journal keeps a second conversion out of the folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_vl.journal import Journal
 from megatron_vl.weights.manifest import FORMAT, MANIFEST, UNFINISHED
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
 
@@ -40,85 +39,6 @@ class DiskFull(WeightsError):
     """The disk has too little space for the remaining files. Written files stay, to continue later."""
 
 
-class WriteJournal:
-    """The journal of a folder, locked for this process.
-
-    Attributes:
-        work: the description of the conversion; None if the journal is new or its first line is incomplete.
-        done: (file, tensor) -> SHA-256 of each written tensor.
-
-    Raises:
-        FileExistsError: another process is writing to the folder.
-        WeightsError: the journal is damaged.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / UNFINISHED
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        self._write_lock = threading.Lock()
-        try:
-            self._claim()
-            self.work, self.done, self._end = self._read()
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def _claim(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FileExistsError(
-                f"another process is writing to {self.path.parent}; wait for it, or give another --out"
-            ) from None
-        except OSError:
-            return  # the file system has no locks
-        if not self.path.exists() or not os.path.samestat(os.fstat(self._fd), os.stat(self.path)):
-            raise FileExistsError(f"another process has just finished writing to {self.path.parent}")
-
-    def _read(self) -> tuple[dict[str, Any] | None, dict[tuple[str, str], str], int]:
-        """``work``, ``done``, and the end of the last complete line. A kill may leave an incomplete line."""
-        data = self.path.read_bytes()
-        lines = data[: data.rfind(b"\n") + 1].splitlines()
-        try:
-            work = json.loads(lines[0]) if lines else None
-            done = {(file, name): digest for file, name, digest in map(json.loads, lines[1:])}
-        except (ValueError, TypeError) as error:
-            raise WeightsError(
-                f"{self.path} is damaged ({error}); empty its folder, or give another --out"
-            ) from error
-        return work, done, sum(len(line) + 1 for line in lines)
-
-    def begin(self, work: dict[str, Any]) -> None:
-        """Discards the journal's contents and writes its first line."""
-        os.ftruncate(self._fd, 0)
-        self.work = work
-        self.done = {}
-        self._end = 0
-        self._append(work)
-
-    def resume(self) -> None:
-        """Continues after the last complete line."""
-        os.ftruncate(self._fd, self._end)
-
-    def record(self, file: str, name: str, digest: str) -> None:
-        """Records that a tensor has been written."""
-        with self._write_lock:
-            self.done[file, name] = digest
-            self._append([file, name, digest])
-
-    def _append(self, value: Any) -> None:
-        line = memoryview(json.dumps(value, separators=(",", ":")).encode() + b"\n")
-        while len(line):
-            written = os.pwrite(self._fd, line, self._end)
-            line = line[written:]
-            self._end += written
-
-    def close(self, *, remove: bool) -> None:
-        if remove:
-            self.path.unlink(missing_ok=True)
-        os.close(self._fd)
-
-
 @dataclass
 class Output:
     """The files of a conversion while they are being written.
@@ -130,14 +50,12 @@ class Output:
 
     writers: dict[str, TensorWriter]
     kept: frozenset[tuple[str, str]]
-    _journal: WriteJournal = field(repr=False)
-
-    @property
-    def digests(self) -> Mapping[tuple[str, str], str]:
-        return self._journal.done
+    digests: dict[tuple[str, str], str]
+    _journal: Journal = field(repr=False)
 
     def record(self, file: str, name: str, digest: str) -> None:
-        self._journal.record(file, name, digest)
+        self.digests[file, name] = digest
+        self._journal.add([file, name, digest])
 
     def kept_files(self) -> int:
         """Number of files in which every tensor was kept."""
@@ -184,17 +102,16 @@ def writing(
         WeightsError: ``out`` is one of ``inputs``.
         DiskFull: the disk has too little space.
     """
-    journal = _claim(
-        out, inputs, json.loads(json.dumps({"kind": "Hugging Face" if hf else "Megatron"} | work)), force, hf
-    )
+    work = json.loads(json.dumps({"kind": "Hugging Face" if hf else "Megatron"} | work))
+    journal, done = _claim(out, inputs, work, force, hf)
     writers: dict[str, TensorWriter] = {}
     try:
-        _tidy(out, headers, bool(journal.done), hf)
+        _tidy(out, headers, bool(done), hf)
         for name, header in headers.items():
             writers[name] = TensorWriter(out / name, header, keep=True)
-        output = Output(writers, _verified(journal, writers, workers), journal)
+        output = Output(writers, _verified(done, writers, workers), done, journal)
         _check_space(out, writers)
-        if journal.done:
+        if done:
             say(_continuing(output))
 
         yield output
@@ -202,7 +119,7 @@ def writing(
     except BaseException as error:
         for writer in writers.values():
             writer.close()
-        useless = not journal.done or isinstance(error, WeightsError) and not isinstance(error, DiskFull)
+        useless = not done or isinstance(error, WeightsError) and not isinstance(error, DiskFull)
         if useless:
             _remove_weights(out, hf)
         journal.close(remove=useless)
@@ -219,11 +136,13 @@ def _continuing(output: Output) -> str:
     )
 
 
-def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool) -> WriteJournal:
+def _claim(
+    out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool, hf: bool
+) -> tuple[Journal, dict[tuple[str, str], str]]:
     """Checks that this conversion may write to ``out``, and removes the files that it replaces.
 
     Returns:
-        The locked journal of the folder.
+        The locked journal of the folder, and its (file, tensor) -> SHA-256.
     """
     if any(out.resolve() == path.resolve() for path in inputs):
         raise WeightsError(f"--out {out} is the input folder")
@@ -233,25 +152,34 @@ def _claim(out: Path, inputs: Sequence[Path], work: dict[str, Any], force: bool,
     if not (out / UNFINISHED).is_file():
         _check_replaceable(out, force, hf)
     out.mkdir(parents=True, exist_ok=True)
-    journal = WriteJournal(out)
+    journal = Journal(out / UNFINISHED, _entry, alone=True)
+    begun, *written = [*journal.known()] or [None]
 
     try:
-        if journal.work == work:
-            journal.resume()
-            return journal
+        if begun == work:
+            return journal, {(file, name): digest for file, name, digest in written}
 
-        if journal.work is None:
+        if begun is None:
             _check_replaceable(out, force, hf)
-        elif not force or journal.work.get("kind") != work["kind"]:
-            raise FileExistsError(_unfinished(out, journal.work, work))
+        elif not force or begun.get("kind") != work["kind"]:
+            raise FileExistsError(_unfinished(out, begun, work))
 
-        journal.begin(work)  # before any removal, so that the folder counts as unfinished from now on
+        journal.restart()
+        journal.add(work)  # before any removal, so that the folder counts as unfinished from now on
+        begun = work
         _remove_weights(out, hf)
-        return journal
+        return journal, {}
 
     except BaseException:
-        journal.close(remove=journal.work is None)
+        journal.close(remove=begun is None)
         raise
+
+
+def _entry(value: Any) -> Any:
+    """A line of the journal: the description of the work, or [file, tensor, SHA-256]."""
+    if not isinstance(value, dict):
+        [_, _, _] = value
+    return value
 
 
 def _unfinished(out: Path, then: dict[str, Any], now: dict[str, Any]) -> str:
@@ -327,7 +255,7 @@ def _tidy(out: Path, headers: dict[str, bytes], continues: bool, hf: bool) -> No
 
 
 def _verified(
-    journal: WriteJournal, writers: dict[str, TensorWriter], workers: int
+    done: dict[tuple[str, str], str], writers: dict[str, TensorWriter], workers: int
 ) -> frozenset[tuple[str, str]]:
     """The (file, tensor) pairs in the journal whose bytes in the files still have the recorded hash."""
 
@@ -336,9 +264,7 @@ def _verified(
         return writers[file].stored_sha256(name) == digest
 
     items = [
-        item
-        for item in journal.done.items()
-        if item[0][0] in writers and item[0][1] in writers[item[0][0]].names()
+        item for item in done.items() if item[0][0] in writers and item[0][1] in writers[item[0][0]].names()
     ]
     with ThreadPoolExecutor(max(1, workers)) as pool:
         return frozenset(item[0] for item, kept in zip(items, pool.map(same, items), strict=True) if kept)

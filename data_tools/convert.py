@@ -28,6 +28,7 @@ from typing import Any, Literal
 from megatron_vl import durable
 from megatron_vl.data.pixels import MAX_PIXELS
 from megatron_vl.errors import UserError
+from megatron_vl.journal import Journal
 
 from .embedded import MediaFile, MediaFolder, is_embedded
 from .formats import FORMATS, RecordError, read_conversation
@@ -35,9 +36,9 @@ from .formats.frames import Frames, may_be_folder
 from .identities import Identities
 from .inputs import InputError, Source, expand
 from .media import MediaInfo, inspect, read_media, resolve
-from .parts import Part, PartJournal, PartVerdicts, missing_parts
+from .parts import Part, PartVerdicts, journal_line, missing_parts, part_journal
 from .records import BadLine, read_records
-from .resume import RECORD, ResumeError, VerdictJournal, Workspace, make_plan, names
+from .resume import RECORD, ResumeError, Workspace, as_plain, make_plan, names, parse_verdicts
 from .shards import WORK, Entry, IndexWriter, Shard, finish_shard
 
 RECORDS_A_TASK = 16
@@ -275,7 +276,8 @@ def _convert_part(
     """Verifies the records of a part. The report counts only these, whether now or in an earlier run."""
     meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
     report = DataReport()
-    journal = PartJournal(space.work / f"{part.name}.jsonl")
+    journal = part_journal(space.work, part)
+    done = {batch for batch, _ in journal.known()}
     root = options.root
     numbers: deque[int] = deque()
 
@@ -284,24 +286,23 @@ def _convert_part(
 
     def tasks() -> Iterator[tuple[Any, ...]]:
         for number, batch in enumerate(_batches(_records(sources, meter, wanted))):
-            if part.has(number) and number not in journal.done:
+            if part.has(number) and number not in done:
                 numbers.append(number)
                 meter.marks.append(meter.read)
                 yield batch, root, options, None, None
 
     with _Pool(options.workers) as pool:
         for result in pool.ordered(_verify, tasks()):
-            journal.add(
-                numbers.popleft(), [entry.infos if isinstance(entry, Entry) else entry for entry in result]
-            )
+            journal.add(journal_line(numbers.popleft(), _verdicts(result)))
             for entry in result:
                 report.records += 1
                 report.train += isinstance(entry, Entry)
                 report.refuse(entry)
             meter.show(report)
     meter.finish(report)
-    journal.end()
-    journal.close()
+    if -1 not in done:
+        journal.add(journal_line(-1, []))
+    journal.close(sync=True)
     return report
 
 
@@ -313,7 +314,7 @@ def _convert(
 ) -> DataReport:
     meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
     report = DataReport()
-    journal = VerdictJournal(space.work / "journal.jsonl")
+    journal = Journal(space.work / "journal.jsonl", parse_verdicts)
     known = journal.known()
     parts = PartVerdicts(space.work)
     media = MediaFolder(space.work / "media")
@@ -333,7 +334,7 @@ def _convert(
         )
         for number, result in enumerate(pool.ordered(_verify, tasks)):
             if number >= journal.count:
-                journal.add([entry.infos if isinstance(entry, Entry) else entry for entry in result])
+                journal.add(as_plain(_verdicts(result)))
             held = [entry for entry in result if isinstance(entry, Entry)]
             media.hold(held)
             for entry in map(duplicates.first_or_refusal, result):
@@ -361,6 +362,11 @@ def _convert(
     )
 
     return report
+
+
+def _verdicts(result: list[Entry | dict[str, Any]]) -> list[list[MediaInfo] | dict[str, Any]]:
+    """What a journal keeps of records: the measures of media, or the line of the quarantine file."""
+    return [entry.infos if isinstance(entry, Entry) else entry for entry in result]
 
 
 def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]:

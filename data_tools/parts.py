@@ -9,13 +9,13 @@ that the data set does not depend on how the work was divided.
 from __future__ import annotations
 
 import heapq
-import json
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_vl.journal import Journal, read_lines
 
 from .resume import as_plain, parse_verdicts
 
@@ -49,45 +49,14 @@ class Part:
         return len(blocks) >= self.count or any(b % self.count == self.index for b in blocks)
 
 
-class PartJournal:
-    """The verdicts of one part, in the order of the batches; a truncated last line is dropped."""
+def part_journal(work: Path, part: Part) -> Journal:
+    """The verdicts of a part, in the order of the batches: entries (batch, verdicts); batch -1: the end."""
+    return Journal(work / f"{part.name}.jsonl", _entry)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.done: set[int] = set()
-        self.complete = False
-        whole = 0
-        path.touch()
 
-        with path.open("rb") as file:
-            for line in file:
-                entry = _entry(line)
-                if entry is None:
-                    break
-                if entry[0] < 0:
-                    self.complete = True
-                else:
-                    self.done.add(entry[0])
-                whole += len(line)
-
-        os.truncate(path, whole)
-        self.file = path.open("ab")
-
-    def add(self, batch: int, verdicts: list[Any]) -> None:
-        self._write({"batch": batch, "verdicts": as_plain(verdicts)})
-
-    def end(self) -> None:
-        """Notes that all batches of the part are done."""
-        if not self.complete:
-            self._write({"batch": -1, "verdicts": []})
-            os.fsync(self.file.fileno())
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        self.file.write(json.dumps(entry).encode() + b"\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+def journal_line(batch: int, verdicts: list[Any]) -> dict[str, Any]:
+    """A line of a part's journal."""
+    return {"batch": batch, "verdicts": as_plain(verdicts)}
 
 
 class PartVerdicts:
@@ -130,21 +99,8 @@ def _is_complete(path: Path) -> bool:
 
 
 def _entries(path: Path) -> Iterator[tuple[int, list[Any]]]:
-    with path.open("rb") as file:
-        for line in file:
-            entry = _entry(line)
-            if entry is None:
-                return
-            if entry[0] >= 0:
-                yield entry
+    return (entry for entry, _ in read_lines(path, _entry) if entry[0] >= 0)
 
 
-def _entry(line: bytes) -> tuple[int, list[Any]] | None:
-    """Batch (-1: the end) and verdicts of a line; None if it is damaged."""
-    try:
-        entry = json.loads(line)
-        batch, plain = entry["batch"], entry["verdicts"]
-    except (ValueError, TypeError, KeyError):
-        return None
-    verdicts = parse_verdicts(plain)
-    return (batch, verdicts) if line.endswith(b"\n") and verdicts is not None else None
+def _entry(value: Any) -> tuple[int, list[Any]]:
+    return value["batch"], parse_verdicts(value["verdicts"])

@@ -26,21 +26,20 @@ from typing import IO, Any
 
 from megatron_vl import durable
 from megatron_vl.errors import UserError
+from megatron_vl.json_files import check_version
 
 from .media import MediaInfo
 from .shards import WORK
 
-FORMAT = 6
-"""Of a plan: by which rules records are read. 2 (until 2026-11-22) read many records with audio as text;
-3 did not read tools, loss weights and reasoning, and knew fewer formats; 4 refused videos that are given as
-pictures; 5 read markers in messages without media as text."""
+FORMAT = 1
+"""The version of a plan, and of the rules by which records are read."""
 PLAN = "plan.json"
 RECORD = "convert.json"
 """A file in ``.nv-meta`` of a complete data set: the plan by which it was made, and its shards."""
 OURS = re.compile(
-    r"(train|val)-\d+\.tar(\.idx)?(\.tmp)?|quarantine\.jsonl|report\.json(\.partial|\.tmp)?|\.nv-meta|\.convert"
+    r"(train|val)-\d+\.tar(\.idx)?|quarantine\.jsonl|report\.json(\.partial)?|\.nv-meta|\.convert"
 )
-"""Names in an output folder that a conversion may delete; ``.tmp`` is from versions before 2026-11-22."""
+"""Names in an output folder that a conversion may delete."""
 
 
 class ResumeError(UserError, ValueError):
@@ -110,7 +109,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
     else:
         found += [f"input {b['name']} has changed" for b, n in zip(before, now, strict=True) if b != n]
 
-    return "; ".join(found) or ("" if old == new else "another version of this program began it")
+    return "; ".join(found) or ("" if old == new else "the plan")
 
 
 class Workspace:
@@ -188,7 +187,8 @@ class Workspace:
             )
 
         if old is not None:
-            self._check_format(old, complete=record is not None)
+            again = "give another --out, or convert again there with --force"
+            check_version(f"the data set in --out {self.out}", old.get("format"), FORMAT, again, ResumeError)
             differ = differences(old, public(self.plan) if record else self.plan)
             if differ:
                 state = "a complete data set made" if record else "an unfinished conversion"
@@ -202,30 +202,8 @@ class Workspace:
             durable.write(self.work / PLAN, json.dumps(self.plan).encode())
         if not self.complete and not self.part:
             _remove(self.meta)
-            for stale in (
-                *self.work.glob("tmp.*"),
-                *self.out.glob("*.tmp"),
-                *self.out.glob("*" + durable.PARTIAL),
-            ):
+            for stale in (*self.work.glob("tmp.*"), *self.out.glob("*" + durable.PARTIAL)):
                 _remove(stale)
-
-    def _check_format(self, old: dict[str, Any], complete: bool) -> None:
-        """Refuses what was made by other rules: its samples, and those refused, may be others."""
-        found = old.get("format")
-        if found == FORMAT:
-            return
-        state = "a complete data set" if complete else "an unfinished conversion"
-        if not isinstance(found, int) or found > FORMAT:
-            raise ResumeError(
-                f"--out {self.out} holds {state} of another version of this program (format {found}, here"
-                f" {FORMAT}); give another --out, or convert again there with --force"
-            )
-        raise ResumeError(
-            f"--out {self.out} holds {state} of an earlier version of this program, which read some records"
-            " by other rules (audio, loss weights, tools, videos given as pictures, markers). Convert again"
-            " into another --out, or in its place with --force. A run that began with the old data set can"
-            " resume only with that one"
-        )
 
     def _unmake(self) -> None:
         """First removes the file that marks the data set as complete, so that an interrupted removal
@@ -282,54 +260,12 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-class VerdictJournal:
-    """Verdicts on the batches of records, in order; a truncated last line is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.count = 0
-        whole = 0
-        path.touch()
-        with path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n") or _verdicts(line) is None:
-                    break
-                self.count += 1
-                whole += len(line)
-        os.truncate(path, whole)
-        self.file = path.open("ab")
-
-    def known(self) -> Iterator[list[Any]]:
-        """Yields the verdicts of an earlier run, batch by batch."""
-        with self.path.open("rb") as file:
-            for _ in range(self.count):
-                yield _verdicts(file.readline()) or []
-
-    def add(self, verdicts: list[list[MediaInfo] | dict[str, Any]]) -> None:
-        self.file.write(json.dumps(as_plain(verdicts)).encode() + b"\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def _verdicts(line: bytes) -> list[Any] | None:
-    """The verdicts of a line; None if it is damaged."""
-    try:
-        return parse_verdicts(json.loads(line))
-    except ValueError:
-        return None
-
-
 def as_plain(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
     """Verdicts as they are written: for each record, the measures of its media or its line of the
     quarantine file."""
     return [v if isinstance(v, dict) else [dataclasses.astuple(info) for info in v] for v in verdicts]
 
 
-def parse_verdicts(plain: Any) -> list[Any] | None:
-    """The verdicts that :func:`as_plain` wrote; None if they are something else."""
-    try:
-        return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in plain]
-    except TypeError:
-        return None
+def parse_verdicts(plain: Any) -> list[Any]:
+    """The verdicts that :func:`as_plain` wrote. Raises TypeError if they are something else."""
+    return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in plain]

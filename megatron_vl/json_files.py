@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl import durable
+from megatron_vl.errors import UserError
 
 
 def manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -25,3 +26,9 @@ def write_json(path: Path, value: Any) -> dict[str, Any]:
     data = json.dumps(value).encode()
     durable.write(path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def check_version(what: object, version: object, read: int, advice: str, error: type[UserError]) -> None:
+    """Raises ``error`` unless ``version`` is the one version of its format that this program reads."""
+    if version != read:
+        raise error(f"{what} has version {version!r} of its format, and this program reads {read}; {advice}")

@@ -1,9 +1,9 @@
 """Makes command lines from dataclasses: a field is an option, its type says how to read the value, and its
 docstring is the help.
 
-A field ``media_root`` is the option ``--media-root``; the spelling ``--media_root`` is accepted too. The
-parser is jsonargparse's, as in the trainer. A command that sets ``run_fields`` also takes ``--config
-RUN.yaml`` and every field of a run by its dotted name, spelled as in the YAML.
+A field ``media_root`` is the option ``--media-root``. The parser is jsonargparse's, as in the trainer. A
+command that sets ``run_fields`` also takes ``--config RUN.yaml`` and every field of a run by its dotted name,
+spelled as in the YAML.
 
 Nothing here imports torch, so that ``--help`` and errors in command lines appear at once.
 """
@@ -29,9 +29,6 @@ from megatron_vl.config.options import option as option
 from megatron_vl.config.parsing import PARSER_ERRORS, explain
 from megatron_vl.config.parsing import build_parser as run_parser
 from megatron_vl.errors import UsageError
-
-SWITCHED = {"true": True, "false": False}
-"""Words that could follow a switch in earlier versions, and still can."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,9 +61,7 @@ def parse[Options: CommandOptions](options: type[Options], argv: list[str], prog
         SystemExit: ``--help`` was requested and has been printed.
     """
     parser = build_parser(options, program)
-    own, run_words = (
-        _split(parser, argv) if options.run_fields else (_without_old_spellings(parser, argv), [])
-    )
+    own, run_words = _split(parser, argv) if options.run_fields else (argv, [])
     if "-h" in own or "--help" in own:
         print(help_text(options, program), end="")
         raise SystemExit(0)
@@ -272,18 +267,7 @@ def shown_options(options: type[CommandOptions]) -> list[dataclasses.Field]:
     return sorted(found, key=lambda field: field.name not in own)
 
 
-# --- Spellings ----------------------------------------------------------------------------------------------
-
-
-def _without_old_spellings(parser: Any, argv: list[str]) -> list[str]:
-    """Replaces ``--media_root`` by ``--media-root``."""
-    known = parser._option_string_actions
-    words = []
-    for word in argv:
-        name, equals, value = word.partition("=")
-        spelled = name.replace("_", "-")
-        words.append(spelled + equals + value if name.startswith("--") and spelled in known else word)
-    return words
+# --- Words of the command line ------------------------------------------------------------------------------
 
 
 def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
@@ -296,17 +280,15 @@ def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     before = argv[: argv.index("--")] if "--" in argv else argv
     own: list[str] = []
     fields: list[str] = []
-    words = _without_old_spellings(parser, before)
+    words = [*before]
     while words:
         word = words.pop(0)
-        name, equals, value = word.partition("=")
+        name, equals, _ = word.partition("=")
         action = known.get(name)
         if action is None:
             fields.append(word)
         elif action.nargs == 0:
-            if not equals and words and words[0].lower() in SWITCHED:
-                value = words.pop(0)
-            own += [name] if SWITCHED.get(value.lower(), True) else []
+            own.append(word)
         else:
             own += [word] if equals else [word, *words[:1]]
             words = words if equals else words[1:]

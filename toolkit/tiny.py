@@ -10,7 +10,9 @@ dimension first.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,13 +33,6 @@ HYBRID = ("qwen3_5", "qwen3_5_moe")
 """Families with linear attention."""
 FLOAT32 = (".linear_attn.A_log", ".linear_attn.norm.weight")
 """Suffixes of the names of Qwen3.5's float32 tensors; the other tensors may have another type."""
-CLASSES = {
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-}
-"""The classes of transformers for the families with a nested config."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
@@ -159,17 +154,17 @@ def write_tiny_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     sizes = sizes or TinySizes(**overrides)
     vocabulary, merges = train_bpe(tuple(texts), sizes.text_vocab_size)
-    config = tiny_config(family, sizes, text_tokens=len(vocabulary), tied=tied, dtype=dtype)
+    released = released_files(family, sizes, len(vocabulary), tied, dtype)
+    config = released["config.json"]
     model = random_model(config, seed, dtype)
 
-    if released_style:
-        _write_processor(folder, family, sizes, vocabulary, merges)
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", _generation(config))
-    else:
-        _save_pretrained(folder, model, family, sizes, vocabulary, merges)
-        for file in folder.glob("*.safetensors"):
-            file.unlink()
+    target = folder if released_style else Path(tempfile.mkdtemp())
+    _write_tokenizer(target, vocabulary, merges)
+    for name, content in released.items():
+        _write_json(target / name, content)
+    if not released_style:
+        _save_pretrained(folder, model, target)
+        shutil.rmtree(target)
 
     tensors = {name: t for name, t in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     if not (memory_names or family in NESTED):  # the released Qwen3-VL uses the in-memory names
@@ -183,210 +178,47 @@ def write_tiny_checkpoint(
     return folder
 
 
-def tiny_config(
-    family: str, sizes: TinySizes, *, text_tokens: int, tied: bool, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Makes the released ``config.json``: flat for Qwen2-VL and Qwen2.5-VL, nested for the others."""
-    if family in NESTED:
-        return _nested_config(family, sizes, text_tokens, tied, dtype)
-
-    ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
-    used = text_tokens + len(SPECIAL_TOKENS)
-    return {
-        "architectures": [
-            (
-                "Qwen2VLForConditionalGeneration"
-                if family == "qwen2_vl"
-                else "Qwen2_5_VLForConditionalGeneration"
-            )
-        ],
-        "attention_dropout": 0.0,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_token_id": ids["<|vision_pad|>"],
-        "image_token_id": ids["<|image_pad|>"],
-        "video_token_id": ids["<|video_pad|>"],
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": sizes.ffn_hidden_size,
-        "max_position_embeddings": 32768,
-        "max_window_layers": sizes.layers,
-        "model_type": family,
-        "num_attention_heads": sizes.heads,
-        "num_hidden_layers": sizes.layers,
-        "num_key_value_heads": sizes.kv_heads,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": tied,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "transformers_version": "4.41.2",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vision_config": _flat_tower(family, sizes),
-        "rope_scaling": {"type": "mrope", "mrope_section": list(sizes.mrope_section)},
-        "vocab_size": (used // 128 + 1) * 128,
-    }
-
-
-def _flat_tower(family: str, sizes: TinySizes) -> dict[str, Any]:
-    """The ``vision_config`` of Qwen2-VL and Qwen2.5-VL."""
-    tower: dict[str, Any] = {
-        "depth": sizes.vision_layers,
-        "num_heads": sizes.vision_heads,
-        "in_chans": 3,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "temporal_patch_size": 2,
-    }
-
-    if family == "qwen2_vl":
-        tower |= {"embed_dim": sizes.vision_hidden_size, "mlp_ratio": 4, "hidden_size": sizes.hidden_size}
-    else:
-        tower |= {
-            "hidden_act": "silu",
-            "hidden_size": sizes.vision_hidden_size,
-            "intermediate_size": sizes.vision_ffn_hidden_size,
-            "out_hidden_size": sizes.hidden_size,
-            "window_size": 112,
-            "fullatt_block_indexes": list(sizes.full_attention_layers),
-            "tokens_per_second": 2,
-        }
-
-    return tower
-
-
-def _nested_config(
+def released_files(
     family: str, sizes: TinySizes, text_tokens: int, tied: bool, dtype: torch.dtype
-) -> dict[str, Any]:
+) -> dict[str, dict[str, Any]]:
+    """The released JSON files of a tiny checkpoint: name -> content, without those of the tokenizer.
+
+    They are those of ``resources/tiny/FAMILY.json``, in which ``$NAME`` stands for a field of
+    :class:`TinySizes`, for what follows from it, or for the id of a special token.
+    """
     ids = {token: text_tokens + i for i, token in enumerate(SPECIAL_TOKENS)}
-    text = _nested_text(family, sizes, ids, dtype)
-    return {
-        "architectures": [CLASSES[family]],
-        "image_token_id": ids["<|image_pad|>"],
-        "model_type": family,
-        "text_config": text | ({"tie_word_embeddings": True} if tied else {}),
-        "tie_word_embeddings": tied,
-        "transformers_version": "4.57.0.dev0",
-        "video_token_id": ids["<|video_pad|>"],
-        "vision_config": _nested_tower(family, sizes),
-        "vision_end_token_id": ids["<|vision_end|>"],
-        "vision_start_token_id": ids["<|vision_start|>"],
-    }
-
-
-def _nested_text(family: str, sizes: TinySizes, ids: dict[str, int], dtype: torch.dtype) -> dict[str, Any]:
-    """The ``text_config`` of the families since Qwen3-VL; ``ids`` are those of the special tokens."""
-    used = max(ids.values()) + 1
-    text = {
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": ids["<|endoftext|>"],
-        "dtype": str(dtype).removeprefix("torch."),
-        "eos_token_id": ids["<|im_end|>"],
-        "head_dim": sizes.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": sizes.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": sizes.ffn_hidden_size,
-        "max_position_embeddings": 262144,
-        "model_type": f"{family}_text",
-        "num_attention_heads": sizes.heads,
-        "num_hidden_layers": sizes.layers,
-        "num_key_value_heads": sizes.kv_heads,
-        "rms_norm_eps": 1e-06,
-        "use_cache": True,
-        "vocab_size": (used // 128 + 1) * 128,
-    }
-
-    if family in HYBRID:
-        text |= _linear_attention(sizes)
-    else:
-        text |= {
-            "rope_scaling": {
-                "mrope_interleaved": True,
-                "mrope_section": list(sizes.interleaved_section),
-                "rope_type": "default",
-            },
-            "rope_theta": 5000000,
-        }
-
-    if family == "qwen3_5_moe":
-        del text["intermediate_size"]
-        text |= {
-            "mlp_only_layers": [],
-            "moe_intermediate_size": sizes.expert_ffn_hidden_size,
-            "num_experts": sizes.experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-            "router_aux_loss_coef": 0.001,
-            "shared_expert_intermediate_size": sizes.shared_ffn_hidden_size,
-        }
-
-    if family == "qwen3_vl_moe":
-        text |= {
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": list(sizes.dense_layers),
-            "moe_intermediate_size": sizes.expert_ffn_hidden_size,
-            "norm_topk_prob": True,
-            "num_experts": sizes.experts,
-            "num_experts_per_tok": sizes.experts_per_token,
-        }
-
-    return text
-
-
-def _nested_tower(family: str, sizes: TinySizes) -> dict[str, Any]:
-    """The ``vision_config`` of the families since Qwen3-VL."""
-    return {
-        "deepstack_visual_indexes": [] if family in HYBRID else list(sizes.deepstack_layers),
-        "depth": sizes.vision_layers,
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_size": sizes.vision_hidden_size,
-        "in_channels": 3,
-        "initializer_range": 0.02,
-        "intermediate_size": sizes.vision_ffn_hidden_size,
-        "model_type": family,
-        "num_heads": sizes.vision_heads,
-        "num_position_embeddings": sizes.position_table_side**2,
-        "out_hidden_size": sizes.hidden_size,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    }
-
-
-def _linear_attention(sizes: TinySizes) -> dict[str, Any]:
-    """The fields of Qwen3.5's text config that Qwen3-VL lacks or sets to other values."""
     interval = sizes.full_attention_layers_of
-    layer_types = [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes.layers)
-    ]
-
-    return {
-        "attn_output_gate": True,
-        "full_attention_interval": interval,
-        "head_dim": sizes.hybrid_head_dim,
-        "layer_types": layer_types,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": sizes.linear_key_dim,
-        "linear_num_key_heads": sizes.linear_key_heads,
-        "linear_num_value_heads": sizes.linear_value_heads,
-        "linear_value_head_dim": sizes.linear_value_dim,
-        "mamba_ssm_dtype": "float32",
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": list(sizes.hybrid_section),
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
+    values = dataclasses.asdict(sizes) | ids
+    values |= {
+        "tied": tied,
+        "dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": ((text_tokens + len(ids)) // 128 + 1) * 128,
+        "position_embeddings": sizes.position_table_side**2,
+        "video_max_pixels": 2 * sizes.max_pixels,  # an area of all frames together
+        "layer_types": [
+            "linear_attention" if (i + 1) % interval else "full_attention" for i in range(sizes.layers)
+        ],
     }
+    found = _filled(_resource(f"tiny/{family}.json"), values)
+    if tied and family in NESTED:
+        found["config.json"]["text_config"]["tie_word_embeddings"] = True
+    return found
+
+
+def _resource(name: str) -> Any:
+    return json.loads(files("toolkit").joinpath("resources", name).read_text())
+
+
+def _filled(template: Any, values: dict[str, Any]) -> Any:
+    """A JSON value with ``values["NAME"]`` in the place of each string ``$NAME``."""
+    if isinstance(template, dict):
+        return {name: _filled(value, values) for name, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, values) for value in template]
+    if isinstance(template, str) and template.startswith("$"):
+        value = values[template[1:]]
+        return list(value) if isinstance(value, tuple) else value
+    return template
 
 
 def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -480,35 +312,18 @@ def chat_template() -> str:
     return files("toolkit").joinpath("resources/qwen2_vl.chat_template.jinja").read_text()
 
 
-def _save_pretrained(
-    folder: Path,
-    model: Any,
-    family: str,
-    sizes: TinySizes,
-    vocabulary: dict[str, int],
-    merges: list[tuple[str, str]],
-) -> None:
-    """Writes the folder as the installed transformers does.
+def _save_pretrained(folder: Path, model: Any, released: Path) -> None:
+    """Writes all but the tensors as the installed transformers does.
 
     The config is nested, the tensors have transformers' names, and there is a ``processor_config.json``.
     """
     from transformers import AutoProcessor
 
-    with tempfile.TemporaryDirectory() as released:
-        _write_processor(Path(released), family, sizes, vocabulary, merges)
-        AutoProcessor.from_pretrained(
-            released, trust_remote_code=False, local_files_only=True
-        ).save_pretrained(folder)
+    processor = AutoProcessor.from_pretrained(released, trust_remote_code=False, local_files_only=True)
+    processor.save_pretrained(folder)
     model.save_pretrained(folder)
-
-
-def _write_processor(
-    folder: Path, family: str, sizes: TinySizes, vocabulary: dict[str, int], merges: list[tuple[str, str]]
-) -> None:
-    _write_tokenizer(folder, vocabulary, merges)
-    _write_json(folder / "preprocessor_config.json", _preprocessor(family, sizes))
-    if family in NESTED:
-        _write_json(folder / "video_preprocessor_config.json", _video_preprocessor(sizes))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
 
 
 def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> None:
@@ -528,80 +343,13 @@ def _write_tokenizer(folder: Path, vocabulary: dict[str, int], merges: list[tupl
     (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
     ids = {str(len(vocabulary) + i): token for i, token in enumerate(SPECIAL_TOKENS)}
     flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": {i: {"content": token} | flags for i, token in ids.items()},
-            "additional_special_tokens": SPECIAL_TOKENS[1:],
-            "bos_token": None,
-            "chat_template": chat_template(),
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "<|im_end|>",
-            "errors": "replace",
-            "model_max_length": 32768,
-            "pad_token": "<|endoftext|>",
-            "split_special_tokens": False,
-            "tokenizer_class": "Qwen2Tokenizer",
-            "unk_token": None,
-        },
-    )
-
-    _write_json(folder / "chat_template.json", {"chat_template": chat_template()})
-
-
-def _preprocessor(family: str, sizes: TinySizes) -> dict[str, Any]:
-    if family in NESTED:
-        return _qwen3_preprocessor(sizes.min_pixels, sizes.max_pixels) | {
-            "image_processor_type": "Qwen2VLImageProcessorFast"
-        }
-    return {
-        "min_pixels": sizes.min_pixels,
-        "max_pixels": sizes.max_pixels,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.48145466, 0.4578275, 0.40821073],
-        "image_std": [0.26862954, 0.26130258, 0.27577711],
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor" if family == "qwen2_vl" else "Qwen2_5_VLProcessor",
+    values = {
+        "added_tokens_decoder": {i: {"content": token} | flags for i, token in ids.items()},
+        "additional_special_tokens": SPECIAL_TOKENS[1:],
+        "chat_template": chat_template(),
     }
-
-
-def _video_preprocessor(sizes: TinySizes) -> dict[str, Any]:
-    """Qwen3-VL's video preprocessor; its areas are those of all frames together."""
-    return _qwen3_preprocessor(sizes.min_pixels, 2 * sizes.max_pixels) | {
-        "video_processor_type": "Qwen3VLVideoProcessor"
-    }
-
-
-def _qwen3_preprocessor(shortest: int, longest: int) -> dict[str, Any]:
-    """The common part of Qwen3-VL's image and video processors; areas in pixels."""
-    return {
-        "size": {"longest_edge": longest, "shortest_edge": shortest},
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "processor_class": "Qwen3VLProcessor",
-    }
-
-
-def _generation(config: dict[str, Any]) -> dict[str, Any]:
-    text = config.get("text_config", config)
-    return {
-        "bos_token_id": text["bos_token_id"],
-        "pad_token_id": text["bos_token_id"],
-        "do_sample": True,
-        "eos_token_id": [text["eos_token_id"], text["bos_token_id"]],
-        "repetition_penalty": 1.05,
-        "temperature": 0.1,
-        "top_k": 1,
-        "top_p": 0.001,
-        "transformers_version": "4.41.2",
-    }
+    for name, content in _filled(_resource("tiny/tokenizer.json"), values).items():
+        _write_json(folder / name, content)
 
 
 def _released_name(name: str) -> str:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
-from megatron_vl.config import RULES_BEFORE
+from megatron_vl.config import VideoPositions, VideoPrompt
 from megatron_vl.errors import UsageError, UserError
 
 RELEASED = "released"
+RULES = {"video_positions": get_args(VideoPositions), "video_prompt": get_args(VideoPrompt)}
+"""Field of ``DataConfig`` -> its valid values."""
 
 
 def follow(
@@ -33,7 +36,7 @@ def follow(
                 f"{option} {asked[name]} contradicts {folder}, which was trained under {rule!r}: leave the"
                 " option out"
             )
-        if rule not in (RELEASED, RULES_BEFORE[name]):
+        if rule not in RULES[name]:
             raise UserError(
                 f"{folder} was trained under data.{name} {rule!r}, which this version does not know: use the"
                 " one that trained it"

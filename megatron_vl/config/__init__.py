@@ -4,7 +4,6 @@
 
 from megatron_vl.config.checks import validate
 from megatron_vl.config.fields import (
-    RULES_BEFORE,
     CheckpointConfig,
     DataConfig,
     EvalConfig,

@@ -23,13 +23,6 @@ VideoPrompt = Literal["released", "transformers_5_10"]
 """The rules for the text around a video; :attr:`DataConfig.video_prompt` explains them."""
 LearntOrMasked = Literal["learnt", "masked"]
 """Whether something bears loss."""
-RULES_BEFORE = {
-    "video_positions": "transformers_5_3",
-    "video_prompt": "transformers_5_10",
-    "empty_think": "learnt",
-    "earlier_answers": "learnt",
-}
-"""The rules of checkpoints that were written before these fields of :class:`DataConfig` existed."""
 
 
 class RunConfigError(UserError, ValueError):
@@ -183,12 +176,11 @@ class DataConfig:
     """M-RoPE positions at videos, for Qwen2-VL and Qwen2.5-VL. released: text continues after the largest
     position of the video, time included, as in the released models' own code and in vLLM. transformers_5_3:
     text continues after the video's height and width only, and the time of a frame group is truncated to
-    whole seconds, as in transformers 5.3 to 5.17. Choose it for runs that began before this field existed."""
+    whole seconds, as in transformers 5.3 to 5.17."""
     video_prompt: VideoPrompt = "released"
     """Text around videos, for Qwen3-VL. released: <|vision_start|> and <|vision_end|> surround each frame
     group only, as the processor released with the model writes them (transformers 4.57). transformers_5_10: a
-    second pair surrounds the whole video, as in transformers 5.10 and later. Choose it for runs that began
-    before this field existed."""
+    second pair surrounds the whole video, as in transformers 5.10 and later."""
     empty_think: LearntOrMasked = "masked"
     """Loss on the empty block of thinking that the chat templates of thinking models write into an answer
     without thinking. masked: none, as a request without thinking already contains the block. learnt: the

@@ -1,10 +1,9 @@
-"""Makes imports faster: Megatron-core (0.19.2) without ``torch.compile`` on CPU and without wandb;
-transformers without scikit-learn.
+"""Makes imports faster: Megatron-core (0.19.2) without ``torch.compile`` on CPU, transformers without
+scikit-learn.
 
 Core wraps some forty small functions in ``torch.compile`` while it is imported. To make the wrappers, torch
 imports inductor, which takes two of the six seconds of processor time that each rank needs to start. A CPU
-run gains nothing from the compiled functions. If Weights & Biases is installed, core also imports it for
-timers that are not used here. That takes half a second. A run that logs to Weights & Biases imports it later.
+run gains nothing from the compiled functions.
 
 If scikit-learn is installed, transformers imports it, with SciPy and pandas, for speculative decoding. That
 takes two seconds of every process that reads a tokenizer. Nothing here decodes speculatively.
@@ -12,11 +11,10 @@ takes two seconds of every process that reads a tokenizer. Nothing here decodes 
 
 from __future__ import annotations
 
-import contextlib
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -55,10 +53,6 @@ class _Loader(importlib.abc.Loader):
 
 class _CoreLoader(_Loader):
     def exec_module(self, module: ModuleType) -> None:
-        with without("wandb"):
-            self._exec_module(module)
-
-    def _exec_module(self, module: ModuleType) -> None:
         import torch
 
         if torch.cuda.is_available():
@@ -84,22 +78,6 @@ class _SpeculativeLoader(_Loader):
             self.loader.exec_module(module)
         finally:
             utils.is_sklearn_available = available
-
-
-@contextlib.contextmanager
-def without(package: str) -> Iterator[None]:
-    """A context in which imports of a package fail as if it were not installed.
-
-    If the package was imported before, the context does nothing.
-    """
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[package]
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:

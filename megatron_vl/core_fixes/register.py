@@ -60,10 +60,16 @@ class Fix:
     why: str
     written_for: str
     """The package and version that the fix was written for."""
+    upstream: str
+    """The thread that reports the fault, as ``owner/repository#number``. Without one, it is
+    :data:`NOT_REPORTED`, and ``docs/upstream.md`` has the text of a report, which names ``ours``."""
     goes_when: str
     test: str
     """The ``file::test`` that fails if the fix is removed or no longer needed."""
 
+
+NOT_REPORTED = "not reported"
+"""No thread about the fault was found when the entry was written."""
 
 _CORE = f"{CORE} {TESTED_CORE[-1]}"
 _TE = "transformer-engine 2.20.2"
@@ -82,19 +88,9 @@ FIXES: tuple[Fix, ...] = (
             " seconds of every start on CPU."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core compiles when a function is first called",
         test="tests/test_start.py::test_core_is_imported_without_inductor",
-    ),
-    Fix(
-        ours="megatron_vl.core_fixes.compile_on_cpu:without",
-        touches=("megatron.core.timers.wandb",),
-        why=(
-            "Core imports Weights & Biases if it is installed, for timers that are not used here, which takes"
-            " half a second of every start."
-        ),
-        written_for=_CORE,
-        goes_when="core imports it when it is used",
-        test="tests/test_start.py::test_core_is_imported_without_weights_and_biases",
     ),
     Fix(
         ours="megatron_vl.core_fixes.compile_on_cpu:_SpeculativeLoader",
@@ -104,6 +100,7 @@ FIXES: tuple[Fix, ...] = (
             " not used here: two seconds of every process that reads a tokenizer."
         ),
         written_for=_TRANSFORMERS,
+        upstream=NOT_REPORTED,
         goes_when="transformers imports it when it is used",
         test="tests/test_start.py::test_transformers_is_imported_without_scikit_learn",
     ),
@@ -115,6 +112,7 @@ FIXES: tuple[Fix, ...] = (
             " store would be one more connection to every rank."
         ),
         written_for=_TORCH,
+        upstream=NOT_REPORTED,
         goes_when="torch has a public function for the default store",
         test="tests/parallel/test_groups.py::test_ranks_begin_a_layout_together",
     ),
@@ -126,6 +124,7 @@ FIXES: tuple[Fix, ...] = (
             " bandwidth allows."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core has its own kernel on this path",
         test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
     ),
@@ -143,6 +142,7 @@ FIXES: tuple[Fix, ...] = (
             " corrupted heap."
         ),
         written_for=_TORCH,
+        upstream=NOT_REPORTED,
         goes_when="torch assigns the name under a lock, or no longer keeps it",
         test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
     ),
@@ -155,6 +155,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Every rank would print these lines at every start, and real problems would be overlooked.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="a run starts without these lines",
         test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
     ),
@@ -168,6 +169,7 @@ FIXES: tuple[Fix, ...] = (
             " extension of APEX."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="GPTModel takes a Transformer Engine output layer",
         test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
@@ -183,6 +185,7 @@ FIXES: tuple[Fix, ...] = (
             " device 'cuda'."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core runs without a GPU",
         test=_PARITY,
     ),
@@ -198,6 +201,7 @@ FIXES: tuple[Fix, ...] = (
             " its signals are replaced and its log is silenced."
         ),
         written_for=_TORCH,
+        upstream="pytorch/pytorch#119856",
         goes_when="torchrun can wait for ranks that save",
         test="tests/training/test_signals.py::test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies",
     ),
@@ -210,6 +214,7 @@ FIXES: tuple[Fix, ...] = (
             " keeps them."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#6897",
         goes_when="core ends the groups of a layout when the layout ends",
         test="tests/parallel/test_groups.py::test_layouts_share_groups",
     ),
@@ -224,6 +229,7 @@ FIXES: tuple[Fix, ...] = (
             " the process."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#6897",
         goes_when="core's destroy_model_parallel drops every group that it made",
         test="tests/parallel/test_groups.py::test_nothing_holds_a_group_after_the_end",
     ),
@@ -238,6 +244,7 @@ FIXES: tuple[Fix, ...] = (
             " parameter."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core scales only the rank's slice and looks gathers up once per module",
         test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
     ),
@@ -249,6 +256,7 @@ FIXES: tuple[Fix, ...] = (
             " reductions in different orders and wait for each other."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core starts reductions in a fixed order",
         test=_PARITY,
     ),
@@ -263,6 +271,7 @@ FIXES: tuple[Fix, ...] = (
             " gathers that were started ahead."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#1150",
         goes_when="core lets a rank report parameters that its graph does not reach",
         test=_PARITY,
     ),
@@ -274,6 +283,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Core starts userbuffers only in its own training program, which is not used here.",
         written_for=_TE,
+        upstream=NOT_REPORTED,
         goes_when="core starts them with its modules",
         test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
     ),
@@ -285,6 +295,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Userbuffers always move the whole buffer, even if the row is shorter.",
         written_for=_TE,
+        upstream="NVIDIA/TransformerEngine#1303",
         goes_when="Transformer Engine checks the length",
         test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",
     ),
@@ -299,6 +310,7 @@ FIXES: tuple[Fix, ...] = (
             " additional fields."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's packed path takes rotary angles by token, without the host",
         test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
     ),
@@ -310,6 +322,7 @@ FIXES: tuple[Fix, ...] = (
             " settings affect."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#4853",
         goes_when="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
         test="tests/models/test_qwen3_vl.py::test_frequencies_take_turns_as_in_transformers",
     ),
@@ -321,6 +334,7 @@ FIXES: tuple[Fix, ...] = (
             " core supports only one hidden state."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's decoder takes features to add after a layer, on any pipeline stage",
         test=_PARITY,
     ),
@@ -333,6 +347,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Towers' layers run our kernels from linear_qkv to linear_proj, including RoPE.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's attention lets core_attention take the fused QKV",
         test="tests/kernels/test_tower_attention.py::test_a_step_with_the_kernels_is_the_step_without",
     ),
@@ -348,6 +363,7 @@ FIXES: tuple[Fix, ...] = (
             " only the activation of experts."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core recomputes the activation of a dense MLP with a fused SwiGLU",
         test="tests/planning/test_flops.py::test_recompute_of_our_modules_equals_counted",
     ),
@@ -362,6 +378,7 @@ FIXES: tuple[Fix, ...] = (
             " gradient; the matrix product computes that sum at no extra cost."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's layers let the linear add its bias",
         test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
     ),
@@ -370,6 +387,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("megatron.core.transformer.torch_norm.WrappedTorchNorm",),
         why="Without Transformer Engine, core's norm refuses sequence parallelism.",
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#1448",
         goes_when="WrappedTorchNorm supports sequence parallelism",
         test="tests/core_fixes/test_register.py::test_cores_norm_refuses_sequence_parallelism",
     ),
@@ -384,6 +402,7 @@ FIXES: tuple[Fix, ...] = (
             " sequence-parallel ranks; the output layer therefore takes inputs of the whole row."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's output layer takes a selection of tokens under sequence parallelism",
         test=_PARITY,
     ),
@@ -399,6 +418,7 @@ FIXES: tuple[Fix, ...] = (
             " by the same number as gradients; core divides it by all tokens of the batch."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#5542",
         goes_when="core's load-balancing loss supports loss masks and uneven padding",
         test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
     ),
@@ -413,6 +433,7 @@ FIXES: tuple[Fix, ...] = (
             " the host."
         ),
         written_for=_TE,
+        upstream="NVIDIA/TransformerEngine#2360",
         goes_when="Transformer Engine's grouped linears take row counts on the device",
         test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
     ),
@@ -424,6 +445,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Row counts stay on the device, and DDP is notified of all weights of a layer at once.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's grouped experts take counts on the device and report gradients together",
         test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
     ),
@@ -438,6 +460,7 @@ FIXES: tuple[Fix, ...] = (
             " has padding."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core takes the class of a dispatcher in its spec",
         test=_PARITY,
     ),
@@ -446,6 +469,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
         why="Core's alltoall sends a token once for each of its experts; here, each rank gets it once.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core has a dispatcher without DeepEP that sends a token to each rank once",
         test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
@@ -457,6 +481,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Core assumes that every token has experts; padding has none.",
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#5542",
         goes_when="core's alltoall supports a padding mask",
         test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
@@ -467,6 +492,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Core copies the experts' token counts to the host, where our products do not need them.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core can leave them on the device",
         test="tests/core_fixes/test_register.py::test_core_brings_counts_of_experts_to_the_host",
     ),
@@ -482,6 +508,7 @@ FIXES: tuple[Fix, ...] = (
             " so that the norm is checked first."
         ),
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core's step skips a norm that is not finite",
         test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
     ),
@@ -493,6 +520,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Core copies each parameter's weights in a separate launch: 1,650 per step with experts.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core copies them together",
         test=(
             "tests/training/test_optimizer.py::"
@@ -504,6 +532,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("torch._foreach_copy_",),
         why="It makes many copies in one launch, and torch has no public name for it.",
         written_for=_TORCH,
+        upstream="pytorch/pytorch#145355",
         goes_when="torch has a public name for it",
         test=(
             "tests/training/test_optimizer.py::"
@@ -520,6 +549,7 @@ FIXES: tuple[Fix, ...] = (
             " other parameters."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#2777",
         goes_when="core numbers the parameters of a group in the order in which it lists them",
         test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
     ),
@@ -535,6 +565,7 @@ FIXES: tuple[Fix, ...] = (
             " moments are not saved in checkpoints."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#2811",
         goes_when="core streams offloaded state through the GPU and saves it",
         test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
     ),
@@ -547,6 +578,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Core makes all master weights on the device before any of them can be moved.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core makes master weights where they are kept",
         test="tests/training/test_offload.py::test_master_weights_that_leave_the_device_are_never_all_on_it",
     ),
@@ -558,6 +590,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Core would copy master weights that are not on the device into the model.",
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#2811",
         goes_when="core streams offloaded state through the GPU and saves it",
         test="tests/training/test_offload.py::test_a_state_that_is_not_spread_gives_the_same_bits",
     ),
@@ -569,6 +602,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="Only core's optimizer knows which part of the model's buffers a shard belongs to.",
         written_for=_CORE,
+        upstream=NOT_REPORTED,
         goes_when="core has a public function for this",
         test=(
             "tests/training/test_optimizer.py::"
@@ -587,6 +621,7 @@ FIXES: tuple[Fix, ...] = (
             " at wrong offsets without a message; its files are pickled."
         ),
         written_for=_CORE,
+        upstream="NVIDIA/Megatron-LM#5077",
         goes_when="core's checkpoints hold every moment and need no pickle",
         test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
     ),
@@ -596,6 +631,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("megatron.energon.DefaultTaskEncoder._load_dataset",),
         why="The readers of tars must be wrapped as soon as Energon has made them (see make_tolerant).",
         written_for=_ENERGON,
+        upstream=NOT_REPORTED,
         goes_when="Energon continues after a file that cannot be read",
         test="tests/data/test_damage.py::test_a_shard_is_gone",
     ),
@@ -610,6 +646,7 @@ FIXES: tuple[Fix, ...] = (
             " filled; its progress bar overwrites a run's output."
         ),
         written_for=_ENERGON,
+        upstream="NVIDIA/Megatron-Energon#228",
         goes_when="Energon's packer can return samples to the buffer",
         test="tests/data/test_damage.py::test_rows_are_full_and_none_waits_indefinitely",
     ),
@@ -620,6 +657,7 @@ FIXES: tuple[Fix, ...] = (
         ),
         why="One missing file would end the epoch of a worker.",
         written_for=_ENERGON,
+        upstream=NOT_REPORTED,
         goes_when="Energon continues after a file that cannot be read",
         test="tests/data/test_damage.py::test_a_shard_is_gone",
     ),
@@ -633,6 +671,7 @@ FIXES: tuple[Fix, ...] = (
             "Energon limits its shuffle buffer only by samples: a thousand videos are 20 GB in every worker."
         ),
         written_for=_ENERGON,
+        upstream=NOT_REPORTED,
         goes_when="Energon also limits it by bytes",
         test="tests/data/test_shuffling.py::test_small_samples_come_in_energons_own_order",
     ),
@@ -644,6 +683,7 @@ FIXES: tuple[Fix, ...] = (
             " before this one in the blend; it must not change when one of these joins or leaves."
         ),
         written_for=_ENERGON,
+        upstream=NOT_REPORTED,
         goes_when="Energon's blends take a place for each data set",
         test="tests/data/test_changed_blend.py::test_streams_keep_their_parts_of_a_source",
     ),
@@ -652,6 +692,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
         why="Torch does not end loader processes on request.",
         written_for=_TORCH,
+        upstream="pytorch/pytorch#64766",
         goes_when="torch's iterator has a close()",
         test="tests/data/test_order.py::test_workers_do_not_matter",
     ),
@@ -660,6 +701,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
         why="Torch does not end loader processes on request.",
         written_for=_TORCH,
+        upstream="pytorch/pytorch#64766",
         goes_when="torch's iterator has a close()",
         test="tests/data/test_planned_loader.py::test_a_closed_loader_has_no_processes",
     ),
@@ -669,6 +711,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("torch.testing._internal.distributed.fake_pg.FakeStore",),
         why="One process acts as every rank of a run in turn; torch has fake groups only for its own tests.",
         written_for=_TORCH,
+        upstream=NOT_REPORTED,
         goes_when="torch has a public fake process group",
         test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
     ),
@@ -677,6 +720,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("torch.autograd.Variable._execution_engine",),
         why="Only autograd's engine knows when a backward pass ends.",
         written_for=_TORCH,
+        upstream="pytorch/pytorch#66199",
         goes_when="torch has a public call for the end of a backward pass",
         test="tests/toolkit/test_bench.py::test_parts_add_up_to_the_step",
     ),
@@ -685,6 +729,7 @@ FIXES: tuple[Fix, ...] = (
         touches=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
         why="Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written.",
         written_for=_ENERGON,
+        upstream=NOT_REPORTED,
         goes_when="Energon can prepare one shard",
         test=(
             "tests/data/test_description.py::"

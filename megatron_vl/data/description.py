@@ -95,8 +95,6 @@ class SplitFacts:
 
     identity: dict[str, Any]
     """What determines the order of samples, as JSON values. Compare identities with :func:`difference`."""
-    former: str
-    """The identity in versions before 2026-11-22: ``index.uuid``, else the name of the folder or file."""
     samples: int | None
     """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
     largest_shard: int
@@ -140,9 +138,8 @@ class DataSet:
         """The facts of a split. Raises :class:`LoaderError` if it is empty."""
         names = self._shards(split)
         identity = self.identity(split)
-        former = self.uuid or self.path.name
         largest = max(self.counts.get(name, 0) for name in names)
-        return SplitFacts(identity, former, self._samples(split), largest, self._sample_bytes(names))
+        return SplitFacts(identity, self._samples(split), largest, self._sample_bytes(names))
 
     def _shards(self, split: str) -> list[str]:
         names = self.splits.get(split) or []
@@ -199,7 +196,7 @@ class Metadataset:
         sample_bytes = max((part.sample_bytes for part in parts), default=0.0)
         identity = self.identity(split)
         sources_of(identity, where=str(self.path))  # refuses impossible weights before Energon meets them
-        return SplitFacts(identity, self.path.name, None, largest, sample_bytes)
+        return SplitFacts(identity, None, largest, sample_bytes)
 
     def parts(self, split: str) -> list[tuple[DataSet | Metadataset, str]]:
         """The data sets and metadatasets that a split names, each with the split that is read of it."""

@@ -14,7 +14,7 @@ from megatron_vl.data.row_loader import PLANNED, RESTART, RowLoader
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.data.streams import Sources
 
-ORDER_VERSION = 2
+ORDER_VERSION = 1
 """Version of the order of samples and of the planning of rows."""
 OF_STREAMS = ("packing_buffer", "shuffle_buffer", "shuffle_buffer_gib")
 """Fields of an identity that only streams depend on."""
@@ -100,7 +100,7 @@ class PlannedLoader(RowLoader):
             )
 
         self._check(state)
-        self._begun |= state.get("starts") or {}
+        self._begun |= state["starts"]
 
         state = self._of_rank_0(state, read)
 

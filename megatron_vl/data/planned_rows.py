@@ -219,7 +219,7 @@ class BatchPlanner:
             StateError: the state is damaged.
         """
         try:
-            keys, drawn, aside = list(state["keys"]), dict(state["drawn"]), dict(state.get("aside", {}))
+            keys, drawn, aside = list(state["keys"]), dict(state["drawn"]), dict(state["aside"])
             sources, numbers = state["waiting"].astype(np.int64)
             if len(sources) and min(sources.min(), numbers.min()) < 0:
                 raise ValueError("a negative number")

@@ -10,17 +10,18 @@ from typing import Any
 
 from megatron.energon.errors import FatalSampleError
 
-from megatron_vl.config import RULES_BEFORE, DataConfig
+from megatron_vl.config import DataConfig
 from megatron_vl.data.blend import BlendError, Source, named, sources_of, starts_of, summary
 from megatron_vl.data.changed_blend import BlendChange
 from megatron_vl.data.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.order import Deal
 from megatron_vl.data.row import Row
-from megatron_vl.data.saved_streams import ONE_LOADER, SavedStreams, streams_to_json
+from megatron_vl.data.saved_streams import SavedStreams, streams_to_json
 from megatron_vl.data.shuffling import at_most
 from megatron_vl.data.state import StateError
 from megatron_vl.data.streams import RankRows, Sources, StreamState
 from megatron_vl.data.thinking import ThinkingRule
+from megatron_vl.json_files import check_version
 
 PIXEL_FIELDS = (
     "min_pixels",
@@ -33,6 +34,7 @@ PIXEL_FIELDS = (
 BACK = "give the data set that the run began with"
 CONTINUE = "go on with the changed blend with --data.on_changed_blend continue"
 RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
+RESUME_THERE = f"resume with the program that saved it, {RESTART}"
 PLANNED = "planned"
 """Entry of the states of loaders whose batches are planned."""
 WAYS_OUT = {
@@ -44,8 +46,6 @@ WAYS_OUT = {
     "video_prompt": "resume with the rule that the run began with: set data.video_prompt to that",
     "empty_think": "resume with the rule that the run began with: set data.empty_think to that",
     "earlier_answers": "resume with the rule that the run began with: set data.earlier_answers to that",
-    "version": f"resume with the version of this program that saved it, {RESTART}",
-    PLANNED: f"resume with the version of this program that saved it, {RESTART}",
     "shuffled": "set data.shuffle_buffer back (0 keeps the order, above 0 shuffles)",
 }
 
@@ -179,8 +179,8 @@ class RowLoader:
                 "the loader state is of a run whose batches are planned, and this loader's are not; set"
                 f" data.balance true, with the sizes of `megatron-vl data index` in place, {RESTART}"
             )
-        before = self._check(state)
-        saved = SavedStreams(state, read, tuple(source.key for source in before if source.share))
+        self._check(state)
+        saved = SavedStreams(state, read)
         order = saved.deal.order
         if self._data.streams not in (0, order.streams):
             raise StateError(
@@ -192,29 +192,30 @@ class RowLoader:
         self._deal = Deal(order, saved.rows, now.rows_per_step, now.ranks)
         needed = {*self._deal.streams_of(self._dp_rank), *self._deal.kept_by(self._dp_rank, saved.rows)}
         self._states = saved.get(sorted(needed))
-        workers = (state["identity"] if saved.one_loader else state)["num_workers"]
-        self._said += self._changes(saved, workers)
+        self._said += self._changes(saved, state["num_workers"])
 
         # Streams divide a source as they did when it began, wherever it is in the blend now.
-        self._begun |= state.get("starts") or starts_of(before)
+        self._begun |= state["starts"]
         self._sources.starts = [self._begun[key] for key in self._keys]
         self.share_lists()
 
-    def _check(self, state: dict[str, Any]) -> tuple[Source, ...]:
-        """Refuses a state that does not belong to this loader. Returns the sources that it was saved with."""
-        saved = self._with_present_fields(state.get("identity", {}))
-        sources = _read_sources(saved.get("dataset"))
+    def _check(self, state: dict[str, Any]) -> None:
+        """Refuses a state that does not belong to this loader."""
+        saved = state.get("identity", {})
+        for name in ("version", PLANNED):
+            if name in self._identity:
+                now = self._identity[name]
+                check_version("the loader state", saved.get(name), now, RESUME_THERE, StateError)
         if found := difference(saved.get("dataset"), self._identity["dataset"]):
-            known = frozenset(state.get("starts") or ())
-            self._change_blend(BlendChange(sources, self._sources.blend, known), found)
+            before = _read_sources(saved.get("dataset"))
+            self._change_blend(BlendChange(before, self._sources.blend, frozenset(state["starts"])), found)
         for name, value in self._identity.items():
-            before = saved.get(name, RULES_BEFORE.get(name))
+            before = saved.get(name)
             if name != "dataset" and before != value:
                 raise StateError(
                     f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
                     f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
                 )
-        return sources
 
     def _change_blend(self, change: BlendChange, found: str) -> None:
         """Notes what changes in the blend.
@@ -233,46 +234,6 @@ class RowLoader:
             raise StateError(f"{problem}; {BACK}, {CONTINUE} ({told}), {RESTART}")
         self._said += [f"the blend has changed ({found}); from here on:", *(f"  {t}" for t in change.told())]
 
-    def _with_present_fields(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """An identity that an earlier version saved.
-
-        Missing fields get their current value, with a note.
-        """
-        saved = dict(saved)
-        now = self._identity
-        if saved.get("version") == ONE_LOADER:
-            saved["version"] = now["version"]
-        if "empty_think" in now and "empty_think" not in saved:
-            self._said.append(
-                "the loader state is from before this chat template could be trained on conversations of"
-                " several turns: they were left out until now, and are trained from here on"
-            )
-
-        if "shuffle_buffer_gib" in now and "shuffle_buffer_gib" not in saved:
-            saved["shuffle_buffer_gib"] = now["shuffle_buffer_gib"]
-            if now["shuffle_buffer_gib"]:
-                self._said.append(
-                    "the loader state is from before the shuffle buffer had a limit in bytes: the order of"
-                    f" samples stays the same if the buffer never holds {now['shuffle_buffer_gib']:g}"
-                    " GiB (data.shuffle_buffer_gib; 0 keeps the order in any case)"
-                )
-
-        if isinstance(saved.get("dataset"), str):
-            former = self._facts.former
-            if saved["dataset"] != former:
-                raise StateError(
-                    f"the loader state was saved with the data set {saved['dataset']!r}, this loader reads "
-                    f"{former!r}; {WAYS_OUT['dataset']}"
-                )
-            saved["dataset"] = now["dataset"]
-            if not now["dataset"].get("content"):
-                self._said.append(
-                    "the loader state is from before mixtures were identified by content: it says"
-                    f" only {former}. If weights or parts have changed since it was saved, stop"
-                    " here and start with --checkpoint.restart_data true"
-                )
-        return saved
-
     def _changes(self, saved: SavedStreams, workers: int) -> list[str]:
         """What differs from the run that saved."""
         before, now = saved.deal, self._deal
@@ -282,7 +243,7 @@ class RowLoader:
                 f"the data continue on {now.ranks} data-parallel ranks x {self._data.num_workers} workers,"
                 f" after {before.ranks} x {workers}: every step takes the same rows as before"
             )
-        if not saved.one_loader and before.rows_per_step != now.rows_per_step:
+        if before.rows_per_step != now.rows_per_step:
             said.append(
                 f"each step takes {now.rows_per_step} rows, after {before.rows_per_step}: the order of rows"
                 " does not change"

@@ -160,17 +160,15 @@ def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
 
 
 def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
-    """Reads a layout that :meth:`Layout.as_dict` wrote. Older versions did not write ``ep`` and ``etp``.
+    """Reads a layout that :meth:`Layout.as_dict` wrote.
 
     Raises:
         KeyError: a field is missing.
         LayoutError: a field is impossible for this model.
     """
-    sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers")}
+    sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")}
     return make_layout(
         spec,
         **sizes,
-        ep=stored.get("ep", 1),
-        etp=stored.get("etp", 1),
         decoupled=stored.get("vision") == "decoupled",
     )

@@ -42,7 +42,7 @@ from torch import Tensor
 
 from megatron_vl import durable, progress
 from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
-from megatron_vl.json_files import manifest_digest, write_json
+from megatron_vl.json_files import check_version, manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel import failures
@@ -57,7 +57,6 @@ from megatron_vl.training.optimizer_state import (
     OptimizerReader,
     check_hash,
     host_copy,
-    index_of_headers,
     restore,
     slices_of,
     snapshot,
@@ -430,7 +429,7 @@ def _delete(path: Path) -> None:
 def lineage_or_none(path: Path, step: int) -> Lineage:
     """Reads a checkpoint's lineage, which is needed only for its new name.
 
-    If it cannot be read, it counts as that of an older version.
+    If it cannot be read, the name says so.
     """
     try:
         return read_lineage(path, step)
@@ -481,8 +480,7 @@ def read_run(source: Path) -> dict[str, Any]:
 
     try:
         saved = json.loads(path.read_text())
-        if saved["format"] != _FORMAT:
-            raise CheckpointError(f"{path} has format {saved['format']}; this version reads format {_FORMAT}")
+        check_version(path, saved["format"], _FORMAT, "resume from another checkpoint", CheckpointError)
         if saved["digest"] != manifest_digest(saved):
             raise CheckpointError(
                 f"{path} was changed after it was written (its digest differs); resume from another step"
@@ -498,7 +496,7 @@ def read_run(source: Path) -> dict[str, Any]:
                 r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name
             ):
                 raise CheckpointError(f"{path}: {name!r} is not a file name of optimizer or loader state")
-        if saved.get("bad_samples") is not None:
+        if "bad_samples" in saved:
             BadSampleMeter(1.0).load_state_dict(saved["bad_samples"])  # checks the counts
 
     except (ValueError, KeyError, TypeError) as error:
@@ -530,8 +528,8 @@ class Restored:
     loader: LoaderStates | None
     """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
     bad_samples: dict[str, Any] | None
-    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None if an older
-    version saved the checkpoint."""
+    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None if the program
+    that saved counts none, unlike a training run."""
 
 
 def load(
@@ -558,10 +556,15 @@ def load(
     saved = check_resumable(source, run, restart_data)
     parameters = run_parameters(chunks, layout, grid)
     written = read_layout(spec, saved["layout"])
+    files = {
+        name.removeprefix("optimizer/"): facts
+        for name, facts in saved["files"].items()
+        if name.startswith("optimizer/")
+    }
     weights = open_weights(source, saved)
     with remedied(source):
         load_weights(weights, parameters, grid)
-        state = open_optimizer(source, saved, written, grid)
+        state = OptimizerReader(source / "optimizer", files, written.cut, state_file(grid.rank))
         restore(state, optimizer, parameters, tensor_table(spec), grid)
     if written == layout and saved["dp"] == grid.dp:
         for name, value in state.rng(state_file(grid.rank)).items():
@@ -636,39 +639,6 @@ def _seems_whole(source: Path) -> bool:
         return False
 
 
-def open_optimizer(
-    source: Path, saved: dict[str, Any], written: Layout, grid: ProcessGrid
-) -> OptimizerReader:
-    """Opens the optimizer state of a step folder. Collective.
-
-    If there is no index, rank 0 reads all headers and sends the index that it made to the other ranks.
-    """
-    states = {
-        name.removeprefix("optimizer/"): f
-        for name, f in saved["files"].items()
-        if name.startswith("optimizer/")
-    }
-    index = None
-    if INDEX not in states and grid.world_size > 1:
-        index = _from_first_rank(grid, lambda: index_of_headers(source / "optimizer", sorted(states)))
-    return OptimizerReader(source / "optimizer", states, written.cut, index, state_file(grid.rank))
-
-
-def _from_first_rank(grid: ProcessGrid, work: Callable[[], Any]) -> Any:
-    """Runs ``work`` on rank 0 and returns its result, or raises its CheckpointError, on all ranks."""
-    answer: list[Any] = [None, ""]
-    if grid.rank == 0:
-        try:
-            answer[0] = work()
-        except CheckpointError as error:
-            answer[1] = str(error)
-
-    dist.broadcast_object_list(answer)
-    if answer[1]:
-        raise CheckpointError(answer[1])
-    return answer[0]
-
-
 SAME = ("seq_len",)
 """The facts of a run that must not change if it is to continue in the data where it stopped."""
 
@@ -714,7 +684,7 @@ def verify_files(source: Path) -> list[str]:
             check_hash(source / name, facts)
         except CheckpointError as error:
             problems.append(str(error))
-    if "lineage" in saved and not _is_same_lineage(source, saved):
+    if not _is_same_lineage(source, saved):
         problems.append(
             f"{source / LINEAGE} is missing or damaged; run.json holds a copy, so nothing is lost"
         )

@@ -262,23 +262,18 @@ def _places(
     }
 
 
-def make_index(slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
-    """The index of a checkpoint.
+def write_index(folder: Path, slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
+    """Writes ``index.json`` beside the files. Returns its size in bytes and hash.
 
     Args:
-        slices: file -> its slices, as :func:`slices_of` or a header lists them.
+        slices: file -> its slices, as :func:`slices_of` lists them.
     """
     files = sorted(slices)
     table: dict[str, list[list[Any]]] = {}
     for number, file in enumerate(files):
         for name, part, start, end, kinds, step in slices[file]:
             table.setdefault(name, []).append([part, start, end, number, kinds, step])
-    return {"files": files, "slices": table}
-
-
-def write_index(folder: Path, slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
-    """Writes ``index.json`` beside the files. Returns its size in bytes and hash."""
-    return write_json(folder / INDEX, make_index(slices))
+    return write_json(folder / INDEX, {"files": files, "slices": table})
 
 
 def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -287,29 +282,10 @@ def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str
     Raises:
         CheckpointError: the index is missing or damaged.
     """
+    if INDEX not in files:
+        raise CheckpointError(f"{folder}: run.json names no {INDEX}; the checkpoint is not whole")
     check_hash(folder / INDEX, files[INDEX])
     return json.loads((folder / INDEX).read_text())
-
-
-def index_of_headers(folder: Path, files: Iterable[str]) -> dict[str, Any]:
-    """An index made from the headers of all files, for a checkpoint of an older version that has none.
-
-    Raises:
-        CheckpointError: a file is missing, or its header is damaged.
-    """
-    return make_index({file: _header_slices(folder / file) for file in files})
-
-
-def _header_slices(path: Path) -> list[list[Any]]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
-    try:
-        with safe_open(path, framework="pt") as tensors:
-            metadata, keys = tensors.metadata() or {}, list(tensors.keys())
-            tp_rank, etp_rank = int(metadata["tp"]), int(metadata.get("etp", 0))
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return [[*place, None] for place in _places(keys, tp_rank, etp_rank).values()]
 
 
 class NoStateError(CheckpointError):
@@ -321,8 +297,7 @@ class _Piece(NamedTuple):
     end: int
     file: str
     kinds: int
-    step: int | None
-    """None if only a header was read."""
+    step: int
 
 
 class _NotSaved(Exception):
@@ -338,8 +313,6 @@ class OptimizerReader:
         folder: the checkpoint's ``optimizer`` folder.
         files: name -> size and hash, as in the checkpoint's ``run.json``.
         cut: how the tensors were cut in the layout that wrote the checkpoint.
-        index: what :func:`index_of_headers` made for a checkpoint without an index.
-            None: it is made here if needed.
         own: the file that this rank wrote, if it did. If several files hold the same state, this one is
             preferred, so that ranks share the reading.
     """
@@ -349,23 +322,19 @@ class OptimizerReader:
         folder: Path,
         files: Mapping[str, Mapping[str, Any]],
         cut: Cut,
-        index: dict[str, Any] | None = None,
         own: str = "",
     ) -> None:
         self.folder, self.files, self.cut, self.own = folder, files, cut, own
-        self.indexed = INDEX in files
         self._open: dict[str, Any] = {}
         self._pieces: dict[tuple[str, int], list[_Piece]] = {}
-        if self.indexed:
-            index = read_index(folder, files)
-        self._take(index if index is not None else index_of_headers(folder, sorted(files)))
+        self._take(read_index(folder, files))
 
     def _take(self, index: dict[str, Any]) -> None:
         try:
             names = index["files"]
             for name, slices in index["slices"].items():
                 for part, start, end, file, kinds, step in slices:
-                    if any(type(value) is not int for value in (part, start, end, file, kinds, step or 0)):
+                    if any(type(value) is not int for value in (part, start, end, file, kinds, step)):
                         raise TypeError(f"a slice of {name} has an entry that is not a number")
                     self._pieces.setdefault((name, part), []).append(
                         _Piece(start, end, names[file], kinds, step)
@@ -428,10 +397,6 @@ class OptimizerReader:
             ) from error
 
     def _nothing_for(self, name: str, rank: int, at: int, end: int) -> NoReturn:
-        if not self.indexed:
-            # A damaged header hides what its file holds: check_hash names that file.
-            for file, facts in self.files.items():
-                check_hash(self.folder / file, facts)
         raise NoStateError(
             f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank};"
             " were other parts frozen when it was saved? Start a new run from its weights instead"
@@ -498,10 +463,7 @@ class OptimizerReader:
         pieces = [piece for rank in ranks for piece in self._pieces.get((name, rank), [])]
         if not pieces:
             return 0
-        piece = next((piece for piece in pieces if piece.file in self._open), pieces[0])
-        if piece.step is not None:
-            return piece.step
-        return int(self._file(piece.file).get_tensor(f"{name}[{piece.start}:{piece.end}]/step"))
+        return pieces[0].step
 
     def rng(self, file: str) -> dict[str, Tensor]:
         """The states of random number generators that a rank saved in its file;

@@ -15,7 +15,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.planning.fit import advice
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.memory import PARTS, StageMemory, stage_memories
-from megatron_vl.training.resolve import ResolvedRun
+from megatron_vl.training.resolved_run import ResolvedRun
 
 GIB = 2**30
 FRAGMENTED = 0.1

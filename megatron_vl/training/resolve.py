@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate
@@ -24,10 +23,10 @@ from megatron_vl.planning.run import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training import preflight
+from megatron_vl.training.resolved_run import ResolvedRun, Start
 from megatron_vl.weights.run_folder import (
     CheckpointError,
     DataRestart,
-    Lineage,
     Saved,
     StepMissingError,
     choose,
@@ -36,61 +35,6 @@ from megatron_vl.weights.run_folder import (
 
 PLANNED_BATCHES = "planned_batches"
 """Entry of a checkpoint's ``run.json``: whether its run's batches are planned from stored sizes."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run begins."""
-
-    source: Saved | None
-    """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or random weights."""
-    lineage: Lineage
-    """Lineage of the checkpoints that the run will save."""
-    restart_data: bool
-    """Whether the data set is read from its start."""
-    notes: tuple[str, ...] = ()
-    """Lines to print for the user."""
-
-
-@dataclass(frozen=True)
-class ResolvedRun:
-    """Everything about a run that is decided before it starts. It is equal on all ranks."""
-
-    config: TrainConfig
-    """The run's config, with the split of the decoder layers and the offloaded share as numbers."""
-    spec: ModelSpec
-    layout: Layout
-    dp: int
-    """Data-parallel size."""
-    split: Literal["given", "saved", "planned", "even"]
-    """Where the split of the decoder layers comes from."""
-    start: Start
-    data: dict[str, SplitFacts]
-    """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
-    planned_batches: bool
-    """Whether batches are planned from stored sizes."""
-    notes: tuple[str, ...]
-    """Lines to print for the user."""
-
-    @property
-    def last_step(self) -> int:
-        """The step after which the run ends."""
-        return min(self.config.steps, self.config.stop_after or self.config.steps)
-
-    @property
-    def resumes(self) -> bool:
-        """Whether weights come from the run's own checkpoint."""
-        return self.start.source is not None
-
-    @property
-    def resumes_data(self) -> bool:
-        """Whether the run continues in its data where a checkpoint stopped."""
-        return self.resumes and not self.start.restart_data
-
-    @property
-    def swaps_rows(self) -> bool:
-        """Whether rows are swapped between data-parallel ranks while the run trains."""
-        return self.config.data.balance and not self.planned_batches
 
 
 def resolve(config: TrainConfig, world_size: int, *, show_only: bool = False) -> ResolvedRun:

@@ -36,7 +36,7 @@ from megatron_vl.training.model import build_model
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer
 from megatron_vl.training.profiling import StepProfiler
-from megatron_vl.training.resolve import ResolvedRun
+from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.step import SKIPPED, wrap
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.words import counted

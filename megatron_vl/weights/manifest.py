@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl import durable
-from megatron_vl.json_files import manifest_digest
+from megatron_vl.json_files import check_version, manifest_digest
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.tensors import WHOLE, Cut, LayoutError, TensorInfo, tensor_table
@@ -44,8 +44,7 @@ from megatron_vl.weights.tensor_files import (
 )
 
 FORMAT = "megatron-vl-weights"
-VERSION = 2
-"""The version of the format. Version 2 added the manifest's own digest."""
+VERSION = 1
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.jsonl"
 """Journal of an unfinished conversion (see :mod:`converters.restart`). A folder that has a journal and no
@@ -268,11 +267,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
-    if manifest.get("version") != VERSION:
-        raise WeightsError(
-            f"{path} has version {manifest.get('version')!r}; this program reads version {VERSION}: convert"
-            " again"
-        )
+    check_version(path, manifest.get("version"), VERSION, "convert again", WeightsError)
 
     for field in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
         if field not in manifest:

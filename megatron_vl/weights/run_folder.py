@@ -14,12 +14,6 @@ A roll-back (``checkpoint.step``) begins a branch with the first checkpoint that
 then, it has no effect. The checkpoints that the new branch was not trained from stay on disk and are used
 only if a user asks for their step. Users delete them by hand.
 
-Older versions saved no lineage. They wrote ``latest.json`` after every save, so the latest of their
-checkpoints is the one that it names, or the largest step if the file is missing. If it names a smaller step
-than the largest one, the run was rolled back. (Or it was killed between saving and writing ``latest.json``.
-Then an interval is trained again.) The times of files could distinguish these cases, but a copy of the folder
-does not keep them.
-
 Nothing here imports torch.
 """
 
@@ -43,8 +37,8 @@ EXPORTS = "hf"
 EXPORTED = "megatron_vl.json"
 """A file next to exported weights. It holds their rule for videos and, in a folder of :data:`EXPORTS`, the
 saved step that they come from."""
-FIRST_BRANCH = "0"
-"""The branch of checkpoints of older versions."""
+UNKNOWN_BRANCH = "unknown"
+"""The branch of a step folder that holds only weights, or whose lineage is damaged."""
 
 _FOLDER = re.compile(r"step_(\d+)(\.branch_\w+\.\d+(\.\d+)?)?")
 _BRANCH = re.compile(r"\w{1,32}")
@@ -92,7 +86,7 @@ class Lineage:
     """What a checkpoint was trained from.
 
     Attributes:
-        serial: number of the save in its folder, from 1; 0: saved by an older version.
+        serial: number of the save in its folder, from 1; 0: not saved yet, or not known.
         branch: name of its branch. Each roll-back, and each start without a checkpoint, makes a new random
             name.
         parent: the checkpoint that training resumed from or saved before this one; None: the run began here.
@@ -100,7 +94,7 @@ class Lineage:
     """
 
     serial: int = 0
-    branch: str = FIRST_BRANCH
+    branch: str = UNKNOWN_BRANCH
     parent: Point | None = None
     forks: tuple[Point, ...] = ()
     rollback: RollBack | None = None
@@ -207,7 +201,7 @@ def _branch(value: Any) -> str:
 
 
 def read_lineage(path: Path, step: int) -> Lineage:
-    """Reads the lineage of the checkpoint in ``path``. If there is none, an older version saved it.
+    """Reads the lineage of the checkpoint in ``path``; that of a folder with only weights is not known.
 
     ``lineage.json`` is small, because every rank reads that of every checkpoint. If it is damaged, the copy
     in ``run.json`` is used.
@@ -223,10 +217,7 @@ def read_lineage(path: Path, step: int) -> Lineage:
         problem = f"{path / LINEAGE} is damaged ({type(error).__name__}: {error})"
 
     try:
-        stored = read_signed(path / "run.json", step)
-        if not problem and "lineage" not in stored:
-            return Lineage()
-        return parse_lineage(stored["lineage"])
+        return parse_lineage(read_signed(path / "run.json", step)["lineage"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         if not problem:
             return Lineage()  # only weights, or damage that is reported when this checkpoint is used
@@ -285,21 +276,13 @@ def latest(folder: Path) -> Saved | None:
         held = any(saved.step == named["step"] for saved in checkpoints)
         what = "there is no such step_ folder"
         if held:
-            what = f"its folder holds an earlier save than number {named.get('serial')}"
+            what = f"its folder holds an earlier save than number {named['serial']}"
         raise StepMissingError(
             f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or "
             f"remove {LATEST} to use the newest checkpoint that exists"
         )
 
-    newest = checkpoints[-1]
-    by_older = [saved for saved in checkpoints if saved.lineage.serial == 0]
-    if named is not None and "serial" not in named and by_older:
-        last = next((saved for saved in by_older if saved.step == named["step"]), by_older[-1])
-        # An older version wrote latest.json. If it continued from a checkpoint that this version had saved,
-        # its own checkpoint is newer.
-        if newest in by_older or not newest.lineage.holds(newest.step, last.point):
-            return last
-    return newest
+    return checkpoints[-1]
 
 
 def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
@@ -316,7 +299,7 @@ def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
 def _read_latest(path: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(path.read_text())
-        return {"step": content["step"], **content}
+        return {"step": content["step"], "serial": content["serial"]}
     except FileNotFoundError:
         return None  # it was removed, or the run was killed before it was first written
     except NotADirectoryError:
@@ -329,12 +312,8 @@ def _read_latest(path: Path) -> dict[str, Any] | None:
 
 def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
     """Whether a checkpoint is the one that ``latest.json`` names, or a later save of its step."""
-    serial = named.get("serial", 0)
-    return (
-        type(named["step"]) is int
-        and saved.step == named["step"]
-        and (type(serial) is not int or saved.lineage.serial >= serial)
-    )
+    numbers = type(named["step"]) is int and type(named["serial"]) is int
+    return numbers and saved.step == named["step"] and saved.lineage.serial >= named["serial"]
 
 
 # --- Where a run begins -------------------------------------------------------------------------------------
@@ -374,12 +353,7 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
 
     if step is None:
         assert folder is not None and tip is not None
-        left = _left_by_older_version(folder, tip)
-        if left is None:
-            return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
-
-        lineage = Lineage(branch=new_branch(), parent=tip.point, forks=(tip.point,))
-        return Choice(tip, lineage, (_left_line(tip, left),))
+        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
 
     checkpoints = saved_checkpoints(folder)
     tip = _tip_for_roll_back(folder, checkpoints)
@@ -392,26 +366,6 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
     rollback = RollBack(step, source.lineage.branch, attempt)
     lineage = Lineage(0, new_branch(), source.point, forks, rollback, source.lineage.data_restart)
     return Choice(source, lineage, (_roll_back_line(source, tip),))
-
-
-def _left_by_older_version(folder: Path, tip: Saved) -> Saved | None:
-    """The checkpoint with the largest step that a roll-back by an older version abandoned, if there is one.
-
-    Args:
-        tip: the latest checkpoint.
-    """
-    if tip.lineage.serial:
-        return None
-    by_older = [saved for saved in saved_checkpoints(folder) if saved.lineage.serial == 0]
-    return by_older[-1] if by_older[-1].step > tip.step else None
-
-
-def _left_line(tip: Saved, left: Saved) -> str:
-    return (
-        f"{LATEST} was written by an older version and names step {tip.step}, although step {left.step}"
-        f" exists too: the run was rolled back before it saved step {tip.step}, and continues from there. To"
-        f" continue from step {left.step} instead, give --checkpoint.step {left.step}"
-    )
 
 
 def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:

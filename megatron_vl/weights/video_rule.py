@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import RULES_BEFORE, DataConfig, video_rule
+from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.run_folder import EXPORTED, CheckpointError, manifest_digest
 
@@ -23,29 +23,24 @@ _ENTRY = "video_rule"
 
 
 def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
-    """Reads the rule of the step folder ``step``; empty if it is not known.
+    """Reads the rule of the step folder ``step``; empty if the program that saved it names none.
 
-    The rule is in ``run.json``. Checkpoints from before 2026-11-22 have it only in the first loader's state,
-    which is also read if ``run.json`` is damaged.
+    If ``run.json`` is damaged, the first loader's state tells it.
 
     Raises:
         CheckpointError: ``run.json`` is damaged, and the loader's state does not name the rule either.
     """
     facts = _read_dict(step / "run.json")
-    is_whole = facts.get("digest") == manifest_digest(facts)
-    if is_whole and (rule := _rule_in(facts, spec)):
-        return rule
+    if facts.get("digest") == manifest_digest(facts):
+        return _rule_in(facts, spec)
 
     identity = _read_dict(step / "loader" / "dp_00000.json").get("identity")
-    if not isinstance(identity, dict):
-        if is_whole:
-            return {}
-        raise CheckpointError(
-            f"{step / 'run.json'} is damaged (its digest differs), and loader/dp_00000.json has no identity:"
-            " it is not known under which rule for videos the weights were trained"
-        )
-    name = _field(spec)
-    return {name: str(identity.get(name, RULES_BEFORE[name]))}
+    if isinstance(identity, dict) and (name := _field(spec)) in identity:
+        return {name: str(identity[name])}
+    raise CheckpointError(
+        f"{step / 'run.json'} is damaged (its digest differs), and loader/dp_00000.json names no rule:"
+        " it is not known under which rule for videos the weights were trained"
+    )
 
 
 def weights_video_rule(folder: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:

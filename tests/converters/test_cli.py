@@ -118,7 +118,7 @@ def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
             run("convert", "--hf", origin, "--tp", 2, "--out", run_folder / f"step_{step:08d}" / "weights")
             == 0
         )
-    (run_folder / "latest.json").write_text(json.dumps({"step": 120}))
+    (run_folder / "latest.json").write_text(json.dumps({"step": 120, "serial": 0}))
     for i, folder in enumerate(
         (run_folder, run_folder / "step_00000005", run_folder / "step_00000005" / "weights")
     ):
@@ -127,7 +127,7 @@ def test_export_of_a_training_run(tmp_path: Path, origin: Path) -> None:
 
 
 def test_latest_step_is_missing(tmp_path: Path, origin: Path, capsys: pytest.CaptureFixture) -> None:
-    (tmp_path / "latest.json").write_text(json.dumps({"step": 7}))
+    (tmp_path / "latest.json").write_text(json.dumps({"step": 7, "serial": 0}))
     assert run("export", "--checkpoint", tmp_path, "--hf", origin, "--out", tmp_path / "back") == 1
     assert "names step 7, but" in capsys.readouterr().err
 

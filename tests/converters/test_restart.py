@@ -14,7 +14,7 @@ import pytest
 
 from converters.convert import convert, export, reshard
 from converters.hf import HfCheckpoint, TensorFolder
-from converters.restart import WriteJournal
+from megatron_vl.journal import Journal
 from megatron_vl.weights.manifest import MANIFEST, UNFINISHED
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.tensor_files import WeightsError
@@ -209,7 +209,7 @@ def test_an_unfinished_folder_is_not_a_checkpoint(
 
 def test_two_processes_do_not_write_to_one_folder(tmp_path: Path, origin: Path) -> None:
     (tmp_path / "out").mkdir()
-    journal = WriteJournal(tmp_path / "out")
+    journal = Journal(tmp_path / "out" / UNFINISHED, dict, alone=True)
     with pytest.raises(FileExistsError, match="another process is writing"):
         convert(origin, tmp_path / "out")
     journal.close(remove=True)

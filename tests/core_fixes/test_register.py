@@ -24,6 +24,7 @@ from megatron_vl.core_fixes.register import (
     AT_OWN_RISK,
     FIXES,
     FREE_TO_USE,
+    NOT_REPORTED,
     TESTED_CORE,
     CoreVersionError,
     Fix,
@@ -113,6 +114,14 @@ def test_an_entry_says_all(fix: Fix) -> None:
     assert re.fullmatch(
         r"(megatron-core|megatron-energon|torch|transformer-engine|transformers) \d+(\.\d+)+", fix.written_for
     )
+
+
+def test_an_entry_names_its_thread_or_has_a_report_to_file() -> None:
+    reports = (scan.ROOT / "docs/upstream.md").read_text()
+    named = set(re.findall(r"`([\w.]+:\w+)`", reports))
+    assert named == {fix.ours for fix in FIXES if fix.upstream == NOT_REPORTED}
+    for fix in FIXES:
+        assert fix.upstream == NOT_REPORTED or re.fullmatch(r"[\w-]+/[\w-]+#\d+", fix.upstream), fix.ours
 
 
 def test_entries_are_unique() -> None:

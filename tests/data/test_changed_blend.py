@@ -347,17 +347,6 @@ def test_a_set_that_was_converted_again_is_another_source(folder):
     assert "birds is left out; its counts are kept" in told(run)
 
 
-def test_states_that_do_not_name_their_sources_go_on_too(folder):
-    """As those of versions before 2026-11-23."""
-    run = Reading(folder).start(blend(BIRDS, SHIPS)).take(8)
-    del run.states[0]["starts"]
-    for stream in run.states[0]["streams"].values():
-        del stream["drawn"], stream["parked"]
-    run.start(blend(SHIPS, OTHER, BIRDS), **CONTINUE).take(25)
-    run.exact("birds")
-    run.exact("ships")
-
-
 def test_lists_of_shards_are_built_for_the_streams_of_the_checkpoint(folder, monkeypatch):
     """A run keeps its streams when it moves to more ranks, even if these outnumber the samples."""
     run = Reading(folder, streams=3).start(blend(BIRDS, SHIPS)).take(3)

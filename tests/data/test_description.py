@@ -212,53 +212,19 @@ def test_scaled_weights_make_the_same_rows(folder):
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_without_a_shuffle_buffer_its_bound_means_nothing(folder, size):
-    """Nor in states that name it, as those of 2026-11-22 do."""
     rows = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=2.0)
     keys(rows, 2)
     state = json.loads(json.dumps(rows.state_dict()))
-    assert "shuffle_buffer_gib" not in state["identity"]
-    named = {**state, "identity": {**state["identity"], "shuffle_buffer_gib": 2.0}}
     wanted = keys(rows, 10)
 
-    for given in (state, named):
-        again = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=0.5)
-        again.load_state_dict(given)
-        assert keys(again, 10) == wanted
-        assert not any("bound in bytes" in note for note in again.notes)
+    again = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=0.5)
+    again.load_state_dict(state)
+    assert keys(again, 10) == wanted
 
     with pytest.raises(StateError, match="shuffle_buffer_gib"):
         loader(folder / "birds", shuffle_buffer_gib=0.5).load_state_dict(
             loader(folder / "birds", shuffle_buffer_gib=2.0).state_dict()
         )
-
-
-def former(state: dict[str, Any], dataset: str) -> dict[str, Any]:
-    """The state in the form that earlier versions wrote."""
-    kept = {name: value for name, value in state["identity"].items() if name != "shuffle_buffer_gib"}
-    return {**state, "identity": {**kept, "dataset": dataset}}
-
-
-def test_states_of_earlier_versions_go_on_with_a_line(folder):
-    rows = loader(folder / "meta.yaml")
-    keys(rows, 6)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 30)
-
-    again = loader(folder / "meta.yaml")
-    again.load_state_dict(former(state, "meta.yaml"))
-    assert keys(again, 30) == wanted
-    assert "it says only meta.yaml" in again.notes[-1] and "--checkpoint.restart_data true" in again.notes[-1]
-    assert any("before the shuffle buffer had a limit in bytes" in note for note in again.notes)
-    with pytest.raises(StateError, match=r"'other.yaml', this loader reads 'meta.yaml'"):
-        loader(folder / "meta.yaml").load_state_dict(former(state, "other.yaml"))
-
-    plain = loader(folder / "birds", shuffle_buffer_gib=0)
-    uuid = (folder / "birds" / ".nv-meta" / "index.uuid").read_text()
-    count = len(plain.notes)
-    plain.load_state_dict(former(plain.state_dict(), uuid))
-    assert len(plain.notes) == count, "a data set's uuid says all"
-    with pytest.raises(StateError, match="with the data set"):
-        loader(folder / "birds").load_state_dict(former(plain.state_dict(), "another"))
 
 
 # --- Many shards --------------------------------------------------------------------------------------------

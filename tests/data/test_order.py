@@ -20,7 +20,6 @@ from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
 from .datasets import converted
-from .former_loader import FormerLoader
 
 COUNT = 60
 SLOW = pytest.mark.slow
@@ -264,33 +263,6 @@ def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
     assert sorted(sum([keys for keys, _ in third.steps(4)], [])) == sorted(sum(whole[6:9], []))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "workers"), [(2, 0), pytest.param(1, 0, marks=SLOW), pytest.param(2, 2, marks=SLOW)]
-)
-def test_rows_and_states_of_one_energon_loader_for_each_rank(dataset, ranks, workers):
-    """Earlier versions had these. The rows are the same, and a run goes on from the states on other ranks."""
-    states: list[list[dict[str, Any]]] = [[] for _ in range(4)]
-    wanted: list[list[list[str]]] = [[] for _ in range(4)]
-    for rank in range(ranks):
-        former = FormerLoader(options(dataset, workers), read_spec(hf()), hf(), rank, ranks)
-        for step in range(4):
-            states[step].append(json.loads(json.dumps(former.state_dict())))
-            wanted[step] += [next(former).keys for _ in range(12 // ranks)]
-        former.close()
-
-    mine = Run(dataset, ranks, workers)
-    assert [keys for keys, _ in mine.steps(4)] == wanted
-    mine.stop()
-
-    for done, (now, processes) in ((0, (ranks, 0)), (3, (ranks, workers)), (1, (3, 0)), (2, (1, 1))):
-        again = Run(dataset, now, processes).after(states[done])
-        assert [keys for keys, _ in again.steps(4 - done)] == wanted[done:]
-        changed = (now, processes) != (ranks, workers)
-        said = f"{now} data-parallel ranks x {processes} workers, after {ranks} x {workers}"
-        assert any(said in note for note in again.loaders[0].notes) == changed
-        again.stop()
-
-
 def test_what_moving_costs_is_said(dataset):
     states = Run(dataset, 4, 0).stop()
     even = Run(dataset, 2, 0).after(states)
@@ -322,6 +294,15 @@ def test_states_that_do_not_fit_are_refused(dataset):
     late[1]["streams"].clear()
     with pytest.raises(StateError, match="rank 1 lacks stream"):
         Run(dataset, 2, 0).after(late)
+
+
+def test_a_state_of_another_version_is_refused(dataset):
+    [state] = Run(dataset, 1, 0).stop()
+    state["identity"] = state["identity"] | {"version": 2}
+    with pytest.raises(
+        StateError, match="loader state has version 2 of its format, .* reads 1; .*restart_data"
+    ):
+        Run(dataset, 1, 0).after([state])
 
 
 def test_more_streams_than_samples_are_refused(dataset):

@@ -169,9 +169,9 @@ def test_states_of_other_ways_are_refused(dataset):
         run(dataset, 1).loaders[0].load_state_dict(of_plan[1])
     with pytest.raises(StateError, match="seq_len"):
         run(dataset, 2, seq_len=300).after(of_plan)
-    former = [state | {"identity": state["identity"] | {"planned": 1}} for state in of_plan]
-    with pytest.raises(StateError, match="planned = 1, .*; resume with the version .*restart_data"):
-        run(dataset, 2).after(former)
+    other = [state | {"identity": state["identity"] | {"planned": 2}} for state in of_plan]
+    with pytest.raises(StateError, match="version 2 of its format, .* reads 1; resume .*restart_data"):
+        run(dataset, 2).after(other)
     with pytest.raises(StateError, match="set data.shuffle_buffer back"):
         run(dataset, 2, shuffle_buffer=0).after(of_plan)
     half = run(dataset, 2)

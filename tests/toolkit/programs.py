@@ -59,14 +59,14 @@ def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
 
 
 def busiest_experts(hf: str) -> list[float]:
-    """Per layer, the busiest expert's tokens over the mean, with ``--even_routing``
+    """Per layer, the busiest expert's tokens over the mean, with ``--even-routing``
     and indifferent routers."""
     from toolkit.bench.measure import build, make_loader, one_step
     from toolkit.bench.options import parse
 
     platform = get_platform("cpu")
     shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
-    options = parse(["--hf", hf, "--rows", "text", "--even_routing", "true", *shape])
+    options = parse(["--hf", hf, "--rows", "text", "--even-routing", *shape])
     layout = options.layout(1)
     init_distributed(platform)
     live = build(options, options.spec(), platform, make_grid(layout), layout)

@@ -1,4 +1,4 @@
-"""The benchmark counts what it ran, its parts add up, and the peer trains the same model on the same rows."""
+"""The benchmark counts what it ran, its parts add up, and FSDP2 trains the same model on the same rows."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.errors import UsageError
 from megatron_vl.planning.calibration import read_calibration, shipped
 from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
@@ -43,11 +44,11 @@ def figures(tiny_checkpoint, tmp_path_factory) -> dict:
     options = [
         "--rows",
         "images,text,data",
-        "--warm_up",
+        "--warm-up",
         WARM_UP,
         "--timed",
         TIMED,
-        "--part_steps",
+        "--part-steps",
         1,
         "--dtype",
         "float32",
@@ -137,10 +138,10 @@ def test_parts_are_where_the_layout_puts_them(figures) -> None:
 
 
 @pytest.mark.ranks
-def test_peer_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
+def test_fsdp2_trains_the_same_model(tiny_checkpoint, tmp_path) -> None:
     """FSDP2, packing, checkpointing and gradient accumulation change neither loss nor any gradient."""
     folders = [str(tiny_checkpoint(family)) for family in ("qwen2_5_vl", "qwen3_vl")]
-    done = run_module("tests.toolkit.peer_gradients", [tmp_path / "out.json", *folders], ranks=2)
+    done = run_module("tests.toolkit.fsdp2_gradients", [tmp_path / "out.json", *folders], ranks=2)
     assert done.returncode == 0, done.stderr[-4000:]
     for result in json.loads((tmp_path / "out.json").read_text()).values():
         assert result["loss_error"] < 1e-6 and result["gradients"] > 100 and result["gradient_error"] < 1e-5
@@ -202,7 +203,7 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
         (["--rows", "data"], "--rows data needs --data"),
         (["--parallel.tp", "2"], "do not divide the world size"),
         (["--timed", "0"], "argument --timed: '0'"),
-        (["--even_routing", "true"], "--even-routing is for models with experts"),
+        (["--even-routing"], "--even-routing is for models with experts"),
     ],
 )
 def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named) -> None:
@@ -210,16 +211,17 @@ def test_impossible_options_are_refused(tiny_checkpoint, capsys, options, named)
     assert named in capsys.readouterr().err
 
 
-def test_a_peer_reads_no_data_set(tiny_checkpoint, capsys, tmp_path) -> None:
-    (tmp_path / ".nv-meta").mkdir()
-    options = ["--processes", "1", "--peer", "--rows", "data", "--data", str(tmp_path)]
-    assert main(["bench", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *options]) == 2
-    assert "--peer measures only random rows" in capsys.readouterr().err
+@pytest.mark.parametrize("words", [["--rows", "data", "--data", "."], ["--calibrate"]])
+def test_fsdp2_times_random_rows_alone(tiny_checkpoint, words) -> None:
+    from benchmarks.fsdp2 import read_options
+
+    with pytest.raises(UsageError, match="only random rows are timed here"):
+        read_options(["--hf", str(tiny_checkpoint("qwen2_5_vl")), *words])
 
 
-def test_a_peer_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_fsdp2_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     """transformers takes a package that does not load for a missing one. The note says which it is."""
-    from toolkit.bench.peer import linear_attention_notes
+    from benchmarks.fsdp2 import linear_attention_notes
 
     if importlib.util.find_spec("fla") or importlib.util.find_spec("causal_conv1d"):
         pytest.skip("the packages are installed here")
@@ -243,20 +245,6 @@ def test_a_peer_says_what_computes_linear_attention(monkeypatch: pytest.MonkeyPa
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
             del sys.modules[name]
     assert note == "linear attention: flash-linear-attention; its convolution: plain torch"
-
-
-def test_a_peer_has_no_even_routing(tiny_checkpoint, capsys) -> None:
-    options = [
-        "--hf",
-        str(tiny_checkpoint("qwen3_vl_moe")),
-        "--processes",
-        "1",
-        "--even_routing",
-        "true",
-        "--peer",
-    ]
-    assert main(["bench", *options]) == 2
-    assert "leave out --even-routing or --peer" in capsys.readouterr().err
 
 
 def test_gpus_that_are_not_there_are_refused(tiny_checkpoint, capsys) -> None:
@@ -325,14 +313,8 @@ def test_a_calibration_is_measured_stored_and_used(
     assert planned["best"]["step_s"] == pytest.approx(speed["step_s"], abs=0.002)
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--calibration", "x.json"], "--calibration needs --calibrate"),
-        (["--calibrate", "--peer"], "leave out --peer"),
-    ],
-)
-def test_what_cannot_be_calibrated_is_refused(words, told, tiny_checkpoint, capsys) -> None:
+def test_what_cannot_be_calibrated_is_refused(tiny_checkpoint, capsys) -> None:
+    words, told = ["--calibration", "x.json"], "--calibration needs --calibrate"
     assert main(["bench", "--processes", "1", "--hf", str(tiny_checkpoint("qwen2_5_vl")), *words]) == 2
     assert told in capsys.readouterr().err
 

@@ -93,8 +93,9 @@ def test_missing_paths_and_impossible_fields_are_reported_without_importing_torc
     ("file", "text", "message"),
     [
         ("latest.json", "x", "latest.json is damaged"),
-        ("latest.json", '{"step": 3}', "names step 3, but"),
+        ("latest.json", '{"step": 3, "serial": 0}', "names step 3, but"),
         ("step_00000002/run.json", "{", "run.json is damaged"),
+        ("step_00000002/run.json", '{"format": 2}', "has version 2 of its format, and this program reads 1"),
         ("manifest.json", "{}", "holds only weights, which `megatron-vl verify"),
     ],
 )
@@ -144,8 +145,10 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     facts = {
         "format": 1,
         "step": 3,
-        "layout": {"tp": 1, "pp": 1, "vpp": 1, "layers": [4]},
+        "layout": {"tp": 1, "pp": 1, "vpp": 1, "layers": [4], "ep": 1, "etp": 1},
         "dp": 1,
+        "num_workers": 2,
+        "seq_len": 64,
         "files": files,
     }
 

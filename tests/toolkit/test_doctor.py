@@ -21,7 +21,8 @@ from megatron_vl.planning.calibration import shipped, stored_path, write_calibra
 from megatron_vl.planning.memory import StageMemory, peak_gib
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.resolve import ResolvedRun, resolve
+from megatron_vl.training.resolve import resolve
+from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import Lineage, Saved
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare

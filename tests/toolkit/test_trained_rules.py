@@ -48,7 +48,7 @@ class Exported:
         self.step = folder / "run" / "step_00000004"
         convert(hf, self.step / "weights", {"tp": 1, "pp": 1})
         write_run(self.step, rule)
-        (folder / "run" / "latest.json").write_text(json.dumps({"step": 4}))
+        (folder / "run" / "latest.json").write_text(json.dumps({"step": 4, "serial": 0}))
 
         self.of_run = folder / "of_run"
         export(folder / "run", hf, self.of_run)

@@ -176,7 +176,7 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
 
 def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
     """All is saved by then: the line says why, and the run has ended well."""
-    (tmp_path / "latest.json").write_text('{"step": 3}')
+    (tmp_path / "latest.json").write_text('{"step": 3, "serial": 0}')
     assert "names step 3, but there is no such step_ folder" in list_checkpoints(tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from megatron_vl.training.optimizer_state import (
     INDEX,
     KINDS,
     OptimizerReader,
-    index_of_headers,
     slices_of,
     write_hashed,
     write_index,
@@ -46,9 +44,7 @@ def info_size(info: TensorInfo) -> int:
     return torch.Size(info.shape).numel()
 
 
-def saved(
-    folder: Path, cut: Cut, *, index: bool = True, kinds: tuple[str, ...] = KINDS
-) -> dict[str, dict[str, Any]]:
+def saved(folder: Path, cut: Cut, *, kinds: tuple[str, ...] = KINDS) -> dict[str, dict[str, Any]]:
     """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each DP rank."""
     folder.mkdir(parents=True)
     files, slices = {}, {}
@@ -76,8 +72,7 @@ def saved(
             files[name] = write_hashed(folder / name, tensors, {"tp": str(tp)})
             slices[name] = slices_of(tensors, tp, 0)
 
-    if index:
-        files[INDEX] = write_index(folder, slices)
+    files[INDEX] = write_index(folder, slices)
     return files
 
 
@@ -100,13 +95,10 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("index", [True, False], ids=["index", "headers"])
 @pytest.mark.parametrize("written", [WHOLE, Cut(2), Cut(4)], ids=str)
 @pytest.mark.parametrize("cut", [WHOLE, Cut(2), Cut(4)], ids=str)
-def test_any_range_under_any_cut_is_that_of_the_full_tensor(
-    tmp_path: Path, written: Cut, cut: Cut, index: bool
-) -> None:
-    reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", written, index=index), written)
+def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path: Path, written: Cut, cut: Cut) -> None:
+    reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", written), written)
     for info in INFOS:
         for kind in KINDS:
             for part in range(cut.tp):
@@ -123,7 +115,7 @@ def test_any_range_under_any_cut_is_that_of_the_full_tensor(
         assert reader.step(info.name) == 7
 
 
-def test_with_an_index_only_files_that_hold_the_range_are_opened(tmp_path: Path, opened: list[str]) -> None:
+def test_only_files_that_hold_the_range_are_opened(tmp_path: Path, opened: list[str]) -> None:
     files = saved(tmp_path / "o", Cut(2))
     reader = OptimizerReader(tmp_path / "o", files, Cut(2))
     assert opened == [INDEX]
@@ -139,16 +131,11 @@ def test_with_an_index_only_files_that_hold_the_range_are_opened(tmp_path: Path,
     assert set(opened) == {"rank_00000.safetensors"}
 
 
-def test_without_an_index_headers_are_read_once(tmp_path: Path, opened: list[str]) -> None:
-    """One rank reads them and passes them to the others, which then open only what they need."""
-    files = saved(tmp_path / "o", Cut(2), index=False)
-    index = json.loads(json.dumps(index_of_headers(tmp_path / "o", files)))
-    assert sorted(opened) == sorted(files)
-    opened.clear()
-    reader = OptimizerReader(tmp_path / "o", files, Cut(2), index)
-    assert opened == []
-    reader.get(INFOS[0], "main", 1, Cut(2), 0, 72)
-    assert reader.step("column") == 7 and set(opened) == {"rank_00001.safetensors"}
+def test_without_an_index_the_state_is_refused(tmp_path: Path) -> None:
+    files = saved(tmp_path / "o", Cut(2))
+    del files[INDEX]
+    with pytest.raises(CheckpointError, match="names no index.json"):
+        OptimizerReader(tmp_path / "o", files, Cut(2))
 
 
 def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Path, opened: list[str]) -> None:

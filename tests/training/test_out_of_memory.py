@@ -17,7 +17,8 @@ from megatron_vl.training.out_of_memory import (
     explained,
     read_gpu_message,
 )
-from megatron_vl.training.resolve import ResolvedRun, resolve
+from megatron_vl.training.resolve import resolve
+from megatron_vl.training.resolved_run import ResolvedRun
 
 HF = Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json"
 TORCH = (

@@ -19,7 +19,6 @@ from converters.convert import convert
 from megatron_vl.weights.reader import find_weights
 from megatron_vl.weights.run_folder import step_folder
 from tests.support.ranks import call
-from tests.support.run_json import write_run_json
 from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
@@ -299,38 +298,3 @@ def test_start_weights_that_hold_another_model_are_still_refused(
     convert(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
     [said] = trainings({**prepared, "weights": tmp_path / "other"}, (tmp_path / "run", []))
     assert "model.checkpoint" in said and "holds another model than model.hf" in said
-
-
-def as_older(step: Path) -> None:
-    """Removes what older versions did not write: the lineage, the optimizer's index and the counts."""
-    (step / "lineage.json").unlink()
-    (step / "optimizer" / "index.json").unlink()
-    saved = json.loads((step / "run.json").read_text())
-    del saved["lineage"], saved["bad_samples"], saved["files"]["optimizer/index.json"]
-    write_run_json(step, saved)
-
-
-def test_checkpoints_of_older_versions_go_on(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The numbers equal those without a stop, and from then on there is a lineage."""
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    trainings(prepared, (run, ["--stop_after", "2"]), (whole, []))
-    as_older(run / "step_00000002")
-    (run / "latest.json").write_text('{"step": 2}')
-    said = trainings(
-        prepared,
-        (run, ["--stop_after", "4"]),
-        (run, ["--checkpoint.step", "2", "--stop_after", "3"]),
-        (run, []),
-    )
-
-    assert ["resumed at step 2" in text for text in said] == [
-        True,
-        True,
-        False,
-    ] and "resumed at step 3" in said[2]
-
-    keys = ("loss", "grad_norm", "samples")
-    want = {line["step"]: [line[key] for key in keys] for line in metrics(whole)}
-    assert all(want[line["step"]] == [line[key] for key in keys] for line in metrics(run))
-    assert lineage_of(run)["steps"] == [2, 3, 4, 6]
-    assert [one["step"] for one in lineage_of(run)["abandoned"]] == [4]

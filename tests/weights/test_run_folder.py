@@ -67,15 +67,6 @@ class Run:
         return self.choice.source.step if self.choice.source else 0
 
 
-def older(folder: Path, *steps: int, latest_step: int | None = None) -> None:
-    """Checkpoints in the form of versions without lineage."""
-    for step in steps:
-        step_folder(folder, step).mkdir(parents=True)
-        write_run_json(step_folder(folder, step), {"step": step})
-    if latest_step is not None:
-        write_json(folder / "latest.json", {"step": latest_step})
-
-
 def test_after_a_roll_back_the_new_branch_is_the_latest(tmp_path: Path) -> None:
     """A run to 6, back to 2, a save at 3, a kill and a plain restart lead to 3, not 6."""
     Run(tmp_path).save(2, 4, 6)
@@ -188,8 +179,9 @@ def test_latest_json_is_not_needed(tmp_path: Path, state: str) -> None:
     [
         ("{", "latest.json is damaged"),
         ("[4]", "latest.json is damaged"),
-        ('{"step": 5}', "names step 5, but"),
-        ('{"step": "4"}', "names step 4, but"),
+        ('{"step": 4}', "latest.json is damaged"),
+        ('{"step": 5, "serial": 2}', "names step 5, but"),
+        ('{"step": "4", "serial": 2}', "names step 4, but"),
         ('{"step": 4, "serial": 3}', "names step 4, but its folder holds an earlier save than number 3"),
     ],
 )
@@ -216,8 +208,7 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
 
     assert latest(tmp_path).step == 3
     facts = json.loads((tmp_path / "step_00000003" / "run.json").read_text())
-    del facts["lineage"]  # as where the two files are exchanged: who has the one file is of no older version
-    write_run_json(tmp_path / "step_00000003", facts)
+    write_run_json(tmp_path / "step_00000003", facts | {"lineage": None})
     with pytest.raises(CheckpointError, match="step_00000003/lineage.json is damaged"):
         latest(tmp_path)
     (tmp_path / "step_00000003" / "run.json").write_text("{")
@@ -226,49 +217,10 @@ def test_damage_of_one_lineage_file_is_made_up_for_by_run_json_and_of_both_is_re
         latest(tmp_path)
 
 
-def test_folders_of_older_versions(tmp_path: Path) -> None:
-    """Such a folder goes on; a roll-back in it begins a branch; so does its continuation by them."""
-    older(tmp_path, 2, 4, 6, latest_step=6)
-    assert latest(tmp_path).step == 6
-    Run(tmp_path, step=2).save(3)
-    assert latest(tmp_path).step == 3 and Run(tmp_path).begins_at == 3
-    assert [saved.step for saved in by_branch(tmp_path)[1]] == [4, 6]
-
-    other = tmp_path / "other"
-    older(other, 2, 4, latest_step=4)
-    Run(other).save(6, latest_json=False)  # killed before the first latest.json of this version
-    assert latest(other).step == 6
-    older(other, 8, latest_step=8)  # the older version again
-    assert latest(other).step == 8
-    Run(other).save(10)
-    assert latest(other).step == 10
-
-
-def test_a_roll_back_by_an_older_version_is_gone_on_with(tmp_path: Path) -> None:
-    """It went back from 6 to 2 and saved 4 once more; what it left is not trained from, nor deleted."""
-    older(tmp_path, 2, 4, 6, latest_step=4)
-    assert latest(tmp_path).step == 4
-    assert [saved.step for saved in by_branch(tmp_path)[1]] == [6]
-
-    run = Run(tmp_path)
-    assert run.begins_at == 4
-    [told] = run.choice.said
-    assert "names step 4" in told and "step 6 exists too" in told and "--checkpoint.step 6" in told
-
-    run.save(5, latest_json=False)  # killed before the first latest.json of this version
-    assert latest(tmp_path).step == 5
-    Run(tmp_path).save(7)
-    assert Run(tmp_path).choice.said == ()
-    present, left = by_branch(tmp_path)
-    assert [saved.step for saved in present] == [2, 4, 5, 7] and [saved.step for saved in left] == [6]
-
-    wanted = Run(tmp_path, step=6)
-    assert wanted.choice.source.point == Point("0", 6)
-
-
-def test_an_older_folder_without_latest_json_goes_on_from_its_largest_step(tmp_path: Path) -> None:
-    older(tmp_path, 2, 4, 6)
-    assert latest(tmp_path).step == 6 and Run(tmp_path).choice.said == ()
+def test_of_folders_with_only_weights_the_largest_step_is_the_latest(tmp_path: Path) -> None:
+    for step in (2, 4, 6):
+        step_folder(tmp_path, step).mkdir()
+    assert latest(tmp_path).step == 6 and Run(tmp_path, step=4).begins_at == 4
 
 
 def test_a_moved_folder_and_a_single_step_of_it(tmp_path: Path) -> None:

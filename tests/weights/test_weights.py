@@ -303,21 +303,6 @@ def test_wrong_places_of_experts_are_refused(tmp_path: Path) -> None:
         WeightReader(tmp_path)
 
 
-def test_layouts_from_before_experts_are_read(
-    tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]
-) -> None:
-    layout = make_layout(spec, tp=2, pp=2)
-    write_shards(tmp_path, spec, full, layout)
-    manifest = json.loads((tmp_path / MANIFEST).read_text())
-    del manifest["layout"]["ep"], manifest["layout"]["etp"]
-    manifest["digest"] = manifest_digest(manifest)
-    (tmp_path / MANIFEST).write_text(json.dumps(manifest))
-    reader = WeightReader(tmp_path)
-    assert reader.layout == layout and all(
-        torch.equal(reader.get(name), tensor) for name, tensor in full.items()
-    )
-
-
 def test_unsplit_weights(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
     entry = write_rank_file(tmp_path, 0, 0, full)
     write_manifest(tmp_path, spec, None, [entry], {"hf": "somewhere"})
@@ -470,14 +455,14 @@ def edited(folder: Path, signed: bool = True, **changes: object) -> None:
     (folder / MANIFEST).write_text(json.dumps(manifest))
 
 
-LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4]}
+LAYOUT = {"tp": 2, "pp": 1, "vpp": 1, "layers": [4], "ep": 1, "etp": 1}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"format": "other"}, "is not a manifest of"),
-        ({"version": 1}, "has version 1; this program reads version 2: convert again"),
+        ({"version": 2}, "has version 2 of its format, and this program reads 1; convert again"),
         ({"digest": "0" * 64}, "manifest.json was changed after it was written"),
         ({"kind": "shards"}, "kind is 'shards', but layout is None"),
         ({"family": "qwen2_vl"}, "family is 'qwen2_vl', but hf_config describes a qwen2_5_vl model"),
@@ -611,23 +596,23 @@ def test_a_tensor_is_verified_once(tmp_path: Path, spec: ModelSpec, full: dict[s
 
 
 def test_the_newest_step_of_a_run(tmp_path: Path, spec: ModelSpec, full: dict[str, Tensor]) -> None:
-    """It is found like a resume does: of steps without lineage, the one that latest.json names counts."""
+    """It is found like a resume does: of steps without lineage, the largest counts."""
     for step in (4, 8):
         folder = tmp_path / f"step_{step:08d}" / "weights"
         write_manifest(folder, spec, None, [write_rank_file(folder, 0, 0, full)])
 
     assert WeightReader(tmp_path).path.parent.name == "step_00000008"
     for text, error, message in (
-        ('{"step": 4}', None, ""),
-        ('{"step": 5}', FileNotFoundError, "latest.json names step 5, but"),
-        ('{"step": "8"}', FileNotFoundError, "latest.json names step 8, but"),
+        ('{"step": 4, "serial": 0}', None, ""),
+        ('{"step": 5, "serial": 0}', FileNotFoundError, "latest.json names step 5, but"),
+        ('{"step": "8", "serial": 0}', FileNotFoundError, "latest.json names step 8, but"),
         ('{"stop": 4}', WeightsError, "latest.json is damaged"),
         ("[8]", WeightsError, "latest.json is damaged"),
         ("{", WeightsError, "latest.json is damaged"),
     ):
         (tmp_path / "latest.json").write_text(text)
         if error is None:
-            assert WeightReader(tmp_path).path.parent.name == "step_00000004"
+            assert WeightReader(tmp_path).path.parent.name == "step_00000008"
             continue
         with pytest.raises(error, match=message):
             WeightReader(tmp_path)

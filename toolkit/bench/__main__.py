@@ -1,7 +1,4 @@
-"""One rank of a benchmark, started by torchrun or ``megatron-vl bench``.
-
-With ``--peer``, it runs only the peer.
-"""
+"""One rank of a benchmark, started by torchrun or ``megatron-vl bench``."""
 
 from __future__ import annotations
 
@@ -18,10 +15,8 @@ def main(argv: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     try:
         options = parse(argv)
-        if options.peer:
-            from .peer import run
-        else:
-            from .measure import run
+        from .measure import run
+
         run(options)
         from megatron_vl.parallel.grid import end_distributed
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import tempfile
 from pathlib import Path
@@ -14,31 +13,31 @@ from toolkit.options import exactly_one, words
 
 from .options import BenchOptions, resolve
 
-OF_COMMAND = ("gpus", "processes", "out", "json", "peer")
+OF_COMMAND = ("gpus", "processes", "out", "json")
 """Options that are not passed on to the ranks."""
 
 
 def bench(options: BenchOptions) -> int:
-    """Starts the trainer's ranks, then those of the peer, and shows the figures. Returns the exit code."""
+    """Starts the ranks and shows the figures. Returns the exit code."""
     exactly_one(options, "gpus", "processes")
     processes = options.gpus or options.processes or 1
-    peers = (False, True) if options.peer else (False,)
-    for peer in peers:  # invalid options are refused before any process starts
-        resolve(dataclasses.replace(options, peer=peer)).check_ranks(processes)
+    resolve(options).check_ranks(processes)  # before any process starts
     if options.gpus:
         _check_gpus(options.gpus)
 
     given = words(options, leave_out=OF_COMMAND) + options.fields
     if options.processes:
         given += ["--platform", "cpu"]
-    systems = []
-    for peer in peers:
-        own = [*given, "--peer"] if peer else given
-        figures = _launch(processes, own, quiet=options.json, cpu=bool(options.processes))
-        if isinstance(figures, int):
-            return figures
-        systems.append(figures)
-    _report(options, systems)
+    figures = _launch(processes, given, quiet=options.json, cpu=bool(options.processes))
+    if isinstance(figures, int):
+        return figures
+
+    if options.out:
+        out = Path(options.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(figures, indent=2) + "\n")
+    if options.json:
+        print(json.dumps(figures, indent=2))
     return 0
 
 
@@ -69,17 +68,3 @@ def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[
         if done.returncode:
             return done.returncode
         return json.loads(out.read_text())
-
-
-def _report(options: BenchOptions, systems: list[dict[str, Any]]) -> None:
-    from .report import compare, ratios
-
-    result = compare(*systems) if options.peer else systems[0]
-    if options.out:
-        out = Path(options.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=2) + "\n")
-    if options.json:
-        print(json.dumps(result, indent=2))
-    elif options.peer:
-        print("\n".join(ratios(result)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.errors import UsageError
 from megatron_vl.planning.gpus import calibration_for
 from megatron_vl.planning.run import run_layout
@@ -59,11 +59,6 @@ class BenchOptions(CommandOptions):
     scaled so that they explain the measured steps. Use a model and rows like those that you will train."""
     calibration: str = option("", metavar="FILE", shown_default="the user's folder of calibrations")
     """For --calibrate: write the rates to this file; `megatron-vl plan --calibration FILE` reads it."""
-    peer: bool = False
-    """Also time the Hugging Face model under FSDP2 with full activation checkpointing, on the same random
-    rows."""
-    gradient_sync: Literal["every", "last"] = option("every")
-    """For --peer: reduce gradients after every row (less memory) or only after the last row of a step."""
     out: str = option("", metavar="FILE")
     """Write the figures to this file as JSON."""
     json: bool = False
@@ -72,7 +67,7 @@ class BenchOptions(CommandOptions):
 
 @dataclass(kw_only=True)
 class BenchRun(BenchOptions):
-    """The checked options of one benchmark: of the trainer or, with ``peer``, of the peer."""
+    """The checked options of one benchmark."""
 
     config: TrainConfig = dataclasses.field(default_factory=TrainConfig, metadata={"hidden": True})
 
@@ -104,14 +99,9 @@ class BenchRun(BenchOptions):
             raise UsageError(
                 "--calibrate with experts needs --even-routing, because the planner assumes even loads"
             )
-        if not self.peer:
-            self.layout(ranks)
+        self.layout(ranks)
         if "data" in self.workloads:
             check_data_path(self.config.data.path)
-        if self.peer and self.config.global_batch_size % ranks:
-            raise RunConfigError(
-                f"global_batch_size {self.config.global_batch_size} must be a multiple of the {ranks} ranks"
-            )
 
 
 def parse(argv: list[str], program: str = "python -m toolkit.bench") -> BenchRun:
@@ -151,16 +141,7 @@ def _check(o: BenchRun) -> None:
         raise UsageError(f"--rows {o.rows}: unknown workload {names}; valid: {valid}")
     if "data" in o.workloads and not o.config.data.path:
         raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
-    if "data" in o.workloads and o.peer:
-        raise UsageError("--peer measures only random rows; give --rows images,text")
     if o.calibration and not o.calibrate:
         raise UsageError("--calibration needs --calibrate")
-    if o.calibrate and o.peer:
-        raise UsageError("--calibrate measures only this program; leave out --peer")
-    if o.even_routing and o.peer:
-        raise UsageError(
-            "--even-routing does not apply to the peer's router; leave out --even-routing or --peer"
-        )
-
     if o.even_routing and not o.spec().language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")

@@ -1,9 +1,9 @@
 """Computes and shows the figures of a benchmark: the work done and the rates, as JSON and as a table.
 
-The same code computes the trainer's figures and the peer's, so their FLOPs are counted in the same way: from
-the true lengths of documents, frames and windows, without padding, and with the output layer only for loss
-tokens (see :mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer for every token, as
-most published figures do.
+The same code computes the trainer's figures and those of ``benchmarks.fsdp2``, so their FLOPs are counted
+in the same way: from the true lengths of documents, frames and windows, without padding, and with the output
+layer only for loss tokens (see :mod:`megatron_vl.planning.flops`). ``mfu_all_tokens`` counts the output layer
+for every token, as most published figures do.
 """
 
 from __future__ import annotations
@@ -216,26 +216,6 @@ def calibration_lines(facts: dict[str, Any]) -> list[str]:
     if facts["factor"] is None:
         said.append("  no factor explains the measured steps, so the rates are those of the kernels alone")
     return [*said, f"stored in {facts['file']}: plan, train and doctor use it for {facts['gpu']} from now on"]
-
-
-def compare(ours: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any]:
-    """The figures of both systems, and the ratio of their tokens/s for each workload."""
-    names = [name for name in ours["workloads"] if name in peer["workloads"]]
-    speeds = {name: [s["workloads"][name]["tokens_per_s_per_gpu"] for s in (ours, peer)] for name in names}
-    return {
-        "ours": ours,
-        "peer": peer,
-        "ours_over_peer": {name: mine / theirs for name, (mine, theirs) in speeds.items()},
-    }
-
-
-def ratios(comparison: dict[str, Any]) -> list[str]:
-    """Formats the result of :func:`compare`."""
-    peer = comparison["peer"]["system"]
-    return [
-        f"{name}: {ratio:.2f} x the tokens/s of {peer}"
-        for name, ratio in comparison["ours_over_peer"].items()
-    ]
 
 
 def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:

@@ -21,10 +21,9 @@ def show(options: ShowOptions) -> int:
     layout = facts["layout"]
     print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
     shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
-    if layout.get("ep", 1) * layout.get("etp", 1) > 1:
+    if layout["ep"] * layout["etp"] > 1:
         shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
-    if facts["lineage"] and facts["lineage"]["parent"]:
-        parent = facts["lineage"]["parent"]
+    if parent := facts["lineage"]["parent"]:
         print(
             f"  lineage  branch {facts['lineage']['branch']}, trained from step {parent['step']} of branch "
             f"{parent['branch']}"

@@ -56,14 +56,14 @@ def describe(source: Path) -> dict[str, Any]:
     return {
         "checkpoint": str(source),
         "step": saved["step"],
-        "lineage": saved.get("lineage"),
+        "lineage": saved["lineage"],
         "bad_samples": saved.get("bad_samples"),
         "family": manifest["family"],
         "tensors": len(manifest["tensors"]),
         "layout": saved["layout"],
         "data_parallel": saved["dp"],
-        "loader_workers": saved.get("num_workers"),
-        "seq_len": saved.get("seq_len"),
+        "loader_workers": saved["num_workers"],
+        "seq_len": saved["seq_len"],
         "bytes": sizes,
         "missing": [name for name in names if not (source / name).is_file()],
     }

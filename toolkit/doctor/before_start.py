@@ -23,7 +23,8 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.preflight import check_data_path, check_start_weights, remarks
-from megatron_vl.training.resolve import ResolvedRun, read_data, resolve
+from megatron_vl.training.resolve import read_data, resolve
+from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.words import counted
 from toolkit.doctor import Finding, broken, note, ok

@@ -1,4 +1,12 @@
-"""Runs the same rows through the Hugging Face model under FSDP2, as a team without this toolkit would do.
+"""Times the Hugging Face model under FSDP2 on the random rows of ``megatron-vl bench``.
+
+    torchrun --nproc-per-node 8 -m benchmarks.fsdp2 --hf HF_DIR --data.seq_len 8192 \\
+        --global_batch_size 32 --ours bench.json --out fsdp2.json
+
+It takes the options of ``bench`` that concern random rows. ``--gradient-sync last`` reduces gradients only
+after the last row of a step, which needs more memory than ``every`` row, the default. ``--ours`` names the
+figures that ``megatron-vl bench --out`` wrote with the same options, to print how they compare.
+``--platform cpu`` tries it with small models.
 
 The recipe is ``transformers`` from the same config with random weights, ``fully_shard`` on each decoder layer
 and vision block, bf16 mixed precision over fp32 shards, full activation checkpointing, fused AdamW and packed
@@ -9,11 +17,14 @@ in transformers' registry of attention functions. On CPU, for dry runs, attentio
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import itertools
 import json
 import math
+import os
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +38,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.data.assemble import Sample, pack_row
 from megatron_vl.data.pixels import PixelNorm
+from megatron_vl.errors import UsageError, UserError
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
 from megatron_vl.planning.flops import peak_tflops
 from megatron_vl.spec.families import ModelSpec
+from toolkit.bench import report
+from toolkit.bench.options import BenchRun, parse
+from toolkit.bench.workload import groups
 from toolkit.parity.reference import hf_pixels
-
-from . import report
-from .options import BenchRun
-from .workload import groups
 
 ATTENTION = "packed_flash"
 """The name under which the attention function is registered. Vision towers pass ``cu_seqlens`` only to a
@@ -273,11 +284,15 @@ def initialise(model: Any, config: Any) -> None:
 
 
 class Trainer:
-    """Runs the peer's training steps."""
+    """Runs training steps.
 
-    def __init__(self, options: BenchRun, model: Any, device: torch.device) -> None:
+    Args:
+        sync_every_row: whether gradients are reduced after each row, or after the last one of a step.
+    """
+
+    def __init__(self, options: BenchRun, model: Any, device: torch.device, sync_every_row: bool) -> None:
         o = options.config.optimizer
-        self.options = options
+        self.options, self.sync_every_row = options, sync_every_row
         self.model = model
         self.device = device
         self.clip = o.clip_grad or math.inf
@@ -317,7 +332,7 @@ class Trainer:
         for i, row in enumerate(rows):
             if isinstance(self.model, FSDPModule):
                 last = i == len(rows) - 1
-                self.model.set_requires_gradient_sync(last or self.options.gradient_sync == "every")
+                self.model.set_requires_gradient_sync(last or self.sync_every_row)
             loss = self.model(**row.keywords(self.device), num_items_in_batch=count).loss
             loss.backward()
             total += loss.detach()
@@ -325,18 +340,35 @@ class Trainer:
         return total / dist.get_world_size()
 
 
-def run(options: BenchRun) -> None:
+def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
+    """The options of ``bench``, and those of this script alone.
+
+    Raises:
+        UsageError: an option does not apply here.
+    """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--gradient-sync", choices=("every", "last"), default="every")
+    own.add_argument("--ours", type=Path)
+    given, words = own.parse_known_args(argv)
+    options = parse(words, "python -m benchmarks.fsdp2")
+    if "data" in options.workloads or options.calibrate or options.even_routing:
+        raise UsageError("only random rows are timed here: leave out --data, --calibrate and --even-routing")
+    return options, given
+
+
+def run(options: BenchRun, given: argparse.Namespace) -> None:
     """Measures the random workloads and reports them on rank 0. Collective."""
     config = options.config
     spec = options.spec()
     device = _init_distributed()
     world = dist.get_world_size()
-    options.check_ranks(world)
+    if config.global_batch_size % world:
+        raise UsageError(f"global_batch_size {config.global_batch_size} is no multiple of the {world} ranks")
     notes = use_liger(spec.family) + linear_attention_notes(spec)
     model = build(hf_config(options), device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
-    trainer = Trainer(options, model, device)
+    trainer = Trainer(options, model, device, given.gradient_sync == "every")
     workloads = {
         name: measure(trainer, spec, name, config.global_batch_size // world, peak)
         for name in options.workloads
@@ -344,7 +376,7 @@ def run(options: BenchRun) -> None:
     import transformers
 
     settings = (
-        f"fully_shard over {world} ranks, gradients reduced {options.gradient_sync} row, "
+        f"fully_shard over {world} ranks, gradients reduced {given.gradient_sync} row, "
         f"{config.global_batch_size} rows of "
     )
     notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
@@ -356,12 +388,16 @@ def run(options: BenchRun) -> None:
         "workloads": workloads,
     }
     report.finish(options, figures)
+    if given.ours and dist.get_rank() == 0:
+        ours = json.loads(given.ours.read_text())["workloads"]
+        for name, mine in workloads.items():
+            if name in ours:
+                ratio = ours[name]["tokens_per_s_per_gpu"] / mine["tokens_per_s_per_gpu"]
+                print(f"{name}: {ratio:.2f} x the tokens/s of {figures['system']}")
 
 
 def _init_distributed() -> torch.device:
     if torch.cuda.is_available():
-        import os
-
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     return (
@@ -426,3 +462,20 @@ def _memory(model: Any, held: int, cuda: bool) -> dict[str, Any]:
         }
     )
     return max(everyone, key=lambda m: m["peak_gib"])
+
+
+def main() -> int:
+    """Returns exit code 0, or 2 for invalid options."""
+    # Without it, packed rows of changing sizes fragment the GPU's memory.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    try:
+        run(*read_options(sys.argv[1:]))
+    except UserError as error:
+        print(f"benchmarks.fsdp2: {error}", file=sys.stderr)
+        return 2
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Compares the peer's loss and gradients with the plain Hugging Face model on the same samples, one by one.
+"""Compares ``benchmarks.fsdp2`` with the plain Hugging Face model on the same samples, one by one.
 
-torchrun --nproc-per-node 2 -m tests.toolkit.peer_gradients OUT.json HF_FOLDER ...
+torchrun --nproc-per-node 2 -m tests.toolkit.fsdp2_gradients OUT.json HF_FOLDER ...
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
+from benchmarks.fsdp2 import Trainer, build, hf_config, hf_row, read_options
 from megatron_vl.data.pixels import PixelNorm
-from toolkit.bench.options import parse
-from toolkit.bench.peer import Trainer, build, hf_config, hf_row
 from toolkit.bench.workload import groups
 from toolkit.parity.reference import backward
 
@@ -26,14 +25,14 @@ SEQ_LEN, ROWS = 700, 2
 
 def compare(hf: str, seed: int) -> dict[str, float]:
     """Relative errors of the loss and of each gradient (the largest), on every rank."""
-    options = parse(["--hf", hf, "--peer", "true", "--gradient_sync", ("every", "last")[seed % 2]])
+    options, given = read_options(["--hf", hf, "--gradient-sync", ("every", "last")[seed % 2]])
     spec = options.spec()
 
     def drawn(rank: int):
         return list(itertools.islice(groups(spec, SEQ_LEN, images=True, seed=seed + rank), ROWS))
 
     model = build(hf_config(options), torch.device("cpu"))
-    trainer = Trainer(options, model, torch.device("cpu"))
+    trainer = Trainer(options, model, torch.device("cpu"), given.gradient_sync == "every")
     loss = float(trainer.backward([hf_row(samples, spec, SEQ_LEN) for samples in drawn(dist.get_rank())]))
     reference = AutoModelForImageTextToText.from_config(
         hf_config(options), dtype=torch.float32, attn_implementation="sdpa"
