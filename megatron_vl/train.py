@@ -14,7 +14,7 @@ import os
 import sys
 
 from megatron_vl.config import TrainConfig, parse, validate
-from megatron_vl.errors import describe, exit_code, follows, traceback_helps
+from megatron_vl.errors import exit_code
 from megatron_vl.parallel import failures
 from megatron_vl.signals import outlive_readers, take_stop_signals
 from megatron_vl.training.preflight import check_inputs
@@ -84,7 +84,7 @@ def _failed(error: Exception) -> int:
 
     Returns the exit code.
     """
-    failures.tell_once(failures.report(describe(error), traceback_helps(error), follows=follows(error)))
+    failures.tell_once(failures.report(error))
     failures.leave()
     return exit_code(error)
 

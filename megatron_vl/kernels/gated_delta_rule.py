@@ -22,7 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK = 64
+from megatron_vl.kernels.sizes import DELTA_CHUNK
+
+CHUNK = DELTA_CHUNK
 """Number of tokens that are computed together."""
 
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.kernels.language_heads import TE_HEADS
+from megatron_vl.kernels.sizes import TE_HEADS
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
 from megatron_vl.models.batch import Segments
 from megatron_vl.models.kv_cache import CacheUse

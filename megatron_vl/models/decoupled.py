@@ -27,10 +27,10 @@ from torch import Tensor
 
 from megatron_vl.config import VisionConfig
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
+from megatron_vl.models.frame_shares import Array, Frames, cut_evenly
 from megatron_vl.models.vision_language import TowerEverywhere
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.parallel.groups import group_of_one
-from megatron_vl.planning.shares import Array, Frames, cut_evenly
 from megatron_vl.spec.families import VisionSpec
 
 

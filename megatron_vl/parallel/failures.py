@@ -39,7 +39,7 @@ from typing import Any
 
 from megatron_vl import host_memory, progress
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.errors import TRACEBACK
+from megatron_vl.errors import TRACEBACK, describe, follows, traceback_helps
 from megatron_vl.parallel.signs_of_life import Process, SignsOfLife, Verdict
 from megatron_vl.processes import kill_children
 
@@ -296,24 +296,20 @@ def stop() -> None:
     _watch = None
 
 
-def report(message: str, hint: bool = False, *, follows: bool = False) -> Failure:
-    """Publishes this rank's failure. Returns the failure to print: the first one of any rank.
+def report(error: Exception) -> Failure:
+    """Publishes this rank's error. Returns the failure to print: the first one of any rank.
 
-    The caller prints it and then calls :func:`leave`. A second call returns the result of the first one.
-
-    Args:
-        hint: whether to say how the traceback is shown.
-        follows: whether the error usually follows from the end of another rank. If so, this function waits
-            for the other rank's failure and returns that one.
+    The caller prints it and then calls :func:`leave`. A second call returns the result of the first one. If
+    the error usually follows from the end of another rank, this function waits for that rank's failure.
     """
     rank = int(os.environ.get("RANK", "0"))
-    own = Failure(rank, message, hint, where=progress.where())
+    own = Failure(rank, describe(error), traceback_helps(error), where=progress.where())
     if _watch is None:
         return own
     if _watch.reported is not None:
         return _watch.reported
 
-    if follows and cause(_CAUSE_S) is None:
+    if follows(error) and cause(_CAUSE_S) is None:
         _watch.life.wait_for_verdict(_CAUSE_S)  # the store may have ended with the rank that kept it
     _watch.leaving.acquire()  # does not return if the thread is already ending the process
     try:

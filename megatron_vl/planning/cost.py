@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.kernels.sizes import DELTA_CHUNK
 from megatron_vl.planning.calibration import Calibration
-from megatron_vl.planning.memory import DELTA_CHUNK, Parameters, offloaded, state_bytes
+from megatron_vl.planning.memory import Parameters, offloaded, state_bytes
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout

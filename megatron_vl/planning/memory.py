@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
-from megatron_vl.kernels.language_heads import TE_HEADS
+from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEADS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
@@ -47,12 +47,6 @@ RESERVE_GIB = 8.0
 WORKSPACE_GIB = 0.5
 """Workspaces of cuBLAS and Transformer Engine and small tensors: the measured excess over the formula
 on one GPU."""
-CHUNK_BYTES = 256 << 20
-"""Largest piece of offloaded optimizer state that is copied at once."""
-DELTA_CHUNK = 64
-"""Tokens that the kernels of linear attention compute together."""
-SLOTS = 4
-"""Number of such pieces that are on the GPU at once while weights are updated."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +151,7 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
     )
     # Offloaded state passes through the GPU where activations were before.
     free = estimated.activations + estimated.vision + estimated.logits
-    passing = max(0.0, min(SLOTS * CHUNK_BYTES, estimated.host) - free)
+    passing = max(0.0, min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, estimated.host) - free)
     return dataclasses.replace(estimated, optimizer=estimated.optimizer + passing)
 
 

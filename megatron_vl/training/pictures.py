@@ -1,8 +1,8 @@
 """Sends the pictures of a step to the ranks that encode them, if every rank holds the vision tower.
 
 The frames of all rows are cut into one contiguous share for each rank of the replica
-(:mod:`megatron_vl.planning.shares`). All ranks compute the same cuts from the sizes of the frames. The owner
-sends each rank one message of pixels and one of indices.
+(:mod:`megatron_vl.models.frame_shares`). All ranks compute the same cuts from the sizes of the frames. The
+owner sends each rank one message of pixels and one of indices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.decoupled import StepVision, exchange_with_first
-from megatron_vl.planning.shares import Array, Frames, cut_evenly, frame_flops, frames_of, starts
+from megatron_vl.models.frame_shares import Array, Frames, cut_evenly, frame_flops, frames_of, starts
 from megatron_vl.spec.families import VisionSpec
 
 PATCH_INTS = ("plane_index", "position_hw", "frame_hw")

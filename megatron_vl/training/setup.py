@@ -18,7 +18,6 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.blend import Source, sources_of
-from megatron_vl.errors import describe, follows, traceback_helps
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
@@ -228,7 +227,7 @@ def closed_on_failure(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception):
-            failures.report(describe(error), traceback_helps(error), follows=follows(error))
+            failures.report(error)
         closing = [run.profiler.drop]
         closing += [run.exporter.stop] if run.exporter is not None else []
         closing += [lambda: close_log_and_loader(run, failed=True)]

@@ -48,7 +48,7 @@ def main() -> None:
     if rank == world - 1:
         time.sleep(1)
         print(f"failed at {time.time():.2f}", flush=True)
-        failures.tell_once(failures.report("train-000007.tar: Input/output error"))
+        failures.tell_once(failures.report(OSError("train-000007.tar: Input/output error")))
         failures.leave()
     if folder:
         threading.Thread(target=write_slowly, args=(folder / f"written_{rank}",)).start()

@@ -149,8 +149,8 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     """The others know of it before anything is closed, as that may take a while."""
     order: list[str] = []
 
-    def report(message: str, hint: bool, follows: bool) -> None:
-        order.append(f"reported {message}, hint {hint}, follows {follows}")
+    def report(error: Exception) -> None:
+        order.append(f"reported {error}")
 
     def close(failed: bool) -> None:
         order.append("closed")
@@ -164,7 +164,7 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     with pytest.raises(TrainingStopped, match="the reason"), closed_on_failure(run):
         raise TrainingStopped("the reason")
     assert order == [
-        "reported the reason, hint False, follows False",
+        "reported the reason",
         "trace dropped",
         "closed",
         "loader closed",

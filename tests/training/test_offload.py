@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_vl.planning.memory import SLOTS
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.build import choose
 from megatron_vl.training.offload.pinned import cores
 from megatron_vl.training.offload.traffic import MOST_SLOTS
@@ -151,7 +151,7 @@ def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
     out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert out["room"] == out["no room"] == out["plain"] != out["host"]
     assert out["room, on the device"] == [MOST_SLOTS, MOST_SLOTS]
-    assert out["no room, on the device"] == [0, SLOTS]
+    assert out["no room, on the device"] == [0, STATE_CHUNKS_ON_GPU]
 
 
 # --- Whole runs

@@ -11,8 +11,8 @@ import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample, pack_row
 from megatron_vl.models.decoupled import StepVision
+from megatron_vl.models.frame_shares import cut_evenly, frame_flops, frames_of
 from megatron_vl.planning.flops import vision_parts
-from megatron_vl.planning.shares import cut_evenly, frame_flops, frames_of
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from megatron_vl.training.pictures import Shares, _all_parts, plane_bounds

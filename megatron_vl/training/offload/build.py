@@ -13,8 +13,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES
 from megatron_vl.parallel.ddp import ReplicaDDP
-from megatron_vl.planning.memory import CHUNK_BYTES
 from megatron_vl.platform import Platform
 from megatron_vl.training.offload.pinned import allocate, allocate_on_device
 from megatron_vl.training.offload.state import Parameter, make_chunks
@@ -67,7 +67,7 @@ def keep_in_chunks(
     fraction: float,
     moments: torch.dtype,
     platform: Platform,
-    chunk_bytes: int = CHUNK_BYTES,
+    chunk_bytes: int = STATE_CHUNK_BYTES,
 ) -> ChunkedState | None:
     """Moves an optimizer's state into chunks, before its first step: the share of host memory, and all other
     state too if its moments are not fp32, which the optimizer itself cannot hold.

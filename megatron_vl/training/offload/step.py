@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_vl.kernels.adam import Launch, Rates, StepRates, Stretch, adam_step
 from megatron_vl.kernels.master_halves import join_master, split_master
-from megatron_vl.planning.memory import SLOTS
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.state import Chunk, Parameter, Piece, State
 from megatron_vl.training.offload.traffic import Traffic
 
@@ -43,7 +43,7 @@ class ChunkedStep:
         groups = self.adam.param_groups
         everything = [group["params"] for group in groups]
         counts = [group.get("step", 0) for group in groups]
-        self.traffic.fetch(SLOTS)
+        self.traffic.fetch(STATE_CHUNKS_ON_GPU)
         try:
             others = [[p for p in one if id(p) not in self._chunked] for one in everything]
             self._step(groups, others, counts)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.planning.memory import SLOTS
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
 from megatron_vl.training.offload.state import Chunk, State
 
 MOST_SLOTS = 32
@@ -107,7 +107,7 @@ class Traffic:
     @contextlib.contextmanager
     def on_device(self, number: int) -> Iterator[State]:
         """The state of a chunk on the device; it goes back to host memory at the end of the block."""
-        self.fetch(SLOTS)
+        self.fetch(STATE_CHUNKS_ON_GPU)
         slot, chunk = self._here[number], self.chunks[number]
         compute = torch.cuda.current_stream()
         compute.wait_event(slot.fetched)
@@ -120,7 +120,7 @@ class Traffic:
             slot.written.record(self.to_host)
         del self._here[number]
         self._leaving.append(slot)
-        self.fetch(SLOTS)
+        self.fetch(STATE_CHUNKS_ON_GPU)
         if number + 1 == len(self.chunks):
             self._next = 0
             if not self.hides:

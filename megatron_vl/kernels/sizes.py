@@ -1,0 +1,11 @@
+"""Sizes that kernels work with and that estimates need to know. This file imports nothing."""
+
+TE_HEADS = (64, 128)
+"""Head sizes for which cuDNN's packed causal attention, which Transformer Engine calls, is correct. For heads
+of 256, its gradients are wrong: ``tests.gpu.attention`` compares them on a GPU."""
+DELTA_CHUNK = 64
+"""Tokens that the kernels of linear attention compute together."""
+STATE_CHUNK_BYTES = 256 << 20
+"""Largest piece of offloaded optimizer state that is copied at once."""
+STATE_CHUNKS_ON_GPU = 4
+"""Number of such pieces that are on the GPU at once while weights are updated."""
