@@ -193,8 +193,11 @@ def announce(run: Run) -> None:
     for note in run.loader.notes if run.loader is not None and run.grid.rank == 0 else []:
         say(run.grid, note)
     if run.step >= run.resolved.last_step:
-        done = f"step {run.step} of {run.resolved.last_step} is done"
-        say(run.grid, f"nothing to do: {done}; raise steps (or stop_after) to continue")
+        last = run.resolved.last_step
+        say(
+            run.grid,
+            f"nothing to do: step {run.step} of {last} is done; raise steps (or stop_after) to continue",
+        )
 
 
 def _banner(run: Run) -> str:
