@@ -29,9 +29,8 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig
+from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
 from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEADS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
@@ -107,8 +106,9 @@ def stage_memories(
     if patches is None:
         patches = min(most, config.data.max_patches or most)
     micro_batches = config.global_batch_size // dp
-    sizes = _Sizes(config, spec, layout, 2 if config.dtype == "bfloat16" else 4, patches)
-    return [_stage(sizes, stage, dp, micro_batches) for stage in range(layout.pp)]
+    sizes = _Sizes.of(config, spec, layout, patches)
+    held = [_parameters(config, spec, layout, stage, dp, sizes.element) for stage in range(layout.pp)]
+    return [_with_activations(sizes, parameters, micro_batches) for parameters in held]
 
 
 def peak_gib(stages: list[StageMemory]) -> float:
@@ -116,8 +116,9 @@ def peak_gib(stages: list[StageMemory]) -> float:
     return max(stage.total for stage in stages) / GIB
 
 
-def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemory:
-    config, spec, layout, element = sizes.config, sizes.spec, sizes.layout, sizes.element
+def _with_activations(sizes: _Sizes, parameters: StageMemory, micro_batches: int) -> StageMemory:
+    """Adds activations and rows to the memory of a stage's parameters."""
+    stage, spec, layout, element = parameters.stage, sizes.spec, sizes.layout, sizes.element
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
     vision = sizes.vision() if stage == 0 and not layout.decoupled else _Held()
     # What is held does not grow any more after the warm-up.
@@ -131,7 +132,7 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
     # A decoder layer and a vision layer are never recomputed at the same time.
     recomputed = max(c.transient for c in chunks)
     last = stage == layout.pp - 1
-    logits = 2.0 * element * config.data.seq_len * spec.language.vocab_size / layout.tp if last else 0.0
+    logits = 2.0 * element * sizes.seq_len * spec.language.vocab_size / layout.tp if last else 0.0
     tower = held[0] * vision.kept + max(0.0, vision.transient - recomputed)
     rows = micro_batches * sizes.row(stage == 0)
     if layout.decoupled:
@@ -142,7 +143,7 @@ def _stage(sizes: _Sizes, stage: int, dp: int, micro_batches: int) -> StageMemor
         )
         rows += alone.row(pixels=True)
     estimated = dataclasses.replace(
-        _parameters(config, spec, layout, stage, dp, element),
+        parameters,
         activations=activations + recomputed,
         vision=tower,
         logits=logits,
@@ -344,28 +345,27 @@ class _Held:
 class _Sizes:
     """Computes the bytes of the activations of one micro-batch on one rank."""
 
-    config: TrainConfig
+    model: ModelConfig
+    recompute: RecomputeConfig
+    calls: VisionConfig
+    sequence_parallel: bool
+    seq_len: int
     spec: ModelSpec
     layout: Layout
     element: int
     patches: int
 
-    @property
-    def seq_len(self) -> int:
-        return self.config.data.seq_len
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model
-
-    @property
-    def recompute(self) -> RecomputeConfig:
-        return self.config.recompute
+    @staticmethod
+    def of(config: TrainConfig, spec: ModelSpec, layout: Layout, patches: int) -> _Sizes:
+        element = 2 if config.dtype == "bfloat16" else 4
+        shares_tokens = config.parallel.sequence_parallel
+        sections = config.model, config.recompute, config.vision
+        return _Sizes(*sections, shares_tokens, config.data.seq_len, spec, layout, element, patches)
 
     @property
     def _shared(self) -> int:
         """Number of ranks that share what lies between the linears of a decoder layer."""
-        return self.layout.tp if self.config.parallel.sequence_parallel else 1
+        return self.layout.tp if self.sequence_parallel else 1
 
     def chunk(self, stage: int, v: int) -> _Held:
         """The share of one chunk of the language model."""
@@ -494,24 +494,23 @@ class _Sizes:
             others: bytes of these activations.
             placed: patches whose features this stage holds, and whose gradients.
         """
-        v, calls = self.spec.vision, self.config.vision
-        frozen = self.config.model.freeze_vision and self.config.model.freeze_merger
-        unkept = dataclasses.replace(self.config.model, freeze_vision=True, freeze_merger=True)
+        v, calls = self.spec.vision, self.calls
+        frozen = self.model.freeze_vision and self.model.freeze_merger
+        unkept = dataclasses.replace(self.model, freeze_vision=True, freeze_merger=True)
 
-        def peak(patches: int, **changes: Any) -> float:
-            config = dataclasses.replace(self.config, **changes)
-            held = dataclasses.replace(self, config=config, patches=min(self.patches, patches)).vision()
+        def peak(patches: int, model: ModelConfig) -> float:
+            held = dataclasses.replace(self, model=model, patches=min(self.patches, patches)).vision()
             return held.kept + held.transient
 
-        encode = peak(calls.encode_patches, model=unkept)
-        backward = 0.0 if frozen else peak(calls.backward_patches)
+        encode = peak(calls.encode_patches, unkept)
+        backward = 0.0 if frozen else peak(calls.backward_patches, self.model)
         feature = self.element * (1 + len(v.deepstack_layers)) * v.out_hidden_size / v.merge_unit
         features = feature * placed * (1 if frozen else 2)
         own = feature * self.patches
 
         kept = 0.0
         if not frozen:
-            most = self.patches if self.config.model.freeze_vision else calls.keep_patches
+            most = self.patches if self.model.freeze_vision else calls.keep_patches
             kept = dataclasses.replace(self, patches=min(self.patches, most)).vision().kept
         # What is kept is there beside the pipeline's passes and the first pass of other pictures; its own
         # backward pass comes first and frees it.

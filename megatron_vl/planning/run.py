@@ -59,23 +59,6 @@ def run_layout(
     return dataclasses.replace(layout, layers=planned_layers(costs))
 
 
-def check_layout(config: TrainConfig, spec: ModelSpec, world_size: int) -> int:
-    """Checks a run's sizes, and its split if one is given; plans none. Returns the data-parallel size.
-
-    Raises:
-        RunConfigError, LayoutError: the layout is impossible.
-    """
-    dp = validate(config, world_size)
-    p = config.parallel
-    check_experts(spec, p.tp, p.sequence_parallel)
-    if isinstance(p.layers, list) or p.pp == 1:
-        layers = p.layers if isinstance(p.layers, list) else None
-        make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, config.vision.placement == "decoupled")
-    else:
-        layout_of_sizes(config, spec)
-    return dp
-
-
 def keeps_split(config: TrainConfig, saved: Layout) -> bool:
     """Whether a run without ``parallel.layers`` keeps the split of a checkpoint's layout."""
     p = config.parallel

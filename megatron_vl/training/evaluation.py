@@ -66,7 +66,9 @@ class Evaluator:
     def __init__(
         self, config: TrainConfig, spec: ModelSpec, grid: ProcessGrid, platform: Platform, facts: SplitFacts
     ) -> None:
-        self.config, self.grid, self.platform, self.facts = config, grid, platform, facts
+        self.grid, self.platform, self.facts = grid, platform, facts
+        self.settings, self.data, self.hf = config.eval, config.data, config.model.hf
+        self.rows_per_step = config.global_batch_size // grid.dp
         self.vision = spec.vision
         self.rows: list[Row] = []
         self.prompts: list[Prompt] = []
@@ -93,8 +95,8 @@ class Evaluator:
     def _read(self, spec: ModelSpec) -> None:
         from megatron_vl.data.chat import ChatEncoder, stop_tokens
 
-        e, hf = self.config.eval, self.config.model.hf
-        self.rows = self._share(list(self._loaded(spec, e.rows, pack=self.config.data.pack)))
+        e, hf = self.settings, self.hf
+        self.rows = self._share(list(self._loaded(spec, e.rows, pack=self.data.pack)))
         if e.samples:
             self.tokenizer = ChatEncoder(hf, spec).tokenizer
             self.stop = stop_tokens(hf, self.tokenizer)
@@ -106,9 +108,9 @@ class Evaluator:
         """The first ``count`` rows of the split, equal on every replica."""
         from megatron_vl.data.loader import build_loader
 
-        data = dataclasses.replace(self.config.data, num_workers=0, pack=pack, streams=0)
-        split = self.config.eval.split
-        loader = build_loader(data, spec, self.config.model.hf, split=split, facts=self.facts)
+        data = dataclasses.replace(self.data, num_workers=0, pack=pack, streams=0)
+        split = self.settings.split
+        loader = build_loader(data, spec, self.hf, split=split, facts=self.facts)
         try:
             yield from itertools.islice(loader, count)
         finally:
@@ -116,10 +118,10 @@ class Evaluator:
 
     def _share(self, rows: list[Row]) -> list[Row]:
         """This replica's rows. All replicas get the same number: rows without loss pad shorter shares."""
-        grid, data = self.grid, self.config.data
+        grid, data = self.grid, self.data
         if not rows:
             raise RunConfigError(
-                f"{data.path}: no sample of the split {self.config.eval.split!r} can be used, for the reasons"
+                f"{data.path}: no sample of the split {self.settings.split!r} can be used, for the reasons"
                 f" above; correct the data set, raise data.seq_len (now {data.seq_len}), or set eval.interval"
                 " to 0"
             )
@@ -153,7 +155,7 @@ class Evaluator:
 
         An evaluation is due before the first step, every ``eval.interval`` steps, and at the end.
         """
-        return step % self.config.eval.interval == 0 or step == last
+        return step % self.settings.interval == 0 or step == last
 
     def run(self, wrapped: list[DistributedDataParallel]) -> Evaluation:
         """Evaluates the current weights. Collective over all ranks."""
@@ -170,12 +172,12 @@ class Evaluator:
         total, tokens = 0.0, 0
         rows = iter(self.rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.
-        at_once = self.config.global_batch_size // self.grid.dp
+        at_once = self.rows_per_step
 
         for start in range(0, self.row_count, at_once):
             count = min(at_once, self.row_count - start)
             data = Feed(self.grid, self.platform, rows, count, balanced=False, vision=self.vision).next_step()
-            reports = run_schedule(chunks, data.rows, seq_len=self.config.data.seq_len, forward_only=True)
+            reports = run_schedule(chunks, data.rows, seq_len=self.data.seq_len, forward_only=True)
             loss, loss_tokens, *_ = reduce_losses(reports, self.grid, self.platform.device)
             total += loss
             tokens += loss_tokens
@@ -183,7 +185,7 @@ class Evaluator:
 
     def _answer(self, chunks: list[Any]) -> list[Answer]:
         prompts = self.prompts if self.grid.owns_loader else None
-        most = self.config.eval.max_new_tokens
+        most = self.settings.max_new_tokens
         found = generate(
             chunks, self.grid, self.platform, prompts, max_new_tokens=most, stop=frozenset(self.stop)
         )

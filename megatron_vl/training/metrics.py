@@ -53,7 +53,10 @@ class MetricsLog:
         platform: Platform,
         sources: Sequence[Source] = (),
     ) -> None:
-        self.config, self.spec, self.grid, self.platform = config, spec, grid, platform
+        self.spec, self.grid, self.platform = spec, grid, platform
+        self.model, self.steps_of_run = config.model, config.steps
+        self.folder = Path(config.checkpoint.dir) if config.checkpoint.dir else None
+        self.lists_samples = config.log.samples
         self.mark = time.perf_counter()
         self.mailbox = Mailbox(grid.rank)
         self.steps = 0
@@ -86,7 +89,7 @@ class MetricsLog:
         rows = zip(data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True)
         for lengths, (full, window), loss_tokens in rows:
             tally.tokens += sum(lengths)
-            flops = row_flops(self.spec, self.config.model, lengths, full, window, loss_tokens)
+            flops = row_flops(self.spec, self.model, lengths, full, window, loss_tokens)
             tally.language_flops += flops.language
             tally.vision_flops += flops.vision
 
@@ -97,7 +100,7 @@ class MetricsLog:
             else:
                 setattr(tally, name, getattr(tally, name) + value)
 
-        if self.config.log.samples:
+        if self.lists_samples:
             self.keys += data.keys
         self.dropped = (self.dropped + data.dropped)[:BACKLOG]
 
@@ -176,7 +179,7 @@ class MetricsLog:
                 found.update(letter["reasons"])
             listed = [sample for letter in letters for sample in letter["dropped"]]
             self._quarantine(step, listed)
-            if self.config.log.samples:
+            if self.lists_samples:
                 self._list_samples(step, [letter["keys"] for letter in letters])
         if not total.dropped:
             return {}, {}
@@ -203,7 +206,7 @@ class MetricsLog:
         if self.grid.rank != 0:
             return
         print(
-            f"step {step:>6}/{self.config.steps} | validation loss {result.loss:.6f} | {result.loss_tokens}"
+            f"step {step:>6}/{self.steps_of_run} | validation loss {result.loss:.6f} | {result.loss_tokens}"
             f" tokens | {result.seconds:.1f} s",
             flush=True,
         )
@@ -224,8 +227,8 @@ class MetricsLog:
         }
         new = {name: sample for name, sample in named.items() if name not in self.listed}
         self.listed.update(new)
-        if new and self.grid.rank == 0 and self.config.checkpoint.dir:
-            with (Path(self.config.checkpoint.dir) / "quarantine.jsonl").open("a") as file:
+        if new and self.grid.rank == 0 and self.folder is not None:
+            with (self.folder / "quarantine.jsonl").open("a") as file:
                 file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in new.values())
 
     def too_many_bad(self) -> str | None:
@@ -247,8 +250,8 @@ class MetricsLog:
 
     def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
         """Writes one line per printed step: the samples of each row, rows of data-parallel rank 0 first."""
-        if self.grid.rank == 0 and self.config.checkpoint.dir:
-            with (Path(self.config.checkpoint.dir) / "samples.jsonl").open("a") as file:
+        if self.grid.rank == 0 and self.folder is not None:
+            with (self.folder / "samples.jsonl").open("a") as file:
                 file.write(json.dumps({"step": step, "rows": [row for part in keys for row in part]}) + "\n")
 
     def _emit(self, n: dict[str, Any], sources: str, skipped: str) -> None:
@@ -261,7 +264,7 @@ class MetricsLog:
             else f"{n['tflops_per_rank']:.3f} TFLOP/s"
         )
         line = (
-            f"step {n['step']:>6}/{self.config.steps} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f}"
+            f"step {n['step']:>6}/{self.steps_of_run} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f}"
             f" | {_rates(n)} | {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU |"
             f" {speed} | {n['memory_gib']:.1f} GiB | data wait {n['data_wait_s'] * 1e3:.0f} ms"
         )

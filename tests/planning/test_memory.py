@@ -26,7 +26,7 @@ def test_linear_attention_keeps_what_is_estimated(size: str, key_heads: int, val
     heads = {"linear_num_key_heads": key_heads, "linear_num_value_heads": value_heads}
     config["text_config"] |= heads
     spec = read_spec(config)
-    sizes = _Sizes(TrainConfig(), spec, make_layout(spec), 4, 0)  # type: ignore[call-arg]
+    sizes = _Sizes.of(TrainConfig(dtype="float32"), spec, make_layout(spec), 0)
     estimated = 4 * sizes._linear_attention(spec.language, set())
 
     width = spec.language.linear_attention.key_dim
