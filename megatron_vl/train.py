@@ -66,9 +66,9 @@ def train(config: TrainConfig) -> None:
         resolved = from_first_rank(lambda: resolve(config, launched_world_size()))
         with explained(resolved):
             run = setup.build(resolved, platform)
-            with setup.closed_on_failure(run):
-                resume.restore(run)
-                loop.run_steps(run)
+        with setup.closed_on_failure(run), explained(resolved):
+            resume.restore(run)
+            loop.run_steps(run)
         setup.close(run)
     finally:
         failures.stop_alone()

@@ -120,7 +120,8 @@ class BadSampleMeter:
 
     def advice(self) -> str:
         """What to do about the unusable samples."""
-        advice = "; ".join(dict.fromkeys(map(self._advice, self.reasons)))
+        reasons = [reason for reason, _ in self.reasons.most_common()]
+        advice = "; ".join(dict.fromkeys(map(self._advice, reasons)))
         return advice[:1].upper() + advice[1:]
 
     def _advice(self, reason: str) -> str:

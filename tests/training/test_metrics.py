@@ -38,7 +38,7 @@ def test_a_line_adds_up_what_the_ranks_counted(tiny_checkpoint, tmp_path: Path, 
     assert out["bad"] == 9 and "9 of 49 samples could not be used" in out["problem"]
     if limit > 1:
         assert "1 longer than seq_len (source charts)" in out["problem"]
-        assert "Raise data.seq_len to 90 (" in out["problem"]
+        assert "; raise data.seq_len to 90 (" in out["problem"]
 
     tokens = [line["tokens_per_s_per_rank"] * 4 * line["step_s"] for line in lines]
     assert tokens == pytest.approx([143] * 4)  # 30 + 7 and 100 + 6 a step

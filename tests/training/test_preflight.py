@@ -14,6 +14,7 @@ import pytest
 from converters.convert import convert
 from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.description import LoaderError, read_description
+from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.checkpoint import _FORMAT
 from megatron_vl.training.preflight import remarks
 from megatron_vl.training.resolve import resolve
@@ -49,6 +50,12 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
     wanted = parse_config([*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.step", "7"])
     with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; existing steps: 20, 40$"):
         resolve(wanted, 1)
+
+
+def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
+    config = parse_config([*fields, "--parallel.layers", "[1,1]", "--parallel.pp", "2"])
+    with pytest.raises(LayoutError, match="add up to 2"):
+        resolve(config, 2)
 
 
 @pytest.mark.parametrize("restart", ["true", "false"])

@@ -360,7 +360,6 @@ def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], 
     ("options", "message"),
     [
         (["--parallel.tp", "3"], "do not divide the world size"),
-        (["--parallel.layers", "[1,1]", "--parallel.pp", "2", "--parallel.tp", "2"], "add up to 2"),
         (["--data.path", "nowhere", *LAYOUT], "does not exist"),
         (["--global_batch_size", "3"], "multiple of the data-parallel size"),
     ],
