@@ -36,7 +36,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
 from .parts import Part
-from .survey import Reader, Source
+from .sources import Reader, Source
 
 Progress = Callable[[str], None]
 
@@ -192,7 +192,9 @@ def _summary(folder: Path, seconds: float) -> Indexed:
     samples, media = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
     held = sum(file.stat().st_size for file in folder.iterdir())
     unusable = int((samples["tokens"] == 0).sum())
-    reasons = json.loads((folder / SHARDS).read_text()).get("unusable", {})
+    reasons: Counter[str] = Counter()
+    for shard in json.loads((folder / SHARDS).read_text())["shards"].values():
+        reasons.update(shard["unusable"])
     return Indexed(_data_folder(folder), len(samples), unusable, reasons, len(media), held, round(seconds, 3))
 
 
@@ -270,9 +272,10 @@ def _measure_shard(number: int) -> None:
         _readers[source.split] = Reader(source, task.encoder.data.sample_timeout_s)
     reader = _readers[source.split]
     samples, media, unusable = [], [np.zeros(0, MEDIUM)], []
-    count = 0
+    count = all_turns = 0
     for place in range(source.starts[task.shard], source.starts[task.shard + 1]):
-        tokens, found, reason = measure(task.encoder, _read(reader, place))
+        tokens, turns, found, reason = measure(task.encoder, _read(reader, place))
+        all_turns += turns
         unusable += [reason] if reason else []
         media.append(found)
         count += len(found)
@@ -284,6 +287,7 @@ def _measure_shard(number: int) -> None:
             file,
             samples=np.array(samples, SAMPLE),
             media=np.concatenate(media),
+            turns=all_turns,
             unusable=np.array(unusable, str),
         )
     durable.put(partial, task.part)
@@ -303,9 +307,9 @@ def _read(reader: Reader, place: int) -> RawSample | None:
     return sample
 
 
-def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, NDArray[np.void], str]:
-    """The tokens of a sample's text, its media as :data:`MEDIUM`, and "". If it cannot be used: no tokens, no
-    media, and the reason.
+def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
+    """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM`, and "". If it cannot
+    be used: no tokens, turns or media, and the reason.
 
     Args:
         sample: None: the data set's description excludes it.
@@ -313,16 +317,17 @@ def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, NDArray
     none = np.zeros(0, MEDIUM)
     try:
         if sample is None or sample.broken:
-            return 0, none, sample.broken[0] if sample and sample.broken else ""
+            return 0, 0, none, sample.broken[0] if sample and sample.broken else ""
         record = json.loads(sample.text or b"")
         media = np.array([_medium(item) for item in record["media"]], MEDIUM)
         grids = [grid_of(item, encoder.settings) for item in record["media"]]
         token_ids, _ = encoder.chat.encode(record["messages"], grids, record.get("tools", ()))
     except TemplateError:
-        return 0, none, NOT_IN_TEMPLATE
+        return 0, 0, none, NOT_IN_TEMPLATE
     except Exception:  # a sample from outside may cause any error; a run counts and lists it
-        return 0, none, "cannot be encoded"
-    return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), media, ""
+        return 0, 0, none, "cannot be encoded"
+    turns = sum(message["role"] == "assistant" for message in record["messages"])
+    return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), turns, media, ""
 
 
 def _medium(item: dict[str, Any]) -> Medium:
@@ -336,7 +341,7 @@ def _medium(item: dict[str, Any]) -> Medium:
 def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
     """Joins the files of the shards, and removes them."""
     counts = []
-    unusable: Counter[str] = Counter()
+    shards = {}
     for task in tasks:
         with np.load(task.part) as held:
             if len(held["samples"]) != task.samples:
@@ -344,11 +349,15 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
                     f"{task.part} does not hold {task.samples} samples of {task.name}; delete {work}"
                 )
             counts.append(len(held["media"]))
-            unusable.update(held["unusable"].tolist())
+            reasons = Counter(held["unusable"].tolist())
+            shards[task.name] = {
+                "samples": task.samples,
+                "turns": int(held["turns"]),
+                "unusable": reasons,
+            }
 
-    shards = {task.name: task.samples for task in tasks}
     all_samples = np.lib.format.open_memmap(
-        work / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(shards.values()),)
+        work / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(task.samples for task in tasks),)
     )
     all_media = np.lib.format.open_memmap(work / "media.npy", mode="w+", dtype=MEDIUM, shape=(sum(counts),))
     at = before = 0
@@ -361,7 +370,6 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
         at, before = at + len(samples), before + media
     all_samples.flush()
     all_media.flush()
-    described = {"content": content, "shards": shards, "unusable": unusable}
-    durable.write(work / SHARDS, json.dumps(described).encode())
+    durable.write(work / SHARDS, json.dumps({"content": content, "shards": shards}).encode())
     for task in tasks:
         task.part.unlink()

@@ -41,7 +41,6 @@ COMMANDS = {
     "data index": Command("data", "DataIndexOptions", "index"),
     "data stats": Command("data", "DataStatsOptions", "stats"),
     "data inspect": Command("data", "DataInspectOptions", "inspect"),
-    "data report": Command("data", "DataReportOptions", "report"),
     "checkpoint show": Command("checkpoint", "ShowOptions", "show"),
     "checkpoint verify": Command("checkpoint", "CheckpointVerifyOptions", "verify"),
     "generate": Command("generate", "GenerateOptions", "generate"),

@@ -6,8 +6,8 @@ media as they are stored. Patches and placeholders follow from the settings of t
 
 * ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
 * ``media.npy``: :data:`MEDIUM`, 21 bytes for each picture or video.
-* ``shards.json``: the number of samples of each shard, in the order of the other two files, and the id of the
-  data set's content.
+* ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
+  its samples, the assistant's turns in them, and those that cannot be used by reason.
 
 10^8 samples with one picture each take 3.3 GB. The files are mapped into memory, so that a process reads only
 the pages that it needs, and the processes of a node share them.
@@ -97,10 +97,19 @@ def why_not_planned(
     Raises:
         LoaderError: there is no such split.
     """
-    spec = read_spec(hf_dir)
-    name = text_id(hf_dir, spec, data)
     if key := next((key for key in _keys(description, split) if key in UNPLANNED), ""):
         return f"batches of a metadataset with {key} are not planned"
+    return why_no_sizes(description, hf_dir, data, split)
+
+
+def why_no_sizes(description: Description, hf_dir: str | Path, data: DataConfig, split: str = "train") -> str:
+    """Which data set of a split has no sizes, and the command that writes them; empty if all have some.
+
+    Raises:
+        LoaderError: there is no such split.
+    """
+    spec = read_spec(hf_dir)
+    name = text_id(hf_dir, spec, data)
     lacking = next((one for one in _read_by(description, split) if not has_sizes(one, name)), None)
     if lacking is None:
         return ""
@@ -109,8 +118,8 @@ def why_not_planned(
     if spec.vision.video_timestamps and data.video_prompt != DataConfig.video_prompt:
         given = "--config RUN.yaml"  # the rule for the text around videos is a field of the run
     return (
-        f"{lacking.path} has no sizes for this tokenizer and chat template, of which batches would be"
-        f" planned: run `megatron-vl data index {given}`"
+        f"{lacking.path} has no sizes for this tokenizer and chat template: run"
+        f" `megatron-vl data index {given}`"
     )
 
 
@@ -161,6 +170,9 @@ class StoredSizes:
     """For each shard, the number of its first sample in ``samples``, and how many it has."""
     content: str
     """Id of the data set's content that they are of."""
+    shards: dict[str, dict[str, Any]]
+    """``samples``, ``turns`` (the assistant's, in usable samples) and ``unusable`` (samples by reason) of
+    each shard."""
 
     def numbers(self, shards: Sequence[tuple[str, int]]) -> Integers:
         """The number in ``samples`` of the first sample of each of these shards.
@@ -176,6 +188,12 @@ class StoredSizes:
                 raise SizesError(f"the sizes are of another data set: they do not hold {count} of {name}")
         return np.array([self.starts[name][0] for name, _ in shards], np.int64)
 
+    def media_of(self, numbers: Integers) -> tuple[Integers, Integers]:
+        """Numbers in ``media`` of the first medium of samples and of the one after their last, int64 [n]."""
+        ends = self.samples["media_end"][numbers].astype(np.int64)
+        before = self.samples["media_end"][np.maximum(numbers - 1, 0)].astype(np.int64)
+        return np.where(numbers > 0, before, 0), ends
+
 
 def open_sizes(meta: Location, name: str) -> StoredSizes:
     """Opens the sizes of a data set. Those in an object store are copied into memory.
@@ -186,7 +204,8 @@ def open_sizes(meta: Location, name: str) -> StoredSizes:
     folder = meta / SIZES / name
     try:
         described = json.loads(read_text(folder / SHARDS))
-        counts, content = list(described["shards"].items()), str(described["content"])
+        shards, content = described["shards"], str(described["content"])
+        counts = [(name, one["samples"]) for name, one in shards.items()]
         samples, media = (_array(folder / f"{part}.npy") for part in ("samples", "media"))
         ends = np.cumsum([0, *(count for _, count in counts)])
         starts = {shard: (int(start), count) for (shard, count), start in zip(counts, ends[:-1], strict=True)}
@@ -204,7 +223,7 @@ def open_sizes(meta: Location, name: str) -> StoredSizes:
         raise SizesError(f"{folder} cannot be read ({error})") from error
     if not whole or ends[-1] != len(samples):
         raise SizesError(f"{folder} is damaged: its files do not fit together")
-    return StoredSizes(samples, media, starts, content)
+    return StoredSizes(samples, media, starts, content, shards)
 
 
 def _array(path: Location) -> Any:
@@ -232,9 +251,7 @@ class SampleSizes:
             numbers: int64 [n], numbers in ``stored.samples``.
         """
         tokens = stored.samples["tokens"][numbers].astype(np.int64)
-        ends = stored.samples["media_end"][numbers].astype(np.int64)
-        before = stored.samples["media_end"][np.maximum(numbers - 1, 0)].astype(np.int64)
-        begins = np.where(numbers > 0, before, 0)
+        begins, ends = stored.media_of(numbers)
         counts = np.where(tokens > 0, ends - begins, 0)
         patches = np.zeros_like(tokens)
 

@@ -307,8 +307,8 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     assert record["media"] and measure(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
     sample.text = json.dumps(record).encode()
-    tokens, media, reason = measure(encoder, sample)
-    assert (tokens, len(media), reason) == (0, 0, "cannot be encoded")
+    tokens, turns, media, reason = measure(encoder, sample)
+    assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
 
 
 def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkeypatch):

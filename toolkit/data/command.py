@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_vl.errors import UsageError, UserError
+from megatron_vl.errors import UsageError
 from megatron_vl.words import counted
 
 from .options import (
@@ -17,7 +17,6 @@ from .options import (
     DataIndexOptions,
     DataInspectOptions,
     DataMergeOptions,
-    DataReportOptions,
     DataStatsOptions,
     DataVerifyOptions,
 )
@@ -292,50 +291,38 @@ def _print_measured(measured: list[IndexedPart], options: DataIndexOptions) -> i
 
 
 def stats(options: DataStatsOptions) -> int:
-    """Prints distributions of a data set."""
+    """Prints what a data set holds, and writes its page."""
+    from .page import write_stats
     from .prepared import open_prepared
     from .stats import as_json, print_stats
 
     prepared = open_prepared(options)
-    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
+    found = prepared.statistics(_show)
     _end_line()
     if options.json:
-        print(json.dumps(as_json(found, prepared.config.global_batch_size), indent=2))
+        print(json.dumps(as_json(prepared, found), indent=2))
     else:
-        print_stats(found, prepared.config.global_batch_size)
+        print_stats(prepared, found)
+    if options.html:
+        write_stats(prepared, found, options.shown, options.html)
     return 0
 
 
 def inspect(options: DataInspectOptions) -> int:
-    """Prints one sample. Returns 1 if the loader would leave it out."""
+    """Prints one sample, and writes its page. Returns 1 if the loader would leave it out."""
+    from .page import write_sample
     from .prepared import open_prepared
     from .sample import as_json, print_sample, view
 
-    sample = view(open_prepared(options), options.index, options.key)
+    prepared = open_prepared(options)
+    sample = view(prepared, options.index, options.key)
     if options.json:
         print(json.dumps(as_json(sample), indent=2))
     else:
         print_sample(sample)
+    if options.html:
+        write_sample(prepared, sample, options.html)
     return 1 if sample.problem else 0
-
-
-def report(options: DataReportOptions) -> int:
-    """Writes the HTML page."""
-    from .prepared import open_prepared
-    from .report import write_report
-
-    prepared = open_prepared(options)
-    found = prepared.survey(options.samples, options.seconds, options.seed, _show)
-    _end_line()
-    try:
-        write_report(prepared, found, options.shown, options.out)
-    except OSError as error:
-        raise UserError(
-            f"--out {options.out} cannot be written ({error.strerror}); give a file that this user"
-            " may write to"
-        ) from error
-    print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB")
-    return 0
 
 
 def _end_line() -> None:

@@ -128,23 +128,30 @@ class DataIndexOptions(PreparedOptions):
     """Print JSON."""
 
 
+def _check_page(page: Path | None) -> None:
+    if page is not None and page.suffix not in (".html", ".htm"):
+        raise UsageError(f"--html {page} must end in .html")
+
+
 @dataclass(kw_only=True)
 class DataStatsOptions(PreparedOptions):
-    """Show what the samples and packed rows of a data set hold: tokens, learnt tokens, patches, pictures,
-    videos and turns.
+    """Show what a data set holds: tokens, patches, pictures, videos and turns of its samples and sources, how
+    full packed rows get, how many steps a pass takes, and what is left out and why.
 
-    Samples are drawn at random, and each mean and quantile is printed with its 95 % interval; the numbers are
-    exact if all samples were read. Nothing is decoded. Give a run with --config, or --data and --processor.
+    All samples are counted, from the sizes that `megatron-vl data index` writes. Give a run with --config, or
+    --data and --processor.
     """
 
-    samples: int = option(2000, metavar="N", least=0)
-    """Draw N samples. 0: read all."""
-    seconds: float = option(60.0, metavar="S", shown_default="60")
-    """Stop drawing after S seconds, and use the samples read until then."""
-    seed: int = option(0, metavar="N", least=0)
-    """Seed of the draw."""
+    html: Path | None = option(None, metavar="FILE", shown_default="no page")
+    """Also write an HTML page: the numbers with their distributions, and samples as the model sees them. It
+    is one file without scripts, which needs no network."""
+    shown: int = option(12, metavar="N", least=1)
+    """Show N samples with their pictures on the page."""
     json: bool = False
     """Print JSON."""
+
+    def check(self) -> None:
+        _check_page(self.html)
 
 
 @dataclass(kw_only=True)
@@ -159,34 +166,12 @@ class DataInspectOptions(PreparedOptions):
     """Number of the sample in the split, from 0."""
     key: str = option("", metavar="KEY")
     """Key of the sample, or SHARD[N], as the quarantine.jsonl of a run names it."""
+    html: Path | None = option(None, metavar="FILE", shown_default="no page")
+    """Also write the sample with its pictures to an HTML page."""
     json: bool = False
     """Print JSON."""
 
     def check(self) -> None:
         if self.index is not None and self.key:
             raise UsageError("give --index or --key, not both")
-
-
-@dataclass(kw_only=True)
-class DataReportOptions(PreparedOptions):
-    """Write an HTML page about a data set: samples as the model sees them, packed rows, distributions, and
-    what was left out and why.
-
-    The page is one file without scripts, which needs no network. Numbers are drawn as by `megatron-vl data
-    stats`.
-    """
-
-    out: Path = option(metavar="FILE")
-    """The HTML file to write."""
-    samples: int = option(2000, metavar="N", least=0)
-    """Draw N samples for the distributions. 0: read all."""
-    seconds: float = option(60.0, metavar="S", shown_default="60")
-    """Stop drawing after S seconds, and use the samples read until then."""
-    shown: int = option(12, metavar="N", least=1)
-    """Show N samples with their pictures."""
-    seed: int = option(0, metavar="N", least=0)
-    """Seed of the draw."""
-
-    def check(self) -> None:
-        if self.out.suffix not in (".html", ".htm"):
-            raise UsageError(f"--out {self.out} must end in .html")
+        _check_page(self.html)

@@ -1,4 +1,4 @@
-"""The input of ``megatron-vl data stats | inspect | report``: a prepared data set and a run's settings."""
+"""The input of ``megatron-vl data index | stats | inspect``: a prepared data set and a run's settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from data_tools.survey import Survey, open_encoder, survey
+from data_tools.sources import open_encoder
+from data_tools.statistics import Statistics, statistics
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
 from megatron_vl.data.location import Location, location
@@ -37,17 +38,8 @@ class Prepared:
     def encoder(self) -> RowEncoder:
         return open_encoder(self.config.data, self.spec, self.processor)
 
-    def survey(
-        self, samples: int, seconds: float, seed: int, progress: Callable[[str], None] | None = None
-    ) -> Survey:
-        return survey(
-            self.encoder,
-            split=self.split,
-            samples=samples,
-            seconds=seconds,
-            seed=seed,
-            progress=progress,
-        )
+    def statistics(self, progress: Callable[[str], None] | None = None) -> Statistics:
+        return statistics(self.encoder, self.processor, self.split, progress)
 
 
 def open_prepared(options: PreparedOptions) -> Prepared:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from data_tools.survey import Reader, Source, SurveyError, sources
+from data_tools.sources import Reader, Source, SourceError, sources
 from megatron_vl.data import assemble
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
 from megatron_vl.data.pixels import PixelSettings
@@ -97,16 +97,16 @@ class Viewer:
             key: the sample's key; if it is given, ``index`` is ignored.
 
         Raises:
-            SurveyError: there is no such sample, or several sources have it.
+            SourceError: there is no such sample, or several sources have it.
         """
         if key:
             found = [(source, source.find(key)) for source in self.sources]
             held = [(source, at) for source, at in found if at is not None]
             if len(held) > 1:
                 names = ", ".join(str(source.data.path) for source, _ in held)
-                raise SurveyError(f"{key} is in several data sets; give one of them with --data: {names}")
+                raise SourceError(f"{key} is in several data sets; give one of them with --data: {names}")
             if not held:
-                raise SurveyError(f"{self.prepared.path} has no sample {key} in {self.prepared.split}")
+                raise SourceError(f"{self.prepared.path} has no sample {key} in {self.prepared.split}")
             return held[0]
 
         rest = index or 0
@@ -115,7 +115,7 @@ class Viewer:
                 return source, source.indices[rest]
             rest -= len(source)
         total = sum(map(len, self.sources))
-        raise SurveyError(
+        raise SourceError(
             f"{self.prepared.path} has {total} samples in {self.prepared.split}: --index is from 0 to"
             f" {total - 1}"
         )
@@ -124,7 +124,7 @@ class Viewer:
         """Reads and decodes a sample.
 
         Raises:
-            SurveyError: the description of the data set excludes it.
+            SourceError: the description of the data set excludes it.
         """
         reader = Reader(source, self.prepared.config.data.sample_timeout_s)
         try:
@@ -133,7 +133,7 @@ class Viewer:
             reader.close()
         if raw is None:
             shard, number = source.place(index)
-            raise SurveyError(f"sample {number} of {shard} is excluded by {source.data.path}'s split.yaml")
+            raise SourceError(f"sample {number} of {shard} is excluded by {source.data.path}'s split.yaml")
         return _view(self.encoder, raw, self.prepared)
 
 

@@ -33,6 +33,8 @@ from toolkit.doctor.machine import Gpu, check_disk
 
 MOST = 0.5
 """Share of a source's samples above which it is a fault that they are left out."""
+READ = 200
+"""Number of samples that are read for it where no sizes are stored."""
 
 
 @dataclass
@@ -287,23 +289,28 @@ def _rows(run: ResolvedRun) -> Finding:
 
 
 def _left_out(run: ResolvedRun) -> list[Finding]:
-    """A finding for each source of which the loader would leave out most samples, as far as some random ones
-    show."""
-    from data_tools.survey import open_encoder, survey
+    """A finding for each source of which the loader would leave out most samples: of all if their sizes are
+    stored, else of some that are read."""
+    from data_tools.sources import left_out_of_some, open_encoder
+    from data_tools.statistics import sources_with_sizes
+    from megatron_vl.data.sizes import SizesError
 
+    hf, which = run.config.model.hf, "samples of"
     try:
-        encoder = open_encoder(run.config.data, run.spec, run.config.model.hf)
-        drawn = survey(encoder, samples=200, seconds=10)
+        encoder = open_encoder(run.config.data, run.spec, hf)
+        try:
+            meters = {one.source.name: one.meter() for one in sources_with_sizes(encoder, hf)}
+        except SizesError:
+            meters, which = left_out_of_some(encoder, READ), "samples drawn from"
     except (ValueError, OSError, RuntimeError):
         return []  # the check of the rows reports it
     return [
         broken(
             "samples",
-            f"{meter.bad} of {meter.used + meter.bad} samples drawn from {name} would be left out:"
-            f" {meter.by_reason()}",
+            f"{meter.bad} of {meter.used + meter.bad} {which} {name} would be left out: {meter.by_reason()}",
             meter.advice(),
         )
-        for name, meter in drawn.left_out().items()
+        for name, meter in meters.items()
         if meter.share > MOST
     ]
 

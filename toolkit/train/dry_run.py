@@ -72,28 +72,19 @@ def plan(config: TrainConfig, world: int) -> dict[str, Any]:
     }
 
 
-SAMPLES = 500
-"""Samples of the data set that are read for the length of a pass."""
-SECONDS = 10.0
-"""No more are read after that time."""
-
-
 def _pass(config: TrainConfig, spec: ModelSpec) -> dict[str, Any] | None:
-    """Rows and steps of a pass over the data; None if the data set or the tokenizer is not here.
-
-    This imports torch, and reads no more of a large data set than of a small one.
-    """
+    """Rows and steps of a pass over the data, from the stored sizes of its samples; None if the data set or
+    the tokenizer is not here. This imports torch."""
     if not config.data.path or not Path(config.data.path).exists() or not Path(config.model.hf).is_dir():
         return None
-    from data_tools.passes import pass_as_json
-    from data_tools.survey import open_encoder, survey
+    from data_tools.sources import open_encoder
+    from data_tools.statistics import statistics
 
     try:
-        encoder = open_encoder(config.data, spec, config.model.hf)
-        found = survey(encoder, samples=SAMPLES, seconds=SECONDS)
+        found = statistics(open_encoder(config.data, spec, config.model.hf), config.model.hf)
     except (UserError, OSError, ValueError) as error:
         return {"unknown": str(error)}
-    return pass_as_json(found, config.global_batch_size)
+    return found.one_pass(config.global_batch_size)
 
 
 def _print_pass(facts: dict[str, Any]) -> None:
@@ -103,7 +94,7 @@ def _print_pass(facts: dict[str, Any]) -> None:
     if "unknown" in facts["pass"]:
         print(f"the steps of a pass over the data are not known: {facts['pass']['unknown']}")
         return
-    from data_tools.passes import pass_in_words
+    from data_tools.statistics import pass_in_words
 
     print(pass_in_words(facts["pass"]))
 

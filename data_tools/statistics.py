@@ -1,0 +1,264 @@
+"""What a data set holds, counted of all samples from their stored sizes (:mod:`megatron_vl.data.sizes`).
+
+Nothing is read of the samples themselves. How many rows they fill is the one number that is not a sum: the
+loader's own packing makes rows of them in random order, of a large data set of as many as
+:data:`MOST_PACKED`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.bad_samples import LIMITS, TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
+from megatron_vl.data.description import META, read_description
+from megatron_vl.data.loader import RowEncoder
+from megatron_vl.data.location import location
+from megatron_vl.data.packing import fill_row
+from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_no_sizes
+from megatron_vl.words import counted
+
+from .sources import Source, sources
+
+MOST_PACKED = 10_000
+QUANTILES = {"p5": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+PASSES = (1, 2, 3)
+"""Numbers of passes whose steps are shown."""
+QUANTITIES = ("tokens", "patches", "pictures", "videos")
+"""What is known of each sample."""
+NOT_ENCODED = "excluded, or not encoded"
+"""Reason of samples without tokens for which the index has none."""
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SourceSizes:
+    """The sizes of all samples of one source."""
+
+    source: Source
+    sizes: dict[str, Integers]
+    """int64 [n] of each of :data:`QUANTITIES`, in the order of ``source.indices``. A sample without tokens
+    cannot be used."""
+    turns: int | None
+    """The assistant's turns in all samples; None if the source is a part of a data set's split."""
+    reasons: dict[str, int]
+    """How many samples have no tokens, by reason."""
+    seq_len: int
+    max_patches: int
+
+    @cached_property
+    def left_out(self) -> dict[str, NDArray[np.bool_]]:
+        """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
+        tokens, patches = self.sizes["tokens"], self.sizes["patches"]
+        too_long = tokens > self.seq_len
+        too_large = ~too_long & (patches > (self.max_patches or math.inf))
+        return {"": tokens == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
+
+    @cached_property
+    def usable(self) -> NDArray[np.bool_]:
+        """bool [n]: the samples that a run reads."""
+        return ~np.logical_or.reduce(list(self.left_out.values()))
+
+    def meter(self) -> BadSampleMeter:
+        """Usable samples and the others by reason."""
+        meter = BadSampleMeter(1.0, minimum=1)
+        reasons, details = dict(self.reasons), {}
+        for reason, (unit, _) in LIMITS.items():
+            if count := int(self.left_out[reason].sum()):
+                reasons[reason] = count
+                largest = int(self.sizes[unit][self.left_out[reason]].max())
+                details[reason] = {"size": largest, "data_sets": []}
+        meter.add(int(self.usable.sum()), reasons, details)
+        return meter
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The sizes of all samples of a split, and rows made of them."""
+
+    data: DataConfig
+    split: str
+    sources: list[SourceSizes]
+    rows: list[list[tuple[int, int]]]
+    """Tokens and patches of the samples of each packed row."""
+    packed: int
+    """Number of samples, with unusable ones, of which the rows were made."""
+
+    @property
+    def samples(self) -> int:
+        return sum(len(one.source) for one in self.sources)
+
+    @property
+    def usable(self) -> int:
+        return sum(int(one.usable.sum()) for one in self.sources)
+
+    def left_out(self) -> Counter[str]:
+        """How many samples a run leaves out, by reason."""
+        return sum((one.meter().reasons for one in self.sources), Counter())
+
+    def of_samples(self, name: str) -> tuple[Integers, NDArray[np.float64]]:
+        """One of :data:`QUANTITIES` of the usable samples, and how often training draws each: [n] both."""
+        values = [one.sizes[name][one.usable] for one in self.sources]
+        weights = [
+            np.full(len(found), one.source.share / len(one.source))
+            for one, found in zip(self.sources, values, strict=True)
+        ]
+        joined = np.concatenate(weights)
+        return np.concatenate(values), joined / joined.sum()
+
+    def of_rows(self) -> dict[str, NDArray[np.float64]]:
+        """Share of the tokens that are no padding, samples and patches of each packed row: float64 [rows]."""
+        tokens, samples, patches = np.array(
+            [(sum(t for t, _ in row), len(row), sum(p for _, p in row)) for row in self.rows], np.float64
+        ).T
+        return {"fill": tokens / self.data.seq_len, "samples": samples, "patches": patches}
+
+    def one_pass(self, global_batch_size: int) -> dict[str, Any]:
+        """Rows that hold as many samples as the data set has, and the steps of one and more such passes."""
+        rows = math.ceil(self.samples * len(self.rows) / self.packed)
+        steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASSES}
+        return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
+
+
+def statistics(
+    encoder: RowEncoder,
+    hf_dir: str | Path,
+    split: str = "train",
+    progress: Callable[[str], None] | None = None,
+) -> Statistics:
+    """Counts a split.
+
+    Args:
+        encoder: as :func:`~.sources.open_encoder` makes it; it has the data set and the settings of a run.
+
+    Raises:
+        SizesError: no sample can be used, or a data set has no sizes for this tokenizer and chat template
+            (the message names the command that writes them).
+        LoaderError, DescriptionError: as :func:`~.sources.sources`.
+    """
+    data = encoder.data
+    found = sources_with_sizes(encoder, hf_dir, split, progress)
+    rows, packed = _packed(found, data)
+    if not rows:
+        reasons = sum((one.meter().reasons for one in found), Counter())
+        raise SizesError(f"{data.path}: no sample of {split} can be used: {dict(reasons)}")
+    return Statistics(data, split, found, rows, packed)
+
+
+def sources_with_sizes(
+    encoder: RowEncoder,
+    hf_dir: str | Path,
+    split: str = "train",
+    progress: Callable[[str], None] | None = None,
+) -> list[SourceSizes]:
+    """The sizes of all samples of each source. Raises as :func:`statistics`."""
+    data = encoder.data
+    path = location(data.path)
+    drawn = sources(path, split)
+    if why := why_no_sizes(read_description(path), hf_dir, data, split):
+        raise SizesError(why)
+    name = text_id(hf_dir, encoder.spec, data)
+    known = SampleSizes(encoder.chat, encoder.settings)
+    return [_sizes_of(source, name, known, data, progress) for source in drawn]
+
+
+def _sizes_of(
+    source: Source, name: str, known: SampleSizes, data: DataConfig, progress: Callable[[str], None] | None
+) -> SourceSizes:
+    stored = open_sizes(source.data.path / META, name)
+    bounds = list(pairwise(source.starts))
+    begins = stored.numbers(
+        [(shard, end - start) for shard, (start, end) in zip(source.shards, bounds, strict=True)]
+    )
+    columns = []
+    last = source.first + source.size
+    for number, (begin, (start, end)) in enumerate(zip(begins.tolist(), bounds, strict=True), start=1):
+        own = np.arange(max(start, source.first), min(end, last), dtype=np.int64)
+        if len(own):
+            columns.append(_of_shard(known, stored, own - start + begin))
+        if progress and number % 1000 == 0:
+            progress(f"{source.name}: {number} of {len(bounds)} shards")
+
+    joined = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
+    sizes = dict(zip(QUANTITIES, joined, strict=True))
+    whole = source.size == source.starts[-1]
+    facts = [stored.shards[shard] for shard in source.shards] if whole else []
+    reasons = Counter[str]()
+    for one in facts:
+        reasons.update(one["unusable"])
+    reasons[NOT_ENCODED] = int((sizes["tokens"] == 0).sum()) - reasons.total()
+    turns = sum(one["turns"] for one in facts) if whole else None
+    return SourceSizes(source, sizes, turns, dict(+reasons), data.seq_len, data.max_patches)
+
+
+def _of_shard(known: SampleSizes, stored: Any, numbers: Integers) -> tuple[Integers, ...]:
+    """:data:`QUANTITIES` of successive stored samples."""
+    begins, ends = stored.media_of(numbers)
+    first = begins[0]
+    videos = np.append(0, np.cumsum(stored.media["frames"][first : ends[-1]] > 0))
+    of_sample = videos[ends - first] - videos[begins - first]
+    return *known.of(stored, numbers), ends - begins - of_sample, of_sample
+
+
+def _packed(held: Sequence[SourceSizes], data: DataConfig) -> tuple[list[list[tuple[int, int]]], int]:
+    """Rows of samples in random order, each source as often as training draws from it, and how many samples
+    were drawn for them."""
+    chance = np.random.default_rng(0)
+    most = min(MOST_PACKED, sum(len(one.source) for one in held))
+    drawn = []
+    for one in held:
+        # A source with fewer samples is repeated, as in training.
+        own = np.resize(chance.permutation(len(one.source)), max(1, round(most * one.source.share)))
+        drawn.append(np.stack([one.sizes["tokens"], one.sizes["patches"], one.usable], axis=1)[own])
+    samples = chance.permutation(np.concatenate(drawn))
+    waiting = [(tokens, patches) for tokens, patches, usable in samples.tolist() if usable]
+    if not data.pack:
+        return [[sample] for sample in waiting], len(samples)
+
+    rows = []
+    while waiting:
+        chosen = fill_row(waiting[: data.packing_buffer], data.seq_len, data.max_patches)
+        rows.append([waiting[i] for i in chosen])
+        for i in reversed(chosen):
+            del waiting[i]
+    return rows, len(samples)
+
+
+def distribution(values: NDArray[Any], weights: NDArray[np.float64] | None = None) -> dict[str, float]:
+    """Mean, smallest and largest value, and those that the shares :data:`QUANTILES` do not exceed.
+
+    Args:
+        weights: of the values; they add up to 1. Left out: all are equal.
+    """
+    each = np.full(len(values), 1 / len(values)) if weights is None else weights
+    order = values.argsort(kind="stable")
+    reached = each[order].cumsum()
+    at = np.searchsorted(reached, np.array(list(QUANTILES.values())) - 1e-9).clip(max=len(values) - 1)
+    quantiles = dict(zip(QUANTILES, values[order][at].tolist(), strict=True))
+    ends = {"smallest": values.min().item(), "largest": values.max().item()}
+    return {"mean": float(values @ each), **quantiles, **ends}
+
+
+def pass_in_words(facts: dict[str, Any]) -> str:
+    """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8 (2 passes: 30, 3: 45)``.
+
+    Args:
+        facts: what :meth:`Statistics.one_pass` gives.
+    """
+    once, twice, thrice = facts["steps"].values()
+    return (
+        f"one pass over the data is about {counted(f'{facts["rows"]:,}', 'row')},"
+        f" {counted(f'{once:,}', 'step')} at global_batch_size {facts['global_batch_size']}"
+        f" (2 passes: {twice:,}, 3: {thrice:,})"
+    )
