@@ -154,6 +154,8 @@ def _claim(
     out.mkdir(parents=True, exist_ok=True)
     journal = Journal(out / UNFINISHED, _entry, alone=True)
     begun, *written = [*journal.known()] or [None]
+    if not isinstance(begun, dict):  # damaged
+        begun, written = None, []
 
     try:
         if begun == work:

@@ -136,5 +136,7 @@ def outlive_readers() -> None:
             continue  # a test's
         stream.flush()
         file = io.BufferedWriter(_Output(number, "wb", closefd=False))
-        lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
+        # Without a buffer (`python -u`), a stream is not line-buffered but written through.
+        by_line = stream.line_buffering or stream.write_through or name == "stderr"
+        lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
         setattr(sys, name, lasting)

@@ -13,7 +13,9 @@ import faulthandler
 import os
 import sys
 
+from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse, validate
+from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.errors import exit_code
 from megatron_vl.parallel import failures
 from megatron_vl.signals import outlive_readers, take_stop_signals
@@ -52,18 +54,20 @@ def train(config: TrainConfig) -> None:
         SystemExit: a signal asked a rank to stop before the first step.
     """
     # What needs no torch is refused before any process group starts.
+    check_core_version()
     validate(config, launched_world_size())
     check_inputs(config)
 
-    from megatron_vl.parallel.groups import from_first_rank
+    from megatron_vl.parallel.groups import from_first_rank, least_of_ranks
     from megatron_vl.training import loop, resume, setup
     from megatron_vl.training.out_of_memory import explained
-    from megatron_vl.training.resolve import resolve
+    from megatron_vl.training.resolve import Machine, resolve
 
     platform = setup.join_ranks(config)
     try:
+        machine = Machine(platform.memory_gib(), least_of_ranks(host_memory.gib_per_rank(), platform.device))
         # Other nodes may see an older state of shared storage, and thousands of readers would overload it.
-        resolved = from_first_rank(lambda: resolve(config, launched_world_size()))
+        resolved = from_first_rank(lambda: resolve(config, launched_world_size(), machine))
         with explained(resolved):
             run = setup.build(resolved, platform)
         with setup.closed_on_failure(run), explained(resolved):

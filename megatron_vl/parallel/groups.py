@@ -12,17 +12,20 @@ two worker threads of one gloo group (see :mod:`megatron_vl.core_fixes.gloo_thre
 from __future__ import annotations
 
 import gc
+import pickle
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.errors import is_fixable
+from megatron_vl.errors import UserError, is_fixable
 
 _Kind = tuple[tuple[int, ...], str | None, str | None]
 """Members, backend and purpose."""
@@ -109,7 +112,8 @@ def from_first_rank[T](make: Callable[[], T]) -> T:
     """Calls ``make`` on rank 0 and returns its result on all ranks. Collective.
 
     Raises:
-        Exception: on all ranks, the error of ``make`` on rank 0. A bug is a RuntimeError on the other ranks.
+        Exception: on all ranks, the error of ``make`` on rank 0. On the other ranks, a bug is a RuntimeError
+            with the traceback of rank 0, and an error that cannot be sent is a UserError.
     """
     result: Any = None
     error: Exception | None = None
@@ -119,12 +123,31 @@ def from_first_rank[T](make: Callable[[], T]) -> T:
         except Exception as caught:  # of any type, because the other ranks wait for an answer
             error = caught
 
-    answer = [result, error if error is None or is_fixable(error) else RuntimeError(repr(error))]
+    answer = [result, _as_sent(error)]
     dist.broadcast_object_list(answer)
     if answer[1] is not None:
         dist.barrier()  # no rank ends before all have the message
         raise error or answer[1]
     return answer[0]
+
+
+def _as_sent(error: Exception | None) -> Exception | None:
+    """What other ranks raise for an error of rank 0."""
+    if error is None:
+        return None
+    if not is_fixable(error):
+        return RuntimeError("".join(traceback.format_exception(error)))
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # a class of another package whose constructor takes other arguments
+        return UserError(str(error))
+
+
+def least_of_ranks(value: float, device: torch.device) -> float:
+    """The smallest ``value`` of any rank. Collective."""
+    least = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN)
+    return least.item()
 
 
 def group_of_one() -> Any:

@@ -625,7 +625,10 @@ def _remedy(source: Path) -> str:
     others.sort(key=lambda one: (lineage.holds(step, one.point), one.lineage.serial), reverse=True)
     for saved in others:
         if _seems_whole(saved.path):
-            return f"Resume with --checkpoint.step {saved.step}, the last one whose files are all there"
+            back = lineage.rollback
+            again = f" --checkpoint.attempt {back.attempt + 1}" if back and back.step == saved.step else ""
+            option = f"--checkpoint.step {saved.step}{again}"
+            return f"Resume with {option}, the last one whose files are all there"
     return f"{folder} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
 
 

@@ -182,7 +182,7 @@ def _stop_if_hopeless(run: Run, result: StepResult, skipped_in_a_row: list[str])
     if problem := run.log.too_many_bad():
         raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
     # At the end two are enough: nobody would look at a run that ended well, and one may be chance.
-    is_last = run.step == run.resolved.last_step
+    is_last = run.step == run.config.steps
     allowed = min(run.config.max_bad_steps, 2) if is_last else run.config.max_bad_steps
     if len(skipped_in_a_row) >= allowed:
         raise TrainingStopped(too_many_skipped(skipped_in_a_row, run.step))

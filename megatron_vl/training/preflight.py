@@ -13,7 +13,6 @@ from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, video_rule
 from megatron_vl.data.location import in_store, location
 from megatron_vl.parallel.open_files import raise_open_files
-from megatron_vl.planning.gpus import calibration_here
 from megatron_vl.planning.memory import stage_memories
 from megatron_vl.planning.offload import largest_share, least_share, with_share
 from megatron_vl.spec.families import ModelSpec
@@ -28,38 +27,37 @@ MANY_TRACED = 10
 """If a trace has more steps than this, a line warns of its cost."""
 
 
-def check_host_memory(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> None:
-    """Checks that this node has enough memory for the offloaded optimizer state, before any is allocated.
+def check_host_memory(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, gpu_gib: float | None, host_gib: float
+) -> None:
+    """Checks that a node has enough memory for the offloaded optimizer state, before any is allocated.
+
+    Args:
+        gpu_gib: memory of a GPU; None on CPU.
+        host_gib: host memory for each rank.
 
     Raises:
         RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
     asked = config.optimizer.offload_fraction
-    if config.platform == "cpu" or asked == 0:
+    if gpu_gib is None or asked == 0:
         return
-    share: float | None
-    if asked == "auto":
-        gpu = calibration_here()
-        share = None if gpu is None else least_share(config, spec, layout, dp, gpu.memory_gib)
-        if share is None or not config.failures.check_memory:
-            return  # the run takes what host memory allows
-    else:
-        share = asked
+    share = least_share(config, spec, layout, dp, gpu_gib) if asked == "auto" else asked
+    if share is None or asked == "auto" and not config.failures.check_memory:
+        return  # the run takes what host memory allows
 
-    ranks, there = host_memory.ranks_of_node(), host_memory.available()
     settled = with_share(config, share)
-    needed = ranks * max(stage.host for stage in stage_memories(settled, spec, layout, dp))
-    if needed <= there:
+    needed = max(stage.host for stage in stage_memories(settled, spec, layout, dp)) / host_memory.GIB
+    if needed <= host_gib:
         return
     advice = "less would not fit the GPU: take more GPUs or more recompute"
     if asked != "auto":
-        most = largest_share(config, spec, layout, dp, there / ranks / host_memory.GIB)
-        advice = f"lower it to {most:g}"
-    named = f"auto ({share:g})" if asked == "auto" else f"{asked}"
+        advice = f"lower it to {largest_share(config, spec, layout, dp, host_gib):g}"
+    named, ranks = f"auto ({share:g})" if asked == "auto" else f"{asked}", host_memory.ranks_of_node()
     raise RunConfigError(
-        f"optimizer.offload_fraction {named} needs {needed / host_memory.GIB:.1f} GiB of host memory for"
-        f" {counted(ranks, 'rank')} of this node, which has {there / host_memory.GIB:.1f} GiB left; {advice},"
-        " or start fewer ranks per node"
+        f"optimizer.offload_fraction {named} needs {ranks * needed:.1f} GiB of host memory for"
+        f" {counted(ranks, 'rank')} of a node, which has {ranks * host_gib:.1f} GiB left; {advice}, or start"
+        " fewer ranks per node"
     )
 
 
@@ -293,10 +291,11 @@ def check_same_model(held_by: str, held: ModelSpec, config: TrainConfig, spec: M
         raise RunConfigError(f"{held_by} holds another model than model.hf {config.model.hf} ({sizes})")
 
 
-def remarks(config: TrainConfig, resumes: bool = False) -> list[str]:
+def remarks(config: TrainConfig, on_cpu: bool, resumes: bool = False) -> list[str]:
     """Notes on settings that are allowed but rarely intended.
 
     Args:
+        on_cpu: whether the run has no GPUs.
         resumes: whether weights come from the run's own checkpoint.
     """
     found = []
@@ -333,7 +332,6 @@ def remarks(config: TrainConfig, resumes: bool = False) -> list[str]:
                 f" stores their moments; --model.freeze_{part} true saves both"
             )
 
-    on_cpu = config.platform == "cpu" or calibration_here() is None
     if on_cpu and config.dtype == "bfloat16":
         found.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return found

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
@@ -37,10 +37,24 @@ PLANNED_BATCHES = "planned_batches"
 """Entry of a checkpoint's ``run.json``: whether its run's batches are planned from stored sizes."""
 
 
-def resolve(config: TrainConfig, world_size: int, *, show_only: bool = False) -> ResolvedRun:
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks of a run have."""
+
+    gpu_gib: float | None
+    """Memory of a GPU; None on CPU."""
+    host_gib: float
+    """Host memory that each rank may still use, on the node that has the least."""
+
+
+def resolve(
+    config: TrainConfig, world_size: int, machine: Machine | None = None, *, show_only: bool = False
+) -> ResolvedRun:
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
 
     Args:
+        machine: what the ranks have; None: by the GPUs of this machine (without any, an H200), and without a
+            limit on host memory.
         show_only: whether the run will not start here. Then data set, weights, GPUs and enough memory need
             not be there, and of ``model.hf`` only ``config.json`` is read.
 
@@ -64,27 +78,26 @@ def resolve(config: TrainConfig, world_size: int, *, show_only: bool = False) ->
     calibration = calibration_for(config.platform)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved=saved)
     split = split_source(config, layout, saved, calibration)
+    if machine is None:
+        machine = Machine(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
     gpu = None if config.platform == "cpu" or show_only else calibration_here()
-    gpu_gib = None if config.platform == "cpu" else calibration.memory_gib
-    host_gib = math.inf if show_only else host_memory.gib_per_rank()
     # The advice of these checks names options that differ from the user's own.
     memory_note = "" if gpu is None else check_memory(config, spec, layout, world_size, gpu)
-    if not show_only:
-        preflight.check_host_memory(config, spec, layout, dp)
+    preflight.check_host_memory(config, spec, layout, dp, machine.gpu_gib, machine.host_gib)
 
     if layout.pp > 1:
         parallel = dataclasses.replace(config.parallel, layers=list(layout.layers))
         config = dataclasses.replace(config, parallel=parallel)
-    config = settle_offload(config, spec, layout, dp, gpu_gib, host_gib)
+    config = settle_offload(config, spec, layout, dp, machine.gpu_gib, machine.host_gib)
 
     run = ResolvedRun(config, spec, layout, dp, split, start, {}, False, ())
-    return run if show_only else _with_inputs(run, memory_note)
+    return run if show_only else _with_inputs(run, memory_note, on_cpu=machine.gpu_gib is None)
 
 
-def _with_inputs(run: ResolvedRun, memory_note: str) -> ResolvedRun:
+def _with_inputs(run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds what follows from them."""
     config, spec, source = run.config, run.spec, run.start.source
-    notes = [f"NOTE: {remark}" for remark in preflight.remarks(config, run.resumes)]
+    notes = [f"NOTE: {remark}" for remark in preflight.remarks(config, on_cpu, run.resumes)]
     if run.split != "given":
         origins = {
             "planned": f"planned, {calibration_for(config.platform).source}",
@@ -96,7 +109,10 @@ def _with_inputs(run: ResolvedRun, memory_note: str) -> ResolvedRun:
         notes.append(f"NOTE: {memory_note}")
 
     if source is not None:
-        preflight.check_video_rule(config, spec, source.path)
+        from megatron_vl.training.checkpoint import remedied
+
+        with remedied(source.path):
+            preflight.check_video_rule(config, spec, source.path)
         preflight.check_own_checkpoint(config, spec, run.dp, source.path, run.start.restart_data)
     elif config.model.checkpoint and (note := preflight.check_start_weights(config, spec)):
         notes.append(f"NOTE: {note}")

@@ -34,6 +34,7 @@ from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.model import build_model
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer
+from megatron_vl.training.out_of_memory import explained
 from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.step import SKIPPED, wrap
@@ -123,7 +124,7 @@ def build(resolved: ResolvedRun, platform: Platform) -> Run:
         run.exporter = _build_exporter(resolved) if grid.rank == 0 else None
         run.saver = _build_saver(run)
     if config.eval.interval:
-        with closed_on_failure(run):
+        with closed_on_failure(run), explained(resolved):
             facts = resolved.data[config.eval.split]
             run.evaluator = Evaluator(config, resolved.spec, grid, platform, facts)
     return run
@@ -253,13 +254,15 @@ def close_log_and_loader(run: Run, failed: bool = False) -> None:
 
 def close(run: Run) -> None:
     """Ends a run whose steps are done. Rank 0 waits for its exports, while the other ranks may end."""
-    close_log_and_loader(run)
-    if run.exporter is not None:
-        end_groups()  # first, because ending them may wait for all ranks
-        run.exporter.wait(asked_to_stop)  # a signal ends the wait
-        assert run.saver is not None
-        run.saver.prune()  # deletes the checkpoints that were kept only for their export
-    close_folder(run)
+    try:
+        close_log_and_loader(run)
+        if run.exporter is not None:
+            end_groups()  # first, because ending them may wait for all ranks
+            run.exporter.wait(asked_to_stop)  # a signal ends the wait
+            assert run.saver is not None
+            run.saver.prune()  # deletes the checkpoints that were kept only for their export
+    finally:
+        close_folder(run)
 
 
 def close_folder(run: Run) -> None:

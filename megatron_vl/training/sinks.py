@@ -89,12 +89,17 @@ class JsonLines(Sink):
         self.file.close()
 
 
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _line(numbers: Mapping[str, Any]) -> str:
     """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
-    known = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in numbers.items()
-    }
+    known = _finite(numbers)
     return json.dumps(known, ensure_ascii=False, allow_nan=False) + "\n"
 
 

@@ -16,7 +16,6 @@ from megatron_vl.planning.offload import largest_share, least_share, settle_offl
 from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.training import preflight
 from megatron_vl.training.preflight import check_host_memory
 from tests.examples import HF_CONFIGS
 
@@ -27,6 +26,9 @@ SHAPE = "--data.seq_len 8192 --global_batch_size 16 --recompute.vision full --re
 def spec() -> ModelSpec:
     """4.1 billion parameters."""
     return read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=10)
+
+
+GPU = 139.8
 
 
 def run(options: str = "") -> TrainConfig:
@@ -130,39 +132,31 @@ def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
 
 def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(host_memory, "available", lambda: 20 * GIB)
     layout = make_layout(spec)
-    check_host_memory(config, spec, layout, 2)
-    check_host_memory(with_share(config, 0.5), spec, layout, 2)
-    wanted = (
-        r"1.0 needs 38.* GiB of host memory for 2 ranks of this node, which has 20.0 GiB left;"
+    check_host_memory(config, spec, layout, 2, GPU, 10)
+    check_host_memory(with_share(config, 0.5), spec, layout, 2, GPU, 10)
+    check_host_memory(with_share(config, 1.0), spec, layout, 2, None, 10)  # on CPU nothing is offloaded
+    expected = (
+        r"1.0 needs 38.* GiB of host memory for 2 ranks of a node, which has 20.0 GiB left;"
         r" lower it to 0.5"
     )
-    with pytest.raises(RunConfigError, match=wanted):
-        check_host_memory(with_share(config, 1.0), spec, layout, 2)
+    with pytest.raises(RunConfigError, match=expected):
+        check_host_memory(with_share(config, 1.0), spec, layout, 2, GPU, 10)
 
 
-def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(spec, monkeypatch) -> None:
+def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(spec) -> None:
     config = run("--optimizer.offload_fraction auto")
     unchecked = run("--optimizer.offload_fraction auto --failures.check_memory false")
     layout = make_layout(spec)
     full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
-    lacking = 0.47 * stage(config, spec, 0.0).optimizer / GIB
+    small = full - 0.47 * stage(config, spec, 0.0).optimizer / GIB
 
-    def check(gpu_gib: float, host_gib: int, config: TrainConfig = config) -> None:
-        gpu = dataclasses.replace(shipped(), memory_gib=gpu_gib)
-        monkeypatch.setattr(preflight, "calibration_here", lambda: gpu)
-        monkeypatch.setattr(host_memory, "available", lambda: host_gib * GIB)
-        check_host_memory(config, spec, layout, 2)
-
-    check(full, 2)
-    check(full - lacking, 10)
-    expected = (
-        r"auto \(0.5\) needs 9.5 GiB of host memory for 1 rank of this node, which has 2.0 GiB left;.*GPU"
-    )
+    check_host_memory(config, spec, layout, 2, full, 2)
+    check_host_memory(config, spec, layout, 2, small, 10)
+    expected = r"auto \(0.5\) needs 9.5 GiB of host memory for 1 rank of a node, which has 2.0 GiB left;.*GPU"
     with pytest.raises(RunConfigError, match=expected):
-        check(full - lacking, 2)
-    check(full - lacking, 2, unchecked)
+        check_host_memory(config, spec, layout, 2, small, 2)
+    check_host_memory(unchecked, spec, layout, 2, small, 2)
 
 
 def test_this_machine_says_what_it_has() -> None:

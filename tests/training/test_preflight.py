@@ -135,7 +135,7 @@ def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
 
 def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     def lines(**model: bool) -> list[str]:
-        return remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)))
+        return remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)), on_cpu=True)
 
     optimizer = OptimizerConfig(vision_lr=2e-6, merger_lr=2e-6)
     assert not any("has no effect" in remark for remark in lines())

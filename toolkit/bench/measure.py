@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_vl import host_memory
 from megatron_vl.data.row import Row, pin
 from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
@@ -91,7 +92,9 @@ def build(
     options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
 ) -> BenchModel:
     """Builds model, DDP and optimizer and records the memory that each takes."""
-    config = settle_offload(options.config, spec, layout, grid.dp, platform.memory_gib())
+    config = settle_offload(
+        options.config, spec, layout, grid.dp, platform.memory_gib(), host_memory.gib_per_rank()
+    )
     memory = {}
     before = allocated(platform)
     chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for
@@ -23,7 +24,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.preflight import check_data_path, check_start_weights, remarks
-from megatron_vl.training.resolve import read_data, resolve
+from megatron_vl.training.resolve import Machine, read_data, resolve
 from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.reader import WeightReader
 from megatron_vl.words import counted
@@ -123,13 +124,18 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
         ok("config", f"{counted(world_size, 'rank')}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}")
     )
     refusal = ""
+    gpu_gib = min((gpu.memory / 1024 for gpu in gpus), default=next(iter(GPU_GIB.values())))
+    host_gib = host_memory.available() / host_memory.GIB / max(1, min(world_size, len(gpus)))
+    machine = Machine(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
     try:
-        run = resolve(config, world_size)
+        run = resolve(config, world_size, machine)
     except (ValueError, OSError, RuntimeError) as error:
         refusal = str(error)
         say(broken("model and layout", refusal, _advice(config, refusal)))
+        # A damaged folder of the run says nothing against the rest.
+        anew = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
         try:
-            run = resolve(config, world_size, show_only=True)
+            run = resolve(dataclasses.replace(config, checkpoint=anew), world_size, machine, show_only=True)
         except (ValueError, OSError, RuntimeError):
             return report
     else:
@@ -148,7 +154,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
     inputs = [_rows(run), *_left_out(run), *_start_weights(run)]
     # An input that is not there was already reported with the layout.
     report.findings += [finding for finding in inputs if not refusal or finding.found != refusal]
-    report.findings += [note("run", remark, "") for remark in remarks(config, run.resumes)]
+    report.findings += [note("run", remark, "") for remark in remarks(config, not gpus, run.resumes)]
     return report
 
 
