@@ -125,8 +125,15 @@ class Statistics:
         return {"fill": tokens / self.data.seq_len, "samples": samples, "patches": patches}
 
     def one_pass(self, global_batch_size: int) -> dict[str, Any]:
-        """Rows that hold as many samples as the data set has, and the steps of one and more such passes."""
-        rows = math.ceil(self.samples * len(self.rows) / self.packed)
+        """Rows that hold as many samples as the data set has, drawn by the sources' shares, and the steps of one
+        and more such passes: all tokens divided by those of a packed row."""
+        tokens = [one.sizes["tokens"] if self.data.pack else np.ones(len(one.source)) for one in self.sources]
+        mean = sum(
+            one.source.share * float(values[one.usable].sum()) / len(one.source)
+            for one, values in zip(self.sources, tokens, strict=True)
+        )
+        of_row = self.of_rows()["fill"].mean() * self.data.seq_len if self.data.pack else 1
+        rows = math.ceil(self.samples * mean / of_row - 1e-6)
         steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASSES}
         return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
 
@@ -247,7 +254,7 @@ def distribution(values: NDArray[Any], weights: NDArray[np.float64] | None = Non
     at = np.searchsorted(reached, np.array(list(QUANTILES.values())) - 1e-9).clip(max=len(values) - 1)
     quantiles = dict(zip(QUANTILES, values[order][at].tolist(), strict=True))
     ends = {"smallest": values.min().item(), "largest": values.max().item()}
-    return {"mean": float(values @ each), **quantiles, **ends}
+    return {"mean": round(float(values @ each), 6), **quantiles, **ends}
 
 
 def pass_in_words(facts: dict[str, Any]) -> str:

@@ -152,10 +152,10 @@ def histogram(values: NDArray[np.int64], weights: NDArray[np.float64]) -> list[t
     last = (high - low) // width
     shares = np.bincount(np.where(values > high, last + 1, (values - low) // width), weights, last + 2)
 
-    starts = range(low, high + 1, width)
-    spans = [
-        number(a) if width == 1 else f"{number(a)} to {number(min(a + width - 1, high))}" for a in starts
-    ]
+    spans = []
+    for start in range(low, high + 1, width):
+        end = min(start + width - 1, high)
+        spans.append(number(start) if start == end else f"{number(start)} to {number(end)}")
     labels = [*spans, f"more than {number(high)}"]
     bars = [
         (share, f"{label}: {percent(share)}") for share, label in zip(shares.tolist(), labels, strict=True)
