@@ -125,8 +125,8 @@ class Statistics:
         return {"fill": tokens / self.data.seq_len, "samples": samples, "patches": patches}
 
     def one_pass(self, global_batch_size: int) -> dict[str, Any]:
-        """Rows that hold as many samples as the data set has, drawn by the sources' shares, and the steps of one
-        and more such passes: all tokens divided by those of a packed row."""
+        """Rows that hold as many samples as the data set has, drawn by the sources' shares, and the steps of
+        one and more such passes: all tokens divided by those of a packed row."""
         tokens = [one.sizes["tokens"] if self.data.pack else np.ones(len(one.source)) for one in self.sources]
         mean = sum(
             one.source.share * float(values[one.usable].sum()) / len(one.source)
