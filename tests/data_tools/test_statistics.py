@@ -124,12 +124,13 @@ def test_limits_are_those_of_the_run(out):
     (one,) = _statistics(out).sources
     patches, tokens = one.sizes["patches"], one.sizes["tokens"]
     found = _statistics(out, max_patches=100)
-    meter = found.sources[0].meter()
+    meter = found.sources[0].meter
     assert meter.reasons == {"longer than seq_len": 1, "more than max_patches": (patches > 100).sum()}
     assert meter.used == found.usable and "Raise data.seq_len to 4" in meter.advice()
     assert f"data.max_patches to {patches.max()}" in meter.advice()
-    with pytest.raises(SizesError, match=r"no sample of train can be used: .*'longer than seq_len': 31"):
-        _statistics(out, seq_len=int(tokens.min()) - 1)
+    none = _statistics(out, seq_len=int(tokens.min()) - 1)
+    with pytest.raises(SizesError, match=r"no sample can be used: .*'longer than seq_len': 31"):
+        none.one_pass(1)
 
 
 def test_what_the_description_excludes_is_not_usable(texts, tmp_path):
@@ -160,12 +161,12 @@ def test_a_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
     assert distribution(*found.of_samples("tokens"))["mean"] == pytest.approx(mean)
     assert found.samples == 31 + found.sources[1].source.size
-    packed = Counter(size for row in found.rows for size in row)
-    pictures = sum(count for (_, patches), count in packed.items() if patches)
+    packed = [sample for row in module._packed(found.sources, found.data) for sample in row]
+    pictures = sum(patches > 0 for _, patches, _ in packed)
     # Four of five records of the first source have media, and none of the second.
-    rows = found.samples * mean * sum(shares) / (found.of_rows()["fill"].mean() * 512)
+    rows = found.samples * mean * sum(shares) / (found.of_rows["fill"].mean() * 512)
     assert found.one_pass(1)["rows"] == math.ceil(rows)
-    assert pictures / packed.total() == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
+    assert pictures / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
 
 
 def test_a_subset_is_counted_alone(out, tmp_path):
@@ -181,11 +182,10 @@ def test_a_subset_is_counted_alone(out, tmp_path):
 def test_rows_hold_each_usable_sample_once(out):
     found = _statistics(out, max_patches=200)
     (one,) = found.sources
-    sizes = zip(
-        one.sizes["tokens"][one.usable].tolist(), one.sizes["patches"][one.usable].tolist(), strict=True
-    )
-    assert Counter(size for row in found.rows for size in row) == Counter(sizes)
-    rows = found.of_rows()
+    sizes = zip(*(one.sizes[name][one.usable].tolist() for name in ("tokens", "patches")), strict=True)
+    packed = [tuple(sample[:2]) for row in module._packed(found.sources, found.data) for sample in row]
+    assert Counter(packed) == Counter(sizes)
+    rows = found.of_rows
     assert rows["fill"].max() <= 1 and rows["patches"].max() <= 200 and rows["samples"].sum() == 30
     tokens = one.sizes["tokens"][one.usable].sum()
     assert rows["fill"].sum() * 512 == pytest.approx(tokens)
@@ -201,7 +201,7 @@ def test_rows_are_packed_as_the_loader_packs_them(out):
     loader.close()
     found = _statistics(out, **fields)
     # The last row of a pass is not full; a loader goes on with the next pass.
-    full = {name: values[:-1].mean() for name, values in found.of_rows().items()}
+    full = {name: values[:-1].mean() for name, values in found.of_rows.items()}
     assert full["samples"] == pytest.approx(sum(row.num_samples for row in rows) / len(rows), rel=0.1)
     assert full["patches"] == pytest.approx(sum(row.num_patches for row in rows) / len(rows), rel=0.25)
 
@@ -214,13 +214,13 @@ def test_a_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
     }
     found = _statistics(out)
     tokens = found.sources[0].sizes["tokens"][found.sources[0].usable].sum()
-    assert len(found.rows) == found.one_pass(1)["rows"] == math.ceil(tokens / 512)
+    assert len(found.of_rows["fill"]) == found.one_pass(1)["rows"] == math.ceil(tokens / 512)
 
     # Of a large data set some samples are packed: here 16 of 31.
     monkeypatch.setattr(module, "MOST_PACKED", 16)
     some = _statistics(out)
-    assert some.packed == 16 and sum(map(len, some.rows)) in (15, 16)
-    each = some.of_rows()["fill"].mean() * 512
+    assert some.of_rows["samples"].sum() in (15, 16)
+    each = some.of_rows["fill"].mean() * 512
     assert some.one_pass(1)["rows"] == math.ceil(tokens / each) in (4, 5)
 
 

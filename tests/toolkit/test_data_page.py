@@ -15,7 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-from data_tools.sources import sources
 from megatron_vl.data.pixels import image_grid, image_planes, read_pixel_settings
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
@@ -24,8 +23,9 @@ from tests.data.helpers import positions_one_by_one
 from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.data.page import histogram, quarantined, run_skipped
+from toolkit.data.page import histogram
 from toolkit.data.sample import Run, picture_of, text_of, visible, whole_characters
+from toolkit.data.stats import quarantined
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
@@ -100,7 +100,7 @@ def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
 
     # The attack is there to be read: in the tokens of a sample and in the reason of the missing picture.
     assert "alert(1)" in tags.text and "<script>alert(1)</script>" in tags.text
-    assert "medium missing" in tags.text and "made of all samples" in tags.text
+    assert "medium missing" in tags.text and "are made of all samples" in tags.text
     learnt = [a["title"] for tag, a in tags.tags if tag == "span" and a.get("class") == "l" and "title" in a]
     assert learnt and all(title.startswith("id ") for title in learnt)
 
@@ -165,13 +165,14 @@ def test_stats_as_json_and_as_a_table(out, capsys):
     assert main(_words(out, "stats", "--json", "--global_batch_size", "1")) == 0
     found = json.loads(capsys.readouterr().out)
     (source,) = found["sources"]
+    assert found["quarantined"] == {source["name"]: {"medium missing": 1}}
     # Ten records: of each five, one has a picture, one text, one two pictures, one a video, one both.
     assert (found["samples"], source["usable"], source["pictures"], source["videos"]) == (10, 10, 8, 4)
     assert found["per_sample"]["pictures"]["mean"] == 0.8 and found["per_sample"]["videos"]["p95"] == 1
     assert source["turns"] == 12 and found["left_out"] == {}
     assert found["per_sample"]["tokens"]["mean"] == source["tokens"] / 10
     rows = -(-source["tokens"] // 512)
-    assert found["rows"] == found["pass"]["rows"] == found["pass"]["steps"]["1"] == rows
+    assert found["pass"]["rows"] == found["pass"]["steps"]["1"] == rows
     assert found["per_row"]["samples"]["mean"] == pytest.approx(10 / rows)
 
     assert main(_words(out, "stats", "--data.seq_len", "80")) == 0
@@ -278,12 +279,11 @@ def test_pictures_on_the_page_are_the_pixels_of_the_row(family):
 def test_bars_of_a_histogram_add_up():
     values, equal = np.array([1] * 60 + [2] * 39 + [900]), np.full(100, 0.01)
     shares, labels = zip(*histogram(values, equal), strict=True)
-    assert labels == ("1: 60.00%", "2: 39.00%", "more than 2: 1.00%")
-    assert shares == pytest.approx((0.6, 0.39, 0.01))
+    assert labels == ("1: 60.00%", "2 or more: 40.00%") and shares == pytest.approx((0.6, 0.4))
     assert histogram(np.zeros(100, int), equal) == []
     spread = histogram(np.arange(100, 200), equal)
-    assert sum(share for share, _ in spread) == pytest.approx(1) and len(spread) <= 31
-    assert spread[0][1] == "100 to 103: 4.00%" and spread[-1][1] == "more than 198: 1.00%"
+    assert sum(share for share, _ in spread) == pytest.approx(1) and len(spread) == 30
+    assert spread[0][1] == "100 to 102: 3.00%" and spread[-1][1] == "195 to 198 or more: 5.00%"
 
 
 def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_path):
@@ -297,14 +297,11 @@ def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_pa
         "detail": "d",
     }
     run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
-    (reason,) = run_skipped(str(tmp_path))
-    assert (reason.name, reason.count) == ("r", "1")
-    assert reason.examples == [("k of s.tar (in.json record 1), step 3", "d")]
-    assert run_skipped("") == [] and run_skipped(str(tmp_path / "nowhere")) == []
+    assert quarantined(tmp_path) == {"r": (1, [("key k, shard s.tar, source in.json record 1, step 3", "d")])}
+    assert quarantined(tmp_path / "nowhere") == {}
 
-    (source,) = sources(out, "train")
-    count, reasons = quarantined(source)
-    assert count == 1 and reasons[0].name == "medium missing" and "record 11" in reasons[0].examples[0][0]
+    ((reason, (count, examples)),) = quarantined(out).items()
+    assert (reason, count) == ("medium missing", 1) and "record 11" in examples[0][0]
 
 
 def test_what_cannot_be_seen_is_spelled_out():
