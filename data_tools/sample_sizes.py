@@ -192,9 +192,8 @@ def _summary(folder: Path, seconds: float) -> Indexed:
     samples, media = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
     held = sum(file.stat().st_size for file in folder.iterdir())
     unusable = int((samples["tokens"] == 0).sum())
-    reasons: Counter[str] = Counter()
-    for shard in json.loads((folder / SHARDS).read_text())["shards"].values():
-        reasons.update(shard["unusable"])
+    shards = json.loads((folder / SHARDS).read_text())["shards"].values()
+    reasons = sum((Counter(shard["unusable"]) for shard in shards), Counter[str]())
     return Indexed(_data_folder(folder), len(samples), unusable, reasons, len(media), held, round(seconds, 3))
 
 
@@ -350,11 +349,8 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
                 )
             counts.append(len(held["media"]))
             reasons = Counter(held["unusable"].tolist())
-            shards[task.name] = {
-                "samples": task.samples,
-                "turns": int(held["turns"]),
-                "unusable": reasons,
-            }
+            turns = int(held["turns"])
+            shards[task.name] = {"samples": task.samples, "turns": turns, "unusable": reasons}
 
     all_samples = np.lib.format.open_memmap(
         work / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(task.samples for task in tasks),)

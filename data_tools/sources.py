@@ -9,7 +9,6 @@ import itertools
 import random
 import sqlite3
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +16,11 @@ from pathlib import Path
 from megatron_vl.config import DataConfig
 from megatron_vl.data.bad_samples import BadSampleMeter, details_by_reason
 from megatron_vl.data.blend import sources_of
-from megatron_vl.data.description import META, DataSet, Description, LoaderError, read_description
+from megatron_vl.data.description import META, DataSet, LoaderError, read_description
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook
 from megatron_vl.data.location import Location, location
 from megatron_vl.data.reading import TolerantReader
+from megatron_vl.data.sizes import read_by
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
@@ -121,24 +121,14 @@ def sources(path: Location, split: str) -> list[Source]:
     """
     description = read_description(path)
     blend = sources_of(description.facts(split).identity, path.name)
-    leaves = list(_leaves(description, split))
     found = [
         Source(known.name, data, part, known.share, known.first, known.samples)
-        for known, (data, part) in zip(blend, leaves, strict=True)
+        for known, (data, part) in zip(blend, read_by(description, split), strict=True)
         if known.share
     ]
     if not sum(source.starts[-1] for source in found):
         raise LoaderError(f"{path}: the split {split!r} is empty")
     return found
-
-
-def _leaves(description: Description, split: str) -> Iterator[tuple[DataSet, str]]:
-    """The data sets of a split, each with the split that is read of it; in the order of a blend's sources."""
-    if isinstance(description, DataSet):
-        yield description, split
-        return
-    for inner, part in description.parts(split):
-        yield from _leaves(inner, part)
 
 
 class Reader:
@@ -216,19 +206,13 @@ def left_out_of_some(encoder: RowEncoder, samples: int) -> dict[str, BadSampleMe
     meters = {}
     found = sources(location(encoder.data.path), "train")
     for source in found:
-        meter = meters[source.name] = BadSampleMeter(1.0, minimum=1)
+        own = encoder.for_stream()
         reader = Reader(source, encoder.data.sample_timeout_s)
         count = min(len(source), max(2, samples // len(found)))
-        for index in random.Random(0).sample(source.indices, count):
-            sample = reader.read(index, whole=False)
-            if sample is None:
-                continue
-            encoded = encoder.preencode_sample(sample)
-            if not encoded.refused:
-                meter.add(1, {})
-                continue
-            reason = encoded.refused[0]
-            known = {"reason": reason, "size": encoded.refused_size, "data_set": ""}
-            meter.add(0, {reason: 1}, details_by_reason([known]))
+        drawn = (reader.read(i, whole=False) for i in random.Random(0).sample(source.indices, count))
+        rows, _ = own.select_rows([own.preencode_sample(sample) for sample in drawn if sample], last=True)
         reader.close()
+        meters[source.name] = meter = BadSampleMeter(1.0, minimum=1)
+        listed = (sample.as_json() for sample in own.dropped_samples)
+        meter.add(sum(map(len, rows)), own.dropped, details_by_reason(listed))
     return meters

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -52,35 +52,15 @@ class SourceSizes:
     cannot be used."""
     turns: int | None
     """The assistant's turns in all samples; None if the source is a part of a data set's split."""
-    reasons: dict[str, int]
-    """How many samples have no tokens, by reason."""
-    seq_len: int
-    max_patches: int
-
-    @cached_property
-    def left_out(self) -> dict[str, NDArray[np.bool_]]:
-        """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
-        tokens, patches = self.sizes["tokens"], self.sizes["patches"]
-        too_long = tokens > self.seq_len
-        too_large = ~too_long & (patches > (self.max_patches or math.inf))
-        return {"": tokens == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
+    left_out: dict[str, NDArray[np.bool_]]
+    """The samples that a run leaves out, bool [n]: those without tokens under "", others by reason."""
+    meter: BadSampleMeter
+    """Counts the usable samples, and the others by reason."""
 
     @cached_property
     def usable(self) -> NDArray[np.bool_]:
         """bool [n]: the samples that a run reads."""
         return ~np.logical_or.reduce(list(self.left_out.values()))
-
-    def meter(self) -> BadSampleMeter:
-        """Usable samples and the others by reason."""
-        meter = BadSampleMeter(1.0, minimum=1)
-        reasons, details = dict(self.reasons), {}
-        for reason, (unit, _) in LIMITS.items():
-            if count := int(self.left_out[reason].sum()):
-                reasons[reason] = count
-                largest = int(self.sizes[unit][self.left_out[reason]].max())
-                details[reason] = {"size": largest, "data_sets": []}
-        meter.add(int(self.usable.sum()), reasons, details)
-        return meter
 
 
 @dataclass(frozen=True)
@@ -88,12 +68,7 @@ class Statistics:
     """The sizes of all samples of a split, and rows made of them."""
 
     data: DataConfig
-    split: str
     sources: list[SourceSizes]
-    rows: list[list[tuple[int, int]]]
-    """Tokens and patches of the samples of each packed row."""
-    packed: int
-    """Number of samples, with unusable ones, of which the rows were made."""
 
     @property
     def samples(self) -> int:
@@ -101,32 +76,42 @@ class Statistics:
 
     @property
     def usable(self) -> int:
-        return sum(int(one.usable.sum()) for one in self.sources)
+        return sum(one.meter.used for one in self.sources)
 
     def left_out(self) -> Counter[str]:
         """How many samples a run leaves out, by reason."""
-        return sum((one.meter().reasons for one in self.sources), Counter())
+        return sum((one.meter.reasons for one in self.sources), Counter())
 
     def of_samples(self, name: str) -> tuple[Integers, NDArray[np.float64]]:
         """One of :data:`QUANTITIES` of the usable samples, and how often training draws each: [n] both."""
         values = [one.sizes[name][one.usable] for one in self.sources]
-        weights = [
-            np.full(len(found), one.source.share / len(one.source))
-            for one, found in zip(self.sources, values, strict=True)
-        ]
-        joined = np.concatenate(weights)
-        return np.concatenate(values), joined / joined.sum()
+        weights = np.repeat(
+            [one.source.share / len(one.source) for one in self.sources], list(map(len, values))
+        )
+        return np.concatenate(values), weights / weights.sum()
 
+    @cached_property
     def of_rows(self) -> dict[str, NDArray[np.float64]]:
-        """Share of the tokens that are no padding, samples and patches of each packed row: float64 [rows]."""
-        tokens, samples, patches = np.array(
-            [(sum(t for t, _ in row), len(row), sum(p for _, p in row)) for row in self.rows], np.float64
-        ).T
+        """Share of the tokens that are no padding, samples and patches of packed rows: float64 [rows].
+
+        Raises:
+            SizesError: no sample can be used.
+        """
+        if not self.usable:
+            raise SizesError(f"{self.data.path}: no sample can be used: {dict(self.left_out())}")
+        rows = [np.array(row).sum(0) for row in _packed(self.sources, self.data)]
+        tokens, patches, samples = np.array(rows, np.float64).T
         return {"fill": tokens / self.data.seq_len, "samples": samples, "patches": patches}
 
     def one_pass(self, global_batch_size: int) -> dict[str, Any]:
-        """Rows that hold as many samples as the data set has, and the steps of one and more such passes."""
-        rows = math.ceil(self.samples * len(self.rows) / self.packed)
+        """Rows that hold as many samples as the data set has, drawn by the sources' shares, and the steps of
+        one and more such passes: all tokens divided by those of a packed row."""
+        of_row = self.of_rows["fill"].mean() * self.data.seq_len if self.data.pack else 1
+        mean = 0.0
+        for one in self.sources:
+            size = one.sizes["tokens"][one.usable].sum() if self.data.pack else one.usable.sum()
+            mean += one.source.share * size / len(one.source)
+        rows = math.ceil(self.samples * mean / of_row - 1e-6)
         steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASSES}
         return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
 
@@ -143,26 +128,10 @@ def statistics(
         encoder: as :func:`~.sources.open_encoder` makes it; it has the data set and the settings of a run.
 
     Raises:
-        SizesError: no sample can be used, or a data set has no sizes for this tokenizer and chat template
-            (the message names the command that writes them).
+        SizesError: a data set has no sizes for this tokenizer and chat template; the message names the
+            command that writes them.
         LoaderError, DescriptionError: as :func:`~.sources.sources`.
     """
-    data = encoder.data
-    found = sources_with_sizes(encoder, hf_dir, split, progress)
-    rows, packed = _packed(found, data)
-    if not rows:
-        reasons = sum((one.meter().reasons for one in found), Counter())
-        raise SizesError(f"{data.path}: no sample of {split} can be used: {dict(reasons)}")
-    return Statistics(data, split, found, rows, packed)
-
-
-def sources_with_sizes(
-    encoder: RowEncoder,
-    hf_dir: str | Path,
-    split: str = "train",
-    progress: Callable[[str], None] | None = None,
-) -> list[SourceSizes]:
-    """The sizes of all samples of each source. Raises as :func:`statistics`."""
     data = encoder.data
     path = location(data.path)
     drawn = sources(path, split)
@@ -170,7 +139,7 @@ def sources_with_sizes(
         raise SizesError(why)
     name = text_id(hf_dir, encoder.spec, data)
     known = SampleSizes(encoder.chat, encoder.settings)
-    return [_sizes_of(source, name, known, data, progress) for source in drawn]
+    return Statistics(data, [_sizes_of(source, name, known, data, progress) for source in drawn])
 
 
 def _sizes_of(
@@ -181,7 +150,7 @@ def _sizes_of(
     begins = stored.numbers(
         [(shard, end - start) for shard, (start, end) in zip(source.shards, bounds, strict=True)]
     )
-    columns = []
+    columns: list[tuple[Integers, ...]] = [(np.zeros(0, np.int64),) * len(QUANTITIES)]
     last = source.first + source.size
     for number, (begin, (start, end)) in enumerate(zip(begins.tolist(), bounds, strict=True), start=1):
         own = np.arange(max(start, source.first), min(end, last), dtype=np.int64)
@@ -189,17 +158,25 @@ def _sizes_of(
             columns.append(_of_shard(known, stored, own - start + begin))
         if progress and number % 1000 == 0:
             progress(f"{source.name}: {number} of {len(bounds)} shards")
+    sizes = dict(zip(QUANTITIES, map(np.concatenate, zip(*columns, strict=True)), strict=True))
 
-    joined = [np.concatenate(parts) for parts in zip(*columns, strict=True)]
-    sizes = dict(zip(QUANTITIES, joined, strict=True))
     whole = source.size == source.starts[-1]
     facts = [stored.shards[shard] for shard in source.shards] if whole else []
-    reasons = Counter[str]()
-    for one in facts:
-        reasons.update(one["unusable"])
-    reasons[NOT_ENCODED] = int((sizes["tokens"] == 0).sum()) - reasons.total()
     turns = sum(one["turns"] for one in facts) if whole else None
-    return SourceSizes(source, sizes, turns, dict(+reasons), data.seq_len, data.max_patches)
+    too_long = sizes["tokens"] > data.seq_len
+    too_large = ~too_long & (sizes["patches"] > (data.max_patches or math.inf))
+    left_out = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
+
+    reasons = sum((Counter(one["unusable"]) for one in facts), Counter[str]())
+    reasons[NOT_ENCODED] = int(left_out[""].sum()) - reasons.total()
+    details = {}
+    for reason, (unit, _) in LIMITS.items():
+        if count := int(left_out[reason].sum()):
+            reasons[reason] = count
+            details[reason] = {"size": int(sizes[unit][left_out[reason]].max()), "data_sets": []}
+    meter = BadSampleMeter(1.0, minimum=1)
+    meter.add(source.size - reasons.total(), +reasons, details)
+    return SourceSizes(source, sizes, turns, left_out, meter)
 
 
 def _of_shard(known: SampleSizes, stored: Any, numbers: Integers) -> tuple[Integers, ...]:
@@ -211,28 +188,27 @@ def _of_shard(known: SampleSizes, stored: Any, numbers: Integers) -> tuple[Integ
     return *known.of(stored, numbers), ends - begins - of_sample, of_sample
 
 
-def _packed(held: Sequence[SourceSizes], data: DataConfig) -> tuple[list[list[tuple[int, int]]], int]:
-    """Rows of samples in random order, each source as often as training draws from it, and how many samples
-    were drawn for them."""
+def _packed(held: Sequence[SourceSizes], data: DataConfig) -> Iterator[list[tuple[int, int, int]]]:
+    """Rows of samples in random order, each source as often as training draws from it: tokens, patches and 1
+    of each sample."""
     chance = np.random.default_rng(0)
     most = min(MOST_PACKED, sum(len(one.source) for one in held))
     drawn = []
     for one in held:
+        tokens, patches = one.sizes["tokens"][one.usable], one.sizes["patches"][one.usable]
+        share = one.source.share * len(tokens) / len(one.source)
         # A source with fewer samples is repeated, as in training.
-        own = np.resize(chance.permutation(len(one.source)), max(1, round(most * one.source.share)))
-        drawn.append(np.stack([one.sizes["tokens"], one.sizes["patches"], one.usable], axis=1)[own])
-    samples = chance.permutation(np.concatenate(drawn))
-    waiting = [(tokens, patches) for tokens, patches, usable in samples.tolist() if usable]
-    if not data.pack:
-        return [[sample] for sample in waiting], len(samples)
+        own = np.resize(chance.permutation(len(tokens)), max(1, round(most * share)) if len(tokens) else 0)
+        drawn.append(np.stack([tokens, patches, np.ones_like(tokens)], axis=1)[own])
+    waiting = chance.permutation(np.concatenate(drawn)).tolist()
 
-    rows = []
+    buffer = data.packing_buffer if data.pack else 1
     while waiting:
-        chosen = fill_row(waiting[: data.packing_buffer], data.seq_len, data.max_patches)
-        rows.append([waiting[i] for i in chosen])
+        sizes = [(tokens, patches) for tokens, patches, _ in waiting[:buffer]]
+        chosen = fill_row(sizes, data.seq_len, data.max_patches)
+        yield [waiting[i] for i in chosen]
         for i in reversed(chosen):
             del waiting[i]
-    return rows, len(samples)
 
 
 def distribution(values: NDArray[Any], weights: NDArray[np.float64] | None = None) -> dict[str, float]:
@@ -247,7 +223,7 @@ def distribution(values: NDArray[Any], weights: NDArray[np.float64] | None = Non
     at = np.searchsorted(reached, np.array(list(QUANTILES.values())) - 1e-9).clip(max=len(values) - 1)
     quantiles = dict(zip(QUANTILES, values[order][at].tolist(), strict=True))
     ends = {"smallest": values.min().item(), "largest": values.max().item()}
-    return {"mean": float(values @ each), **quantiles, **ends}
+    return {"mean": round(float(values @ each), 6), **quantiles, **ends}
 
 
 def pass_in_words(facts: dict[str, Any]) -> str:

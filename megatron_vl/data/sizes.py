@@ -110,7 +110,7 @@ def why_no_sizes(description: Description, hf_dir: str | Path, data: DataConfig,
     """
     spec = read_spec(hf_dir)
     name = text_id(hf_dir, spec, data)
-    lacking = next((one for one in _read_by(description, split) if not has_sizes(one, name)), None)
+    lacking = next((one for one, _ in read_by(description, split) if not has_sizes(one, name)), None)
     if lacking is None:
         return ""
 
@@ -131,13 +131,14 @@ def data_sets(description: Description) -> list[DataSet]:
     return list({str(one.path): one for one in inner}.values())
 
 
-def _read_by(description: Description, split: str) -> Iterator[DataSet]:
-    """The data sets that a split reads."""
+def read_by(description: Description, split: str) -> Iterator[tuple[DataSet, str]]:
+    """The data sets that a split reads, each with its own split that is read; in the order of a blend's
+    sources."""
     if isinstance(description, DataSet):
-        yield description
+        yield description, split
         return
     for inner, part in description.parts(split):
-        yield from _read_by(inner, part)
+        yield from read_by(inner, part)
 
 
 def _keys(description: Description, split: str) -> Iterator[str]:

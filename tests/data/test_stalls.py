@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from data_tools.survey import Reader, open_encoder, sources, survey
+from data_tools.sources import Reader, left_out_of_some, open_encoder, sources
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
 from megatron_vl.spec.families import read_spec
@@ -62,12 +61,11 @@ def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers):
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(6)}
 
 
-def test_a_survey_counts_a_shard_that_does_not_answer(stalled):
+def test_samples_that_are_not_read_in_time_count_as_left_out(stalled):
     folder = tiny_checkpoint("qwen2_5_vl")
-    found = survey(open_encoder(_config(stalled, sample_timeout_s=0.5), read_spec(folder), folder), samples=0)
-    assert Counter(sample.refused[0] for sample in found.samples if sample.refused) == {
-        "reading takes too long": 6
-    }
+    encoder = open_encoder(_config(stalled, sample_timeout_s=0.5), read_spec(folder), folder)
+    (meter,) = left_out_of_some(encoder, 24).values()
+    assert (meter.used, meter.reasons) == (18, {"reading takes too long": 6})
 
 
 def test_a_limit_changes_no_row(pristine):

@@ -22,7 +22,6 @@ WRONG = [
     "data verify nowhere",
     "data stats --data nowhere --processor .",
     "data inspect --data . --processor nowhere",
-    "data report --data nowhere --processor . --out page.html",
     "convert --hf nowhere --out out",
     "split --checkpoint nowhere --tp 2 --out out",
     "merge --checkpoint nowhere --out out",

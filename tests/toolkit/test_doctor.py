@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import Lineage, Saved
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare
+from toolkit.cli import main
 from toolkit.doctor import Finding, ok
 from toolkit.doctor.before_start import _resume, _rows, check_checkpoint, check_data, check_run
 from toolkit.doctor.command import show
@@ -131,16 +133,22 @@ def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch
     assert [finding.found.split()[0] for finding in both] == ["data.path", "model.checkpoint"]
 
 
-def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypatch):
+@pytest.mark.parametrize("sized", [False, True], ids=["read", "sizes"])
+def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypatch, tmp_path, sized):
     monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    data = shutil.copytree(run["data"], tmp_path / "data")
+    if sized:
+        assert main(["data", "index", "--data", str(data), "--processor", str(run["hf"])]) == 0
 
     def samples(seq_len: int) -> list[Finding]:
-        found = check_run(["--config", str(run["yaml"]), "--data.seq_len", str(seq_len)], None, []).findings
+        words = ["--config", str(run["yaml"]), "--data.path", str(data), "--data.seq_len", str(seq_len)]
+        found = check_run(words, None, []).findings
         return [finding for finding in found if finding.name == "samples"]
 
     [finding] = samples(50)
     assert finding.state == "broken"
-    assert "17 of 24 samples drawn from data would be left out: 17 longer than seq_len" in finding.found
+    which = "samples of" if sized else "samples drawn from"
+    assert f"17 of 24 {which} data would be left out: 17 longer than seq_len" in finding.found
     assert "Raise data.seq_len to 63 " in finding.advice
     assert samples(60) == []
 

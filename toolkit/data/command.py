@@ -312,10 +312,10 @@ def inspect(options: DataInspectOptions) -> int:
     """Prints one sample, and writes its page. Returns 1 if the loader would leave it out."""
     from .page import write_sample
     from .prepared import open_prepared
-    from .sample import as_json, print_sample, view
+    from .sample import as_json, find, print_sample, view
 
     prepared = open_prepared(options)
-    sample = view(prepared, options.index, options.key)
+    sample = view(prepared, *find(prepared, options.index, options.key))
     if options.json:
         print(json.dumps(as_json(sample), indent=2))
     else:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import base64
 import io
-import json
-from collections import Counter
-from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +15,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data_tools.sources import Reader, Source
-from data_tools.statistics import QUANTITIES, SourceSizes, Statistics, distribution, pass_in_words
+from data_tools.sources import SourceError
+from data_tools.statistics import QUANTITIES, SourceSizes, Statistics, distribution
 from megatron_vl import durable
-from megatron_vl.data.location import Location
 from megatron_vl.errors import UserError
 
 from .prepared import Prepared
-from .sample import MediumView, Run, SampleView, Viewer, text_of, visible, whole_characters
-from .stats import number, percent, printable, rows_basis, tables
+from .sample import SampleView, text_of, view, visible, whole_characters
+from .stats import DETAIL, EXAMPLES, Reasons, number, percent, printable, quarantined, sentences, tables
 
 MEDIA_SHOWN = 8
 """Largest number of a sample's pictures and videos on the page."""
@@ -35,55 +32,24 @@ SIDE = 360
 """Largest side in pixels of a picture on the page."""
 TOKENS_SHOWN = (700, 200)
 """Numbers of tokens that are shown at the start and at the end of a long sample."""
-EXAMPLES = 3
-"""Largest number of examples for each reason."""
-QUARANTINE_READ = 32 << 20
-"""Number of bytes of a quarantine.jsonl that are searched for examples."""
 BARS = 30
-"""Largest number of bars in a histogram, without the one for the largest values."""
-DETAIL = 400
-"""Largest number of characters in a detail."""
-
-
-@dataclass
-class Reason:
-    """A reason for which samples or records are missing."""
-
-    name: str
-    count: str
-    examples: list[tuple[str, str]] = field(default_factory=list)
-    """Pairs of a sample or record and the detail."""
-
-
-@dataclass(frozen=True)
-class Card:
-    """A sample on the page."""
-
-    why: str
-    """Why the sample is shown."""
-    sample: SampleView
-    media: list[tuple[MediumView, list[str]]]
-    """Media with their pictures in base64."""
-    unshown_media: int
-    tokens: list[list[list[Run]]]
-    """All tokens, or the first and the last ones, in groups that hold whole characters."""
-    unshown_tokens: int
+"""Largest number of bars in a histogram."""
 
 
 def write_stats(prepared: Prepared, found: Statistics, shown: int, out: Path) -> None:
     """Writes the page of a data set, with ``shown`` of its samples."""
-    viewer = Viewer(prepared)
     cards = [
-        _card(why, viewer.view(one.source, one.source.indices[at])) for why, one, at in chosen(found, shown)
+        _card(why, view(prepared, one.source, one.source.indices[at]))
+        for why, one, at in chosen(found, shown)
     ]
+    run = prepared.config.checkpoint.dir
     facts = {
         "tables": tables(found),
         "charts": _charts(found),
-        "rows_basis": rows_basis(found),
-        "one_pass": pass_in_words(found.one_pass(prepared.config.global_batch_size)),
+        "sentences": sentences(prepared, found),
         "left_out": _left_out(prepared, found),
-        "quarantined": [(one.source.name, *quarantined(one.source)) for one in found.sources],
-        "run_skipped": run_skipped(prepared.config.checkpoint.dir),
+        "quarantined": [quarantined(one.source.data.path) for one in found.sources],
+        "run_skipped": quarantined(Path(run)) if run else {},
     }
     _write(out, prepared, cards, facts)
 
@@ -93,7 +59,7 @@ def write_sample(prepared: Prepared, sample: SampleView, out: Path) -> None:
     _write(out, prepared, [_card("", sample)], None)
 
 
-def _write(out: Path, prepared: Prepared, cards: list[Card], stats: dict[str, Any] | None) -> None:
+def _write(out: Path, prepared: Prepared, cards: list[dict[str, Any]], stats: dict[str, Any] | None) -> None:
     """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -132,53 +98,49 @@ def _settings(prepared: Prepared) -> dict[str, str]:
 def _charts(found: Statistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
     charts = {f"{name} of a sample": histogram(*found.of_samples(name)) for name in QUANTITIES}
-    equal = np.full(len(found.rows), 1 / len(found.rows))
-    for name, values in found.of_rows().items():
+    for name, values in found.of_rows.items():
         title, whole = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
-        charts[f"{title} of a row"] = histogram(whole.astype(int), equal)
+        charts[f"{title} of a row"] = histogram(whole.astype(int), np.full(len(values), 1 / len(values)))
     return {title: bars for title, bars in charts.items() if bars}
 
 
 def histogram(values: NDArray[np.int64], weights: NDArray[np.float64]) -> list[tuple[float, str]]:
     """The bars, each with its share of all values and a label; none if all values are 0.
 
-    Values above the 99 % quantile share a bar.
+    The last bar has the values above the 99 % quantile too.
     """
     if not values.any():
         return []
-    known = distribution(values, weights)
-    low, high = int(known["smallest"]), int(known["p99"])
-    width = -(-(high - low + 1) // BARS)
-    last = (high - low) // width
-    shares = np.bincount(np.where(values > high, last + 1, (values - low) // width), weights, last + 2)
-
-    starts = range(low, high + 1, width)
-    spans = [
-        number(a) if width == 1 else f"{number(a)} to {number(min(a + width - 1, high))}" for a in starts
+    high = int(distribution(values, weights)["p99"])
+    edges = np.unique(np.linspace(values.min(), high + 1, BARS + 1).astype(int))
+    shares, _ = np.histogram(np.minimum(values, high), edges, weights=weights)
+    labels = [
+        number(a) if b == a + 1 else f"{number(a)} to {number(b - 1)}" for a, b in pairwise(edges.tolist())
     ]
-    labels = [*spans, f"more than {number(high)}"]
-    bars = [
+    if values.max() > high:
+        labels[-1] += " or more"
+    return [
         (share, f"{label}: {percent(share)}") for share, label in zip(shares.tolist(), labels, strict=True)
     ]
-    return bars if bars[-1][0] else bars[:-1]
 
 
 # --- Samples ------------------------------------------------------------------------------------------------
 
 
-def _card(why: str, sample: SampleView) -> Card:
-    media = sample.media[:MEDIA_SHOWN]
+def _card(why: str, sample: SampleView) -> dict[str, Any]:
+    """What the page shows of a sample: of a long one, the first and the last tokens."""
     first, last = TOKENS_SHOWN
     groups = whole_characters(sample.runs)
     parts = [groups] if len(groups) <= first + last else [groups[:first], groups[-last:]]
-    return Card(
-        why,
-        sample,
-        [(each, _pictures(each.pixels)) for each in media],
-        len(sample.media) - len(media),
-        parts,
-        len(sample.token_ids) - sum(run.count for part in parts for group in part for run in group),
-    )
+    shown = sum(run.count for part in parts for group in part for run in group)
+    return {
+        "why": why,
+        "sample": sample,
+        "media": [(medium, _pictures(medium.pixels)) for medium in sample.media[:MEDIA_SHOWN]],
+        "unshown_media": max(0, len(sample.media) - MEDIA_SHOWN),
+        "tokens": parts,
+        "unshown_tokens": len(sample.token_ids) - shown,
+    }
 
 
 def chosen(found: Statistics, shown: int) -> list[tuple[str, SourceSizes, int]]:
@@ -215,81 +177,17 @@ def _encoded(picture: Image.Image, side: int) -> str:
     return base64.b64encode(data.getvalue()).decode()
 
 
-# --- What is missing ----------------------------------------------------------------------------------------
-
-
-def _left_out(prepared: Prepared, found: Statistics) -> list[Reason]:
-    """Lists the reasons for which a run leaves out samples. Examples are read, to say what is wrong."""
-    examples: dict[str, list[tuple[str, str]]] = {}
+def _left_out(prepared: Prepared, found: Statistics) -> Reasons:
+    """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
+    reasons: Reasons = {reason: (count, []) for reason, count in found.left_out().most_common()}
     for one in found.sources:
-        reader = Reader(one.source, prepared.config.data.sample_timeout_s)
         for places in one.left_out.values():
             for at in np.flatnonzero(places)[:EXAMPLES].tolist():
-                raw = reader.read(one.source.indices[at], whole=False)
-                encoded = prepared.encoder.preencode_sample(raw) if raw else None
-                if encoded and encoded.refused:
-                    reason, detail = encoded.refused
-                    origin = f"{encoded.__key__} of {encoded.shard} ({encoded.source})"
-                    examples.setdefault(reason, []).append((origin, detail[:DETAIL]))
-        reader.close()
-    return [
-        Reason(reason, f"{count:,}", examples.get(reason, [])[:EXAMPLES])
-        for reason, count in found.left_out().most_common()
-    ]
-
-
-def quarantined(source: Source) -> tuple[int, list[Reason]]:
-    """Returns the number of records that ``data convert`` left out, and the reasons with examples."""
-    examples = _examples(source.data.path / "quarantine.jsonl")
-    counts: Counter[str] = Counter()
-    try:
-        with (source.data.path / "report.json").open("rb") as file:
-            stored = json.loads(file.read())
-        for by_reason in stored["refused"].values():
-            counts.update({str(reason): int(count) for reason, count in by_reason.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        # Without a report of the conversion, count the entries of the list.
-        counts = Counter({reason: count for reason, (count, _) in examples.items()})
-    return counts.total(), [
-        Reason(reason, f"{count:,}", examples.get(reason, (0, []))[1])
-        for reason, count in counts.most_common()
-    ]
-
-
-def run_skipped(folder: str) -> list[Reason]:
-    """Lists the reasons in a run's ``quarantine.jsonl``, for which its loaders left out samples."""
-    found = _examples(Path(folder) / "quarantine.jsonl") if folder else {}
-    ordered = sorted(found.items(), key=lambda item: -item[1][0])
-    return [Reason(reason, f"{count:,}", examples) for reason, (count, examples) in ordered]
-
-
-def _examples(path: Location) -> dict[str, tuple[int, list[tuple[str, str]]]]:
-    """Maps each reason in the first bytes of a quarantine.jsonl to its count and some examples."""
-    found: dict[str, tuple[int, list[tuple[str, str]]]] = {}
-    try:
-        with path.open("rb") as file:
-            lines = file.read(QUARANTINE_READ).splitlines()
-    except OSError:
-        return found
-
-    for line in lines:
-        try:
-            entry = json.loads(line)
-            reason, detail = str(entry["reason"]), str(entry["detail"])[:DETAIL]
-        except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
-            continue
-
-        count, examples = found.get(reason, (0, []))
-        if len(examples) < EXAMPLES:
-            examples.append((_named(entry), detail))
-        found[reason] = (count + 1, examples)
-    return found
-
-
-def _named(entry: dict[str, Any]) -> str:
-    """Names a record of an input file, or a sample of a shard."""
-    if "file" in entry:
-        where = f", {entry['field']}" if entry.get("field") else ""
-        return f"{entry['file']}, record {entry.get('record')}{where}"[:DETAIL]
-    origin = f" ({entry['source']})" if entry.get("source") else ""
-    return f"{entry.get('key')} of {entry.get('shard')}{origin}, step {entry.get('step')}"[:DETAIL]
+                try:
+                    sample = view(prepared, one.source, one.source.indices[at])
+                except SourceError:  # its description excludes it
+                    continue
+                if sample.problem and sample.problem[0] in reasons:
+                    origin = f"{sample.key} of {sample.shard} ({sample.record})"
+                    reasons[sample.problem[0]][1].append((origin, sample.problem[1][:DETAIL]))
+    return reasons

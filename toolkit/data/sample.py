@@ -15,7 +15,7 @@ from torch import Tensor
 
 from data_tools.sources import Reader, Source, SourceError, sources
 from megatron_vl.data import assemble
-from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
+from megatron_vl.data.loader import EncodedSample
 from megatron_vl.data.pixels import PixelSettings
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
@@ -28,22 +28,24 @@ from .stats import printable
 class MediumView:
     """A picture or video of a sample."""
 
-    key: str
-    """Name of the medium in the shard."""
-    stored: tuple[int, int]
-    """Height and width in the file."""
+    item: dict[str, Any]
+    """What the shard says of it: key, height and width, and of a video frames, fps and perhaps sampling."""
     resized: tuple[int, int]
     """Height and width as the model sees it."""
     grid: GridTHW
     tokens: int
-    frames: int
-    """Frames in the file; 1 for a picture."""
-    fps: float
-    """Frames per second in the file; 0 for a picture."""
-    sampling: str
-    """How frames are chosen from a video that is stored as pictures; empty for other media."""
     pixels: Tensor | None
     """uint8 [frames, 3, height, width] as the model sees them; None if the medium does not decode."""
+
+    def __str__(self) -> str:
+        item, grid = self.item, self.grid
+        frames = f", {item['frames']:,} frames at {item['fps']:g} a second" if grid.kind == "video" else ""
+        seen = f", {len(self.pixels)} frames" if frames and self.pixels is not None else ""
+        return (
+            f"{item['key']}: {item['height']} x {item['width']}{frames} in the file;"
+            f" {self.resized[0]} x {self.resized[1]}{seen} as seen,"
+            f" grid_thw {grid.t} {grid.h} {grid.w}, {self.tokens:,} tokens"
+        )
 
 
 @dataclass(frozen=True)
@@ -81,69 +83,53 @@ class SampleView:
         return int(self.loss_mask.count_nonzero())
 
 
-class Viewer:
-    """Shows samples of the sources of a data set."""
+def find(prepared: Prepared, index: int | None, key: str) -> tuple[Source, int]:
+    """Returns the source of a sample, and the sample's index in that source.
 
-    def __init__(self, prepared: Prepared) -> None:
-        self.prepared = prepared
-        self.sources = sources(prepared.path, prepared.split)
-        self.encoder = prepared.encoder
+    Args:
+        index: counts over all sources, one source after another.
+        key: the sample's key; if it is given, ``index`` is ignored.
 
-    def find(self, index: int | None, key: str) -> tuple[Source, int]:
-        """Returns the source of a sample, and the sample's index in that source.
+    Raises:
+        SourceError: there is no such sample, or several sources have it.
+    """
+    all_sources = sources(prepared.path, prepared.split)
+    if key:
+        found = [(source, at) for source in all_sources if (at := source.find(key)) is not None]
+        if len(found) > 1:
+            names = ", ".join(str(source.data.path) for source, _ in found)
+            raise SourceError(f"{key} is in several data sets; give one of them with --data: {names}")
+        if not found:
+            raise SourceError(f"{prepared.path} has no sample {key} in {prepared.split}")
+        return found[0]
 
-        Args:
-            index: counts over all sources, one source after another.
-            key: the sample's key; if it is given, ``index`` is ignored.
-
-        Raises:
-            SourceError: there is no such sample, or several sources have it.
-        """
-        if key:
-            found = [(source, source.find(key)) for source in self.sources]
-            held = [(source, at) for source, at in found if at is not None]
-            if len(held) > 1:
-                names = ", ".join(str(source.data.path) for source, _ in held)
-                raise SourceError(f"{key} is in several data sets; give one of them with --data: {names}")
-            if not held:
-                raise SourceError(f"{self.prepared.path} has no sample {key} in {self.prepared.split}")
-            return held[0]
-
-        rest = index or 0
-        for source in self.sources:
-            if rest < len(source):
-                return source, source.indices[rest]
-            rest -= len(source)
-        total = sum(map(len, self.sources))
-        raise SourceError(
-            f"{self.prepared.path} has {total} samples in {self.prepared.split}: --index is from 0 to"
-            f" {total - 1}"
-        )
-
-    def view(self, source: Source, index: int) -> SampleView:
-        """Reads and decodes a sample.
-
-        Raises:
-            SourceError: the description of the data set excludes it.
-        """
-        reader = Reader(source, self.prepared.config.data.sample_timeout_s)
-        try:
-            raw = reader.read(index, whole=True)
-        finally:
-            reader.close()
-        if raw is None:
-            shard, number = source.place(index)
-            raise SourceError(f"sample {number} of {shard} is excluded by {source.data.path}'s split.yaml")
-        return _view(self.encoder, raw, self.prepared)
+    rest = index or 0
+    for source in all_sources:
+        if rest < len(source):
+            return source, source.indices[rest]
+        rest -= len(source)
+    total = sum(map(len, all_sources))
+    raise SourceError(
+        f"{prepared.path} has {total} samples in {prepared.split}: --index is from 0 to {total - 1}"
+    )
 
 
-def view(prepared: Prepared, index: int | None, key: str) -> SampleView:
-    """One sample; errors are those of :class:`Viewer`."""
-    viewer = Viewer(prepared)
-    return viewer.view(*viewer.find(index, key))
+def view(prepared: Prepared, source: Source, index: int) -> SampleView:
+    """Reads and decodes a sample.
 
+    Raises:
+        SourceError: the description of the data set excludes it.
+    """
+    reader = Reader(source, prepared.config.data.sample_timeout_s)
+    try:
+        raw = reader.read(index, whole=True)
+    finally:
+        reader.close()
+    if raw is None:
+        shard, number = source.place(index)
+        raise SourceError(f"sample {number} of {shard} is excluded by {source.data.path}'s split.yaml")
 
-def _view(encoder: RowEncoder, raw: RawSample, prepared: Prepared) -> SampleView:
+    encoder, spec = prepared.encoder, prepared.spec
     encoded: EncodedSample = encoder.preencode_sample(raw)
     if encoded.refused:
         nothing = torch.zeros(0, dtype=torch.int64)
@@ -152,46 +138,16 @@ def _view(encoder: RowEncoder, raw: RawSample, prepared: Prepared) -> SampleView
 
     encoder.dropped_samples.clear()
     ready: assemble.Sample = encoder.postencode_sample(encoded).sample
-    dropped = encoder.dropped_samples[0] if encoder.dropped_samples else None
-    data, spec = prepared.config.data, prepared.spec
-    media = [
-        _medium(item, grid, planes, encoder.settings, spec, hidden=dropped is not None)
-        for item, grid, planes in zip(encoded.media, encoded.grids, ready.media, strict=True)
-    ]
-    return SampleView(
-        raw.__key__,
-        raw.shard,
-        encoded.source,
-        (dropped.reason, dropped.detail) if dropped else None,
-        ready.token_ids,
-        ready.loss_mask,
-        mrope_positions(ready.token_ids, encoded.grids, spec, data.video_positions),
-        runs_of(ready.token_ids, ready.loss_mask, encoder.chat.tokenizer, spec),
-        media,
-    )
-
-
-def _medium(
-    item: dict[str, Any],
-    grid: GridTHW,
-    decoded: assemble.MediaItem,
-    settings: PixelSettings,
-    spec: ModelSpec,
-    *,
-    hidden: bool,
-) -> MediumView:
-    side = settings.patch_size
-    return MediumView(
-        item["key"],
-        (item["height"], item["width"]),
-        (grid.h * side, grid.w * side),
-        grid,
-        grid.tokens(spec.vision.spatial_merge_size),
-        item.get("frames", 1),
-        item.get("fps", 0.0),
-        item.get("sampling", ""),
-        None if hidden else picture_of(decoded.planes, grid, settings),
-    )
+    problem = next(((one.reason, one.detail) for one in encoder.dropped_samples), None)
+    side, merge = encoder.settings.patch_size, spec.vision.spatial_merge_size
+    media = []
+    for item, grid, decoded in zip(encoded.media, encoded.grids, ready.media, strict=True):
+        pixels = None if problem else picture_of(decoded.planes, grid, encoder.settings)
+        media.append(MediumView(item, (grid.h * side, grid.w * side), grid, grid.tokens(merge), pixels))
+    positions = mrope_positions(ready.token_ids, encoded.grids, spec, prepared.config.data.video_positions)
+    runs = runs_of(ready.token_ids, ready.loss_mask, encoder.chat.tokenizer, spec)
+    tokens = ready.token_ids, ready.loss_mask, positions
+    return SampleView(raw.__key__, raw.shard, encoded.source, problem, *tokens, runs, media)
 
 
 def picture_of(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
@@ -280,13 +236,13 @@ def as_json(sample: SampleView) -> dict[str, Any]:
     reason, detail = sample.problem or (None, None)
     media = [
         {
-            "key": each.key,
+            "key": each.item["key"],
             "kind": each.grid.kind,
-            "stored": list(each.stored),
+            "stored": [each.item["height"], each.item["width"]],
             "resized": list(each.resized),
-            "frames": each.frames,
-            "fps": each.fps,
-            "sampling": each.sampling,
+            "frames": each.item.get("frames", 1),
+            "fps": each.item.get("fps", 0.0),
+            "sampling": each.item.get("sampling", ""),
             "grid_thw": [each.grid.t, each.grid.h, each.grid.w],
             "timestamps": list(each.grid.timestamps),
             "second_per_grid": each.grid.second_per_grid,
@@ -323,26 +279,9 @@ def print_sample(sample: SampleView) -> None:
         f"{len(sample.token_ids)} tokens, {sample.learnt} of them learnt; {len(sample.media)} media"
     )
 
-    if sample.media:
-        console.print(_media_table(sample))
-    console.print(_token_table(sample))
-
-
-def _media_table(sample: SampleView) -> Table:
-    table = Table("medium", "kind", "in the file", "as seen", "grid_thw", "tokens", title_justify="left")
     for each in sample.media:
-        what = "pictures" if each.sampling else "frames"
-        frames = f", {each.frames} {what}, {each.fps:g} a second" if each.grid.kind == "video" else ""
-        seen = f", {len(each.pixels)} frames" if frames and each.pixels is not None else ""
-        table.add_row(
-            printable(each.key),
-            each.grid.kind,
-            f"{each.stored[0]} x {each.stored[1]}{frames}",
-            f"{each.resized[0]} x {each.resized[1]}{seen}",
-            f"{each.grid.t} {each.grid.h} {each.grid.w}",
-            str(each.tokens),
-        )
-    return table
+        console.print(printable(str(each)), markup=False, soft_wrap=True)
+    console.print(_token_table(sample))
 
 
 def _token_table(sample: SampleView) -> Table:

@@ -298,14 +298,14 @@ def _left_out(run: ResolvedRun) -> list[Finding]:
     """A finding for each source of which the loader would leave out most samples: of all if their sizes are
     stored, else of some that are read."""
     from data_tools.sources import left_out_of_some, open_encoder
-    from data_tools.statistics import sources_with_sizes
+    from data_tools.statistics import statistics
     from megatron_vl.data.sizes import SizesError
 
     hf, which = run.config.model.hf, "samples of"
     try:
         encoder = open_encoder(run.config.data, run.spec, hf)
         try:
-            meters = {one.source.name: one.meter() for one in sources_with_sizes(encoder, hf)}
+            meters = {one.source.name: one.meter for one in statistics(encoder, hf).sources}
         except SizesError:
             meters, which = left_out_of_some(encoder, READ), "samples drawn from"
     except (ValueError, OSError, RuntimeError):

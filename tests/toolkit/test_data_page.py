@@ -1,4 +1,4 @@
-"""``megatron-vl data stats | inspect | report`` on records that try to get into the page."""
+"""``megatron-vl data stats | inspect`` on records that try to get into the page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,8 +15,6 @@ import pytest
 import torch
 from PIL import Image
 
-from data_tools.estimates import Estimate, Stratum
-from data_tools.survey import sources
 from megatron_vl.data.pixels import image_grid, image_planes, read_pixel_settings
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
@@ -24,9 +23,9 @@ from tests.data.helpers import positions_one_by_one
 from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.data.report import histogram, quarantined, run_skipped
+from toolkit.data.page import histogram
 from toolkit.data.sample import Run, picture_of, text_of, visible, whole_characters
-from toolkit.data.stats import bounds, error
+from toolkit.data.stats import quarantined
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
@@ -42,7 +41,9 @@ def out(tmp_path_factory) -> Path:
     records[0]["conversations"][1]["value"] = ATTACK
     records[1]["conversations"][1]["value"] = CHINESE
     missing = {"image": f"{ATTACK}.png", "conversations": records[0]["conversations"]}
-    return converted(folder, [*records, missing])[0]
+    out = converted(folder, [*records, missing])[0]
+    assert main(["data", "index", "--data", str(out), "--processor", str(tiny_checkpoint("qwen2_5_vl"))]) == 0
+    return out
 
 
 def _words(out: Path, command: str, *more: str) -> list[str]:
@@ -80,8 +81,8 @@ class Tags(HTMLParser):
 
 def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
     page = tmp_path / "page.html"
-    assert main(_words(out, "report", "--out", str(page))) == 0
-    assert str(page) in capsys.readouterr().out
+    assert main(_words(out, "stats", "--html", str(page))) == 0
+    capsys.readouterr()
     text = page.read_text()
     tags = Tags(text)
 
@@ -99,7 +100,7 @@ def test_the_page_shows_the_data_and_runs_none_of_it(out, tmp_path, capsys):
 
     # The attack is there to be read: in the tokens of a sample and in the reason of the missing picture.
     assert "alert(1)" in tags.text and "<script>alert(1)</script>" in tags.text
-    assert "medium missing" in tags.text and "All 10 samples of train were read" in tags.text
+    assert "medium missing" in tags.text and "are made of all samples" in tags.text
     learnt = [a["title"] for tag, a in tags.tags if tag == "span" and a.get("class") == "l" and "title" in a]
     assert learnt and all(title.startswith("id ") for title in learnt)
 
@@ -108,7 +109,7 @@ def test_tables_are_never_wider_than_the_window(out, tmp_path):
     """Each can be scrolled by itself. In a narrow window, the cells of a table of numbers stand one below the
     other, and each says what it is."""
     page = tmp_path / "page.html"
-    assert main(_words(out, "report", "--samples", "5", "--out", str(page))) == 0
+    assert main(_words(out, "stats", "--html", str(page))) == 0
     text = page.read_text()
     tags = Tags(text)
     around_tables = [
@@ -117,26 +118,25 @@ def test_tables_are_never_wider_than_the_window(out, tmp_path):
     assert len(around_tables) >= 4 and set(map(str, around_tables)) == {"('div', {'class': 'wide'})"}
 
     tables = re.findall(r'<table class="numbers">(.*?)</table>', text, re.DOTALL)
-    assert len(tables) == 2
+    assert len(tables) == 3
     for table in tables:
-        first, *lines = table.split("<tr>")[1:]
+        title, first, *lines = table.split("<tr>")
         heads = re.findall("<th>([^<]+)", first)
-        assert len(heads) == 7 and heads[0] == "mean"
+        assert len(heads) >= 7 and "<caption>" in title
         assert all(re.findall('<td data-head="(.+?)">', line) == heads for line in lines)
-        # A number stands alone, with its interval below it.
         numbers = re.findall(r"<td[^>]*>([^<]*)", table)
-        assert len(numbers) == 7 * len(lines) and all(re.fullmatch(r"[\d.,%]+", each) for each in numbers)
+        assert len(numbers) == len(heads) * len(lines)
+        assert all(re.fullmatch(r"[\d.,%]+", each) for each in numbers)
 
 
 def test_characters_of_several_tokens_are_shown_whole(out, tmp_path, capsys):
-    page = tmp_path / "page.html"
-    assert main(_words(out, "report", "--out", str(page))) == 0
-    text = page.read_text()
-    assert CHINESE in Tags(text).text and "\\x" not in text
-    assert re.search(r'class="l" title="id \d+ \d+ \d+, place \d+, position[^"]*">猫<', text)
-
+    page, sample = tmp_path / "page.html", tmp_path / "sample.html"
+    assert main(_words(out, "stats", "--html", str(page))) == 0
     capsys.readouterr()
-    assert main(_words(out, "inspect", "--index", "1")) == 0
+    assert main(_words(out, "inspect", "--index", "1", "--html", str(sample))) == 0
+    for text in (page.read_text(), sample.read_text()):
+        assert CHINESE in Tags(text).text and "\\x" not in text
+        assert re.search(r'class="l" title="id \d+ \d+ \d+, place \d+, position[^"]*">猫<', text)
     printed = capsys.readouterr().out
     assert "猫" in printed and "\\x" not in printed
 
@@ -161,60 +161,60 @@ def test_bytes_of_no_character_are_spelled_out():
     assert [run for group in groups for run in group] == runs
 
 
-def test_a_missing_bound_is_explained(out, capsys):
-    assert bounds(Estimate(3, None, 4)) == "≤ 4" and bounds(Estimate(3, 2, None)) == "≥ 2"
-    assert (
-        bounds(Estimate(3, None, None)) == "bounds unknown" and error(Estimate(3, None, None)) == "± unknown"
-    )
-    assert bounds(Estimate(3, 2, 4)) == "2 to 4" and bounds(Estimate(3, 3, 3)) == "" == error(
-        Estimate(3, 3, 3)
-    )
-    assert main(_words(out, "stats", "--samples", "5")) == 0
-    printed = capsys.readouterr().out
-    assert "?" not in printed and "with one bound (≤ or ≥) where too few were drawn for the other" in printed
-
-
 def test_stats_as_json_and_as_a_table(out, capsys):
-    assert main(_words(out, "stats", "--json")) == 0
+    assert main(_words(out, "stats", "--json", "--global_batch_size", "1")) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["samples"], found["drawn"], found["exact"]) == (10, 10, True)
+    (source,) = found["sources"]
+    assert found["quarantined"] == {source["name"]: {"medium missing": 1}}
     # Ten records: of each five, one has a picture, one text, one two pictures, one a video, one both.
-    assert found["per_sample"]["pictures"]["mean"] == {"value": 0.8, "low": 0.8, "high": 0.8}
-    assert found["per_sample"]["videos"]["mean"]["value"] == 0.4
-    assert found["per_sample"]["turns"]["mean"]["value"] == 1.2
-    assert 0.9 < found["per_row"]["fill"]["mean"]["value"] <= 1
+    assert (found["samples"], source["usable"], source["pictures"], source["videos"]) == (10, 10, 8, 4)
+    assert found["per_sample"]["pictures"]["mean"] == 0.8 and found["per_sample"]["videos"]["p95"] == 1
+    assert source["turns"] == 12 and found["left_out"] == {}
+    assert found["per_sample"]["tokens"]["mean"] == source["tokens"] / 10
+    rows = -(-source["tokens"] // 512)
+    assert found["pass"]["rows"] == found["pass"]["steps"]["1"] == rows
+    assert found["per_row"]["samples"]["mean"] == pytest.approx(10 / rows)
 
-    # Packed rows hold all tokens of the data set once.
-    tokens = 10 * found["per_sample"]["tokens"]["mean"]["value"]
-    rows = tokens / found["per_row"]["tokens"]["mean"]["value"]
-    assert found["pass"]["rows"]["low"] == found["pass"]["rows"]["high"] == pytest.approx(rows, rel=1e-4)
-
-    assert main(_words(out, "stats", "--samples", "5")) == 0
+    assert main(_words(out, "stats", "--data.seq_len", "80")) == 0
     printed = capsys.readouterr().out
-    assert re.search(
-        r"one pass over the data is about \d+ ± \d+ rows?, 1 step at global_batch_size 8", printed
-    )
-    assert re.search(r"Each of the 5 samples is in them \d+ times", printed)
-    assert "5 of 10 samples of train were drawn at random (seed 0)" in printed and "±" in printed
+    longer = sum(one > 80 for one in _lengths(out, capsys))
+    assert f"10 samples of train, {10 - longer} usable" in printed
+    assert f"left out: {longer} ({longer}0.00%) longer than seq_len" in printed
+    assert re.search(r"one pass over the data is about \d+ rows, 1 step at global_batch_size 8", printed)
 
 
-def test_a_pass_of_rows_of_one_sample_is_counted_exactly(out, capsys):
-    words = ["--data.pack", "false", "--global_batch_size", "4"]
-    assert main([*_words(out, "stats", "--json"), *words]) == 0
-    found = json.loads(capsys.readouterr().out)["pass"]
-    assert found["rows"] == {"value": 10, "low": 10, "high": 10}
-    assert found["steps"] == {"1": 3, "2": 5, "3": 8}  # 10 / 4, 20 / 4 and 30 / 4, the last one begun
+def _lengths(out: Path, capsys) -> list[int]:
+    """Tokens of each sample, as inspect counts them."""
+    found = []
+    for index in range(10):
+        assert main(_words(out, "inspect", "--index", str(index), "--json")) == 0
+        found.append(json.loads(capsys.readouterr().out)["tokens"])
+    return found
 
 
-def test_a_dry_run_says_how_many_steps_a_pass_takes(out, capsys):
+def test_a_page_that_cannot_be_written_is_refused(out, tmp_path, capsys):
+    assert main(_words(out, "inspect", "--index", "1", "--html", str(tmp_path / "page.txt"))) == 2
+    assert "must end in .html" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(_words(out, "inspect", "--index", "1", "--html", str(tmp_path / "file/page.html"))) == 1
+    assert "page.html cannot be written" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_how_many_steps_a_pass_takes(out, tmp_path, capsys):
     words = ["train", "--dry-run", "--data.path", str(out), "--model.hf", str(tiny_checkpoint("qwen2_5_vl"))]
     words += ["--data.pack", "false", "--data.seq_len", "700", "--nproc-per-node", "1"]
     assert main(words) == 0
-    assert (
-        "one pass over the data is about 10 rows, 2 steps at global_batch_size 8 (" in capsys.readouterr().out
-    )
+    line = "one pass over the data is about 10 rows, 2 steps at global_batch_size 8 ("
+    assert line in capsys.readouterr().out
     assert main([*words, "--data.path", str(out / "nowhere")]) == 0
     assert "one pass" not in capsys.readouterr().out
+
+    bare = shutil.copytree(out, tmp_path / "bare", ignore=shutil.ignore_patterns("sizes"))
+    assert main([*words, "--data.path", str(bare)]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "the steps of a pass over the data are not known" in printed and "megatron-vl data index" in printed
+    )
 
 
 def test_inspect_shows_what_the_model_gets(out, capsys):
@@ -277,13 +277,13 @@ def test_pictures_on_the_page_are_the_pixels_of_the_row(family):
 
 
 def test_bars_of_a_histogram_add_up():
-    values = np.array([1.0] * 60 + [2.0] * 39 + [900.0])
-    chart = histogram("tokens", [Stratum(1.0, 100, values)])
-    assert [bar.label for bar in chart.bars] == ["1: 60.00%", "2: 39.00%", "more than 2: 1.00%"]
-    assert [round(bar.height, 4) for bar in chart.bars] == [1.0, 0.65, 0.0167]
-    assert histogram("videos", [Stratum(1.0, 100, np.zeros(100))]) is None
-    spread = histogram("fill", [Stratum(1.0, 9, np.linspace(0.9, 1.0, 9))])
-    assert sum(float(bar.label.split(": ")[1][:-1]) for bar in spread.bars) == pytest.approx(100, abs=0.1)
+    values, equal = np.array([1] * 60 + [2] * 39 + [900]), np.full(100, 0.01)
+    shares, labels = zip(*histogram(values, equal), strict=True)
+    assert labels == ("1: 60.00%", "2 or more: 40.00%") and shares == pytest.approx((0.6, 0.4))
+    assert histogram(np.zeros(100, int), equal) == []
+    spread = histogram(np.arange(100, 200), equal)
+    assert sum(share for share, _ in spread) == pytest.approx(1) and len(spread) == 30
+    assert spread[0][1] == "100 to 102: 3.00%" and spread[-1][1] == "195 to 198 or more: 5.00%"
 
 
 def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_path):
@@ -297,14 +297,11 @@ def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_pa
         "detail": "d",
     }
     run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
-    (reason,) = run_skipped(str(tmp_path))
-    assert (reason.name, reason.count) == ("r", "1")
-    assert reason.examples == [("k of s.tar (in.json record 1), step 3", "d")]
-    assert run_skipped("") == [] and run_skipped(str(tmp_path / "nowhere")) == []
+    assert quarantined(tmp_path) == {"r": (1, [("key k, shard s.tar, source in.json record 1, step 3", "d")])}
+    assert quarantined(tmp_path / "nowhere") == {}
 
-    (source,) = sources(out, "train")
-    count, reasons = quarantined(source)
-    assert count == 1 and reasons[0].name == "medium missing" and "record 11" in reasons[0].examples[0][0]
+    ((reason, (count, examples)),) = quarantined(out).items()
+    assert (reason, count) == ("medium missing", 1) and "record 11" in examples[0][0]
 
 
 def test_what_cannot_be_seen_is_spelled_out():

@@ -1,0 +1,113 @@
+"""The data sets of a mixture, and single samples of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_tools.sources import Reader, left_out_of_some, open_encoder, sources
+from megatron_vl.config import DataConfig
+from megatron_vl.spec.families import read_spec
+from tests.data.datasets import converted, mixed_records
+from tests.tiny import tiny_checkpoint
+
+LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "value": "on and " * 2000}]}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """Two shards of 20 and 11 samples; one sample is too long for a row."""
+    folder = tmp_path_factory.mktemp("sources")
+    return converted(folder, [*mixed_records(folder / "media", 30), LONG], samples_per_shard=20)[0]
+
+
+def _data(path: Path, **fields) -> DataConfig:
+    fields = {"seq_len": 512, "num_workers": 0, "shuffle_buffer": 0} | fields
+    return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
+
+
+def _many_shards(out: Path, folder: Path, number: int) -> Path:
+    meta = folder / ".nv-meta"
+    meta.mkdir(parents=True)
+    names = [f"train-{i:06d}.tar" for i in range(number)]
+    for name in names:
+        os.link(out / "train-000000.tar", folder / name)
+        os.link(out / "train-000000.tar.idx", folder / f"{name}.idx")
+    (meta / "dataset.yaml").write_text((out / ".nv-meta/dataset.yaml").read_text())
+    (meta / "split.yaml").write_text(yaml.safe_dump({"split_parts": {"train": names}, "exclude": []}))
+    (meta / ".info.json").write_text(json.dumps({"shard_counts": dict.fromkeys(names, 20)}))
+    return folder
+
+
+def test_shares_are_those_of_training(out, tmp_path):
+    big = _many_shards(out, tmp_path / "big", 10)
+    mixture = tmp_path / "mix.yaml"
+    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    described["splits"] = {
+        "train": {"blend": [{"path": str(out), "weight": 3}, {"path": str(big), "weight": 1}]}
+    }
+    mixture.write_text(yaml.safe_dump(described))
+    assert [round(source.share, 3) for source in sources(mixture, "train")] == [0.75, 0.25]
+
+    repeated = [{"path": str(out), "repetitions": 2}, {"path": str(big), "repetitions": 0.5}]
+    described["splits"] = {"train": {"blend_epochized": repeated}}
+    mixture.write_text(yaml.safe_dump(described))
+    assert [source.share for source in sources(mixture, "train")] == pytest.approx([62 / 162, 100 / 162])
+
+
+def test_a_subset_is_a_part_of_its_source(out, tmp_path):
+    """31 samples, of which the last 40 % are read twice: from the 18th (int(31 x 0.6)) to the last."""
+    mixture = tmp_path / "mix.yaml"
+    part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
+    whole = {"path": str(out), "repetitions": 1}
+    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    described["splits"] = {"train": {"blend_epochized": [part, whole]}}
+    mixture.write_text(yaml.safe_dump(described))
+
+    first, second = sources(mixture, "train")
+    assert (len(first), len(second)) == (13, 31) and first.indices == range(18, 31)
+    assert [first.share, second.share] == pytest.approx([26 / 57, 31 / 57])
+    assert first.find("000000003") is None and second.find("000000003") == 3
+    assert first.find("000000020") == second.find("000000020") == 20
+
+
+def test_samples_are_found_by_key_and_by_place(out):
+    (source,) = sources(out, "train")
+    assert len(source) == 31 and source.place(20) == ("train-000001.tar", 0)
+    assert source.find("000000020") == source.find("train-000001.tar[0]") == 20
+    assert source.find("000000099") is None and source.find("train-000001.tar[11]") is None
+    reader = Reader(source)
+    sample = reader.read(20, whole=True)
+    assert sample.__key__ == "000000020" and all(sample.members.values())
+    assert list(reader.read(20, whole=False).members) == list(sample.members)
+    reader.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "used", "reasons"),
+    [
+        ("too long", 0, {"longer than seq_len": 80}),
+        ("missing", 60, {"shard missing": 20}),
+        ("excluded", 79, {}),
+    ],
+)
+def test_some_samples_are_read_to_see_what_is_left_out(out, tmp_path, change, used, reasons):
+    """Four shards of 20 samples."""
+    changed = _many_shards(out, tmp_path / "changed", 4)
+    if change == "missing":
+        (changed / "train-000001.tar").unlink()
+    if change == "excluded":
+        split = changed / ".nv-meta/split.yaml"
+        excluded = ["train-000000.tar/000000003"]
+        split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"exclude": excluded}))
+    folder = tiny_checkpoint("qwen2_5_vl")
+    data = _data(changed, seq_len=16 if change == "too long" else 512)
+    encoder = open_encoder(data, read_spec(folder), folder)
+    (meter,) = left_out_of_some(encoder, 200).values()
+    assert (meter.reasons, meter.used) == (reasons, used)
+    (meter,) = left_out_of_some(encoder, 10).values()
+    assert meter.used + meter.bad in (9, 10)

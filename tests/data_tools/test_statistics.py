@@ -1,0 +1,241 @@
+"""What is counted from stored sizes is compared with the rows of the loader and with the records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from data_tools import statistics as module
+from data_tools.sample_sizes import index
+from data_tools.sources import Reader, open_encoder, sources
+from data_tools.statistics import Statistics, distribution, statistics
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import build_loader
+from megatron_vl.data.sizes import SizesError
+from megatron_vl.spec.families import read_spec
+from tests.data.datasets import converted, mixed_records
+from tests.tiny import tiny_checkpoint
+
+LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "value": "on and " * 2000}]}
+
+
+def _data(path: Path, **fields) -> DataConfig:
+    fields = {"seq_len": 512, "num_workers": 0, "shuffle_buffer": 0} | fields
+    return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
+
+
+def _statistics(path: Path, split: str = "train", **fields) -> Statistics:
+    folder = tiny_checkpoint("qwen2_5_vl")
+    return statistics(open_encoder(_data(path, **fields), read_spec(folder), folder), folder, split)
+
+
+def _indexed(path: Path) -> Path:
+    folder = tiny_checkpoint("qwen2_5_vl")
+    index(_data(path), read_spec(folder), folder)
+    return path
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    """Two shards of 20 and 11 samples; one sample is too long for a row."""
+    folder = tmp_path_factory.mktemp("mixed")
+    records = [*mixed_records(folder / "media", 30), LONG]
+    return _indexed(converted(folder, records, samples_per_shard=20)[0])
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """Sixteen texts of one to three turns, of which the small checkpoint's template cannot write four."""
+    folder = tmp_path_factory.mktemp("texts")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    records = [
+        {
+            "messages": [turn[0], call, {"role": "tool", "content": "1"}, turn[1]]
+            if i % 4 == 3
+            else turn * (i % 3 + 1)
+        }
+        for i in range(16)
+    ]
+    return _indexed(converted(folder, records, samples_per_shard=4, val_fraction=0.4)[0])
+
+
+def _metadataset(folder: Path, kind: str, parts: list[dict]) -> Path:
+    described = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    path = folder / "mix.yaml"
+    path.write_text(yaml.safe_dump(described | {"splits": {"train": {kind: parts}}}))
+    return path
+
+
+def test_each_sample_counts_as_in_the_loaders_rows(out):
+    found = _statistics(out, pack=False)
+    (one,) = found.sources
+    folder = tiny_checkpoint("qwen2_5_vl")
+    loader = build_loader(_data(out, pack=False), read_spec(folder), folder)
+    rows = {}
+    dropped: Counter[str] = Counter()
+    while len(rows) < 30 or not dropped:
+        row = next(loader)
+        rows[row.keys[0]] = row
+        dropped |= Counter(row.dropped)
+    loader.close()
+
+    for number in np.flatnonzero(one.usable).tolist():
+        row = rows.pop(f"{number:09d}")
+        counted = [int(one.sizes[name][number]) for name in module.QUANTITIES]
+        assert counted[:2] == [int(row.cu_seqlens[1]), row.num_patches]
+        assert sum(counted[2:]) == row.num_images
+    assert not rows and found.left_out() == dropped == {"longer than seq_len": 1}
+    # Of five records, three have pictures, one of them two; two have a video; one has two turns.
+    assert one.sizes["pictures"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["pictures"].sum() == 24
+    assert one.sizes["videos"][:5].tolist() == [0, 0, 0, 1, 1] and one.sizes["videos"].sum() == 12
+    assert one.turns == 24 + 2 * 6 + 1
+
+
+def test_each_split_has_its_own_numbers(texts):
+    seen = Counter()
+    for split in ("train", "val"):
+        found = _statistics(texts, split)
+        (source,) = sources(texts, split)
+        reader = Reader(source)
+        roles = [
+            Counter(message["role"] for message in json.loads(reader.read(i, whole=False).text)["messages"])
+            for i in range(len(source))
+        ]
+        reader.close()
+        usable = [each for each in roles if not each["tool"]]
+        assert found.sources[0].turns == sum(each["assistant"] for each in usable)
+        assert (found.samples, found.usable) == (len(roles), len(usable))
+        assert found.left_out() == +Counter({"not written by the chat template": len(roles) - len(usable)})
+        seen += found.left_out()
+    assert seen.total() == 4
+
+
+def test_limits_are_those_of_the_run(out):
+    """The largest samples have 108 patches: those with two pictures or with a video and a large picture."""
+    (one,) = _statistics(out).sources
+    patches, tokens = one.sizes["patches"], one.sizes["tokens"]
+    found = _statistics(out, max_patches=100)
+    meter = found.sources[0].meter
+    assert meter.reasons == {"longer than seq_len": 1, "more than max_patches": (patches > 100).sum()}
+    assert meter.used == found.usable and "Raise data.seq_len to 4" in meter.advice()
+    assert f"data.max_patches to {patches.max()}" in meter.advice()
+    none = _statistics(out, seq_len=int(tokens.min()) - 1)
+    with pytest.raises(SizesError, match=r"no sample can be used: .*'longer than seq_len': 31"):
+        none.one_pass(1)
+
+
+def test_what_the_description_excludes_is_not_usable(texts, tmp_path):
+    """Sizes are made without it."""
+    folder = shutil.copytree(texts, tmp_path / "set")
+    shutil.rmtree(folder / ".nv-meta/sizes")
+    split = folder / ".nv-meta/split.yaml"
+    described = yaml.safe_load(split.read_text())
+    first = described["split_parts"]["train"][0]
+    split.write_text(yaml.safe_dump(described | {"exclude": [f"{first}/000000000"]}))
+    found, whole = _statistics(_indexed(folder)), _statistics(texts)
+    assert found.left_out() == whole.left_out() + Counter({module.NOT_ENCODED: 1})
+    assert found.usable == whole.usable - 1
+
+
+def test_a_data_set_without_sizes_names_the_command(tmp_path):
+    out, _ = converted(tmp_path, [LONG, LONG])
+    with pytest.raises(SizesError, match=rf"run `megatron-vl data index --data {out} --processor "):
+        _statistics(out)
+
+
+def test_a_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
+    parts = [{"path": str(out), "weight": 3}, {"path": str(texts), "weight": 1}]
+    found = _statistics(_metadataset(tmp_path, "blend", parts))
+    first, second = (one.sizes["tokens"][one.usable] for one in found.sources)
+    # Of each draw from a source, a part is usable.
+    shares = 0.75 * len(first) / 31, 0.25 * len(second) / found.sources[1].source.size
+    mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
+    assert distribution(*found.of_samples("tokens"))["mean"] == pytest.approx(mean)
+    assert found.samples == 31 + found.sources[1].source.size
+    packed = [sample for row in module._packed(found.sources, found.data) for sample in row]
+    pictures = sum(patches > 0 for _, patches, _ in packed)
+    # Four of five records of the first source have media, and none of the second.
+    rows = found.samples * mean * sum(shares) / (found.of_rows["fill"].mean() * 512)
+    assert found.one_pass(1)["rows"] == math.ceil(rows)
+    assert pictures / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
+
+
+def test_a_subset_is_counted_alone(out, tmp_path):
+    """31 samples, of which the last 40 % are taken: from the 18th (int(31 x 0.6)) to the last."""
+    part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
+    path = _metadataset(tmp_path, "blend_epochized", [part, {"path": str(out), "repetitions": 1}])
+    first, second = _statistics(path).sources
+    assert (first.turns, second.turns) == (None, 37)
+    for name in module.QUANTITIES:
+        assert first.sizes[name].tolist() == second.sizes[name][18:].tolist()
+
+
+def test_rows_hold_each_usable_sample_once(out):
+    found = _statistics(out, max_patches=200)
+    (one,) = found.sources
+    sizes = zip(*(one.sizes[name][one.usable].tolist() for name in ("tokens", "patches")), strict=True)
+    packed = [tuple(sample[:2]) for row in module._packed(found.sources, found.data) for sample in row]
+    assert Counter(packed) == Counter(sizes)
+    rows = found.of_rows
+    assert rows["fill"].max() <= 1 and rows["patches"].max() <= 200 and rows["samples"].sum() == 30
+    tokens = one.sizes["tokens"][one.usable].sum()
+    assert rows["fill"].sum() * 512 == pytest.approx(tokens)
+
+
+@pytest.mark.slow
+def test_rows_are_packed_as_the_loader_packs_them(out):
+    """The order differs, so the means of many rows are compared: samples and patches of a row."""
+    fields = {"packing_buffer": 16, "shuffle_buffer": 31}
+    folder = tiny_checkpoint("qwen2_5_vl")
+    loader = build_loader(_data(out, **fields), read_spec(folder), folder)
+    rows = list(itertools.islice(loader, 64))
+    loader.close()
+    found = _statistics(out, **fields)
+    # The last row of a pass is not full; a loader goes on with the next pass.
+    full = {name: values[:-1].mean() for name, values in found.of_rows.items()}
+    assert full["samples"] == pytest.approx(sum(row.num_samples for row in rows) / len(rows), rel=0.1)
+    assert full["patches"] == pytest.approx(sum(row.num_patches for row in rows) / len(rows), rel=0.25)
+
+
+def test_a_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
+    assert _statistics(out, pack=False).one_pass(4) == {
+        "rows": 30,
+        "global_batch_size": 4,
+        "steps": {"1": 8, "2": 15, "3": 23},  # 30 / 4, 60 / 4 and 90 / 4, the last one begun
+    }
+    found = _statistics(out)
+    tokens = found.sources[0].sizes["tokens"][found.sources[0].usable].sum()
+    assert len(found.of_rows["fill"]) == found.one_pass(1)["rows"] == math.ceil(tokens / 512)
+
+    # Of a large data set some samples are packed: here 16 of 31.
+    monkeypatch.setattr(module, "MOST_PACKED", 16)
+    some = _statistics(out)
+    assert some.of_rows["samples"].sum() in (15, 16)
+    each = some.of_rows["fill"].mean() * 512
+    assert some.one_pass(1)["rows"] == math.ceil(tokens / each) in (4, 5)
+
+
+def test_quantiles_worked_out_by_hand():
+    values = np.array([5, 1, 2, 4, 3] * 20)
+    assert distribution(values, np.full(100, 0.01)) == {
+        "mean": 3,
+        "p5": 1,
+        "p50": 3,
+        "p95": 5,
+        "p99": 5,
+        "smallest": 1,
+        "largest": 5,
+    }
+    # Nine of ten draws give the 7.
+    weighted = distribution(np.array([7, 100, 3]), np.array([0.9, 0.04, 0.06]))
+    assert [weighted[name] for name in ("p5", "p50", "p95", "p99")] == [3, 7, 7, 100]
+    assert weighted["mean"] == pytest.approx(0.9 * 7 + 4 + 0.18)
