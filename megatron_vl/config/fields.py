@@ -220,8 +220,8 @@ class DataConfig:
     max_bad_share: float = option(0.01, least=0, most=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     sample_timeout_s: float = option(300.0, least=0)
-    """Seconds that reading a sample, and then decoding its pictures and videos, may take. A sample that takes
-    longer cannot be used. 0: wait without end."""
+    """Seconds that reading a sample, then making tokens of its text, and then decoding its pictures and
+    videos may each take. A sample that takes longer cannot be used. 0: wait without end."""
     seed: int = option(1234, least=0, most=2**32 - 1)
     """Seed of the sample order."""
 

@@ -292,7 +292,13 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing)} of the sample")
 
         grids = [grid_of(item, self.settings) for item in media]
-        token_ids, loss_mask = self.chat.encode(record["messages"], grids, record.get("tools", ()))
+        deadline = Deadline(self.data.sample_timeout_s)
+        try:
+            token_ids, loss_mask = self.chat.encode(
+                record["messages"], grids, record.get("tools", ()), deadline
+            )
+        except OutOfTimeError as error:
+            raise UnusableError("encoding takes too long", str(error)) from error
         encoded = EncodedSample.derive_from(
             sample,
             token_ids=token_ids,
