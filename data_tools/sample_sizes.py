@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from megatron_vl import durable
 from megatron_vl.config import DataConfig
 from megatron_vl.data.bad_samples import NOT_IN_TEMPLATE
-from megatron_vl.data.chat import TemplateError
+from megatron_vl.data.chat import ChatError, TemplateError
 from megatron_vl.data.description import META, SIZES, DataSet, read_description
 from megatron_vl.data.loader import RawSample, RowEncoder, grid_of, stored_video
 from megatron_vl.data.location import location
@@ -134,32 +135,37 @@ def _index(data: DataSet, name: str, encoder: RowEncoder, workers: int, progress
         return _summary(done, 0.0)
 
     start = time.monotonic()
-    with _work(done, data.uuid) as work:
+    with _work(data, name) as work:
         tasks = _tasks_of(data, encoder, work)
         _measure(tasks, f"shards of {data.path}", workers, progress)
 
-        _join(work, tasks, data.uuid)
-        durable.sync_tree(work)
-        shutil.rmtree(done, ignore_errors=True)  # of an earlier content
-        durable.rename(work, done)
+        joined = work / f"joined-{_unique()}"
+        joined.mkdir()
+        _join(joined, tasks, data.uuid)
+        durable.sync_tree(joined)
+        if not has_sizes(data, name):
+            shutil.rmtree(done, ignore_errors=True)  # of an earlier content
+        durable.rename(joined, done)
+        shutil.rmtree(work, ignore_errors=True)
     return _summary(done, time.monotonic() - start)
 
 
 def _index_part(
     data: DataSet, name: str, encoder: RowEncoder, part: Part, workers: int, progress: Progress | None
 ) -> IndexedPart:
-    done = _folder(data, name)
-    path = _data_folder(done)
+    path = _data_folder(_folder(data, name))
     if has_sizes(data, name):
         return IndexedPart(path, 0, 0, True, 0.0)
 
     start = time.monotonic()
-    with _work(done, data.uuid) as work:
+    measured = left = 0
+    with _work(data, name) as work:
         tasks = _tasks_of(data, encoder, work)
         own = tasks[part.index :: part.count]
         measured = _measure(own, f"shards of part {part} of {data.path}", workers, progress)
         left = sum(not task.part.is_file() for task in tasks)
-    return IndexedPart(path, measured, left, False, round(time.monotonic() - start, 3))
+    joined = has_sizes(data, name)
+    return IndexedPart(path, measured, 0 if joined else left, joined, round(time.monotonic() - start, 3))
 
 
 def _folder(data: DataSet, name: str) -> Path:
@@ -172,20 +178,31 @@ def _data_folder(sizes: Path) -> Path:
 
 
 @contextmanager
-def _work(done: Path, content: str) -> Iterator[Path]:
+def _work(data: DataSet, name: str) -> Iterator[Path]:
     """The folder of the shards' results; those of another content are not continued.
+
+    Several processes may work in it, on one machine or several: each writes files of its own and renames them
+    when they are whole. Whoever is first with the sizes removes the folder, and the others find them done.
 
     Raises:
         SizesWriteError: something in it cannot be written.
     """
-    work = done.with_name(f"{done.name}-{content[:8]}{durable.PARTIAL}")
+    done = _folder(data, name)
+    work = done.with_name(f"{done.name}-{data.uuid[:8]}{durable.PARTIAL}")
     try:
         work.mkdir(parents=True, exist_ok=True)
         yield work
     except OSError as error:
-        raise SizesWriteError(
-            f"{done} cannot be written ({error}); nothing is lost: fix this and start again"
-        ) from error
+        if not has_sizes(data, name):
+            raise SizesWriteError(
+                f"{done} cannot be written ({error}); nothing is lost: fix this and start again"
+            ) from error
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _unique() -> str:
+    """A part of a name that no other process takes."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def _summary(folder: Path, seconds: float) -> Indexed:
@@ -266,6 +283,8 @@ def _run(missing: int, workers: int) -> Iterator[None]:
 
 def _measure_shard(number: int) -> None:
     task = _tasks[number]
+    if task.part.is_file():  # another process was faster
+        return
     source = task.source
     if source.split not in _readers:
         _readers[source.split] = Reader(source, task.encoder.data.sample_timeout_s)
@@ -280,7 +299,7 @@ def _measure_shard(number: int) -> None:
         count += len(found)
         samples.append((tokens, count))
 
-    partial = task.part.with_suffix(durable.PARTIAL)
+    partial = task.part.with_name(f"{task.part.stem}-{_unique()}{durable.PARTIAL}")
     with partial.open("wb") as file:
         np.savez(
             file,
@@ -308,10 +327,13 @@ def _read(reader: Reader, place: int) -> RawSample | None:
 
 def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
     """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM`, and "". If it cannot
-    be used: no tokens, turns or media, and the reason.
+    be used: no tokens, turns or media, and the reason. A fault of the machine is none of the sample.
 
     Args:
         sample: None: the data set's description excludes it.
+
+    Raises:
+        SizesWriteError: files or memory fail.
     """
     none = np.zeros(0, MEDIUM)
     try:
@@ -323,7 +345,13 @@ def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, ND
         token_ids, _ = encoder.chat.encode(record["messages"], grids, record.get("tools", ()))
     except TemplateError:
         return 0, 0, none, NOT_IN_TEMPLATE
-    except Exception:  # a sample from outside may cause any error; a run counts and lists it
+    except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
+        cause = error.__cause__ if isinstance(error, ChatError) else error
+        if isinstance(cause, OSError | MemoryError):
+            raise SizesWriteError(
+                f"sample {sample.__key__ if sample else ''}: {type(cause).__name__}: {cause}. Start"
+                " `megatron-vl data index` again when the machine has the files and the memory: it continues"
+            ) from error
         return 0, 0, none, "cannot be encoded"
     turns = sum(message["role"] == "assistant" for message in record["messages"])
     return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), turns, media, ""
@@ -337,15 +365,16 @@ def _medium(item: dict[str, Any]) -> Medium:
     return height, width, video.frames, video.fps, int(video.sampling == "whole")
 
 
-def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
-    """Joins the files of the shards, and removes them."""
+def _join(joined: Path, tasks: Sequence[_Task], content: str) -> None:
+    """Joins the files of the shards."""
     counts = []
     shards = {}
     for task in tasks:
         with np.load(task.part) as held:
             if len(held["samples"]) != task.samples:
                 raise SizesWriteError(
-                    f"{task.part} does not hold {task.samples} samples of {task.name}; delete {work}"
+                    f"{task.part} does not hold {task.samples} samples of {task.name}; delete"
+                    f" {task.part.parent}"
                 )
             counts.append(len(held["media"]))
             reasons = Counter(held["unusable"].tolist())
@@ -353,9 +382,9 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
             shards[task.name] = {"samples": task.samples, "turns": turns, "unusable": reasons}
 
     all_samples = np.lib.format.open_memmap(
-        work / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(task.samples for task in tasks),)
+        joined / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(task.samples for task in tasks),)
     )
-    all_media = np.lib.format.open_memmap(work / "media.npy", mode="w+", dtype=MEDIUM, shape=(sum(counts),))
+    all_media = np.lib.format.open_memmap(joined / "media.npy", mode="w+", dtype=MEDIUM, shape=(sum(counts),))
     at = before = 0
     for task, media in zip(tasks, counts, strict=True):
         with np.load(task.part) as held:
@@ -366,6 +395,4 @@ def _join(work: Path, tasks: Sequence[_Task], content: str) -> None:
         at, before = at + len(samples), before + media
     all_samples.flush()
     all_media.flush()
-    durable.write(work / SHARDS, json.dumps({"content": content, "shards": shards}).encode())
-    for task in tasks:
-        task.part.unlink()
+    durable.write(joined / SHARDS, json.dumps({"content": content, "shards": shards}).encode())

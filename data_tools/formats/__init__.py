@@ -30,7 +30,7 @@ from .canonical import (
 )
 from .content import EMPTY
 from .kind import Format
-from .tools import read_tools
+from .tools import leave_out_fillers, read_tools
 from .weights import apply_record_weight
 
 __all__ = ["FORMATS", "Conversation", "RecordError", "format_of", "read_conversation", "read_prompt"]
@@ -99,13 +99,15 @@ def read_conversation(record: Any, format: str = "", *, prompt: bool = False) ->
     apply_record_weight(record, messages)
     if not prompt:
         check_weights(messages, chosen.place)
+    tools = read_tools(record)
+    leave_out_fillers(messages, tools)
     return Conversation(
         messages,
         reader.media,
         reader.fields,
         identity(record.get("id")),
         reader.ignored,
-        read_tools(record),
+        tools,
         chosen.name,
     )
 

@@ -115,6 +115,32 @@ def read_call(call: Any, where: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
+def leave_out_fillers(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+    """Takes null arguments out of calls that another one of the record's functions has, and this one not.
+
+    Tables fill them in where calls of several functions share a column, and whoever writes such a table as
+    JSON keeps them. A template would write them into the call.
+    """
+    names = {tool["function"]["name"]: _parameters(tool["function"]) for tool in tools}
+    of_any = set().union(*names.values())
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if (own := names.get(function["name"])) is not None:
+                function["arguments"] = {
+                    name: value
+                    for name, value in function["arguments"].items()
+                    if value is not None or name not in of_any - own
+                }
+
+
+def _parameters(function: dict[str, Any]) -> set[str]:
+    """The names of a function's parameters, as far as it describes them."""
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return set(properties) if isinstance(properties, dict) else set()
+
+
 def read_calls(turn: dict[str, Any], prefix: str) -> list[dict[str, Any]]:
     """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
     calls = turn.get("tool_calls")

@@ -13,20 +13,23 @@ In a family that writes timestamps into the text (Qwen3-VL), each frame group of
   5.10, and vLLM does the same with 5.10 or later (its issue 46817).
 
 The loss mask covers the content of each assistant turn and the token that ends the turn, but neither its
-header nor the newline after it. Released templates have no ``{% generation %}`` marks, so a turn is the
-difference of the texts rendered with and without it. A token that begins in the header is not learnt, because
-the model never has to predict it (this happens if the content starts with a newline, which merges with the
-header). Placeholders of media inside an assistant turn, and the text of a video there, are not learnt because
-the assistant did not write them. A turn with the weight 0 is not learnt; the weights of others multiply the
-losses of their tokens. :mod:`.thinking` says what is learnt where the template writes thinking.
+header nor the newline after it. Released templates have no ``{% generation %}`` marks, so an answer is what
+changes when another one stands there (:meth:`ChatEncoder.assistant_spans`). A token that begins in the header
+is not learnt, because the model never has to predict it (this happens if the content starts with a newline,
+which merges with the header). Placeholders of media inside an assistant turn, and the text of a video there,
+are not learnt because the assistant did not write them. A turn with the weight 0 is not learnt; the weights
+of others multiply the losses of their tokens. :mod:`.thinking` says what is learnt where the template writes
+thinking.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
-from megatron_vl.data.thinking import ThinkingRule, learnt_spans, switches_thinking, writes_thinking
+from megatron_vl.data.deadline import UNLIMITED, Deadline
+from megatron_vl.data.thinking import EMPTY, ThinkingRule, switches_thinking, writes_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
@@ -52,6 +56,11 @@ PROBE_TURNS: list[dict[str, Any]] = [
     {"role": "assistant", "content": "It rains."},
 ]
 """A conversation that shows whether a template writes calls."""
+
+NOT_FOUND = (
+    "the assistant's turns cannot be found in what the chat template writes: it does not write the"
+    " conversation turn by turn"
+)
 
 
 class ChatError(UserError, ValueError):
@@ -140,48 +149,90 @@ class ChatEncoder:
             ) from error
 
     def assistant_spans(
-        self, messages: Sequence[dict[str, Any]], text: str, tools: Sequence[dict[str, Any]] = ()
+        self,
+        messages: Sequence[dict[str, Any]],
+        text: str,
+        tools: Sequence[dict[str, Any]] = (),
+        deadline: Deadline = UNLIMITED,
     ) -> list[tuple[int, int]]:
         """Start and end in ``text`` (the rendered conversation) of the part of each assistant turn to learn.
 
         Raises:
-            ChatError: the template renders a turn differently depending on what follows it.
+            ChatError: the template renders other turns differently when an answer changes.
+            OutOfTimeError: the deadline has passed.
         """
-        if self.writes_thinking:
-            found = learnt_spans(lambda m: self.render(m, tools=tools), messages, text, self.thinking)
-            if found is None:
-                raise ChatError("the assistant's turns cannot be found in what the chat template writes")
+        spans = []
+        for start, end, turn_end in self._answers(messages, text, tools, deadline):
+            first = self.thinking.first_learnt(text[start:end]) if self.writes_thinking else 0
+            spans.append(
+                (end, end) if first is None else (start + first, start + len(text[start:turn_end].rstrip()))
+            )
+        return spans
+
+    def _answers(
+        self,
+        messages: Sequence[dict[str, Any]],
+        text: str,
+        tools: Sequence[dict[str, Any]],
+        deadline: Deadline,
+    ) -> list[tuple[int, int, int]]:
+        """Start and end in ``text`` of each answer, without its header, and the end of its turn.
+
+        The number of renderings does not grow with the turns. With a mark in the place of all answers, what
+        stands between two marks is known. With a mark in the place of every second answer, each of the others
+        lies between two marks, so that its length is known, whatever it holds.
+        """
+        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not answers:
+            return []
+        mark = _absent_from(text)
+        closing: list[dict[str, Any]] = []
+        if answers[-1] + 1 < len(messages):  # what ends a turn is seen after the last one
+            closing = [_with_content(messages[answers[-1]], mark)]
+
+        def around_marks(marked: Sequence[int]) -> list[str]:
+            if not (marked or closing):
+                return [text]
+            deadline.check()
+            other = list(messages)
+            for i in marked:
+                other[i] = _with_content(messages[i], mark)
+            found = self.render([*other, *closing], tools=tools).split(mark)
+            if len(found) != len(marked) + len(closing) + 1:
+                raise ChatError(NOT_FOUND)
             return found
 
-        spans = []
-        for i, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            before = self.render(messages[:i], tools=tools) if i else ""
-            whole = i + 1 == len(messages)
-            after = text if whole else self.render(messages[: i + 1], tools=tools)
-            header = self.render(messages[: i + 1], generation_prompt=True, tools=tools)[len(after) :]
-            start = after.find(header, len(before))
-            if (
-                not text.startswith(after)
-                or not after.startswith(before)
-                or not header
-                or start < 0
-                or (i and start > len(before))
+        between = around_marks(answers)
+        alternating = [around_marks(answers[1 - kept :: 2]) for kept in range(min(2, len(answers)))]
+        ending = between[-1]
+        places = []
+        at = 0
+        for k in range(len(answers)):
+            before, after = between[k].removesuffix(EMPTY), between[k + 1]
+            piece = alternating[k % 2][(k + 1) // 2]
+            start, end = at + len(before), at + len(piece) - len(after)
+            if not (
+                start <= end
+                and piece.startswith(before)
+                and piece.endswith(after)
+                and after.startswith(ending)
+                and text.startswith(piece[: end - at], at)
             ):
-                raise ChatError(
-                    f"turn {i + 1}: the chat template does not write the conversation turn by turn"
-                )
+                raise ChatError(NOT_FOUND)
+            places.append((start, end, end + len(ending)))
+            at = end
 
-            spans.append((start + len(header), len(after.rstrip())))
-
-        return spans
+        rest = between[len(answers)]
+        if not (rest.startswith(text[at:]) and text.startswith(rest if not closing else ending, at)):
+            raise ChatError(NOT_FOUND)
+        return places
 
     def encode(
         self,
         messages: Sequence[dict[str, Any]],
         grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
+        deadline: Deadline = UNLIMITED,
     ) -> tuple[Tensor, Tensor]:
         """Token ids int64 [n] with expanded placeholders, and loss mask [n] (not shifted): bool, or float32
         with the weights of the turns if a turn has ``loss_weight``.
@@ -191,32 +242,33 @@ class ChatEncoder:
                 also ``reasoning_content``, ``tool_calls`` and ``loss_weight`` in the assistant's.
             grids: the media in the order of the text.
             tools: the functions that the assistant may call.
+            deadline: looked at between the steps.
 
         Raises:
             ChatError: the placeholders in the text do not match the media, or the template does not write
                 tools, calls or reasoning that the conversation has.
+            OutOfTimeError: the deadline has passed.
         """
         weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
         messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
         self._check_features(messages, tools)
         text = self.render(messages, tools=tools)
         self._check_placeholders(text, grids)
-        spans = self.assistant_spans(messages, text, tools)
+        spans = self.assistant_spans(messages, text, tools, deadline)
         text, spans, inserted = self._write_times(text, spans, grids)
 
+        deadline.check()
         encoded = self._fast.encode(text)
         # NumPy, because an operation on so few numbers costs three times as much in torch.
         ids = np.array(encoded.ids, dtype=np.int64)
         starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
         is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
 
-        learnt = np.zeros(len(ids), dtype=bool)
-        for start, end in spans:
-            learnt |= (starts >= start) & (ends <= end) & (ends > starts)
-        for start, end in inserted:
-            learnt &= (ends <= start) | (starts >= end)
-        learnt &= ~is_media
-        loss_mask = learnt if set(weights) <= {1.0} else _weighted(learnt, starts, ends, spans, weights)
+        turns = _span_of(starts, ends, spans)
+        learnt = (turns >= 0) & (ends > starts) & ~is_media & ~_overlapping(starts, ends, inserted)
+        loss_mask = learnt
+        if not set(weights) <= {1.0}:
+            loss_mask = np.where(learnt, np.array(weights, np.float32)[turns], np.float32(0))
 
         repeats = self._repeats(is_media, grids)
         return torch.from_numpy(ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
@@ -303,8 +355,11 @@ class ChatEncoder:
             done = match.end()
             length = start + len(written)
 
+        ends = [end for end, _ in moves]
+        shifts = list(accumulate((by for _, by in moves), initial=0))
+
         def moved(at: int) -> int:
-            return at + sum(by for end, by in moves if end <= at)
+            return at + shifts[bisect_right(ends, at)]
 
         new_spans = [(moved(start), moved(end)) for start, end in spans]
         return "".join([*parts, text[done:]]), new_spans, inserted
@@ -349,23 +404,35 @@ class ChatEncoder:
             )
 
 
-def _weighted(
-    learnt: np.ndarray,
-    starts: np.ndarray,
-    ends: np.ndarray,
-    spans: Sequence[tuple[int, int]],
-    weights: Sequence[float],
-) -> np.ndarray:
-    """The loss mask float32 [n] of turns with weights.
+def _span_of(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """The number of the span that holds each token, int64 [n]; -1: none.
 
     Args:
-        learnt: bool [n]. starts, ends: [n], characters of each token. spans: characters of each assistant
-            turn.
+        starts, ends: [n], characters of each token. spans: characters, in order, none within another.
     """
-    mask = np.zeros(len(learnt), dtype=np.float32)
-    for (start, end), weight in zip(spans, weights, strict=True):
-        mask[(starts >= start) & (ends <= end)] = weight
-    return mask * learnt
+    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    found = np.searchsorted(first, starts, side="right") - 1
+    inside = (found >= 0) & (ends <= np.append(last, -1)[found])
+    return np.where(inside, found, -1)
+
+
+def _overlapping(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Whether each token has characters of a span, bool [n]. The arguments are those of :func:`_span_of`."""
+    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    found = np.searchsorted(first, ends, side="left") - 1
+    return (found >= 0) & (np.append(last, -1)[found] > starts)
+
+
+def _with_content(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """An answer that is nothing but ``mark``, in the shape that the template is given: text or parts."""
+    parts = not isinstance(message.get("content"), str | None)
+    return {"role": "assistant", "content": [{"type": "text", "text": mark}] if parts else mark}
+
+
+def _absent_from(text: str) -> str:
+    """A word that does not occur in ``text``, nor in part where two texts meet."""
+    longest = max((len(found) for found in re.findall("answer(x*)", text)), default=-1)
+    return "answer" + "x" * (longest + 1)
 
 
 def _listed(kinds: list[str]) -> str:

@@ -292,7 +292,13 @@ class RowEncoder(DefaultTaskEncoder):
             raise UnusableError("medium missing", f"the shard has no {', '.join(missing)} of the sample")
 
         grids = [grid_of(item, self.settings) for item in media]
-        token_ids, loss_mask = self.chat.encode(record["messages"], grids, record.get("tools", ()))
+        deadline = Deadline(self.data.sample_timeout_s)
+        try:
+            token_ids, loss_mask = self.chat.encode(
+                record["messages"], grids, record.get("tools", ()), deadline
+            )
+        except OutOfTimeError as error:
+            raise UnusableError("encoding takes too long", str(error)) from error
         encoded = EncodedSample.derive_from(
             sample,
             token_ids=token_ids,
@@ -540,9 +546,6 @@ def build_loader(
     facts = facts or read_description(location(data.path)).facts(split)
     wanted = data.streams if split == "train" else 0
     deal = first_deal(wanted, dp_size, max(data.num_workers, 1), rows_per_step or dp_size)
-    if not resumes and not planned:
-        _check_samples(data, split, facts.samples, deal)
-
     # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     encoder = RowEncoder(data, spec, hf_dir)
@@ -554,6 +557,8 @@ def build_loader(
     if split == "train" and len(blend) > 1:
         encoder.source_names = tuple(source.name for source in blend)
     sources = _sources(data, split, blend)
+    if not resumes and not planned:
+        _check_samples(data, split, sources, deal)
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
@@ -582,17 +587,20 @@ def build_loader(
     return loader
 
 
-def _check_samples(data: DataConfig, split: str, samples: int | None, deal: Deal) -> None:
+def _check_samples(data: DataConfig, split: str, sources: Sources, deal: Deal) -> None:
     streams, ranks = deal.order.streams, deal.ranks
-    if samples is None or samples >= streams:
+    empty = sources.empty_streams(streams)
+    if not empty:
         return
+    few = f"{data.path}: {sources.samples} samples in {split}"
+    if sources.samples >= streams:
+        few += f" leave {empty} of {streams} streams empty, since some have the weight 0"
     if data.streams and split == "train":
         raise LoaderError(
-            f"{data.path}: {samples} samples in {split}, but data.streams {streams} need at least one each;"
-            " lower data.streams, or add samples"
+            f"{few}, but data.streams {streams} need at least one each; lower data.streams, or add samples"
         )
     raise LoaderError(
-        f"{data.path}: {samples} samples in {split}, but {ranks} data-parallel ranks x {streams // ranks}"
+        f"{few}, but {ranks} data-parallel ranks x {streams // ranks}"
         f" workers need at least {streams}; lower data.num_workers or the number of ranks, or"
         " add samples"
     )

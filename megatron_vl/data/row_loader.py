@@ -197,6 +197,12 @@ class RowLoader:
         # Streams divide a source as they did when it began, wherever it is in the blend now.
         self._begun |= state["starts"]
         self._sources.starts = [self._begun[key] for key in self._keys]
+        if empty := self._sources.empty_streams(order.streams):
+            raise StateError(
+                f"the data are divided among {order.streams} streams since the run began, {empty} of which"
+                f" would have none of {self._sources.samples} samples: let the blend draw from more sources,"
+                f" or add samples, {RESTART}"
+            )
         self.share_lists()
 
     def _check(self, state: dict[str, Any]) -> None:

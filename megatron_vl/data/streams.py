@@ -158,6 +158,22 @@ class Sources:
         """For each source, how many samples came before it in the blend in which it began. This decides how
         streams divide its samples."""
 
+    @property
+    def samples(self) -> int:
+        """Number of samples of the sources that are drawn."""
+        return sum(self.blend[i].samples for i in self.drawn)
+
+    def empty_streams(self, streams: int) -> int:
+        """How many of ``streams`` streams would have no sample of any source.
+
+        Of each source, streams get equally many samples and, from its rotation on, one more while they last.
+        """
+        filled: set[int] = set()
+        for i in self.drawn:
+            count = min(self.blend[i].samples, streams)
+            filled.update((self.starts[i] + sample) % streams for sample in range(count))
+        return streams - len(filled)
+
     def reconnect(self) -> None:
         """Gives a forked process connections of its own to object stores."""
         reconnect(self.datasets)

@@ -20,9 +20,7 @@ block. The text is always the template's own; only the loss mask depends on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_vl.config import DataConfig, LearntOrMasked
 
@@ -96,44 +94,3 @@ def split_thinking(generated: str, opened: bool) -> Said:
     if not closing:
         return Said("", thinking, closed=False)
     return Said(answer.strip(), thinking or None)
-
-
-def learnt_spans(
-    render: Callable[[Sequence[dict[str, Any]]], str],
-    messages: Sequence[dict[str, Any]],
-    text: str,
-    rule: ThinkingRule,
-) -> list[tuple[int, int]] | None:
-    """Start and end in ``text`` of what each assistant turn teaches; None if its turns cannot be found.
-
-    A turn's place is what changes when another answer stands there. The template may write a turn otherwise
-    if fewer turns follow, so that it cannot be rendered alone.
-
-    Args:
-        render: the text of a conversation.
-        text: that of ``messages``.
-    """
-    mark = _absent_from(text)
-    spans = []
-    for i, message in enumerate(messages):
-        if message.get("role") != "assistant":
-            continue
-        other = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
-        before, found, after = render(other).partition(mark)
-        before = before.removesuffix(EMPTY)
-        ending = after.split("\n")[0]  # the token that ends the turn
-        start, end = len(before), len(text) - len(after)
-        if not (found and ending and start <= end and text.startswith(before) and text.endswith(after)):
-            return None
-        first = rule.first_learnt(text[start:end])
-        spans.append((end, end) if first is None else (start + first, end + len(ending)))
-
-    return spans
-
-
-def _absent_from(text: str) -> str:
-    """A word that does not occur in ``text``."""
-    word = "answer"
-    while word in text:
-        word += "x"
-    return word

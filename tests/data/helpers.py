@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from megatron_vl.data.assemble import MediaItem, Sample
+from megatron_vl.data.chat import ChatEncoder
+from megatron_vl.data.thinking import EMPTY
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
@@ -136,3 +138,53 @@ def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: Model
         here = max(map(max, medium)) + 1
 
     return found
+
+
+def spans_one_by_one(
+    ours: ChatEncoder, messages: list[dict], tools: list[dict] | tuple[()] = ()
+) -> list[tuple[int, int]]:
+    """What each assistant turn teaches, from texts rendered for this turn alone.
+
+    With thinking, a turn's place is what changes when another answer stands there; without, it is the
+    difference of the texts rendered with and without the turn.
+    """
+    text = ours.render(messages, tools=tools)
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+
+        if not ours.writes_thinking:
+            before = ours.render(messages[:i], tools=tools) if i else ""
+            after = ours.render(messages[: i + 1], tools=tools)
+            header = ours.render(messages[: i + 1], generation_prompt=True, tools=tools)[len(after) :]
+            start = after.find(header, len(before))
+            assert text.startswith(after) and after.startswith(before) and header and start >= 0
+            spans.append((start + len(header), len(after.rstrip())))
+            continue
+
+        other = [*messages[:i], {"role": "assistant", "content": "\ue000"}, *messages[i + 1 :]]
+        before, mark, after = ours.render(other, tools=tools).partition("\ue000")
+        before, ending = before.removesuffix(EMPTY), after.split("\n")[0]
+        start, end = len(before), len(text) - len(after)
+        assert mark and ending and start <= end and text.startswith(before) and text.endswith(after)
+        first = ours.thinking.first_learnt(text[start:end])
+        spans.append((end, end) if first is None else (start + first, end + len(ending)))
+
+    return spans
+
+
+def mask_one_by_one(
+    ours: ChatEncoder, messages: list[dict], tools: list[dict] | tuple[()] = ()
+) -> tuple[list[int], list[float]]:
+    """Token ids and loss weights of a conversation without media that are expanded, token by token."""
+    weights = [m.get("loss_weight", 1.0) for m in messages if m["role"] == "assistant"]
+    plain = [{k: v for k, v in m.items() if k != "loss_weight"} for m in messages]
+    spans = spans_one_by_one(ours, plain, tools)
+    encoded = ours.tokenizer(ours.render(plain, tools=tools), return_offsets_mapping=True)
+    media = {ours.spec.image_token_id, ours.spec.video_token_id}
+    mask = []
+    for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        inside = [w for (a, b), w in zip(spans, weights, strict=True) if a <= start < end <= b]
+        mask.append(inside[0] if inside and token not in media else 0.0)
+    return encoded["input_ids"], mask

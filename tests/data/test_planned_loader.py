@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import shutil
 from collections import Counter
 from contextlib import closing
@@ -340,6 +341,47 @@ def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkey
         index(data, spec, hf())
     assert len(done) == len(set(done)) == 9, "each shard is measured once"
     assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+
+
+def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
+    """Each of them ends well, and the files are those of one."""
+    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
+    spec, context = read_spec(hf()), multiprocessing.get_context("fork")
+    for number in range(4):
+        folder = tmp_path / f"set{number}"
+        shutil.copytree(dataset, folder)
+        shutil.rmtree(folder / META / SIZES)
+        barrier = context.Barrier(3)
+
+        def begin(folder=folder, barrier=barrier) -> None:
+            barrier.wait(60)
+            index(data_config(folder), spec, hf())
+
+        processes = [context.Process(target=begin) for _ in range(3)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120)
+        assert [process.exitcode for process in processes] == [0, 0, 0]
+        (sizes,) = (folder / META / SIZES).iterdir()
+        assert {path.name: path.read_bytes() for path in sizes.iterdir()} == wanted
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
+def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset, monkeypatch, fault):
+    from data_tools.sample_sizes import SizesWriteError, measure
+
+    loader = run(dataset, 1).loaders[0]
+    encoder, sample = loader._encoder, cook(loader._planning.sources[0].reader(0.0)[0])
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise fault
+
+    for owner, name in ((encoder.chat, "encode"), (encoder.chat.tokenizer, "apply_chat_template")):
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fails)
+            with pytest.raises(SizesWriteError, match=f"sample {sample.__key__}: {type(fault).__name__}"):
+                measure(encoder, sample)
 
 
 def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):

@@ -91,3 +91,13 @@ def test_a_decode_that_takes_too_long_hides_the_sample(pristine):
     assert encoder.dropped == {"decoding takes too long": 1}
     assert not ready.loss_mask.any() and (ready.media[0].planes == 128).all()
     assert len(ready.token_ids) == len(encoded.token_ids)
+
+
+def test_a_text_that_takes_too_long_is_not_used(pristine):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    encoder = open_encoder(_config(pristine, sample_timeout_s=1e-9), read_spec(folder), folder)
+    (source,) = sources(pristine, "train")
+    reader = Reader(source)
+    encoded = encoder.preencode_sample(reader.read(3, whole=True))
+    reader.close()
+    assert encoded.refused[0] == "encoding takes too long" and "sample_timeout_s" in encoded.refused[1]

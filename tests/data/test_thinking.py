@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import random
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from transformers import AutoTokenizer
 from megatron_vl.data import chat
 from megatron_vl.data.chat import ChatEncoder, ChatError, stop_tokens
 from megatron_vl.data.thinking import Said, ThinkingRule, opens_thinking, split_thinking
-from tests.data.helpers import spec_of
+from megatron_vl.spec.positions import GridTHW
+from tests.data.helpers import mask_one_by_one, spec_of
 from tests.data.test_chat import released_tokenizer_folder
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "hf_configs"
@@ -317,6 +319,98 @@ def test_a_template_that_hides_a_turn_is_refused(folders) -> None:
     )
     with pytest.raises(ChatError, match="cannot be found"):
         ours.encode([QUESTION, PLAIN, NEXT, PLAIN], [])
+
+
+# --- Turns found together equal turns found one by one ------------------------------------------------------
+
+WORDS = [
+    *("Yes.", "answer", "answerx", " spaces ", "", "\n\nnew lines\n", "Café ☕ 漢字", "assistant\n"),
+    *("<think>\nHm.\n</think>\n\nNo.", "<think>\n\n</think>\n\nNo.", "<think>open", "</think>", "a</think>b"),
+    *(
+        "<|im_end|>",
+        "<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_start|>assistant\n",
+    ),
+]
+TOOL = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}
+IMAGE = {"type": "image"}
+
+
+def random_conversation(draw: random.Random, features: bool) -> list[dict]:
+    """Up to about eight turns with pictures and weights; with ``features`` also with thinking and calls."""
+
+    def content() -> str | list[dict]:
+        words = [draw.choice(WORDS) for _ in range(draw.choice([1, 1, 2]))]
+        parts = [
+            draw.choice([IMAGE, {"type": "text", "text": w}]) if draw.random() < 0.3 else w for w in words
+        ]
+        if draw.random() < 0.6:
+            return "".join(p for p in parts if isinstance(p, str))
+        return [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+
+    messages: list[dict] = [{"role": "system", "content": "Be brief."}] if draw.random() < 0.3 else []
+    for _ in range(draw.randint(1, 4)):
+        if draw.random() < 0.9 or features:
+            messages.append({"role": "user", "content": content()})
+        for _ in range(draw.choice([1, 1, 1, 2])):
+            answer: dict = {"role": "assistant", "content": content()}
+            if draw.random() < 0.3:
+                answer["loss_weight"] = draw.choice([0.0, 0.5, 2.0])
+            if features and draw.random() < 0.3:
+                answer["reasoning_content"] = draw.choice(WORDS)
+            if features and draw.random() < 0.3:
+                calls = [CALL["tool_calls"][0]] * draw.randint(1, 2)
+                messages += [answer | {"tool_calls": calls}, *([RESULT] * len(calls))]
+                continue
+            messages.append(answer)
+    if draw.random() < 0.2:
+        messages.append({"role": "user", "content": content()})
+    return messages
+
+
+@pytest.mark.parametrize("rule", [{}, {"empty_think": "learnt", "earlier_answers": "masked"}])
+@pytest.mark.parametrize("model", [LARGE, SMALL, LATER, "Qwen2-VL"])
+def test_turns_found_together_equal_turns_found_one_by_one(folders, model, rule) -> None:
+    ours = encoder(folders.get(model) or marked_folder(), **rule)
+    draw = random.Random(f"{model}{rule}")
+    compared = 0
+    for _ in range(150):
+        messages = random_conversation(draw, features=model in folders)
+        tools = [TOOL] if model in folders and draw.random() < 0.5 else []
+        try:
+            expected = mask_one_by_one(ours, messages, tools)
+        except ChatError:  # the template has no question in it
+            continue
+        plain = [{k: v for k, v in m.items() if k != "loss_weight"} for m in messages]
+        pictures = ours.render(plain, tools=tools).count(
+            ours.image_token
+        )  # thinking may hold some, and is dropped
+        ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * pictures, tools)
+        assert (ids.tolist(), mask.float().tolist()) == expected, messages
+        compared += 1
+    assert compared > 100
+
+
+@pytest.mark.parametrize("model", [LARGE, "Qwen2-VL"])
+def test_the_number_of_renderings_does_not_grow_with_the_turns(folders, model, monkeypatch) -> None:
+    ours = encoder(folders.get(model) or marked_folder())
+    ours.encode([QUESTION, CALL, RESULT, PLAIN] if model in folders else [QUESTION, PLAIN], [])
+    rendered = []
+    render = ours.render
+    monkeypatch.setattr(ours, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    counts = []
+    for pairs in (2, 40):
+        rendered.clear()
+        ours.encode([QUESTION, PLAIN] * pairs, [])
+        counts.append(len(rendered))
+    assert counts[0] == counts[1] <= 4
+
+
+def test_a_text_full_of_the_mark_takes_few_looks(folders) -> None:
+    """The word that stands for an answer must not occur in the text, whatever the text holds."""
+    ours = encoder(folders[LARGE])
+    ids, mask = ours.encode([{"role": "user", "content": "answer" + "x" * 200_000}, PLAIN], [])
+    assert ours.tokenizer.decode(ids[mask]) == "Yes.<|im_end|>"
 
 
 def test_the_defaults_are_those_of_a_run() -> None:
