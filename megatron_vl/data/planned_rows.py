@@ -59,13 +59,26 @@ class Place:
 class Batch:
     """The rows of one step."""
 
-    rows: list[list[Place]]
+    samples: Integers
+    """int64 [4, n], the fields of a :class:`Place`."""
+    row_of: Integers
+    """int64 [n], the row of each."""
+    count: int
+    """Number of rows."""
 
-    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> list[list[list[Place]]]:
-        """The rows of each rank."""
-        sizes = [[(place.tokens, place.patches) for place in row] for row in self.rows]
-        dealt = deal(sizes, ranks, seq_len, max_patches)
-        return [[[self.rows[row][place] for row, place in part] for part in own] for own in dealt]
+    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> Batch:
+        """The same samples in rows of which each rank takes the next ``count // ranks``."""
+        row_of = deal(self.row_of, self.samples[2:], self.count, ranks, seq_len, max_patches)
+        return Batch(self.samples, row_of, self.count)
+
+    def rows(self, rank: int = 0, ranks: int = 1) -> list[list[Place]]:
+        """The rows of a rank."""
+        share = self.count // ranks
+        found: list[list[Place]] = [[] for _ in range(share)]
+        taken = np.flatnonzero(self.row_of // share == rank)
+        for row, sample in zip(self.row_of[taken] % share, self.samples[:, taken].T.tolist(), strict=True):
+            found[row].append(Place(*sample))
+        return found
 
 
 class SizedSource:
@@ -149,19 +162,16 @@ class BatchPlanner:
             LoaderError: no sample can be used.
         """
         unusable = self._draw()
-        _, _, _, tokens, patches = self._waiting
-        chosen = [[row] for row in range(self.rows)]
+        waiting = self._waiting
         if self.pack:
-            chosen = plan_rows(tokens, patches, self.rows, self.seq_len, self.max_patches)
-        waiting, refused = _places(self._waiting), _places(unusable)
-        rows = [[waiting[sample] for sample in row] for row in chosen]
-        for number, place in enumerate(refused):
-            rows[number % self.rows].append(place)
-
-        left = np.ones(self._waiting.shape[1], bool)
-        left[[sample for row in chosen for sample in row]] = False
-        self._waiting = self._waiting[:, left]
-        return Batch(rows)
+            row_of = plan_rows(waiting[3], waiting[4], self.rows, self.seq_len, self.max_patches)
+        else:
+            row_of = np.where(np.arange(waiting.shape[1]) < self.rows, np.arange(waiting.shape[1]), -1)
+        taken = row_of >= 0
+        self._waiting = waiting[:, ~taken]
+        samples = np.concatenate([waiting[:, taken], unusable], axis=1)[[0, 2, 3, 4]]
+        refused = np.arange(unusable.shape[1]) % self.rows
+        return Batch(samples, np.concatenate([row_of[taken], refused]), self.rows)
 
     def _draw(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
@@ -246,11 +256,6 @@ class BatchPlanner:
         """Number of a data set in the blend; -1 if nothing is drawn from it."""
         place = self.order.keys.index(key) if key in self.order.keys else -1
         return place if place >= 0 and self.order.weights[place] > 0 else -1
-
-
-def _places(samples: Integers) -> list[Place]:
-    """Of samples as the planner holds them."""
-    return [Place(*each) for each in samples[[0, 2, 3, 4]].T.tolist()]
 
 
 class _Search:
