@@ -31,6 +31,8 @@ REPLACED = 3
 """Number of a row's chosen samples that a round may replace."""
 PATCH = 16
 """Patches away from the mean that weigh as much as a token of padding."""
+ENOUGH = 2048
+"""A row is not filled further for less than this fraction of it."""
 ALIKE = 4
 """Tokens of padding that do not matter, so that rows with the same need look at different samples."""
 
@@ -118,9 +120,10 @@ class _Plan:
         """Fills the rest of the rows from all samples that wait.
 
         In each round, every row adds a sample, or exchanges one that it added before. If several rows choose
-        the same sample, it goes to the one that it suits best. A row stops once nothing improves it.
+        the same sample, it goes to the one that it suits best. A row stops once nothing improves it much.
         """
         going = np.arange(self.used.shape[1])
+        least = PATCH * self.seq_len // ENOUGH
         # The first column stands for no sample.
         added = np.full((len(going), 1 + REPLACED), -1, np.int64)
         placed = 1 + np.flatnonzero(self.row_of[1:] >= 0)
@@ -131,7 +134,7 @@ class _Plan:
             if not len(free) or not len(going):
                 return
             gain, sample, column = self._best(going, free, added[going], turn)
-            going, gain, sample, column = (each[gain > 0] for each in (going, gain, sample, column))
+            going, gain, sample, column = (each[gain > least] for each in (going, gain, sample, column))
 
             best_last = np.argsort(gain, kind="stable")
             owner = np.full(len(self.tokens), -1, np.int64)
