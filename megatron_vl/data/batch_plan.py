@@ -33,8 +33,8 @@ PATCH = 16
 """Patches away from the mean that weigh as much as a token of padding."""
 ENOUGH = 2048
 """A row is not filled further for less than this fraction of it."""
-ALIKE = 4
-"""Tokens of padding that do not matter, so that rows with the same need look at different samples."""
+ALIKE = 2048
+"""Samples that differ in less than this fraction of a row are of about the same size."""
 
 
 def plan_rows(tokens: Integers, patches: Integers, rows: int, seq_len: int, max_patches: int = 0) -> Integers:
@@ -168,8 +168,10 @@ class _Plan:
 
         sizes = self.tokens[free]
         end = np.searchsorted(sizes, left, side="right")
-        alike = end - np.searchsorted(sizes, left - ALIKE - (left >> (1 + turn)), side="right") - CHOICES
-        end -= rows[:, None] * 7919 % np.maximum(alike, 1)
+        # Rows with the same need look at different samples: in early rounds, at smaller ones too.
+        near = sizes[np.maximum(end - 1, 0)] - self.seq_len // ALIKE - (left >> (1 + turn))
+        alike = end - np.searchsorted(sizes, near) - CHOICES
+        end -= (rows[:, None] * 7919) % np.maximum(alike, 1)
         choices = end[:, :, None] - 1 - np.arange(CHOICES)
         sample = free[np.maximum(choices, 0)]
         patches = self.patches[sample]
@@ -273,7 +275,7 @@ def _even_out(
         left = np.array([[seq_len], [budget]]) - used
         here = left[:, row_of[leave]]
         end = np.searchsorted(ascending, tokens[leave] + here[0], side="right")
-        alike = end - np.searchsorted(ascending, tokens[leave] - ALIKE, side="left") - PARTNERS
+        alike = end - np.searchsorted(ascending, tokens[leave] - seq_len // ALIKE) - PARTNERS
         end -= (7919 * (leave + turn)) % np.maximum(alike, 1)
         choices = end[:, :, None] - 1 - np.arange(PARTNERS)
         come = by_tokens[np.maximum(choices, 0)]
