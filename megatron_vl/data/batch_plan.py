@@ -126,8 +126,10 @@ class _Plan:
         least = PATCH * self.seq_len // ENOUGH
         # The first column stands for no sample.
         added = np.full((len(going), 1 + REPLACED), -1, np.int64)
-        placed = 1 + np.flatnonzero(self.row_of[1:] >= 0)
-        added[self.row_of[placed], 1] = placed
+        # The youngest sample of a row may leave too, unless it has waited long.
+        placed = np.flatnonzero(self.row_of >= 0)
+        younger = placed[len(placed) // 2 + 1 :]
+        added[self.row_of[younger], 1] = younger
         for turn in range(ROUNDS):
             free = np.flatnonzero(self.row_of < 0)
             free = free[sorted_by(self.tokens[free])]

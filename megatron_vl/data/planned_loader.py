@@ -14,7 +14,7 @@ from megatron_vl.data.row_loader import PLANNED, RESTART, RowLoader
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.data.streams import Sources
 
-ORDER_VERSION = 2
+ORDER_VERSION = 3
 """Version of the order of samples and of the planning of rows."""
 OF_STREAMS = ("packing_buffer", "shuffle_buffer", "shuffle_buffer_gib")
 """Fields of an identity that only streams depend on."""
