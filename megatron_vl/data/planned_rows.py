@@ -1,15 +1,19 @@
 """The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.batch_plan`).
 
-Every process of every rank plans all batches alike, and reads only the samples of the rows that it makes
-itself. What a run has drawn but not used yet is the whole state: some samples by number, which do not depend
-on ranks or processes.
+Every rank plans all batches alike. Its planner is a process that works ahead, and hands each loader process the
+rows that this one makes; without loader processes, batches are planned when they are needed. What a run has
+drawn but not used yet is the whole state: some samples by number, which do not depend on ranks or processes.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -59,13 +63,26 @@ class Place:
 class Batch:
     """The rows of one step."""
 
-    rows: list[list[Place]]
+    samples: Integers
+    """int64 [4, n], the fields of a :class:`Place`."""
+    row_of: Integers
+    """int64 [n], the row of each."""
+    count: int
+    """Number of rows."""
 
-    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> list[list[list[Place]]]:
-        """The rows of each rank."""
-        sizes = [[(place.tokens, place.patches) for place in row] for row in self.rows]
-        dealt = deal(sizes, ranks, seq_len, max_patches)
-        return [[[self.rows[row][place] for row, place in part] for part in own] for own in dealt]
+    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> Batch:
+        """The same samples in rows of which each rank takes the next ``count // ranks``."""
+        row_of = deal(self.row_of, self.samples[2:], self.count, ranks, seq_len, max_patches)
+        return Batch(self.samples, row_of, self.count)
+
+    def rows(self, rank: int = 0, ranks: int = 1) -> list[list[Place]]:
+        """The rows of a rank."""
+        share = self.count // ranks
+        found: list[list[Place]] = [[] for _ in range(share)]
+        taken = np.flatnonzero(self.row_of // share == rank)
+        for row, sample in zip(self.row_of[taken] % share, self.samples[:, taken].T.tolist(), strict=True):
+            found[row].append(Place(*sample))
+        return found
 
 
 class SizedSource:
@@ -149,19 +166,16 @@ class BatchPlanner:
             LoaderError: no sample can be used.
         """
         unusable = self._draw()
-        _, _, _, tokens, patches = self._waiting
-        chosen = [[row] for row in range(self.rows)]
+        waiting = self._waiting
         if self.pack:
-            chosen = plan_rows(tokens, patches, self.rows, self.seq_len, self.max_patches)
-        waiting, refused = _places(self._waiting), _places(unusable)
-        rows = [[waiting[sample] for sample in row] for row in chosen]
-        for number, place in enumerate(refused):
-            rows[number % self.rows].append(place)
-
-        left = np.ones(self._waiting.shape[1], bool)
-        left[[sample for row in chosen for sample in row]] = False
-        self._waiting = self._waiting[:, left]
-        return Batch(rows)
+            row_of = plan_rows(waiting[3], waiting[4], self.rows, self.seq_len, self.max_patches)
+        else:
+            row_of = np.where(np.arange(waiting.shape[1]) < self.rows, np.arange(waiting.shape[1]), -1)
+        taken = row_of >= 0
+        self._waiting = waiting[:, ~taken]
+        samples = np.concatenate([waiting[:, taken], unusable], axis=1)[[0, 2, 3, 4]]
+        refused = np.arange(unusable.shape[1]) % self.rows
+        return Batch(samples, np.concatenate([row_of[taken], refused]), self.rows)
 
     def _draw(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
@@ -246,11 +260,6 @@ class BatchPlanner:
         """Number of a data set in the blend; -1 if nothing is drawn from it."""
         place = self.order.keys.index(key) if key in self.order.keys else -1
         return place if place >= 0 and self.order.weights[place] > 0 else -1
-
-
-def _places(samples: Integers) -> list[Place]:
-    """Of samples as the planner holds them."""
-    return [Place(*each) for each in samples[[0, 2, 3, 4]].T.tolist()]
 
 
 class _Search:
@@ -360,35 +369,116 @@ class PlannedRow:
     """The planner's state after the step, with the last row of the first rank in it."""
 
 
-class ProcessRows(IterableDataset):
-    """The rows that one process of a rank makes: every ``workers``-th one of those that the rank takes."""
+@dataclass(frozen=True)
+class Part:
+    """What one process of a rank makes of a step."""
 
-    def __init__(self, planning: Planning, rank: int, ranks: int, worker: int, workers: int) -> None:
-        self.planning, self.rank, self.ranks = planning, rank, ranks
-        self.worker, self.workers = worker, workers
+    rows: list[list[Place]]
+    state: dict[str, Any] | None
+    """The planner's state after the step, for the process that makes the first rank's last row."""
+
+
+def plan_parts(planning: Planning, rank: int, ranks: int, workers: int) -> Iterator[list[Part]]:
+    """For each step, the parts of all processes of a rank, which make its rows in turn.
+
+    Raises:
+        LoaderError: no sample can be used.
+    """
+    planner = planning.planner()
+    first = 0  # the process that makes the step's first row
+    while True:
+        batch = planner.next().deal(ranks, planner.seq_len, planner.max_patches)
+        rows = batch.rows(rank, ranks)
+        after = (first + len(rows)) % workers
+        parts = []
+        for worker in range(workers):
+            is_last = (worker + 1) % workers == after
+            # All ranks have the same state, and the first one saves it.
+            state = planner.state() if is_last and rank == 0 else None
+            parts.append(Part(rows[(worker - first) % workers :: workers], state))
+        yield parts
+        first = after
+
+
+def start_planner(
+    planning: Planning, rank: int, ranks: int, workers: int
+) -> tuple[BaseProcess, list[Connection]]:
+    """Starts the process that plans ahead, and gives the connection of each loader process to it.
+
+    Fork the loader processes next, and close the connections then: each process learns that another has
+    ended from its connection, which must be open nowhere else.
+    """
+    context = get_context("fork")
+    pairs = [context.Pipe() for _ in range(workers)]
+    of_planner, of_workers = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
+    process = context.Process(
+        target=_plan_ahead, args=(planning, rank, ranks, of_planner, of_workers), daemon=True
+    )
+    process.start()
+    for connection in of_planner:
+        connection.close()
+    return process, of_workers
+
+
+def _plan_ahead(
+    planning: Planning, rank: int, ranks: int, to_workers: list[Connection], of_workers: list[Connection]
+) -> None:
+    """Sends each loader process its parts, two steps before the slowest needs them at most."""
+    _settle_after_fork()
+    for connection in of_workers:
+        connection.close()
+    with suppress(EOFError, ConnectionError):  # the loader was closed
+        try:
+            for step, parts in enumerate(plan_parts(planning, rank, ranks, len(to_workers))):
+                for connection, part in zip(to_workers, parts, strict=True):
+                    connection.send(part)
+                if step:
+                    for connection in to_workers:
+                        connection.recv()
+        except LoaderError as error:
+            for connection in to_workers:
+                connection.send(error)
+
+
+def _parts_from(planner: Connection) -> Iterator[Part]:
+    """The parts of one loader process."""
+    while True:
+        try:
+            part = planner.recv()
+        except (EOFError, ConnectionError) as error:
+            raise RuntimeError("the process that plans batches has ended; its own error says why") from error
+        if isinstance(part, LoaderError):
+            raise part
+        yield part
+        with suppress(ConnectionError):  # the planner has ended, which the next part says
+            planner.send(None)
+
+
+def _settle_after_fork() -> None:
+    """What a process of the loader does first."""
+    shield_loader_worker()
+    gc.collect()
+    gc.freeze()  # the forked pages stay shared
+
+
+class ProcessRows(IterableDataset):
+    """The rows that one process of a rank makes."""
+
+    def __init__(self, planning: Planning, parts: Iterator[Part]) -> None:
+        self.planning, self.parts = planning, parts
 
     def __iter__(self) -> Iterator[PlannedRow]:
         planning = self.planning
         if get_worker_info() is not None:
-            shield_loader_worker()
+            _settle_after_fork()
             reconnect(planning.datasets)
-            gc.collect()
-            gc.freeze()  # the forked pages stay shared
 
         encoder = planning.encoder.for_stream()
         readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
-        planner = planning.planner()
-        turn = 0
-        while True:
-            batch = planner.next()
-            own = batch.deal(self.ranks, planner.seq_len, planner.max_patches)[self.rank]
-            for number, places in enumerate(own):
-                if turn % self.workers == self.worker:
-                    last = number == len(own) - 1
-                    # All ranks have the same state, and the first one saves it.
-                    state = planner.state() if last and self.rank == 0 else None
-                    yield PlannedRow(make_row(encoder, readers, places), state)
-                turn += 1
+        for part in self.parts:
+            for number, places in enumerate(part.rows, start=1):
+                state = part.state if number == len(part.rows) else None
+                yield PlannedRow(make_row(encoder, readers, places), state)
 
 
 def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[Place]) -> Row:
@@ -432,9 +522,15 @@ class PlannedRankRows:
         self.start, self.taken = start, 0
         self.state = planning.state
         """The planner's state after the last whole step."""
-        parts = max(workers, 1)
-        rows = [ProcessRows(planning, rank, ranks, number, parts) for number in range(parts)]
-        self._iterators = open_processes(rows) if workers else [iter(rows[0])]
+        self._planner: BaseProcess | None = None
+        if not workers:
+            parts = (step[0] for step in plan_parts(planning, rank, ranks, 1))
+            self._iterators = [iter(ProcessRows(planning, parts))]
+            return
+        self._planner, connections = start_planner(planning, rank, ranks, workers)
+        self._iterators = open_processes([ProcessRows(planning, _parts_from(each)) for each in connections])
+        for connection in connections:
+            connection.close()
 
     def __next__(self) -> Row:
         made = next(self._iterators[self.taken % len(self._iterators)])
@@ -461,3 +557,7 @@ class PlannedRankRows:
             if hasattr(iterator, "_shutdown_workers"):
                 iterator._shutdown_workers()
         self._iterators = []
+        if self._planner is not None:
+            self._planner.kill()
+            self._planner.join()
+            self._planner = None

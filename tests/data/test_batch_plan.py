@@ -23,38 +23,51 @@ def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
 
 
+def grouped(row_of: np.ndarray) -> list[list[int]]:
+    """The samples of each row."""
+    return [np.flatnonzero(row_of == row).tolist() for row in range(row_of.max() + 1)]
+
+
+def dealt_rows(rows: list[list[tuple[int, int]]], ranks: int, *limits: int) -> list[list[list[int]]]:
+    """The samples of each row of each rank, numbered as they come in ``rows``."""
+    sizes = np.array([size for row in rows for size in row], np.int64).T
+    row_of = deal(np.repeat(np.arange(len(rows)), list(map(len, rows))), sizes, len(rows), ranks, *limits)
+    share = len(rows) // ranks
+    found = [np.flatnonzero(row_of == row).tolist() for row in range(len(rows))]
+    return [found[first : first + share] for first in range(0, len(rows), share)]
+
+
 def test_two_rows_by_hand():
-    """0.8 patches a token. The 4 tokens with 8 patches get the 6 tokens of text beside them, so that the row
-    ends with 8 patches; the other text is alone until the second picture fills its row."""
-    assert plan_rows(ints(4, 6, 5, 5), ints(8, 0, 0, 8), 2, 10) == [[0, 1], [2, 3]]
+    """0.8 patches a token. Each picture shares a row with a text, so that both rows have 8 patches."""
+    assert grouped(plan_rows(ints(5, 5, 5, 5), ints(8, 0, 0, 8), 2, 10)) == [[0, 2], [1, 3]]
 
 
 def test_the_limit_of_patches_is_kept_by_hand():
     """With 8 patches at most, two pictures of 5 never share a row. Each gets the text that makes it 1.25
     patches a token, as in all samples."""
-    assert plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8) == [[0, 2], [1, 3]]
-    # Without the limit, the second picture joins the first as soon as that has text.
-    assert plan_rows(ints(2, 2, 6), ints(5, 5, 0), 1, 10) == [[0, 1, 2]]
+    both = grouped(plan_rows(ints(2, 2, 2, 2), ints(5, 5, 0, 0), 2, 10, max_patches=8))
+    assert [len({0, 1} & set(row)) for row in both] == [1, 1]
+    # Without the limit, the second picture joins the first.
+    assert grouped(plan_rows(ints(2, 2, 6), ints(5, 5, 0), 1, 10)) == [[0, 1, 2]]
 
 
 def test_rows_dealt_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
-    assert deal_rows([5, 4, 3, 2, 1, 1], 2) == [[0, 3, 4], [1, 2, 5]]
-    assert deal_rows([0, 0, 0, 0], 2) == [[0, 2], [1, 3]]
+    assert deal_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [0, 1, 1, 0, 0, 1]
+    assert deal_rows(ints(0, 0, 0, 0), 2).tolist() == [0, 1, 0, 1]
 
 
 def test_samples_exchanged_by_hand():
     """A row of text and three with 8 patches: whole rows would give 8 to one rank and 16 to the other. The
     picture of 4 patches and the text of as many tokens change places."""
     rows = [[(5, 0), (5, 0)], [(5, 4), (5, 4)], [(10, 8)], [(10, 8)]]
-    dealt = deal(rows, 2, 10)
-    assert [sum(rows[row][place][1] for part in own for row, place in part) for own in dealt] == [12, 12]
-    assert sorted(at for own in dealt for part in own for at in part) == [
-        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)
-    ]  # fmt: skip
-    assert deal(rows, 1, 10) == [[[(1, 0), (1, 1)], [(2, 0)], [(3, 0)], [(0, 0), (0, 1)]]]
+    patches = [patch for row in rows for _, patch in row]
+    dealt = dealt_rows(rows, 2, 10)
+    assert [sum(patches[sample] for row in own for sample in row) for own in dealt] == [12, 12]
+    assert sorted(sample for own in dealt for row in own for sample in row) == [*range(6)]
+    assert dealt_rows(rows, 1, 10) == [[[0, 1], [2, 3], [4], [5]]]
     # With 3 patches a row at most, no picture of 4 may enter one.
-    assert deal([[(5, 0), (5, 0)], [(4, 4), (6, 4)]], 2, 10, 3) == [[[(1, 0), (1, 1)]], [[(0, 0), (0, 1)]]]
+    assert dealt_rows([[(5, 0), (5, 0)], [(4, 4), (6, 4)]], 2, 10, 3) == [[[2, 3]], [[0, 1]]]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
@@ -113,7 +126,13 @@ def indices(dealt: list[list[list[Place]]]) -> list[int]:
 
 
 def samples(batch: Batch) -> list[int]:
-    return [place.index for row in batch.rows for place in row]
+    return [place.index for row in batch.rows() for place in row]
+
+
+def dealt_to(batch: Batch, ranks: int, max_patches: int = 0) -> list[list[list[Place]]]:
+    """The rows of each rank."""
+    dealt = batch.deal(ranks, SEQ_LEN, max_patches)
+    return [dealt.rows(rank, ranks) for rank in range(ranks)]
 
 
 def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patches():
@@ -132,11 +151,11 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
 
     fills, spreads = [], []
     for batch in steps:
-        for row in batch.rows:
+        for row in batch.rows():
             assert within(row)
             fills.append(sum(place.tokens for place in row) / SEQ_LEN)
         for ranks in (2, 4):
-            dealt = batch.deal(ranks, SEQ_LEN, 3600)
+            dealt = dealt_to(batch, ranks, 3600)
             assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
                 samples(batch)
             )
@@ -151,20 +170,20 @@ def test_a_rank_with_a_long_text_gets_pictures_of_many_others(monkeypatch):
     tokens, patches = mixed_sizes(6000)
     tokens[::40], patches[::40] = int(0.97 * SEQ_LEN), 0
     batch = planner(tokens, patches, rows=256, max_patches=3600).next()
-    dealt = batch.deal(64, SEQ_LEN, 3600)
+    dealt = dealt_to(batch, 64, 3600)
     assert indices(dealt) == sorted(samples(batch))
     assert all(within(row) for own in dealt for row in own)
     assert spread(dealt) < 0.05
 
-    monkeypatch.setattr(batch_plan._Evening, "raise_the_emptiest", lambda _: None)
-    assert spread(batch.deal(64, SEQ_LEN, 3600)) > 0.07, "the control"
+    monkeypatch.setattr(batch_plan, "_even_out", lambda *_: None)
+    assert spread(dealt_to(batch, 64, 3600)) > 0.07, "the control"
 
 
 def test_a_run_that_moves_and_stops_takes_the_same_rows():
     """4, 2, 3 and 4 ranks: each step's rows are the same, and each is dealt once."""
     tokens, patches = mixed_sizes(700)
     whole = planner(tokens, patches, rows=12)
-    wanted = [whole.next() for _ in range(9)]
+    wanted = [whole.next().rows() for _ in range(9)]
     state, got = None, []
     for ranks, steps in ((4, 2), (2, 3), (3, 1), (4, 3)):
         plan = planner(tokens, patches, rows=12)
@@ -172,12 +191,12 @@ def test_a_run_that_moves_and_stops_takes_the_same_rows():
             plan.restore(from_json(json.loads(json.dumps(to_json(state)))))
         for _ in range(steps):
             batch = plan.next()
-            dealt = batch.deal(ranks, SEQ_LEN)
+            dealt = dealt_to(batch, ranks)
             assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
                 samples(batch)
             )
             assert {len(own) for own in dealt} == {12 // ranks}
-            got.append(batch)
+            got.append(batch.rows())
         state = plan.state()
     assert got == wanted
 
@@ -199,27 +218,27 @@ def test_many_rows_are_planned_in_groups():
     seen = chance.integers(0, 60, 60_000)
     tokens, patches = seen + chance.integers(5, 60, 60_000), 4 * seen
     batch = planner(tokens, patches, rows=600).next()
-    assert len(batch.rows) == 600
-    assert spread([[row] for row in batch.rows]) < 0.07
-    assert spread(batch.deal(600, SEQ_LEN)) < 0.07 and spread(batch.deal(300, SEQ_LEN)) < 0.05
+    assert len(batch.rows()) == 600
+    assert spread([[row] for row in batch.rows()]) < 0.07
+    assert spread(dealt_to(batch, 600)) < 0.07 and spread(dealt_to(batch, 300)) < 0.05
 
 
 def test_unusual_sets():
     """Text alone; one sample that fills a row; samples that cannot be used; one sample in a row."""
     text = np.full(200, 100)
     batch = planner(text, np.zeros(200, np.int64), rows=4).next()
-    assert [len(row) for row in batch.rows] == [10] * 4
+    assert [len(row) for row in batch.rows()] == [10] * 4
 
     tokens, patches = mixed_sizes(300)
     tokens[7], patches[7] = SEQ_LEN, 4 * SEQ_LEN
     plan = planner(tokens, patches, rows=8, shuffled=False)
-    rows = [row for _ in range(3) for row in plan.next().rows]
+    rows = [row for _ in range(3) for row in plan.next().rows()]
     assert [len(row) for row in rows if any(place.index == 7 for place in row)] == [1]
 
     tokens[3] = 0
     tokens[11] = SEQ_LEN + 1
     batch = planner(tokens, patches, rows=8, shuffled=False).next()
-    held = {place.index: place.tokens for row in batch.rows for place in row}
+    held = {place.index: place.tokens for row in batch.rows() for place in row}
     assert held[3] == held[11] == 0, "they are read only so that they are counted"
     with pytest.raises(LoaderError, match="10048 samples in a row cannot be used: .* data.seq_len 1024$"):
         planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next()
@@ -256,7 +275,7 @@ def test_rows_of_short_texts_are_full():
     counts, draw = [], SampleOrder.draw
     order.draw = lambda count: (counts.append(count), draw(order, count))[1]  # type: ignore
     for _ in range(3):
-        assert min(sum(place.tokens for place in row) for row in plan.next().rows) >= 0.99 * 8192
+        assert min(sum(place.tokens for place in row) for row in plan.next().rows()) >= 0.99 * 8192
     # Each step takes 13,107 of them. Draws of 64 would look at those that wait 820 times.
     assert len(counts) < 50
 
@@ -265,11 +284,11 @@ def test_samples_that_are_only_counted_stay_in_their_rows():
     """With one sample in a row, ranks exchange samples with tokens only; rows may have none."""
     rows = [[(10, 8)], [(10, 8)], [(0, 0), (2, 0)], [(2, 2)]]
     for ranks in (2, 4):
-        for own in deal(rows, ranks, 10):
-            for part in own:
-                assert sum(rows[row][place][0] > 0 for row, place in part) == 1
-    assert deal([[(5, 4), (5, 4)], []], 2, 10) == [[[(0, 0), (0, 1)]], [[]]]
-    assert deal([[(5, 4), (5, 4)], [(0, 0)]], 2, 10) == [[[(0, 0), (0, 1)]], [[(1, 0)]]]
+        for own in dealt_rows(rows, ranks, 10):
+            for row in own:
+                assert len(set(row) - {2}) == 1, "sample 2 has no tokens"
+    assert dealt_rows([[(5, 4), (5, 4)], []], 2, 10) == [[[0, 1]], [[]]]
+    assert dealt_rows([[(5, 4), (5, 4)], [(0, 0)]], 2, 10) == [[[0, 1]], [[2]]]
 
 
 def test_the_oldest_sample_never_waits_long():
@@ -362,13 +381,13 @@ def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
     without = plan(0.0)
     without.restore(first.state())
     parked = [without.next() for _ in range(2)]
-    assert {place.source for batch in parked for row in batch.rows for place in row} == {0}
+    assert {place.source for batch in parked for row in batch.rows() for place in row} == {0}
     last = plan(1.0)
     last.restore(without.state())
     assert last.state()["aside"] == {} and last._waiting[0, 0] == 1
 
     batches += [*parked, last.next()]
-    used = Counter((p.source, p.index) for batch in batches for row in batch.rows for p in row)
+    used = Counter((p.source, p.index) for batch in batches for row in batch.rows() for p in row)
     waiting = Counter(zip(last._waiting[0].tolist(), last._waiting[2].tolist(), strict=True))
     assert [sum(n for (source, _), n in (used + waiting).items() if source == one) for one in (0, 1)] == (
         last.order.drawn

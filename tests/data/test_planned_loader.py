@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import multiprocessing
+import os
 import shutil
+import signal
 from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
@@ -20,9 +23,11 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.description import META, SIZES, LoaderError, read_description
 from megatron_vl.data.loader import build_loader, cook
 from megatron_vl.data.pixels import read_pixel_settings
+from megatron_vl.data.planned_rows import Batch, BatchPlanner
 from megatron_vl.data.sizes import SampleSizes, SizesError, has_sizes, open_sizes, text_id, why_not_planned
 from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
+from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
@@ -108,11 +113,40 @@ def test_a_closed_loader_has_no_processes(dataset):
     """Torch would keep them for as long as anything refers to its iterators."""
     loader = run(dataset, 1, workers=2).loaders[0]
     next(iter(loader))
-    iterators = list(loader._own._iterators)
-    workers = [worker for iterator in iterators for worker in iterator._workers]
-    assert len(workers) == 2 and all(worker.is_alive() for worker in workers)
+    pids = [worker.pid for iterator in loader._own._iterators for worker in iterator._workers]
+    pids.append(loader._own._planner.pid)
+    assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
     loader.close()
-    assert not any(worker.is_alive() for worker in workers)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
+    """Three processes make the rows, and another one has planned the next steps before they are needed."""
+    plans, plan = tmp_path / "plans", BatchPlanner.next
+
+    def noted(planner: BatchPlanner) -> Batch:
+        with plans.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return plan(planner)
+
+    monkeypatch.setattr(BatchPlanner, "next", noted)
+    with closing(run(dataset, 2, workers=3).loaders[0]) as loader:
+        for _ in range(6 * 4):
+            next(loader)
+        of_planner = str(loader._own._planner.pid)
+        wait_until(lambda: len(plans.read_text().split()) >= 6)
+        # Each process makes two rows of a step, and two rows before they are asked for.
+        assert len(plans.read_text().split()) <= 4 + 1 + 3
+    assert set(plans.read_text().split()) == {of_planner}
+
+
+def test_a_planner_that_was_killed_ends_the_run(dataset):
+    with closing(run(dataset, 1, workers=2).loaders[0]) as loader:
+        next(loader)
+        os.kill(loader._own._planner.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="the process that plans batches has ended"):
+            for _ in range(100):
+                next(loader)
 
 
 def read_keys(path: Path) -> set[str]:
