@@ -110,9 +110,7 @@ class _Plan:
         small = tokens < least
         small[0] = False
         starts = np.cumsum(np.where(small, tokens, 0)) - tokens
-        _, bundle = np.unique(
-            np.where(small, starts // least, np.arange(old) - old), return_inverse=True
-        )
+        _, bundle = np.unique(np.where(small, starts // least, np.arange(old) - old), return_inverse=True)
         sizes = [np.bincount(bundle, each[:old]) for each in (tokens, self.patches)]
         return bundle, np.array(sizes).astype(np.int64)
 
@@ -144,7 +142,9 @@ class _Plan:
             won = owner[sample] == going
             self._exchange(going[won], added, column[won], sample[won], turn)
 
-    def _exchange(self, rows: Integers, added: Integers, column: Integers, sample: Integers, turn: int) -> None:
+    def _exchange(
+        self, rows: Integers, added: Integers, column: Integers, sample: Integers, turn: int
+    ) -> None:
         """Puts a sample into each of these rows, in the place of another one of it if that is not -1."""
         removed = added[rows, column]
         for row, each, sign in ((rows[removed >= 0], removed[removed >= 0], -1), (rows, sample, 1)):
@@ -152,7 +152,9 @@ class _Plan:
             self.used[:, row] += sign * np.stack([self.tokens[each], self.patches[each]])
         added[rows, np.where(column > 0, column, 1 + turn % REPLACED)] = sample
 
-    def _best(self, rows: Integers, free: Integers, added: Integers, turn: int) -> tuple[Integers, Integers, Integers]:
+    def _best(
+        self, rows: Integers, free: Integers, added: Integers, turn: int
+    ) -> tuple[Integers, Integers, Integers]:
         """The best exchange for each row.
 
         Args:
@@ -237,7 +239,14 @@ def deal_rows(patches: Integers, ranks: int) -> Integers:
         sums[rank_of[rows]] += patches[rows]
     # Whole rows change places if as many of them may be in a rank as before.
     share = np.full(ranks, len(largest))
-    _even_out(rank_of, np.stack([np.ones_like(patches), patches]), np.stack([share, sums]), ranks, len(largest), MANY)
+    _even_out(
+        rank_of,
+        np.stack([np.ones_like(patches), patches]),
+        np.stack([share, sums]),
+        ranks,
+        len(largest),
+        MANY,
+    )
     return rank_of
 
 

@@ -1,8 +1,9 @@
 """The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.batch_plan`).
 
-Every rank plans all batches alike. Its planner is a process that works ahead, and hands each loader process the
-rows that this one makes; without loader processes, batches are planned when they are needed. What a run has
-drawn but not used yet is the whole state: some samples by number, which do not depend on ranks or processes.
+Every rank plans all batches alike. Its planner is a process that works ahead, and hands each loader process
+the rows that this one makes; without loader processes, batches are planned when they are needed. What a run
+has drawn but not used yet is the whole state: some samples by number, which do not depend on ranks or
+processes.
 """
 
 from __future__ import annotations
