@@ -10,7 +10,7 @@ samples), with these rows swapped between ranks (``data.balance`` without sizes)
   the steps. Ranks wait for the fullest one.
 * ``min / mean``: the same of the emptiest rank, whose GPU is idle meanwhile.
 * ``fill``: tokens of the samples over those of the rows.
-* ``ms``: processor time to plan a step and deal its rows, in each loader process.
+* ``ms``: processor time to plan a step and deal its rows, in the process of each rank that plans.
 * ``step``: seconds of a step by the cost model of ``megatron-vl plan`` for the model on H200, with the
   tower's time on the fullest rank. ``tokens/s``: real tokens of a GPU in a second of it, and the gain over no
   balance.
@@ -126,10 +126,10 @@ def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[flo
 
     while True:
         start = time.process_time()
-        batch = planner.next()
-        dealt = batch.deal(ranks, seq_len)
+        batch = planner.next().deal(ranks, seq_len)
         seconds.append(time.process_time() - start)
-        yield [[[place.index for place in row] for row in own] for own in dealt]
+        rows = [[place.index for place in row] for row in batch.rows()]
+        yield [rows[first : first + share] for first in range(0, len(rows), share)]
 
 
 @dataclass

@@ -243,7 +243,8 @@ class SampleSizes:
 
     def __init__(self, chat: ChatEncoder, settings: PixelSettings) -> None:
         self.chat, self.settings = chat, settings
-        self._known: dict[Any, tuple[int, int]] = {}
+        self._known: dict[bytes, int] = {}
+        """For each medium as it is stored, its tokens x 2^32 + patches."""
 
     def of(self, stored: StoredSizes, numbers: Integers) -> tuple[Integers, Integers]:
         """Tokens and patches int64 [n] of samples; 0 tokens if one cannot be used.
@@ -254,32 +255,32 @@ class SampleSizes:
         tokens = stored.samples["tokens"][numbers].astype(np.int64)
         begins, ends = stored.media_of(numbers)
         counts = np.where(tokens > 0, ends - begins, 0)
-        patches = np.zeros_like(tokens)
-
         owners = np.repeat(np.arange(len(numbers)), counts)
         within = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
-        media = stored.media[np.repeat(begins, counts) + within]
-        for owner, medium in zip(owners.tolist(), media.tolist(), strict=True):
-            more_tokens, more_patches = self._of_medium(medium)
-            if not more_tokens:
-                tokens[owner] = -(1 << 40)  # no other medium makes it usable again
-            tokens[owner] += more_tokens
-            patches[owner] += more_patches
+        more_tokens, patches = np.divmod(
+            self._of_media(stored.media[np.repeat(begins, counts) + within]), 1 << 32
+        )
+        # No other medium makes a sample usable again.
+        more_tokens[more_tokens == 0] = -(1 << 40)
+        np.add.at(tokens, owners, more_tokens)
         usable = tokens > 0
-        return np.where(usable, tokens, 0), np.where(usable, patches, 0)
+        found = np.zeros_like(tokens)
+        np.add.at(found, owners, patches)
+        return np.where(usable, tokens, 0), np.where(usable, found, 0)
 
-    def _of_medium(self, medium: Medium) -> tuple[int, int]:
-        """Tokens and patches of a medium; 0 tokens if it cannot be used."""
-        found = self._known.get(medium)
-        if found is None:
+    def _of_media(self, media: NDArray[np.void]) -> Integers:
+        """Tokens x 2^32 + patches of media, int64 [n]; 0 if one cannot be used."""
+        if len(self._known) > MOST_KNOWN:
+            self._known.clear()
+        keys = np.ascontiguousarray(media).view(f"V{MEDIUM.itemsize}").tolist()
+        fresh = [number for number, key in enumerate(keys) if key not in self._known]
+        for number, medium in zip(fresh, media[fresh].tolist(), strict=True):
             try:
                 grid = self._grid(*medium)
-                found = self.chat.medium_tokens(grid), grid.patches
+                self._known[keys[number]] = (self.chat.medium_tokens(grid) << 32) + grid.patches
             except PixelError:
-                found = 0, 0
-            if len(self._known) < MOST_KNOWN:
-                self._known[medium] = found
-        return found
+                self._known[keys[number]] = 0
+        return np.fromiter(map(self._known.__getitem__, keys), np.int64, len(keys))
 
     def _grid(self, height: int, width: int, frames: int, fps: float, whole: int) -> GridTHW:
         if not frames:
@@ -289,4 +290,4 @@ class SampleSizes:
 
 
 MOST_KNOWN = 1 << 20
-"""Number of different media whose counts are remembered, about 200 bytes each."""
+"""Number of different media whose counts are remembered, about 150 bytes each."""
