@@ -32,7 +32,7 @@ from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing import fill_row
 from megatron_vl.data.planned_rows import BatchPlanner
 from megatron_vl.data.sample_order import SampleOrder
-from megatron_vl.parallel.balance import balance
+from megatron_vl.data.balance import balance
 from megatron_vl.planning.calibration import shipped
 from megatron_vl.planning.cost import Costs
 from megatron_vl.planning.predict import predict

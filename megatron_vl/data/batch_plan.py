@@ -15,8 +15,8 @@ from itertools import product
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_vl.data.balance import balance
 from megatron_vl.data.packing import fill_row
-from megatron_vl.parallel.balance import balance
 
 Integers = NDArray[np.int64]
 

@@ -2,8 +2,8 @@
 
 Rows have the same number of tokens but different numbers of patches. Ranks wait for each other at every
 gradient reduction, so a step takes as long as the rank with the most work. Every rank keeps as many rows as
-it read. Rows are swapped between the ranks with the most and the least work as long as this lowers the larger
-of the two loads.
+it was dealt. Rows are swapped between the ranks with the most and the least work as long as this lowers the
+larger of the two loads.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from megatron_vl.parallel.balance import balance
+from megatron_vl.data.balance import balance
 
 
 def loads(costs: list[list[float]], places) -> list[float]:
