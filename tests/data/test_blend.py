@@ -209,7 +209,7 @@ def test_rows_say_which_source_each_sample_is_from(folder):
     path = write(folder, train={"blend": given})
     rows = loader(path)
     names = [source.name for source in sources_of(identity(path))]
-    tokenizer = rows._encoder.chat.tokenizer
+    tokenizer = rows._planning.encoder.chat.tokenizer
     seen: Counter[str] = Counter()
     for row in islice(rows, 40):
         bounds = row.cu_seqlens.tolist()
@@ -227,10 +227,3 @@ def test_rows_say_which_source_each_sample_is_from(folder):
 def test_rows_of_one_data_set_name_no_source(folder):
     rows = loader(folder / "birds")
     assert next(rows).sources == [] and not any("source" in note for note in rows.notes)
-
-
-def test_a_source_that_streams_cannot_share_out_is_named(folder):
-    rows = loader(write(folder, train={"blend": [{"path": "birds"}, {"path": "ships"}]}), streams=18)
-    few = [s.name for s in sources_of(rows.dataset) if s.samples < 18]
-    told = [note for note in rows.notes if "fewer samples than the data have streams (18)" in note]
-    assert few == ["ships"] and len(told) == 1 and "(18): ships. Some streams" in told[0]

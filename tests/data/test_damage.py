@@ -17,14 +17,14 @@ import pytest
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample, details_by_reason
-from megatron_vl.data.loader import LoaderError, build_loader
+from megatron_vl.data.loader import LoaderError, validation_rows
 from megatron_vl.data.packing import fill_row, pack_greedily
 from megatron_vl.data.reading import crc_differs, with_crc
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
 from . import mixtures
-from .datasets import converted, mixed_records
+from .datasets import converted, mixed_records, open_loader
 
 COUNT = 24
 
@@ -34,6 +34,7 @@ def pristine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pristine")
     out, report = converted(folder, mixed_records(folder / "media", COUNT), samples_per_shard=6)
     assert report.shards == 4
+    loader(out).close()  # writes the sizes, before anything is damaged
     return out
 
 
@@ -44,9 +45,9 @@ def dataset(pristine, tmp_path):
 
 def loader(path: Path, **changes):
     folder = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 0}
+    settings = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle": False}
     settings |= {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24, **changes}
-    return build_loader(DataConfig(path=str(path), **settings), read_spec(folder), folder)
+    return open_loader(DataConfig(path=str(path), **settings), folder)
 
 
 def epoch(path: Path, **changes) -> tuple[Counter[str], dict[str, tuple[str, str]]]:
@@ -189,13 +190,13 @@ def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
     """The missing samples wait in the buffer of the saved state; the rest continues, and they are counted."""
-    first = loader(dataset, num_workers=workers, packing_buffer=8, shuffle_buffer=6)
+    first = loader(dataset, num_workers=workers, packing_buffer=8, shuffle=True)
     for _ in range(3):
         next(first)
     state = json.loads(json.dumps(first.state_dict()))
     first.close()
     (dataset / "train-000002.tar").unlink()
-    second = loader(dataset, num_workers=workers, packing_buffer=8, shuffle_buffer=6)
+    second = loader(dataset, num_workers=workers, packing_buffer=8, shuffle=True)
     second.load_state_dict(state)
     used: set[str] = set()
     dropped: set[str] = set()
@@ -368,7 +369,7 @@ def test_validation_ends_with_every_sample(tmp_path):
     folder = tiny_checkpoint("qwen2_5_vl")
     for buffer in (4, 20, 64):
         data = DataConfig(path=str(path), seq_len=320, num_workers=0, packing_buffer=buffer)
-        rows = list(build_loader(data, read_spec(folder), folder, split="val"))
+        rows = list(validation_rows(data, read_spec(folder), folder))
         assert (
             sum(row.num_samples for row in rows)
             == report.val

@@ -210,23 +210,6 @@ def test_scaled_weights_make_the_same_rows(folder):
     assert keys(again, 30) == wanted
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_without_a_shuffle_buffer_its_bound_means_nothing(folder, size):
-    rows = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=2.0)
-    keys(rows, 2)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 10)
-
-    again = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=0.5)
-    again.load_state_dict(state)
-    assert keys(again, 10) == wanted
-
-    with pytest.raises(StateError, match="shuffle_buffer_gib"):
-        loader(folder / "birds", shuffle_buffer_gib=0.5).load_state_dict(
-            loader(folder / "birds", shuffle_buffer_gib=2.0).state_dict()
-        )
-
-
 # --- Many shards --------------------------------------------------------------------------------------------
 
 

@@ -14,9 +14,8 @@ import yaml
 
 from data_tools.survey import Reader, SurveyError, draw, open_encoder, sources, survey
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import build_loader
 from megatron_vl.spec.families import read_spec
-from tests.data.datasets import converted, mixed_records
+from tests.data.datasets import converted, mixed_records, open_loader
 from tests.tiny import tiny_checkpoint
 
 LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "value": "on and " * 2000}]}
@@ -30,7 +29,7 @@ def out(tmp_path_factory) -> Path:
 
 
 def _data(path: Path, **fields) -> DataConfig:
-    fields = {"seq_len": 512, "num_workers": 0, "shuffle_buffer": 0} | fields
+    fields = {"seq_len": 512, "num_workers": 0, "shuffle": False} | fields
     return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
 
 
@@ -44,7 +43,7 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
     found = _survey(out, data, samples=0)
     assert found.exact and len(found.samples) == 31
 
-    loader = build_loader(data, read_spec(folder), folder)
+    loader = open_loader(data, folder)
     rows = {}
     dropped = Counter()
     while len(rows) < 30 or not dropped:
@@ -69,12 +68,12 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
 @pytest.mark.slow
 def test_rows_are_packed_as_the_loader_packs_them(out):
     """The order differs, so the means of many rows are compared: samples and patches of a row."""
-    data, folder = _data(out, packing_buffer=16, shuffle_buffer=31), tiny_checkpoint("qwen2_5_vl")
+    data, folder = _data(out, packing_buffer=16, shuffle=True), tiny_checkpoint("qwen2_5_vl")
     found = _survey(out, data, samples=0)
     for row in found.rows:
         assert row.total(lambda sample: sample.tokens) <= data.seq_len
 
-    loader = build_loader(data, read_spec(folder), folder)
+    loader = open_loader(data, folder)
     rows = list(itertools.islice(loader, 64))
     loader.close()
     samples = sum(row.num_samples for row in rows) / len(rows)

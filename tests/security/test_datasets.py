@@ -18,10 +18,8 @@ import yaml
 from data_tools.shards import IndexWriter, Shard
 from megatron_vl.config import DataConfig
 from megatron_vl.data.description import DescriptionError
-from megatron_vl.data.loader import build_loader
 from megatron_vl.data.reading import CRC_FIELD, with_crc
-from megatron_vl.spec.families import read_spec
-from tests.data.datasets import converted, mixed_records
+from tests.data.datasets import converted, mixed_records, open_loader
 from tests.data_tools.test_convert import bomb
 from tests.tiny import tiny_checkpoint
 
@@ -48,11 +46,11 @@ def read(path: Path) -> tuple[set[str], dict[str, str]]:
         "seq_len": 320,
         "num_workers": 0,
         "packing_buffer": 4,
-        "shuffle_buffer": 0,
+        "shuffle": False,
         "max_pixels": 28 * 28 * 24,
     }
 
-    rows = build_loader(DataConfig(path=str(path), **settings), read_spec(hf), hf)
+    rows = open_loader(DataConfig(path=str(path), **settings), hf)
     used = set()
     dropped = {}
     for row in islice(rows, COUNT + 6):

@@ -242,7 +242,7 @@ def _rows(run: ResolvedRun) -> Finding:
     except RunConfigError as error:
         return broken("rows", str(error), "correct data.path")
     from megatron_vl.data.blend import sources_of
-    from megatron_vl.data.loader import build_loader, validation_rows
+    from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
 
     loader: Any = None
     try:
@@ -255,8 +255,10 @@ def _rows(run: ResolvedRun) -> Finding:
             ours: dict[str, Any] = {"dp_size": run.dp, "rows_per_step": config.global_batch_size}
             rows = loader = build_loader(alone, run.spec, config.model.hf, facts=facts, **ours)
         start = time.perf_counter()
-        row = next(rows)
+        row = next(rows, None)
         seconds = time.perf_counter() - start
+        if row is None:
+            raise LoaderError("no sample can be used, for the reasons above; correct the data set")
     except UserError as error:
         # The message says what to change after the last semicolon.
         fault, _, change = str(error).rpartition("; ")
