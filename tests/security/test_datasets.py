@@ -17,7 +17,7 @@ import yaml
 
 from data_tools.shards import IndexWriter, Shard
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import DescriptionError
+from megatron_vl.data.description import META, SIZES, DescriptionError
 from megatron_vl.data.reading import CRC_FIELD, with_crc
 from tests.data.datasets import converted, mixed_records, open_loader
 from tests.data_tools.test_convert import bomb
@@ -250,8 +250,11 @@ def test_pickles_and_libraries_in_a_shard_are_bytes(dataset, mark):
 @pytest.mark.parametrize("prefix", ["../../escape/", "/escape/", "./.././"])
 def test_member_names_that_lead_away_write_nothing(dataset, tmp_path, prefix):
     rebuilt(dataset, lambda members: [named(prefix + member.name, data) for member, data in members])
+    (dataset / META / SIZES).mkdir()
     before = tree(tmp_path)
     used, dropped = read(dataset)
+    shutil.rmtree(dataset / META / SIZES)
+    (dataset / META / SIZES).mkdir()
     assert len(used) + len(dropped) == COUNT
     assert tree(tmp_path) == before and not Path("/escape").exists()
 
