@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,9 +109,9 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     assert "lrr" in broken("--optimizer.lrr", "1")["config"]
     assert "do not divide the world size 6" in broken(world=6)["config"]
     assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
-    small = broken("--data.num_workers", "40", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
-    assert small.keys() == {"rows", "memory"}
-    assert "24 samples in train" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
+    small = broken("--data.seq_len", "8", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
+    assert small.keys() == {"rows", "samples", "memory"}
+    assert "samples in a row cannot be used" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 
 def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch):

@@ -73,14 +73,14 @@ def test_the_first_start_writes_the_sizes_of_the_samples(prepared: dict[str, Pat
     shutil.rmtree(bare / META / SIZES)
     given = [*OPTIONS, "--data.num_workers", "0", "--data.path", str(bare)]
     (bare / META / SIZES).write_text("in the way")
-    refused = train(prepared, tmp_path / "refused", *given, ranks=2, steps=2)
+    refused = train(prepared, tmp_path / "refused", *given, ranks=2, steps=3)
     assert refused.returncode == 1 and "copy the folder .nv-meta/sizes to it" in refused.stderr
     assert refused.stderr.count("cannot be written") == 1 and "Traceback" not in refused.stderr
 
     (bare / META / SIZES).unlink()
     whole, run = tmp_path / "whole", tmp_path / "run"
-    done = train(prepared, run, *given, ranks=2, steps=2)
+    done = train(prepared, run, *given, ranks=2, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
     assert f"the sizes of the samples of {bare} are not known" in done.stdout
-    assert train(prepared, whole, *OPTIONS, "--data.num_workers", "0", ranks=2, steps=2).returncode == 0
+    assert train(prepared, whole, *OPTIONS, "--data.num_workers", "0", ranks=2, steps=3).returncode == 0
     assert [line["loss"] for line in metrics(run)] == [line["loss"] for line in metrics(whole)]
