@@ -4,7 +4,7 @@
 
 The set is drawn, because only sizes matter: 30 % text, 45 % single pictures, 15 % with 2 to 6 pictures, 10 %
 videos (:func:`mixed`). Rows of ``--seq-len`` tokens are made without balance (each rank packs its own
-samples), with these rows swapped between ranks (``data.balance`` without sizes), and as planned from sizes.
+samples), and as planned from sizes.
 
 * ``max / mean``: patches of the fullest rank in a step over the mean of the ranks; the mean and the worst of
   the steps. Ranks wait for the fullest one.
@@ -32,7 +32,6 @@ from megatron_vl.config import DataConfig, TrainConfig
 from megatron_vl.data.packing import fill_row
 from megatron_vl.data.planned_rows import BatchPlanner
 from megatron_vl.data.sample_order import SampleOrder
-from megatron_vl.parallel.balance import balance
 from megatron_vl.planning.calibration import shipped
 from megatron_vl.planning.cost import Costs
 from megatron_vl.planning.predict import predict
@@ -41,7 +40,7 @@ from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 
 BUFFER = 64
-"""Samples among which a stream's packer chooses (``data.packing_buffer``)."""
+"""Samples among which a packer chooses (``data.packing_buffer``)."""
 MERGED = 4
 """Patches of a token."""
 
@@ -104,13 +103,6 @@ def own_rows(data: Mixed, ranks: int, share: int, seq_len: int) -> Iterator[Step
         yield step
 
 
-def swapped(data: Mixed, steps: Iterator[Step]) -> Iterator[Step]:
-    """The same rows after they were swapped between ranks."""
-    for step in steps:
-        places = balance([[float(data.patches[row].sum()) for row in rows] for rows in step])
-        yield [[step[place.rank][place.row] for place in own] for own in places]
-
-
 def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[float]) -> Iterator[Step]:
     """Rows planned from sizes."""
     order = SampleOrder([len(data.tokens)], [1.0], 1, shuffled=True)
@@ -168,7 +160,7 @@ def step_seconds(
     spec: ModelSpec, rows: RowStatistics, ranks: int, share: int, seq_len: int, spread: float
 ) -> float:
     """Seconds of a step in which the tower of the fullest rank has ``spread`` times the mean of patches."""
-    data = DataConfig(seq_len=seq_len, balance=True)
+    data = DataConfig(seq_len=seq_len)
     config = TrainConfig(global_batch_size=ranks * share, data=data)
     layout = make_layout(spec, 1, 1, 1, None)
     even = predict(config, spec, ranks, layout, rows=rows).step
@@ -204,7 +196,6 @@ def main() -> None:
         seconds: list[float] = []
         ways = {
             "no balance": own_rows(data, ranks, args.share, args.seq_len),
-            "swapped": swapped(data, own_rows(data, ranks, args.share, args.seq_len)),
             "planned": planned(data, ranks, args.share, args.seq_len, seconds),
         }
         before = 0.0

@@ -23,18 +23,10 @@ from typing import Any
 
 from data_tools.shards import IndexWriter, Shard
 from megatron_vl.data.description import read_description
-from megatron_vl.data.loader import RowEncoder
 
 SAMPLES = 1000
 """Samples per shard."""
 CALLS: Counter[str] = Counter()
-
-
-class Reader(RowEncoder):
-    """The loader's own encoder without a model; it is built but not run."""
-
-    def __init__(self) -> None:
-        self.shuffles = False
 
 
 def main() -> None:
@@ -56,7 +48,7 @@ def main() -> None:
         size = len(pickle.dumps(facts))
         print(f"  the message to the other {args.ranks - 1} ranks has {size} bytes")
 
-        measured("Energon's own opening", owners, lambda: opened(data, owners))
+        measured("Energon's own opening", owners, lambda: opened(data))
 
 
 def write(data: Path, count: int) -> Path:
@@ -70,18 +62,14 @@ def write(data: Path, count: int) -> Path:
     return data
 
 
-def opened(data: Path, owners: int) -> Any:
-    """Asks Energon for what :func:`megatron_vl.data.loader.build_loader` does, as rank 0 of ``owners``."""
-    from megatron.energon import WorkerConfig, get_train_dataset
+def opened(data: Path) -> Any:
+    """Asks Energon for what :func:`megatron_vl.data.loader.build_loader` does."""
+    from megatron.energon import WorkerConfig
+    from megatron.energon.metadataset import load_dataset
 
-    return get_train_dataset(
-        data,
-        worker_config=WorkerConfig(rank=0, world_size=owners, num_workers=2),
-        task_encoder=Reader(),
-        batch_size=None,
-        packing_buffer_size=64,
-        shuffle_buffer_size=None,
-        max_samples_per_sequence=100,
+    alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    return load_dataset(data).get_datasets(
+        training=False, split_part="train", worker_config=alone, decoder=None
     )
 
 

@@ -206,7 +206,7 @@ def left_out_of_some(encoder: RowEncoder, samples: int) -> dict[str, BadSampleMe
     meters = {}
     found = sources(location(encoder.data.path), "train")
     for source in found:
-        own = encoder.for_stream()
+        own = encoder.for_process()
         reader = Reader(source, encoder.data.sample_timeout_s)
         count = min(len(source), max(2, samples // len(found)))
         drawn = (reader.read(i, whole=False) for i in random.Random(0).sample(source.indices, count))

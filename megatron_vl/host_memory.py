@@ -27,9 +27,7 @@ def oom_kills() -> tuple[int, str] | None:
     return None if count is None else (count, "on this host, which may be another job's")
 
 
-LESS_HOST_MEMORY = (
-    "lower data.num_workers, data.shuffle_buffer_gib or data.packing_buffer, or give the job more memory"
-)
+LESS_HOST_MEMORY = "lower data.num_workers, or give the job more memory"
 
 
 def about_kill(here: bool = True) -> str:

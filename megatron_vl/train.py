@@ -59,7 +59,7 @@ def train(config: TrainConfig) -> None:
     check_inputs(config)
 
     from megatron_vl.parallel.groups import from_first_rank, least_of_ranks
-    from megatron_vl.training import loop, resume, setup
+    from megatron_vl.training import loop, missing_sizes, resume, setup
     from megatron_vl.training.out_of_memory import explained
     from megatron_vl.training.resolve import Machine, resolve
 
@@ -68,6 +68,7 @@ def train(config: TrainConfig) -> None:
         machine = Machine(platform.memory_gib(), least_of_ranks(host_memory.gib_per_rank(), platform.device))
         # Other nodes may see an older state of shared storage, and thousands of readers would overload it.
         resolved = from_first_rank(lambda: resolve(config, launched_world_size(), machine))
+        missing_sizes.write_missing_sizes(resolved, platform)
         with explained(resolved):
             run = setup.build(resolved, platform)
         with setup.closed_on_failure(run), explained(resolved):

@@ -94,7 +94,6 @@ def test_the_matrix_has_every_family() -> None:
         ("TP, PP, VPP and sequence parallel together", r"TP2 x PP2 x VPP2"),
         ("Tied embeddings", r"\btied\b"),
         ("Whole trainings: losses, weights and moments", r"^training"),
-        ("Rows swapped between ranks (`data.balance`)", r"balanced"),
         ("Full recompute", r"full recompute"),
         ("The merger trained alone", r"merger alone"),
         (

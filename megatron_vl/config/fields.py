@@ -193,24 +193,8 @@ class DataConfig:
     answers after the last question are learnt, which look as the served model writes them."""
     num_workers: int = option(2, least=0)
     """Loader processes of each data-parallel rank. 0: load in the training process."""
-    streams: int = option(0, least=0)
-    """Number of parts of the data set that are shuffled and packed on their own. They determine the order of
-    samples, and a run keeps them when it goes on with other data-parallel ranks or workers. 0: one for each
-    loader process of the first start. Give a multiple of global_batch_size x num_workers if the run will
-    move to many more ranks or workers: otherwise several of them read the same stream, although each decodes
-    only its own pictures."""
-    shuffle_buffer: int = option(1000, least=0)
-    """Largest number of samples in the shuffle buffer of each stream (see streams).
-    0: keep the order of the data set."""
-    shuffle_buffer_gib: float = option(2.0, least=0)
-    """Largest size of the shuffle buffer of each stream in GiB, with media as they are stored. Long videos
-    reach this limit before shuffle_buffer. 0: no limit in bytes."""
-    balance: bool = False
-    """Give data-parallel ranks about the same number of patches in each step. Use it for data whose rows
-    differ much in their pictures. If `megatron-vl data index` has written the sizes of the samples, batches
-    are planned from these without communication, and each rank reads only its own samples; streams and their
-    buffers then have no effect. Otherwise rows are swapped while the run trains, for which each rank holds a
-    connection, and so an open file, to every other one."""
+    shuffle: bool = True
+    """Draw the samples in a random order, another one in each epoch. Off: in the order of the data set."""
     max_bad_share: float = option(0.01, least=0, most=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     sample_timeout_s: float = option(300.0, least=0)

@@ -18,6 +18,8 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 
+SOURCE = "megatron_vl/source"
+"""Field of a sample's subflavors: the number of its source in the blend."""
 GIVEN_NAME = "source"
 """The entry of ``subflavors`` that names a source."""
 WEIGHTED = ("blend", "datasets")
@@ -55,6 +57,8 @@ class Source:
     """Number of samples before the subset."""
     content: str = ""
     """Id of the data set's content; empty if it was prepared without one."""
+    a_pass: int = 0
+    """Samples that are drawn from it in one pass of a blend by repetitions; 0: the blend has weights."""
 
     def described(self) -> str:
         share = f"{self.share:.1%} of the samples expected" if self.share else "nothing is drawn from it"
@@ -98,6 +102,7 @@ def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Sour
             part.length,
             part.first,
             part.content.get("content") or "",
+            math.ceil(round(amounts[i], 6)) if "repetitions" in kinds else 0,
         )
         for i, part in enumerate(parts)
     )
@@ -107,12 +112,6 @@ def named(names: list[str]) -> str:
     """The first of some names, and how many more there are."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def starts_of(sources: tuple[Source, ...]) -> dict[str, int]:
-    """How many samples come before each source in the blend, by what it is known by."""
-    lengths = [source.length for source in sources]
-    return {source.key: sum(lengths[:i]) for i, source in enumerate(sources)}
 
 
 def summary(sources: tuple[Source, ...]) -> list[str]:

@@ -56,11 +56,11 @@ METADATASET_KEYS = {
         "split_part",
         "subflavors",
     ),
-    *("shuffle_over_epochs_multiplier", "subset", "range"),
+    *("subset", "range"),
 }
 """The keys that a split of a metadataset may have. All others (joins, other description files, auxiliary
 data) name code or lead elsewhere."""
-DEFAULTS = {"weight": 1, "repetitions": 1, "shuffle_over_epochs_multiplier": 1, "subset": None}
+DEFAULTS = {"weight": 1, "repetitions": 1, "subset": None}
 """Energon's defaults for keys that a metadataset does not set."""
 KINDS = {
     "content": "one data set",
@@ -77,8 +77,6 @@ DEEPEST = 8
 """Largest depth of nested metadatasets."""
 LONGEST_ID = 100
 """Largest size of an id in bytes."""
-MEASURED = 16
-"""Number of shards whose sizes serve to estimate the size of a data set's samples."""
 
 
 class DescriptionError(UserError, ValueError):
@@ -99,10 +97,8 @@ class SplitFacts:
     """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
     largest_shard: int
     """Number of samples in the largest shard."""
-    sample_bytes: float
-    """Estimated mean size of a stored sample with its media, of the part where it is largest."""
-    unplanned: str = "data.balance is off; set it to true"
-    """Why batches are not planned from stored sizes; empty if they are."""
+    without_sizes: tuple[str, ...] = ()
+    """Data sets whose samples' sizes are not stored for the run's tokenizer and chat template."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ class DataSet:
         names = self._shards(split)
         identity = self.identity(split)
         largest = max(self.counts.get(name, 0) for name in names)
-        return SplitFacts(identity, self._samples(split), largest, self._sample_bytes(names))
+        return SplitFacts(identity, self._samples(split), largest)
 
     def _shards(self, split: str) -> list[str]:
         names = self.splits.get(split) or []
@@ -156,17 +152,6 @@ class DataSet:
             return sum(self.counts[name] for name in self.splits[split])
         except KeyError:  # a data set prepared by hand, which Energon refuses with a message of its own
             return None
-
-    def _sample_bytes(self, names: list[str]) -> float:
-        """An estimate from the sizes of some evenly spaced shards; 0 if none of them exists."""
-        samples = total = 0
-        for name in names[:: -(-len(names) // MEASURED)]:
-            try:
-                total += size(self.path / name)
-            except OSError:
-                continue
-            samples += self.counts.get(name, 0)
-        return total / samples if samples else 0.0
 
 
 @dataclass(frozen=True)
@@ -193,10 +178,9 @@ class Metadataset:
         """
         parts = [data.facts(part) for data, part in self.parts(split)]
         largest = max((part.largest_shard for part in parts), default=0)
-        sample_bytes = max((part.sample_bytes for part in parts), default=0.0)
         identity = self.identity(split)
         sources_of(identity, where=str(self.path))  # refuses impossible weights before Energon meets them
-        return SplitFacts(identity, None, largest, sample_bytes)
+        return SplitFacts(identity, None, largest)
 
     def parts(self, split: str) -> list[tuple[DataSet | Metadataset, str]]:
         """The data sets and metadatasets that a split names, each with the split that is read of it."""
@@ -476,7 +460,7 @@ def _references(path: Location, value: Any, *, named: bool = False) -> list[str]
         return []
     if not named and (unknown := value.keys() - METADATASET_KEYS):
         raise DescriptionError(
-            f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset"
+            f"{path}: field {sorted(map(str, unknown))[0]!r} is not supported in a metadataset; leave it out"
         )
 
     parts = [part for key, part in value.items() if key != "subflavors"]

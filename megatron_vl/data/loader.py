@@ -1,11 +1,10 @@
 """The loader: reads shards written by ``megatron-vl data convert`` with Energon and packs rows.
 
-A worker first computes tokens, loss mask and grids from the stored sizes, without decoding
-(``preencode_sample``). It then packs on two budgets (``select_rows``), decodes pixels (``postencode_sample``)
-and makes one :class:`Row` (``pack_selected_samples``). No sample is lost silently: one that cannot be used is
-logged, counted in ``Row.dropped`` of the next row and listed in its ``Row.dropped_samples``. A sample that
-cannot be read or encoded is marked and still goes through Energon until rows are chosen, so that a restored
-state stays valid when some of its samples can no longer be read.
+A loader process first computes tokens, loss mask and grids from the stored sizes, without decoding
+(``preencode_sample``). It then decodes pixels and makes one :class:`Row` (``row_of``). Which samples share a
+row of training is planned before they are read (:mod:`megatron_vl.data.planned_rows`); rows of validation are
+packed in the data set's order. No sample is lost silently: one that cannot be used is logged, counted in
+``Row.dropped`` of the next row and listed in its ``Row.dropped_samples``.
 
 If a medium does not decode after packing, its sample stays in the row, grey and without loss, so that all
 ranks see the same row. One loader serves a data-parallel replica. (A validation pass ends: samples dropped
@@ -21,18 +20,12 @@ import logging
 import os
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.energon import (
-    Cooker,
-    DefaultTaskEncoder,
-    Sample,
-    SkipSample,
-    WorkerConfig,
-    stateless,
-)
+from megatron.energon import Sample, WorkerConfig
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.metadataset import load_dataset
 from megatron.energon.metadataset.loader_interface import LoadedDataset
@@ -51,13 +44,12 @@ from megatron_vl.data.bad_samples import (
     BadSampleMeter,
     DroppedSample,
 )
-from megatron_vl.data.blend import Source, sources_of
+from megatron_vl.data.blend import SOURCE, Source, named, sources_of
 from megatron_vl.data.chat import ChatEncoder, TemplateError
 from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
 from megatron_vl.data.description import LoaderError, SplitFacts, read_description
 from megatron_vl.data.location import location
-from megatron_vl.data.order import Deal, first_deal
-from megatron_vl.data.packing import RowPacking, fill_row, pack_greedily
+from megatron_vl.data.packing import fill_row, pack_greedily
 from megatron_vl.data.pixels import (
     PixelSettings,
     VideoInfo,
@@ -67,16 +59,12 @@ from megatron_vl.data.pixels import (
     video_grid,
     video_planes,
 )
-from megatron_vl.data.planned_loader import PlannedLoader
-from megatron_vl.data.planned_rows import Planning
-from megatron_vl.data.reading import BROKEN, crc_differs, make_tolerant
+from megatron_vl.data.planned_loader import PIXEL_FIELDS, STATE_VERSION, RowLoader
+from megatron_vl.data.planned_rows import Planning, open_reader
+from megatron_vl.data.reading import BROKEN, crc_differs
 from megatron_vl.data.row import Row
-from megatron_vl.data.row_loader import PIXEL_FIELDS, RowLoader
-from megatron_vl.data.saved_streams import STATE_VERSION
-from megatron_vl.data.shuffling import GIB, ShuffleBufferDataset
 from megatron_vl.data.sizes import text_id
 from megatron_vl.data.state import StateError
-from megatron_vl.data.streams import SOURCE, PlacedDataset, Sources, share_readers, stream_config
 from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
@@ -91,16 +79,15 @@ __all__ = [
     "StateError",
     "build_loader",
     "pack_greedily",
+    "validation_rows",
 ]
 
 MOST_REFUSED_IN_A_ROW = 1000
 """Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 MOST_LOGGED = 10
-"""Number of unusable samples of one reason that a stream logs."""
+"""Number of unusable samples of one reason that a process logs."""
 GREY = 128
-PASSED_OVER = object()
-"""What a stream makes in place of a row that another rank or process takes."""
 
 
 class UnusableError(Exception):
@@ -152,12 +139,11 @@ class EncodedSample(Sample):
 
 @dataclasses.dataclass(kw_only=True)
 class DecodedSample(Sample):
-    """A sample that is ready for a row; None if it was refused."""
+    """A sample that is ready for a row."""
 
-    sample: assemble.Sample | None
+    sample: assemble.Sample
 
 
-@stateless
 def cook(crude: dict[str, Any]) -> RawSample:
     """Turns Energon's crude sample into a :class:`RawSample`.
 
@@ -170,22 +156,12 @@ def cook(crude: dict[str, Any]) -> RawSample:
     )
 
 
-def stored_bytes(sample: RawSample) -> int:
-    """Size in bytes of a sample in the shuffle buffer."""
-    return len(sample.text or b"") + sum(map(len, sample.members.values()))
+class RowEncoder:
+    """Turns samples into rows inside a loader process."""
 
-
-class RowEncoder(DefaultTaskEncoder):
-    """Turns samples into rows inside a loader worker."""
-
-    cookers = [Cooker(cook)]
-    decoder = None  # raw bytes: Energon's decoder would decode every picture before packing
-    # Energon's own limit (100 consecutive failures)
-    # would end the process before the run's limit on bad samples.
-    __default_failure_tolerance__ = 0
+    cook = staticmethod(cook)
 
     def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
-        super().__init__()
         self.data, self.spec = data, spec
         self.chat = ChatEncoder(hf_dir, spec, data.video_prompt, ThinkingRule.of(data))
         self.settings = read_pixel_settings(hf_dir, data)
@@ -199,50 +175,16 @@ class RowEncoder(DefaultTaskEncoder):
         """The smallest number of tokens or patches, by reason,
         of the too large samples since the last usable one."""
         self.most_refused = MOST_REFUSED_IN_A_ROW
-        self.shuffles = False
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If there are some, rows say which source each sample is from."""
-        self.decodes = True
-        """Off: rows are passed over. Their pictures are not decoded, and what was dropped is not counted."""
-        self.readers: dict[str, Any] = {}
 
-    @property
-    def packing_buffer(self) -> int:
-        """Number of samples among which rows are packed."""
-        return self.data.packing_buffer if self.data.pack else 1
-
-    def for_stream(self) -> RowEncoder:
-        """A copy with counts of its own, for one stream."""
+    def for_process(self) -> RowEncoder:
+        """A copy with counts of its own, for one process."""
         own = copy.copy(self)
         own.dropped, own.logged = Counter(), Counter()
         own.dropped_samples, own.smallest, own.shown = [], {}, {}
         return own
 
-    def _load_dataset(
-        self, dataset: LoadedDataset, worker_rotation_offset: int, worker_config: WorkerConfig
-    ) -> Any:
-        if isinstance(dataset, PlacedDataset):
-            worker_rotation_offset = dataset.rotation
-        built = super()._load_dataset(dataset, worker_rotation_offset, worker_config)
-        share_readers(built, self.readers)
-        make_tolerant(built, self.data.sample_timeout_s)
-        return built
-
-    def build_encode_sample(self, dataset: Any, *, worker_config: WorkerConfig) -> Any:
-        """Uses our shuffle buffer in place of Energon's, which has no limit in bytes."""
-        if self.shuffles and self.data.shuffle_buffer > 1:
-            most_bytes = int(self.data.shuffle_buffer_gib * GIB)
-            size = self.data.shuffle_buffer
-            dataset = ShuffleBufferDataset(dataset, size, most_bytes, stored_bytes, worker_config)
-        return super().build_encode_sample(dataset, worker_config=worker_config)
-
-    def build_batch(
-        self, dataset: Any, *, packing_buffer_size: int, worker_config: WorkerConfig, **unused: Any
-    ) -> RowPacking:
-        select, encode, pack = self.select_rows, self.postencode_sample, self.pack_selected_samples
-        return RowPacking(dataset, packing_buffer_size, select, encode, pack, worker_config)
-
-    @stateless
     def preencode_sample(self, sample: RawSample) -> EncodedSample:
         size = 0
         try:
@@ -368,15 +310,22 @@ class RowEncoder(DefaultTaskEncoder):
                 )
             )
 
-    def select_rows(
-        self, samples: list[EncodedSample], last: bool
-    ) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
-        """From a buffer: the rows to make now and the samples that wait (see :class:`RowPacking`)."""
-        usable = [sample for sample in samples if not sample.refused]
+    def _usable(self, samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+        """The samples that can be used; the others are counted as dropped."""
         for sample in samples:
             if sample.refused:
                 self._drop(sample, *sample.refused)
+        return [sample for sample in samples if not sample.refused]
 
+    def select_rows(
+        self, samples: list[EncodedSample], last: bool
+    ) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
+        """From samples in order: the rows to make now, and the samples that wait.
+
+        Args:
+            last: whether no samples follow. None wait then.
+        """
+        usable = self._usable(samples)
         sizes = [sample.size for sample in usable]
         if not self.data.pack:
             return [[sample] for sample in usable], []
@@ -388,15 +337,8 @@ class RowEncoder(DefaultTaskEncoder):
         taken = set(row)
         return [[usable[i] for i in row]], [sample for i, sample in enumerate(usable) if i not in taken]
 
-    @stateless
     def postencode_sample(self, sample: EncodedSample) -> DecodedSample:
-        if sample.refused:  # only after a restore: it was usable when its row was chosen
-            self._drop(sample, *sample.refused)
-            return DecodedSample.derive_from(sample, sample=None)
-        if not self.decodes:
-            text = assemble.Sample(sample.token_ids, sample.loss_mask, [])
-            return DecodedSample.derive_from(sample, sample=text)
-
+        """The sample with its media decoded. It must not be refused."""
         problem: tuple[str, str] | None = None
         items = []
         deadline = Deadline(self.data.sample_timeout_s)
@@ -429,18 +371,20 @@ class RowEncoder(DefaultTaskEncoder):
         except Exception as error:  # decoders raise all kinds of errors on invalid bytes
             raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
 
-    @stateless
-    def pack_selected_samples(self, samples: list[DecodedSample]) -> Row | object:
-        used = [s for s in samples if s.sample is not None]
-        if not used:
-            raise SkipSample  # the next row reports them
-        if not self.decodes:
-            self.dropped, self.dropped_samples = Counter(), []  # who takes the row reports them
-            return PASSED_OVER
+    def row_of(self, samples: Sequence[EncodedSample], source: int = 0) -> Row:
+        """Decodes samples and packs them into a row; one of padding if none of them can be used.
 
-        chosen = [s.sample for s in used if s.sample is not None]
+        Args:
+            source: number of the source in the blend for which a row of padding counts.
+        """
+        used = [self.postencode_sample(sample) for sample in self._usable(samples)]
+        if not used:
+            return self.empty_row(source)
+
         rule = self.data.video_positions
-        row = assemble.pack_row(chosen, self.spec, self.data.seq_len, self.chat.pad_token_id, rule)
+        row = assemble.pack_row(
+            [s.sample for s in used], self.spec, self.data.seq_len, self.chat.pad_token_id, rule
+        )
         row.keys = [s.__key__ for s in used]
         if self.source_names:
             row.sources = [(s.__subflavors__ or {})[SOURCE] for s in used]
@@ -519,57 +463,41 @@ def build_loader(
     *,
     dp_rank: int = 0,
     dp_size: int = 1,
-    split: str = "train",
     facts: SplitFacts | None = None,
     rows_per_step: int = 0,
-    resumes: bool = False,
-    planned: bool = False,
 ) -> RowLoader:
-    """The loader of data-parallel rank ``dp_rank``.
+    """The loader of data-parallel rank ``dp_rank``: rows of the split ``train``, without end.
 
     Args:
         data: the data set, and how rows are made from it.
         hf_dir: folder of the tokenizer, chat template and image processor.
-        split: ``train`` (shuffled, endless) or ``val`` (in order, once).
-        facts: facts of this split if another rank has read and checked the description; None: read it here.
+        facts: facts of the split if another rank has read and checked the description; None: read it here.
         rows_per_step: rows of all ranks between two saves, a multiple of ``dp_size``; 0: one of each rank.
-        resumes: whether a state will be loaded, which says how many streams there are.
-        planned: whether batches are planned from stored sizes; otherwise each stream packs its own rows.
 
     Raises:
-        LoaderError: the folder is not a data set,
-            or the split is empty or has fewer samples than streams.
-        SizesError: batches are to be planned, and a data set has no sizes for this run's tokenizer.
+        LoaderError: the folder is not a data set, or the split or a drawn source of it is empty.
+        SizesError: a data set has no sizes for this tokenizer and chat template.
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    facts = facts or read_description(location(data.path)).facts(split)
-    wanted = data.streams if split == "train" else 0
-    deal = first_deal(wanted, dp_size, max(data.num_workers, 1), rows_per_step or dp_size)
+    facts = facts or read_description(location(data.path)).facts("train")
     # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    encoder = RowEncoder(data, spec, hf_dir)
-    encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * facts.largest_shard)
-    encoder.shuffles = split == "train"
-    _check_patches(encoder.settings, spec, hf_dir)
-
-    blend = sources_of(facts.identity, location(data.path).name)
-    if split == "train" and len(blend) > 1:
+    encoder = _encoder(data, spec, hf_dir, facts)
+    blend, datasets = _data_sets(data, facts, "train")
+    if empty := [source.name for source in blend if source.share and not source.samples]:
+        raise LoaderError(f"{data.path}: {named(empty)} has no samples; widen its subset, or leave it out")
+    if len(blend) > 1:
         encoder.source_names = tuple(source.name for source in blend)
-    sources = _sources(data, split, blend)
-    if not resumes and not planned:
-        _check_samples(data, split, sources, deal)
+
     identity = {
         "version": STATE_VERSION,
         "dataset": facts.identity,
-        "split": split,
         "seed": data.seed,
         "seq_len": data.seq_len,
+        "shuffle": data.shuffle,
         "pack": data.pack,
-        "packing_buffer": data.packing_buffer,
-        "shuffle_buffer": data.shuffle_buffer,
-        # Without a buffer there is nothing to bound.
-        **({"shuffle_buffer_gib": data.shuffle_buffer_gib} if data.shuffle_buffer > 1 else {}),
+        **({"packing_buffer": data.packing_buffer} if data.pack else {}),
         "max_patches": data.max_patches,
         # These determine the lengths of samples, and so the rows.
         "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
@@ -577,69 +505,71 @@ def build_loader(
         **video_rule(data, spec.vision.video_timestamps),
         **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
     }
-    if planned:
-        name = text_id(hf_dir, spec, data)
-        planning = Planning(sources.datasets, blend, name, encoder, deal.rows_per_step)
-        return PlannedLoader(planning, sources, identity, facts, deal, dp_rank, data)
-    loader = RowLoader(sources, encoder, identity, facts, deal, dp_rank, data)
-    if not resumes:
-        loader.share_lists()
-    return loader
+    planning = Planning(datasets, blend, text_id(hf_dir, spec, data), encoder, rows_per_step or dp_size)
+    return RowLoader(planning, identity, facts, dp_rank, dp_size, data)
 
 
-def _check_samples(data: DataConfig, split: str, sources: Sources, deal: Deal) -> None:
-    streams, ranks = deal.order.streams, deal.ranks
-    empty = sources.empty_streams(streams)
-    if not empty:
-        return
-    few = f"{data.path}: {sources.samples} samples in {split}"
-    if sources.samples >= streams:
-        few += f" leave {empty} of {streams} streams empty, since some have the weight 0"
-    if data.streams and split == "train":
-        raise LoaderError(
-            f"{few}, but data.streams {streams} need at least one each; lower data.streams, or add samples"
-        )
-    raise LoaderError(
-        f"{few}, but {ranks} data-parallel ranks x {streams // ranks}"
-        f" workers need at least {streams}; lower data.num_workers or the number of ranks, or"
-        " add samples"
+def validation_rows(
+    data: DataConfig,
+    spec: ModelSpec,
+    hf_dir: str | Path,
+    split: str = "val",
+    facts: SplitFacts | None = None,
+) -> Iterator[Row]:
+    """The rows of one pass through a split, in its order. They are packed as samples are read, so that no
+    sizes are needed.
+
+    Args:
+        facts: as for :func:`build_loader`.
+
+    Raises:
+        As :func:`build_loader`.
+    """
+    facts = facts or read_description(location(data.path)).facts(split)
+    encoder = _encoder(data, spec, hf_dir, facts)
+    choices = data.packing_buffer if data.pack else 1
+
+    waiting: list[EncodedSample] = []
+    for sample in _in_order(encoder, *_data_sets(data, facts, split)):
+        waiting.append(sample)
+        if len(waiting) == choices:
+            rows, waiting = encoder.select_rows(waiting, last=False)
+            yield from map(encoder.row_of, rows)
+    rows, _ = encoder.select_rows(waiting, last=True)
+    yield from map(encoder.row_of, rows)
+
+
+def _in_order(
+    encoder: RowEncoder, blend: Sequence[Source], datasets: Sequence[LoadedDataset]
+) -> Iterator[EncodedSample]:
+    """All samples of all sources, one after the other."""
+    for source, loaded in zip(blend, datasets, strict=True):
+        reader = open_reader(loaded.dataset, encoder.data.sample_timeout_s)
+        for index in range(source.first, source.first + source.samples):
+            crude = reader[index]
+            if crude is not None:  # the data set's description excludes it
+                yield encoder.preencode_sample(encoder.cook(crude))
+
+
+def _encoder(data: DataConfig, spec: ModelSpec, hf_dir: str | Path, facts: SplitFacts) -> RowEncoder:
+    encoder = RowEncoder(data, spec, hf_dir)
+    encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * facts.largest_shard)
+    _check_patches(encoder.settings, spec, hf_dir)
+    return encoder
+
+
+def _data_sets(
+    data: DataConfig, facts: SplitFacts, split: str
+) -> tuple[tuple[Source, ...], list[LoadedDataset]]:
+    """The sources of a split, and Energon's data sets that they are."""
+    blend = sources_of(facts.identity, location(data.path).name)
+    alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    loaded = load_dataset(data.path).get_datasets(
+        training=False, split_part=split, worker_config=alone, decoder=None
     )
-
-
-def _sources(data: DataConfig, split: str, blend: tuple[Source, ...]) -> Sources:
-    """The data sets of a split, and how Energon makes rows from them."""
-    common: dict[str, Any] = {
-        "batch_size": None,
-        "packing_buffer_size": data.packing_buffer if data.pack else 1,
-    }
-    # The streams that are built later have configurations of their own.
-    given: dict[str, Any] = {"worker_config": stream_config(0, 1, data.seed), "decoder": None}
-    loader = load_dataset(data.path)
-    if split != "train":
-        found = loader.get_datasets(training=False, split_part=split, **given)
-
-        def passes(datasets: list[Any], config: WorkerConfig, encoder: RowEncoder) -> Any:
-            return encoder.build_val_datasets(datasets=datasets, worker_config=config, **common)
-
-        return Sources(found.datasets, passes, blend)
-
-    order: dict[str, int | None] = {"shuffle_over_epochs_multiplier": 1, "max_samples_per_sequence": 100}
-    if not data.shuffle_buffer:  # by default Energon reads from 16 places of a data set in turn
-        order = {"shuffle_over_epochs_multiplier": None, "max_samples_per_sequence": None}
-        order["parallel_shard_iters"] = 1
-    found = loader.get_datasets(training=True, split_part=split, **order, **given)
-
-    def repeats(datasets: list[Any], config: WorkerConfig, encoder: RowEncoder) -> Any:
-        return encoder.build_train_datasets(
-            datasets=datasets,
-            worker_config=config,
-            virtual_epoch_length=0,
-            shuffle_buffer_size=None,  # RowEncoder.build_encode_sample has its own
-            blend_mode=found.blend_mode,
-            **common,
-        )
-
-    return Sources(found.datasets, repeats, blend, skipped=True)
+    if [len(one.dataset) for one in loaded.datasets] != [source.length for source in blend]:
+        raise RuntimeError(f"Energon reads other data sets than {[source.name for source in blend]}")
+    return blend, loaded.datasets
 
 
 def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:

@@ -1,24 +1,14 @@
-"""Chooses the samples that share a row.
+"""Chooses the samples that share a row: one row from the oldest sample and those that fill the row best.
 
-Energon's ``PackingDataset`` hands its buffer to a function and drops what the function does not return, so
-the last row of every buffer is partly filled. :class:`RowPacking` puts the rest back into that buffer
-instead. The buffer is part of Energon's saved state (as restore keys, in order),
-so a resumed run packs the same rows.
-
-Each time, one row is made from the oldest sample of the buffer and those others that fill the row best. The
-oldest sample is always taken, so that none waits without end. Fill rates over 1,000 rows (lengths of COCO
-pictures at their own size plus text, 64 samples in the buffer, 4,096 / 8,192 tokens): 93.0 / 89.5 % when each
-buffer is packed first-fit decreasing and emptied, 96 % when the worst row is held back, above 99.99 % here.
+The oldest sample is always taken, so that none waits without end. Fill rates over 1,000 rows (lengths of
+COCO pictures at their own size plus text, 64 samples to choose from, 4,096 / 8,192 tokens): 93.0 / 89.5 %
+when each buffer is packed first-fit decreasing and emptied, 96 % when the worst row is held back, above
+99.99 % here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import numpy as np
-from megatron.energon import WorkerConfig
-from megatron.energon.wrappers.packing_dataset import PackingDataset
 
 UNREACHED = 1 << 30
 
@@ -87,51 +77,3 @@ def pack_greedily(sizes: list[tuple[int, int]], tokens: int, patches: int = 0) -
         free[row][0] -= need
         free[row][1] -= pixels
     return sorted((sorted(row) for row in rows), key=lambda row: row[0])
-
-
-class RowPacking(PackingDataset):
-    """Energon's packing, except that samples without a row stay in the buffer.
-
-    Args:
-        dataset: encoded samples.
-        buffer_size: number of samples to choose from.
-        select: takes the buffer, oldest sample first, and whether it is the last one. Returns the rows to
-            make now and the samples that wait (none if it is the last). Samples in neither are left out.
-        encode, pack: Energon's ``sample_encoder`` and ``final_packer``; both are stateless.
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        buffer_size: int,
-        select: Callable[[list[Any], bool], tuple[list[list[Any]], list[Any]]],
-        encode: Callable[[Any], Any],
-        pack: Callable[[list[Any]], Any],
-        worker_config: WorkerConfig,
-    ) -> None:
-        self.select = select
-        # Tolerance 0 means no limit: the run decides which share of bad samples is too large.
-        super().__init__(
-            dataset,
-            buffer_size=buffer_size,
-            pre_packer=self._rows_now,
-            final_packer=pack,
-            final_packer_stateless=True,
-            sample_encoder=encode,
-            sample_encoder_stateless=True,
-            pre_packer_failure_tolerance=0,
-            final_packer_failure_tolerance=0,
-            sample_encoder_failure_tolerance=0,
-            worker_config=worker_config,
-        )
-
-    def _rows_now(self, samples: list[Any]) -> list[list[Any]]:
-        # Energon passes a buffer that is not full only when the data set has ended (7.4.1, `__iter__`). It
-        # has emptied its own buffer before this call, so it continues with what is put there now.
-        rows, rest = self.select(samples, len(samples) < self.buffer_size)
-        self._reading_buffer.extend(rest)
-        return rows
-
-    def _fill_reading_buffer(self, source_iter: Iterator[Any], log_progress: bool = False) -> bool:
-        """Turns off Energon's progress bar, which every worker would draw over the run's output."""
-        return super()._fill_reading_buffer(source_iter)

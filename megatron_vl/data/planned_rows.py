@@ -18,28 +18,30 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
-from megatron.energon import SkipSample
+import torch
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.metadataset.loader_interface import LoadedDataset
+from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from megatron_vl.data.batch_plan import AHEAD, deal, plan_rows
-from megatron_vl.data.blend import Source
+from megatron_vl.data.blend import SOURCE, Source
 from megatron_vl.data.description import META, SIZES, LoaderError
 from megatron_vl.data.location import location
-from megatron_vl.data.reading import TolerantReader
+from megatron_vl.data.reading import TolerantReader, reconnect
 from megatron_vl.data.row import Row
 from megatron_vl.data.sample_order import SampleOrder
 from megatron_vl.data.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
 from megatron_vl.data.state import StateError
-from megatron_vl.data.streams import SOURCE, open_processes, reconnect
 from megatron_vl.signals import shield_loader_worker
 
 Integers = NDArray[np.int64]
 
 OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
+ROWS_AHEAD = 2
+"""Number of rows that a loader process makes before they are asked for."""
 
 LEAST_REFUSED = 10_000
 """Number of unusable samples in a row up to which a run searches on, in a data set of any size."""
@@ -123,11 +125,15 @@ class SizedSource:
 
     def reader(self, timeout: float) -> TolerantReader:
         """Reads samples by index. Each process has its own."""
-        dataset = self._dataset
-        reader = ShardInfosITarReader(
-            dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
-        )
-        return TolerantReader(reader, timeout)
+        return open_reader(self._dataset, timeout)
+
+
+def open_reader(dataset: Any, timeout: float) -> TolerantReader:
+    """Reads samples of one of Energon's data sets by index."""
+    reader = ShardInfosITarReader(
+        dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
+    )
+    return TolerantReader(reader, timeout)
 
 
 class BatchPlanner:
@@ -341,11 +347,13 @@ class Planning:
             return counted.of(held.stored, held.numbers(indices))
 
         order = SampleOrder(
-            [len(source) for source in self.sources],
+            [source.samples for source in self.blend],
             [source.share for source in self.blend],
             data.seed,
-            shuffled=data.shuffle_buffer > 0,
+            shuffled=data.shuffle,
             keys=[source.key for source in self.blend],
+            firsts=[source.first for source in self.blend],
+            a_pass=[source.a_pass for source in self.blend],
         )
         planner = BatchPlanner(
             order,
@@ -474,7 +482,7 @@ class ProcessRows(IterableDataset):
             _settle_after_fork()
             reconnect(planning.datasets)
 
-        encoder = planning.encoder.for_stream()
+        encoder = planning.encoder.for_process()
         readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
         for part in self.parts:
             for number, places in enumerate(part.rows, start=1):
@@ -494,7 +502,7 @@ def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[P
         if crude is None:
             continue  # the data set's description excludes it
         crude["__subflavors__"] = {SOURCE: place.source}
-        encoded = encoder.preencode_sample(encoder.cookers[0].cook(crude))
+        encoded = encoder.preencode_sample(encoder.cook(crude))
         if not encoded.refused and encoded.size != (place.tokens, place.patches):
             stored = f"{place.tokens} tokens and {place.patches} patches"
             encoded.refused = (
@@ -502,12 +510,31 @@ def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[P
                 f"it has {encoded.size[0]} tokens and {encoded.size[1]} patches, and {stored} by the sizes in"
                 f" {META}; delete the folder sizes there and run `megatron-vl data index`",
             )
-        chosen.append(encoder.postencode_sample(encoded))
+        chosen.append(encoded)
+    return encoder.row_of(chosen, places[0].source if places else 0)
 
-    try:
-        return encoder.pack_selected_samples(chosen)
-    except SkipSample:
-        return encoder.empty_row(places[0].source if places else 0)
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def open_processes(parts: Sequence[IterableDataset]) -> list[Any]:
+    """An iterator over each part, which a process of its own makes."""
+    iterators = []
+    for part in parts:
+        # One loader for each process, since torch takes rows from all processes of a loader in turn.
+        loader = DataLoader(
+            part,
+            batch_size=None,
+            num_workers=1,
+            prefetch_factor=ROWS_AHEAD,
+            multiprocessing_context="fork",
+            worker_init_fn=gc_init_worker,
+            collate_fn=_same,
+            generator=torch.Generator(),  # torch would draw from this process's random numbers
+        )
+        iterators.append(iter(loader))
+    return iterators
 
 
 class PlannedRankRows:

@@ -13,12 +13,14 @@ import queue
 import threading
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Any
 
+from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
 from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
-from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
+from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 BROKEN = "__broken__"
 """Field of a crude sample that could not be read; its value is (reason, detail)."""
@@ -178,16 +180,15 @@ class _ReadingThread:
             self.results.put(result)
 
 
-def make_tolerant(dataset: Any, timeout: float = 0.0) -> None:
-    """Wraps the readers of every tar data set within ``dataset``, in place.
+def reconnect(datasets: Iterable[LoadedDataset]) -> None:
+    """Gives a forked process connections of its own to object stores.
 
-    Args:
-        timeout: as for :class:`TolerantReader`.
+    Two processes that share one would read each other's answers.
     """
-    if isinstance(dataset, WebdatasetSampleLoaderDataset):
-        dataset.join_readers = [TolerantReader(reader, timeout) for reader in dataset.join_readers]
-    for inner in getattr(dataset, "datasets", ()):
-        make_tolerant(inner, timeout)
+    for loaded in datasets:
+        for path in (loaded.dataset.path, *(shard.path for shard in loaded.dataset.shards)):
+            if not path.is_local():
+                path.fs = EPath(str(path)).fs
 
 
 def with_crc(text: bytes) -> bytes:

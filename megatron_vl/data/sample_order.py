@@ -1,8 +1,9 @@
 """The order in which a run draws samples whose sizes are known: any position can be looked up at once.
 
 Each data set is shuffled anew for each epoch by a permutation that is computed, not stored: four positions
-take as long as four in a data set of 10^8 samples. Data sets of a blend are chosen by a hash of the draw's
-number. Nothing depends on ranks or processes.
+take as long as four in a data set of 10^8 samples. Data sets of a blend by weights are chosen by a hash of
+the draw's number. One pass of a blend by repetitions is a permutation too: each data set comes exactly as
+often as it repeats. Nothing depends on ranks or processes.
 """
 
 from __future__ import annotations
@@ -74,6 +75,9 @@ class SampleOrder:
         shuffled: off keeps the order of each data set.
         keys: what each data set is known by. It decides the data set's order, which is the same at any
             position of a blend. Left out: its position.
+        firsts: index of the first sample of each data set. Left out: 0.
+        a_pass: number of draws from each data set in one pass of a blend by repetitions; 0 for all, or left
+            out: the weights decide.
     """
 
     def __init__(
@@ -84,11 +88,15 @@ class SampleOrder:
         *,
         shuffled: bool,
         keys: Sequence[str] | None = None,
+        firsts: Sequence[int] | None = None,
+        a_pass: Sequence[int] | None = None,
     ) -> None:
         self.sizes, self.seed, self.shuffled = list(sizes), seed, shuffled
         self.weights = list(weights)
         self.keys = list(keys or map(str, range(len(sizes))))
+        self.firsts = list(firsts or [0] * len(sizes))
         self._numbers = [_number(key) for key in self.keys]
+        self._pass_bounds = np.cumsum(a_pass or [0])
         self._bounds = np.cumsum(np.array(weights, np.float64) / sum(weights))
         self.drawn = [0] * len(sizes)
         """Number of draws from each data set so far."""
@@ -99,18 +107,28 @@ class SampleOrder:
         """The next samples: data set and number of the draw from it, int64 [count] each."""
         first = self.total
         self.total += count
-        if len(self.sizes) == 1:
-            sources = np.zeros(count, np.int64)
-        else:
-            hashed = _mixed(np.arange(first, first + count, dtype=np.uint64), key_of(self.seed, 1))
-            chosen = np.searchsorted(self._bounds, hashed / 2.0**64, side="right")
-            sources = np.minimum(chosen, len(self.sizes) - 1)
+        sources = self._chosen(np.arange(first, first + count))
         numbers = np.zeros(count, np.int64)
         for source in np.unique(sources).tolist():
             own = np.flatnonzero(sources == source)
             numbers[own] = self.drawn[source] + np.arange(len(own))
             self.drawn[source] += len(own)
         return sources, numbers
+
+    def _chosen(self, draws: Integers) -> Integers:
+        """The data set of each draw."""
+        if len(self.sizes) == 1:
+            return np.zeros(len(draws), np.int64)
+        if size := int(self._pass_bounds[-1]):
+            passes, places = np.divmod(draws, size)
+            for number in np.unique(passes).tolist():
+                inside = passes == number
+                places[inside] = permuted(places[inside], size, key_of(self.seed, 3, number))
+            return np.searchsorted(self._pass_bounds, places, side="right")
+
+        hashed = _mixed(draws.astype(np.uint64), key_of(self.seed, 1))
+        chosen = np.searchsorted(self._bounds, hashed / 2.0**64, side="right")
+        return np.minimum(chosen, len(self.sizes) - 1)
 
     def indices(self, sources: Integers, numbers: Integers) -> Integers:
         """The samples of draws: their indices in their data sets, int64 [n]."""
@@ -122,4 +140,5 @@ class SampleOrder:
                 own = (sources == source) & (epochs == epoch)
                 key = key_of(self.seed, 2, self._numbers[source], epoch)
                 found[own] = permuted(places[own], size, key) if self.shuffled else places[own]
+            found[sources == source] += self.firsts[source]
         return found

@@ -85,21 +85,17 @@ def has_sizes(data: DataSet, name: str) -> bool:
         return False
 
 
-UNPLANNED = ("blend_epochized", "subset", "shuffle_over_epochs_multiplier")
-"""Keys of a metadataset whose order of samples is not planned."""
-
-
-def why_not_planned(
+def without_sizes(
     description: Description, hf_dir: str | Path, data: DataConfig, split: str = "train"
-) -> str:
-    """Why batches of a split cannot be planned from sizes, and what to do; empty if they can.
+) -> list[DataSet]:
+    """The data sets of a split that have no sizes for this tokenizer and chat template, each once.
 
     Raises:
         LoaderError: there is no such split.
     """
-    if key := next((key for key in _keys(description, split) if key in UNPLANNED), ""):
-        return f"batches of a metadataset with {key} are not planned"
-    return why_no_sizes(description, hf_dir, data, split)
+    name = text_id(hf_dir, read_spec(hf_dir), data)
+    by_path = {str(one.path): one for one, _ in read_by(description, split)}
+    return [one for one in by_path.values() if not has_sizes(one, name)]
 
 
 def why_no_sizes(description: Description, hf_dir: str | Path, data: DataConfig, split: str = "train") -> str:
@@ -108,17 +104,16 @@ def why_no_sizes(description: Description, hf_dir: str | Path, data: DataConfig,
     Raises:
         LoaderError: there is no such split.
     """
-    spec = read_spec(hf_dir)
-    name = text_id(hf_dir, spec, data)
-    lacking = next((one for one, _ in read_by(description, split) if not has_sizes(one, name)), None)
-    if lacking is None:
+    lacking = without_sizes(description, hf_dir, data, split)
+    if not lacking:
         return ""
 
     given = f"--data {data.path} --processor {hf_dir}"
-    if spec.vision.video_timestamps and data.video_prompt != DataConfig.video_prompt:
+    timestamps = read_spec(hf_dir).vision.video_timestamps
+    if timestamps and data.video_prompt != DataConfig.video_prompt:
         given = "--config RUN.yaml"  # the rule for the text around videos is a field of the run
     return (
-        f"{lacking.path} has no sizes for this tokenizer and chat template: run"
+        f"{lacking[0].path} has no sizes for this tokenizer and chat template: run"
         f" `megatron-vl data index {given}`"
     )
 
@@ -139,26 +134,6 @@ def read_by(description: Description, split: str) -> Iterator[tuple[DataSet, str
         return
     for inner, part in description.parts(split):
         yield from read_by(inner, part)
-
-
-def _keys(description: Description, split: str) -> Iterator[str]:
-    """All keys of a split of a metadataset, and of the splits that it reads of those within it."""
-    if isinstance(description, DataSet):
-        return
-    yield from _keys_in(description.splits.get(split))
-    for inner, part in description.parts(split):
-        yield from _keys(inner, part)
-
-
-def _keys_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            if key != "subflavors":
-                yield key
-                yield from _keys_in(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _keys_in(inner)
 
 
 @dataclass(frozen=True)
@@ -221,9 +196,14 @@ def open_sizes(meta: Location, name: str) -> StoredSizes:
         EOFError,
         zipfile.BadZipFile,
     ) as error:
-        raise SizesError(f"{folder} cannot be read ({error})") from error
+        raise SizesError(
+            f"{folder} cannot be read ({error}); write it with `megatron-vl data index`, where every node can"
+            " read it"
+        ) from error
     if not whole or ends[-1] != len(samples):
-        raise SizesError(f"{folder} is damaged: its files do not fit together")
+        raise SizesError(
+            f"{folder} is damaged: its files do not fit together; delete it and run `megatron-vl data index`"
+        )
     return StoredSizes(samples, media, starts, content, shards)
 
 

@@ -7,7 +7,7 @@ runs its pictures forward once more (except for ``vision.keep_patches`` patches,
 and then backward. The gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in
 this way.
 
-Pictures stay within their replica: its loader holds their pixels, and ``data.balance`` evens out replicas.
+Pictures stay within their replica: its loader holds their pixels, and and planned batches even out replicas.
 """
 
 from __future__ import annotations

@@ -50,9 +50,6 @@ class ProcessGrid:
     """The same ranks over gloo, for small host-side messages."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
-    owners_gloo: dist.ProcessGroup | None
-    """The owners of all replicas in data-parallel order, for the exchange of rows. None on other ranks, with
-    only one replica, or if the grid was made without this group."""
 
     def part(self, info: TensorInfo) -> int:
         """The part of a tensor that this rank holds (see :meth:`Cut.part`)."""
@@ -114,13 +111,9 @@ def end_distributed() -> None:
     end_groups()
 
 
-def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
-    """Initialises Megatron-core's groups for ``layout``. Returns this rank's grid. Collective over all ranks.
-
-    Args:
-        owners: whether to make the group in which owners exchange rows (``data.balance``). Each owner holds a
-            connection to every other one.
-    """
+def make_grid(layout: Layout) -> ProcessGrid:
+    """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid. Collective over all
+    ranks."""
     from megatron.core import parallel_state as mpu
 
     _initialize_core(layout)
@@ -147,7 +140,6 @@ def make_grid(layout: Layout, *, owners: bool = False) -> ProcessGrid:
         replica_gloo=_replica_gloo(layout, dp, rank) or replica,
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
-        owners_gloo=_owners(layout.tp, dp, rank) if owners else None,
     )
 
 
@@ -184,12 +176,3 @@ def _replica_gloo(layout: Layout, dp: int, rank: int) -> dist.ProcessGroup | Non
         if rank in members:
             gloo = group
     return gloo
-
-
-def _owners(tp: int, dp: int, rank: int) -> dist.ProcessGroup | None:
-    """The group of all owners; None on other ranks. Collective over all ranks."""
-    if dp == 1 or dist.get_backend() == "fake":
-        return None
-    members = [d * tp for d in range(dp)]
-    group = kept_group(members, "gloo", "OWNERS_GLOO", timeout=_timeout)
-    return group if rank in members else None

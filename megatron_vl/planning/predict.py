@@ -7,7 +7,6 @@ from :mod:`.memory`.
 
 from __future__ import annotations
 
-import math
 import statistics
 from dataclasses import dataclass
 from typing import Any
@@ -75,8 +74,6 @@ class Prediction:
     """Seconds before and after the pipeline in which all ranks run the tower (decoupled placement)."""
     pipeline: float
     """Seconds of the pipeline's timeline."""
-    straggling: float
-    """Seconds that replicas wait for the one with the most patches."""
     step: float
     """Seconds of a step."""
 
@@ -127,7 +124,6 @@ class Prediction:
             "layout": {**self.layout.as_dict(), "dp": self.dp},
             "step_s": round(self.step, 4),
             "pipeline_s": round(self.pipeline, 4),
-            "straggling_s": round(self.straggling, 4),
             "bubble": round(self.bubble, 4),
             "mfu": round(self.mfu, 4),
             "tokens_per_second": round(self.tokens_per_second),
@@ -181,7 +177,6 @@ def predict(
     stages = tuple(_stage(costs, memory, stage) for stage, memory in enumerate(memories))
     message = costs.message()
     pipeline = pipeline_seconds([stage.chunks for stage in stages], micro_batches, message)
-    straggling = _straggling(costs, micro_batches)
     ahead = _tower_ahead(costs, micro_batches)
     end = max(stage.exposed + stage.update for stage in stages) + calibration.step_s
     return Prediction(
@@ -197,8 +192,7 @@ def predict(
         message,
         ahead,
         pipeline,
-        straggling,
-        pipeline + straggling + ahead + end,
+        pipeline + ahead + end,
     )
 
 
@@ -239,8 +233,7 @@ def step_ends(costs: Costs, layout: Layout, times: list[tuple[PassTime, ...]]) -
 
 def besides(costs: Costs, micro_batches: int) -> float:
     """What a step takes beside the pipeline's passes, the reduction of gradients and the update."""
-    ahead = _straggling(costs, micro_batches) + _tower_ahead(costs, micro_batches)
-    return ahead + costs.calibration.step_s
+    return _tower_ahead(costs, micro_batches) + costs.calibration.step_s
 
 
 def _stage(costs: Costs, memory: StageMemory, stage: int) -> StagePlan:
@@ -282,16 +275,6 @@ def _exposed(costs: Costs, trained: float, chunks: tuple[PassTime, ...]) -> floa
         exposed += max(part, seconds - hidden)
 
     return exposed
-
-
-def _straggling(costs: Costs, micro_batches: int) -> float:
-    """What the replica with the most patches takes longer than the mean, by the spread of the rows."""
-    if costs.dp == 1 or costs.config.data.balance:
-        return 0.0
-    n = costs.dp
-    # The expected largest of n normal numbers (Blom).
-    largest = statistics.NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
-    return largest * costs.rows.spread * costs.tower().both * math.sqrt(micro_batches)
 
 
 def _tower_ahead(costs: Costs, micro_batches: int) -> float:

@@ -422,7 +422,6 @@ def _parts(prediction: Prediction) -> dict[str, float]:
         "collectives": bare - silent,
         "computing": silent,
         "gradients and update": ends,
-        "uneven replicas": prediction.straggling,
         "tower on every rank": prediction.ahead,
     }
 

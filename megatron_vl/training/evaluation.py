@@ -106,15 +106,11 @@ class Evaluator:
 
     def _loaded(self, spec: ModelSpec, count: int, pack: bool) -> Iterator[Row]:
         """The first ``count`` rows of the split, equal on every replica."""
-        from megatron_vl.data.loader import build_loader
+        from megatron_vl.data.loader import validation_rows
 
-        data = dataclasses.replace(self.data, num_workers=0, pack=pack, streams=0)
-        split = self.settings.split
-        loader = build_loader(data, spec, self.hf, split=split, facts=self.facts)
-        try:
-            yield from itertools.islice(loader, count)
-        finally:
-            loader.close()
+        data = dataclasses.replace(self.data, pack=pack)
+        rows = validation_rows(data, spec, self.hf, self.settings.split, self.facts)
+        return itertools.islice(rows, count)
 
     def _share(self, rows: list[Row]) -> list[Row]:
         """This replica's rows. All replicas get the same number: rows without loss pad shorter shares."""
@@ -176,7 +172,7 @@ class Evaluator:
 
         for start in range(0, self.row_count, at_once):
             count = min(at_once, self.row_count - start)
-            data = Feed(self.grid, self.platform, rows, count, balanced=False, vision=self.vision).next_step()
+            data = Feed(self.grid, self.platform, rows, count, vision=self.vision).next_step()
             reports = run_schedule(chunks, data.rows, seq_len=self.data.seq_len, forward_only=True)
             loss, loss_tokens, *_ = reduce_losses(reports, self.grid, self.platform.device)
             total += loss

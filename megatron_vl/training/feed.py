@@ -22,7 +22,6 @@ from megatron_vl import progress
 from megatron_vl.data.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
-from megatron_vl.parallel.balance import balance
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
@@ -138,7 +137,6 @@ class Feed:
 
     Args:
         loader: an iterator of rows on the rank that owns the loader; None elsewhere.
-        balanced: whether rows are swapped between data-parallel ranks to even out their numbers of patches.
         vision: the tower, needed if every rank holds it.
     """
 
@@ -149,25 +147,20 @@ class Feed:
         loader: Iterator[Row] | None,
         micro_batches: int,
         *,
-        balanced: bool,
         vision: VisionSpec | None = None,
     ) -> None:
         if grid.owns_loader and loader is None:
             raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
-        if balanced and grid.dp > 1 and grid.owns_loader and grid.owners_gloo is None:
-            raise ValueError("balanced=True needs a grid that was made with owners=True")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
-        self.balanced = balanced and grid.dp > 1
         self.decoupled, self.vision = grid.cut.whole_vision, vision
         if self.decoupled and vision is None:
             raise ValueError("a tower on every rank needs its sizes, to spread the pictures")
 
     def next_step(self) -> StepData:
-        """The rows of the next step. Collective over the replica; with ``balanced``, over all replicas.
+        """The rows of the next step. Collective over the replica.
 
         Raises:
-            FeedError: the loader failed. Every rank of the replica raises it;
-                with ``balanced``, every rank does.
+            FeedError: the loader failed. Every rank of the replica raises it.
         """
         start = time.perf_counter()
         rows, error = self._read()
@@ -175,9 +168,6 @@ class Feed:
         wait = time.perf_counter() - start
 
         own = [_pack(row) for row in rows]
-        if self.balanced and self.grid.owns_loader:
-            own, error = self._exchange(own, error)
-
         uploaded = [row.to(self.platform.device) for row in own]
         header: list[Any] = [error or [row.described for row in uploaded], None]
         on_host: list[dict[str, Tensor]] = []
@@ -249,50 +239,6 @@ class Feed:
         row = next(self.loader)
         progress.tick()
         return row
-
-    def _exchange(self, own: list[_Packed], error: str) -> tuple[list[_Packed], str]:
-        """The rows after balancing over the owners of all replicas, or the error of one of them.
-
-        Rows travel between hosts' memories over a separate group.
-        The GPUs' network is left to gradients and weights.
-        """
-        grid = self.grid
-        patches: list[Any] = [None] * grid.dp
-        dist.all_gather_object(
-            patches, error or [row.described["counts"]["patches"] for row in own], group=grid.owners_gloo
-        )
-        errors = [offer for offer in patches if isinstance(offer, str)]
-        if errors:
-            return [], errors[0]
-
-        places = balance(patches)
-        moves = [(place, rank) for rank, row in enumerate(places) for place in row if place.rank != rank]
-        if not moves:
-            return own, ""
-
-        leaving = {place.row for place, _ in moves if place.rank == grid.dp_rank}
-        descriptions: list[Any] = [None] * grid.dp
-        dist.all_gather_object(descriptions, {i: own[i].described for i in leaving}, group=grid.owners_gloo)
-
-        owners = dist.get_process_group_ranks(grid.owners_gloo)
-        kept, transfers = [], []
-        for rank, row in enumerate(places):
-            for place in row:
-                if rank == grid.dp_rank and place.rank == rank:
-                    kept.append(own[place.row])
-                elif rank == grid.dp_rank:
-                    kept.append(_empty(descriptions[place.rank][place.row]))
-                    given = kept[-1].buffers.values()
-                    transfers += [
-                        dist.P2POp(dist.irecv, t, owners[place.rank], grid.owners_gloo) for t in given
-                    ]
-                elif place.rank == grid.dp_rank:
-                    given = own[place.row].buffers.values()
-                    transfers += [dist.P2POp(dist.isend, t, owners[rank], grid.owners_gloo) for t in given]
-
-        for work in dist.batch_isend_irecv(transfers) if transfers else []:
-            work.wait()
-        return kept, ""
 
     def _share(self, name: str, own: list[_Packed], described: list[dict[str, Any]]) -> list[Tensor]:
         """A flat buffer for each row.
@@ -381,16 +327,6 @@ def _pack(row: Row) -> _Packed:
 
 def _pinned(tensor: Tensor) -> Tensor:
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
-
-
-def _empty(described: dict[str, Any]) -> _Packed:
-    """Empty buffers for a row that comes from another owner."""
-    pinned = torch.cuda.is_available()
-    buffers = {
-        name: torch.empty(_size(described, name), dtype=buffer.dtype, pin_memory=pinned)
-        for name, buffer in _BUFFERS.items()
-    }
-    return _Packed(described, buffers)
 
 
 def _size(described: dict[str, Any], buffer: str) -> int:

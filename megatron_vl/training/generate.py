@@ -98,7 +98,7 @@ def generate(
         requests = []
         tower = chunks[0].decoupled
         vision = None if tower is None else tower.vision
-        data = Feed(grid, platform, rows, len(lengths), balanced=False, vision=vision).next_step()
+        data = Feed(grid, platform, rows, len(lengths), vision=vision).next_step()
         for i, row in enumerate(data.rows):
             row.cache = CacheUse(cache, [i], filling=True)
             requests.append(_Request(row, [lengths[i] - 1]))

@@ -82,7 +82,6 @@ def _open_feed(run: Run) -> Feed:
         run.platform,
         run.loader,
         run.config.global_batch_size // run.grid.dp,
-        balanced=run.resolved.swaps_rows,
         vision=run.spec.vision,
     )
 

@@ -12,16 +12,12 @@ from typing import Any
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, video_rule
 from megatron_vl.data.location import in_store, location
-from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.planning.memory import stage_memories
 from megatron_vl.planning.offload import largest_share, least_share, with_share
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 from megatron_vl.words import counted
-
-OWN_FILES = 512
-"""Open files that a rank needs besides a connection to each peer: for libraries, shards, workers and logs."""
 
 MANY_TRACED = 10
 """If a trace has more steps than this, a line warns of its cost."""
@@ -59,21 +55,6 @@ def check_host_memory(
         f" {counted(ranks, 'rank')} of a node, which has {ranks * host_gib:.1f} GiB left; {advice}, or start"
         " fewer ranks per node"
     )
-
-
-def check_open_files(dp: int) -> None:
-    """Checks that this process may open enough connections to exchange rows between all replicas.
-
-    Raises:
-        RunConfigError: the limit on open files is too low. The message names the limit that is needed.
-    """
-    needed, allowed = dp + OWN_FILES, raise_open_files()
-    if needed > allowed:
-        raise RunConfigError(
-            f"data.balance connects each of {dp} data-parallel ranks to all others. That needs {needed} open"
-            f" files per process, and {allowed} are allowed: raise the limit (ulimit -Hn {needed}), or set"
-            " data.balance to false"
-        )
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:

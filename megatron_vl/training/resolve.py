@@ -16,6 +16,7 @@ from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.data.location import location
+from megatron_vl.data.sizes import without_sizes
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
 from megatron_vl.planning.offload import settle_offload
@@ -25,16 +26,12 @@ from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training import preflight
 from megatron_vl.training.resolved_run import ResolvedRun, Start
 from megatron_vl.weights.run_folder import (
-    CheckpointError,
     DataRestart,
     Saved,
     StepMissingError,
     choose,
     read_signed,
 )
-
-PLANNED_BATCHES = "planned_batches"
-"""Entry of a checkpoint's ``run.json``: whether its run's batches are planned from stored sizes."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def resolve(
         config = dataclasses.replace(config, parallel=parallel)
     config = settle_offload(config, spec, layout, dp, machine.gpu_gib, machine.host_gib)
 
-    run = ResolvedRun(config, spec, layout, dp, split, start, {}, False, ())
+    run = ResolvedRun(config, spec, layout, dp, split, start, {}, ())
     return run if show_only else _with_inputs(run, memory_note, on_cpu=machine.gpu_gib is None)
 
 
@@ -117,14 +114,7 @@ def _with_inputs(run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRu
     elif config.model.checkpoint and (note := preflight.check_start_weights(config, spec)):
         notes.append(f"NOTE: {note}")
 
-    data = read_data(config)
-    planned = _plans_batches(run.start, data["train"])
-    run = dataclasses.replace(run, data=data, planned_batches=planned)
-    if run.swaps_rows:
-        preflight.check_open_files(run.dp)
-        why = data["train"].unplanned or "the run began without plans of its batches, and goes on so"
-        notes.append(f"data.balance: rows are swapped between ranks while the run trains; {why}")
-    return dataclasses.replace(run, notes=tuple(notes))
+    return dataclasses.replace(run, data=read_data(config), notes=tuple(notes))
 
 
 def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
@@ -137,11 +127,8 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
     description = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
     facts = {split: description.facts(split) for split in sorted(splits)}
-    if config.data.balance:
-        from megatron_vl.data.sizes import why_not_planned
-
-        unplanned = why_not_planned(description, config.model.hf, config.data)
-        facts["train"] = dataclasses.replace(facts["train"], unplanned=unplanned)
+    lacking = tuple(str(one.path) for one in without_sizes(description, config.model.hf, config.data))
+    facts["train"] = dataclasses.replace(facts["train"], without_sizes=lacking)
     return facts
 
 
@@ -210,23 +197,3 @@ def _saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) ->
         return read_layout(spec, read_signed(source.path / "run.json", source.step)["layout"])
     except (ValueError, KeyError, TypeError, OSError, RuntimeError):
         return None
-
-
-def _plans_batches(start: Start, facts: SplitFacts) -> bool:
-    """Whether batches are planned from stored sizes. A run that continues keeps to what it began with.
-
-    Raises:
-        CheckpointError: the run's batches were planned, and cannot be any more.
-    """
-    if start.source is None or start.restart_data:
-        return not facts.unplanned
-    from megatron_vl.training.checkpoint import read_run
-
-    planned = bool(read_run(start.source.path).get(PLANNED_BATCHES, False))
-    if planned and facts.unplanned:
-        raise CheckpointError(
-            f"the batches of this run were planned from stored sizes, and cannot be now: {facts.unplanned}."
-            " Or keep weights and optimizer and read the data set from its start: --checkpoint.restart_data"
-            " true"
-        )
-    return planned

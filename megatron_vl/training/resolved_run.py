@@ -41,8 +41,6 @@ class ResolvedRun:
     start: Start
     data: dict[str, SplitFacts]
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
-    planned_batches: bool
-    """Whether batches are planned from stored sizes."""
     notes: tuple[str, ...]
     """Lines to print for the user."""
 
@@ -60,8 +58,3 @@ class ResolvedRun:
     def resumes_data(self) -> bool:
         """Whether the run continues in its data where a checkpoint stopped."""
         return self.resumes and not self.start.restart_data
-
-    @property
-    def swaps_rows(self) -> bool:
-        """Whether rows are swapped between data-parallel ranks while the run trains."""
-        return self.config.data.balance and not self.planned_batches

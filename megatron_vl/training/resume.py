@@ -16,7 +16,6 @@ from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.optimizer import SCHEDULE, changed_schedule, schedule_facts
 from megatron_vl.training.preflight import run_facts
-from megatron_vl.training.resolve import PLANNED_BATCHES
 from megatron_vl.training.setup import Run, end_if_asked
 from megatron_vl.training.step import SKIPPED
 from megatron_vl.weights.run_folder import saved_checkpoints
@@ -86,7 +85,6 @@ def checkpoint_facts(run: Run, log: MetricsLog) -> dict[str, Any]:
         _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
         _MOMENTS: run.config.optimizer.moments_dtype,
         SCHEDULE: schedule_facts(run.config),
-        PLANNED_BATCHES: run.resolved.planned_batches,
         _AUX_LOSS: aux_loss_coefficient(run.spec, run.config.model) if run.spec.language.moe else None,
         _SOURCES: log.sources.state_dict(),
     }

@@ -108,7 +108,7 @@ def build(resolved: ResolvedRun, platform: Platform) -> Run:
     """
     end_if_asked(platform)
     config = resolved.config
-    grid = make_grid(resolved.layout, owners=resolved.swaps_rows)
+    grid = make_grid(resolved.layout)
     progress.now.place = f"tp {grid.tp_rank}, pp {grid.pp_rank}, dp {grid.dp_rank}"
 
     # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
@@ -139,11 +139,8 @@ def _build_loader(resolved: ResolvedRun, grid: ProcessGrid) -> Any:
         resolved.config.model.hf,
         dp_rank=grid.dp_rank,
         dp_size=grid.dp,
-        split="train",
         facts=resolved.data["train"],
         rows_per_step=resolved.config.global_batch_size,
-        resumes=resolved.resumes_data,
-        planned=resolved.planned_batches,
     )
 
 

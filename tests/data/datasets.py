@@ -7,6 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.convert import ConversionOptions, DataReport, convert
+from data_tools.sample_sizes import index
+from megatron_vl.config import DataConfig
+from megatron_vl.data.description import read_description
+from megatron_vl.data.loader import RowLoader, build_loader
+from megatron_vl.data.location import location
+from megatron_vl.data.sizes import without_sizes
+from megatron_vl.spec.families import read_spec
 
 from .media import encoded, video, write
 
@@ -68,3 +75,10 @@ def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, D
     (folder / "media").mkdir(exist_ok=True)
     report = convert([folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options))
     return folder / "out", report
+
+
+def open_loader(data: DataConfig, hf: Path, **place: Any) -> RowLoader:
+    """The loader of a data set, whose sizes are written first if they are missing."""
+    if without_sizes(read_description(location(data.path)), hf, data):
+        index(data, read_spec(hf), hf)
+    return build_loader(data, read_spec(hf), hf, **place)

@@ -10,9 +10,9 @@ import yaml
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.description import read_description
-from megatron_vl.data.loader import build_loader
-from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
+
+from .datasets import open_loader
 
 WRITTEN: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 
@@ -40,7 +40,6 @@ def identity(path: Path, split: str = "train") -> Any:
 
 def loader(path: Path, *, rank: int = 0, ranks: int = 1, rows_per_step: int = 0, **changes: Any) -> Any:
     hf = tiny_checkpoint("qwen2_5_vl")
-    settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 8, **changes}
+    settings = {"seq_len": 64, "num_workers": 0, "packing_buffer": 4, **changes}
     data = DataConfig(path=str(path), **settings)
-    place = {"dp_rank": rank, "dp_size": ranks, "rows_per_step": rows_per_step, "resumes": ranks > 1}
-    return build_loader(data, read_spec(hf), hf, **place)
+    return open_loader(data, hf, dp_rank=rank, dp_size=ranks, rows_per_step=rows_per_step)

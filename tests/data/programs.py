@@ -7,17 +7,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import DataConfig, EvalConfig, TrainConfig
+from megatron_vl.config import DataConfig, EvalConfig, ModelConfig, TrainConfig
 from megatron_vl.parallel.groups import from_first_rank
 from megatron_vl.training.resolve import read_data
 
 
-def shared_facts(path: str) -> list[Any]:
+def shared_facts(path: str, hf: str) -> list[Any]:
     """For each rank: how often it read the description, the identity that it got, and its error for
     an empty split."""
     dist.init_process_group("gloo")
     reads: list[int] = []
-    config = TrainConfig(data=DataConfig(path=path))
+    config = TrainConfig(model=ModelConfig(hf=hf), data=DataConfig(path=path))
 
     def read(config: TrainConfig) -> Any:
         reads.append(1)

@@ -12,7 +12,7 @@ from megatron.energon.metadataset.metadataset_v2 import Subset
 
 from megatron_vl.data import blend
 from megatron_vl.data.blend import BlendError, sources_of, summary
-from megatron_vl.data.description import LoaderError, read_description
+from megatron_vl.data.description import read_description
 
 from .mixtures import identity, loader, write
 
@@ -209,7 +209,7 @@ def test_rows_say_which_source_each_sample_is_from(folder):
     path = write(folder, train={"blend": given})
     rows = loader(path)
     names = [source.name for source in sources_of(identity(path))]
-    tokenizer = rows._encoder.chat.tokenizer
+    tokenizer = rows._planning.encoder.chat.tokenizer
     seen: Counter[str] = Counter()
     for row in islice(rows, 40):
         bounds = row.cu_seqlens.tolist()
@@ -227,25 +227,3 @@ def test_rows_say_which_source_each_sample_is_from(folder):
 def test_rows_of_one_data_set_name_no_source(folder):
     rows = loader(folder / "birds")
     assert next(rows).sources == [] and not any("source" in note for note in rows.notes)
-
-
-def test_a_source_that_streams_cannot_share_out_is_named(folder):
-    rows = loader(write(folder, train={"blend": [{"path": "birds"}, {"path": "ships"}]}), streams=18)
-    few = [s.name for s in sources_of(rows.dataset) if s.samples < 18]
-    told = [note for note in rows.notes if "fewer samples than the data have streams (18)" in note]
-    assert few == ["ships"] and len(told) == 1 and "(18): ships. Some streams" in told[0]
-
-
-def test_a_blend_that_leaves_streams_without_samples_is_refused(folder):
-    """Energon would end the run once such a stream is read. Weight 0 draws nothing, as elsewhere."""
-    birds, ships = (source.samples for source in sources_of(identity(write(folder))))
-    meta, few = folder / "meta.yaml", f"{birds + ships} samples"
-    with pytest.raises(LoaderError, match=rf"{few} in train, but data.streams 99 need .*lower data.streams"):
-        loader(meta, streams=99)
-    with pytest.raises(LoaderError, match=rf"{few} in train.* 1 data-parallel ranks x 60 .*data.num_workers"):
-        loader(meta, num_workers=60)
-    assert len(list(islice(loader(meta, streams=birds + ships, packing_buffer=1), birds + ships))) > ships
-
-    write(folder, train={"blend": [{"path": "birds", "weight": 0}, {"path": "ships"}]})
-    with pytest.raises(LoaderError, match=rf"{ships} samples in train, but data.streams {ships + 1} need"):
-        loader(meta, streams=ships + 1)

@@ -20,6 +20,7 @@ from megatron_vl.data.description import DescriptionError, LoaderError, differen
 from megatron_vl.data.state import StateError
 from tests.data.programs import shared_facts
 from tests.support.ranks import call
+from tests.tiny import tiny_checkpoint
 
 from .mixtures import identity, loader, write
 
@@ -72,10 +73,6 @@ CHANGES: dict[str, tuple[Any, str]] = {
     "subset": (
         lambda f: write(f, birds={"subset": {"range": ["0%", "50%"]}}),
         r"^the subset of birds was None, is ",
-    ),
-    "epochs": (
-        lambda f: write(f, birds={"shuffle_over_epochs_multiplier": 4}),
-        r"multiplier of birds was 1, is 4$",
     ),
     "content": (reconvert, r"^birds was converted or prepared again \(its train was"),
     "shards of a split": (edit_split, r"^birds lists other shards or counts for train"),
@@ -210,23 +207,6 @@ def test_scaled_weights_make_the_same_rows(folder):
     assert keys(again, 30) == wanted
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_without_a_shuffle_buffer_its_bound_means_nothing(folder, size):
-    rows = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=2.0)
-    keys(rows, 2)
-    state = json.loads(json.dumps(rows.state_dict()))
-    wanted = keys(rows, 10)
-
-    again = loader(folder / "birds", shuffle_buffer=size, shuffle_buffer_gib=0.5)
-    again.load_state_dict(state)
-    assert keys(again, 10) == wanted
-
-    with pytest.raises(StateError, match="shuffle_buffer_gib"):
-        loader(folder / "birds", shuffle_buffer_gib=0.5).load_state_dict(
-            loader(folder / "birds", shuffle_buffer_gib=2.0).state_dict()
-        )
-
-
 # --- Many shards --------------------------------------------------------------------------------------------
 
 
@@ -283,7 +263,7 @@ def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tm
 
 @pytest.mark.ranks
 def test_one_rank_reads_and_all_end_alike(parts):
-    first, second = call(shared_facts, 2, path=str(parts / "birds"))
+    first, second = call(shared_facts, 2, path=str(parts / "birds"), hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert (first[0], second[0]) == (2, 0), "who has read how often"
     assert first[1] == second[1] == identity(parts / "birds")
     assert first[2] == second[2] and "the split 'test' is empty" in first[2]

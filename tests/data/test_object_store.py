@@ -16,9 +16,11 @@ import pytest
 import yaml
 from moto.server import ThreadedMotoServer
 
+from data_tools.sample_sizes import index
 from megatron_vl.data.description import DescriptionError, LoaderError, read_description
 from megatron_vl.data.loader import build_loader
 from megatron_vl.data.location import StoreError, location
+from megatron_vl.data.reading import reconnect
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
@@ -61,6 +63,8 @@ def dataset(tmp_path_factory, store):
     """A data set on disk, and its copy at ``msc://pictures/sets/first``."""
     folder = tmp_path_factory.mktemp("data")
     out, _ = converted(folder, mixed_records(folder / "media", 12), val_fraction=0.2, samples_per_shard=5)
+    hf = tiny_checkpoint("qwen2_5_vl")
+    index(config(out), read_spec(hf), hf)
     upload(store, out, "sets/first")
     return out
 
@@ -103,11 +107,11 @@ def test_a_forked_process_has_connections_of_its_own(dataset):
     """The client forgets its connections in a fork, but paths that exist already keep theirs."""
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first"), read_spec(folder), folder)
-    data = loader._sources.datasets[0].dataset
+    data = loader._planning.datasets[0].dataset
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
 
-    loader._sources.reconnect()
+    reconnect(loader._planning.datasets)
     connections = {id(path.fs) for path in (data.path, *(shard.path for shard in data.shards))}
     assert len(connections) == 1 and data.path.fs is not before
 

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from megatron_vl.data.description import META, SIZES, LoaderError, read_descript
 from megatron_vl.data.loader import build_loader, cook
 from megatron_vl.data.pixels import read_pixel_settings
 from megatron_vl.data.planned_rows import Batch, BatchPlanner
-from megatron_vl.data.sizes import SampleSizes, SizesError, has_sizes, open_sizes, text_id, why_not_planned
+from megatron_vl.data.sizes import SampleSizes, SizesError, has_sizes, open_sizes, text_id, without_sizes
 from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
@@ -32,10 +33,10 @@ from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
 
 from .datasets import converted, mixed_records
-from .test_order import SLOW, Run, moved
 
 COUNT = 60
-SETTINGS: dict[str, Any] = {"seq_len": 256, "packing_buffer": 8, "shuffle_buffer": 5}
+SETTINGS: dict[str, Any] = {"seq_len": 256, "packing_buffer": 8, "max_bad_share": 1.0}
+SLOW = pytest.mark.slow
 
 
 def hf(family: str = "qwen2_5_vl") -> Path:
@@ -43,7 +44,7 @@ def hf(family: str = "qwen2_5_vl") -> Path:
 
 
 def data_config(path: Path, **changes: Any) -> DataConfig:
-    return DataConfig(path=str(path), num_workers=0, **(SETTINGS | {"max_bad_share": 1.0} | changes))
+    return DataConfig(path=str(path), **({"num_workers": 0} | SETTINGS | changes))
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +64,52 @@ def dataset(plain) -> Path:
     return plain
 
 
-def run(path: Path, ranks: int, workers: int = 0, **changes: Any) -> Run:
-    return Run(path, ranks, workers, planned=True, **(SETTINGS | changes))
+Step = tuple[list[list[str]], dict[str, int]]
+"""The keys of a step's rows, in order, and what was dropped."""
+
+
+class Run:
+    """All data-parallel ranks of a run, one after the other in this process."""
+
+    def __init__(self, path: Path, ranks: int, workers: int = 0, rows: int = 12, **changes: Any) -> None:
+        self.share = rows // ranks
+        data = data_config(path, num_workers=workers, **changes)
+        spec = read_spec(hf())
+        self.loaders = [
+            build_loader(data, spec, hf(), dp_rank=rank, dp_size=ranks, rows_per_step=rows)
+            for rank in range(ranks)
+        ]
+
+    def after(self, states: list[dict[str, Any]]) -> Run:
+        for rank, loader in enumerate(self.loaders):
+            loader.load_state_dict(states[rank % len(states)], states.__getitem__)
+        return self
+
+    def steps(self, count: int) -> list[Step]:
+        found = []
+        for _ in range(count):
+            rows = [next(loader) for loader in self.loaders for _ in range(self.share)]
+            dropped = sum((Counter(row.dropped) for row in rows), Counter())
+            found.append(([row.keys for row in rows], dict(dropped)))
+        return found
+
+    def stop(self) -> list[dict[str, Any]]:
+        """The states, as a checkpoint holds them; then the processes end."""
+        states = [json.loads(json.dumps(loader.state_dict())) for loader in self.loaders]
+        for loader in self.loaders:
+            loader.close()
+        return states
+
+
+def moved(path: Path, places: list[tuple[int, int, int]], **changes: Any) -> Iterator[Step]:
+    """A run that moves: for each place the number of ranks, workers and steps."""
+    states: list[dict[str, Any]] = []
+    for ranks, workers, steps in places:
+        run = Run(path, ranks, workers, **changes)
+        if states:
+            run.after(states)
+        yield from run.steps(steps)
+        states = run.stop()
 
 
 def flat(rows: list[list[str]]) -> list[str]:
@@ -83,23 +128,23 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     index(data_config(folder), spec, hf(family))
 
     stored = open_sizes(folder / META, text_id(hf(family), spec, data))
-    loader = build_loader(data, spec, hf(family), planned=True)
-    encoder = loader._encoder
+    loader = build_loader(data, spec, hf(family))
+    encoder = loader._planning.encoder
     counted = SampleSizes(encoder.chat, read_pixel_settings(hf(family), data))
     source = loader._planning.sources[0]
     tokens, patches = counted.of(stored, source.numbers(np.arange(len(source))))
     reader = source.reader(0.0)
     for number in range(len(source)):
-        encoded = encoder.preencode_sample(encoder.cookers[0].cook(reader[number]))
+        encoded = encoder.preencode_sample(cook(reader[number]))
         assert encoded.size == (tokens[number], patches[number]), encoded.__key__
     assert (patches > 0).sum() > 30
 
 
 def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset):
-    """On 4, 2, 3 and 4 ranks and with processes: the same samples in the same steps."""
-    whole = list(moved(dataset, [(4, 0, 6)], planned=True, **SETTINGS))
-    places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (4, 0, 2)]
-    got = list(moved(dataset, places, planned=True, **SETTINGS))
+    """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps."""
+    whole = list(moved(dataset, [(4, 0, 7)]))
+    places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
+    got = list(moved(dataset, places))
     assert [flat(rows) for rows, _ in got] == [flat(rows) for rows, _ in whole]
     assert [dropped for _, dropped in got] == [dropped for _, dropped in whole]
 
@@ -111,10 +156,10 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset):
 
 def test_a_closed_loader_has_no_processes(dataset):
     """Torch would keep them for as long as anything refers to its iterators."""
-    loader = run(dataset, 1, workers=2).loaders[0]
+    loader = Run(dataset, 1, workers=2).loaders[0]
     next(iter(loader))
-    pids = [worker.pid for iterator in loader._own._iterators for worker in iterator._workers]
-    pids.append(loader._own._planner.pid)
+    pids = [worker.pid for iterator in loader._rows._iterators for worker in iterator._workers]
+    pids.append(loader._rows._planner.pid)
     assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert not any(map(psutil.pid_exists, pids))
@@ -130,10 +175,10 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
         return plan(planner)
 
     monkeypatch.setattr(BatchPlanner, "next", noted)
-    with closing(run(dataset, 2, workers=3).loaders[0]) as loader:
+    with closing(Run(dataset, 2, workers=3).loaders[0]) as loader:
         for _ in range(6 * 4):
             next(loader)
-        of_planner = str(loader._own._planner.pid)
+        of_planner = str(loader._rows._planner.pid)
         wait_until(lambda: len(plans.read_text().split()) >= 6)
         # Each process makes two rows of a step, and two rows before they are asked for.
         assert len(plans.read_text().split()) <= 4 + 1 + 3
@@ -141,9 +186,9 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
 
 
 def test_a_planner_that_was_killed_ends_the_run(dataset):
-    with closing(run(dataset, 1, workers=2).loaders[0]) as loader:
+    with closing(Run(dataset, 1, workers=2).loaders[0]) as loader:
         next(loader)
-        os.kill(loader._own._planner.pid, signal.SIGKILL)
+        os.kill(loader._rows._planner.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="the process that plans batches has ended"):
             for _ in range(100):
                 next(loader)
@@ -155,12 +200,12 @@ def read_keys(path: Path) -> set[str]:
 
 
 def test_ranks_have_equal_patches(dataset):
-    both = run(dataset, 2, rows=16)
+    both = Run(dataset, 2, rows=16)
     for _ in range(3):
         loads = [sum(next(loader).num_patches for _ in range(8)) for loader in both.loaders]
         assert abs(loads[0] - loads[1]) < 0.05 * sum(loads)
     states = both.stop()
-    assert states[1]["planned"]["state"] is None, "one rank saves for all"
+    assert states[1]["planner"] is None, "one rank saves for all"
 
 
 def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
@@ -175,8 +220,8 @@ def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
     np.save(path, sizes)
     (folder / "train-000002.tar").unlink()
 
-    whole = run(dataset, 2).steps(5)
-    now = run(folder, 2, max_bad_share=1.0).steps(5)
+    whole = Run(dataset, 2).steps(5)
+    now = Run(folder, 2, max_bad_share=1.0).steps(5)
     reasons = sum((Counter(dropped) for _, dropped in now), Counter())
     assert reasons["size differs from the index"] >= 1 and reasons["shard missing"] >= 7
     for (rows, _), (before, _) in zip(now, whole, strict=True):
@@ -186,30 +231,57 @@ def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
 
 
 def test_a_row_of_which_nothing_is_left_is_padding(dataset):
-    loader = run(dataset, 1).loaders[0]
-    row = loader._encoder.empty_row()
+    loader = Run(dataset, 1).loaders[0]
+    row = loader._planning.encoder.empty_row()
     assert (row.seq_len, row.num_samples, row.num_patches, row.keys) == (256, 1, 0, [])
     assert not row.loss_mask.any()
 
 
-def test_states_of_other_ways_are_refused(dataset):
-    planned, streams = run(dataset, 2), Run(dataset, 2, 0, **SETTINGS)
-    planned.steps(1), streams.steps(1)
-    of_plan, of_streams = planned.stop(), streams.stop()
-    with pytest.raises(StateError, match="batches are planned, and this loader's are not; set data.balance"):
-        Run(dataset, 2, 0, **SETTINGS).after(of_plan)
-    with pytest.raises(StateError, match="batches are not planned"):
-        run(dataset, 2).after(of_streams)
+def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
+    """Unpacked and in the data set's order, so that the samples of a step are those after the last one's."""
+    settings: dict[str, Any] = {"pack": False, "shuffle": False, "seq_len": 4096}
+    whole = [keys for keys, _ in moved(dataset, [(1, 0, 12)], rows=4, **settings)]
+    first = Run(dataset, 1, rows=4, **settings)
+    got = [keys for keys, _ in first.steps(3)]
+    second = Run(dataset, 2, rows=6, **settings).after(first.stop())
+    wider = [keys for keys, _ in second.steps(2)]
+    assert got == whole[:3] and flat(sum(wider, [])) == flat(sum(whole[3:6], []))
+    third = Run(dataset, 3, rows=3, **settings).after(second.stop())
+    assert "each step takes 3 rows, after 6" in third.loaders[0].notes[-1]
+    assert flat(sum([keys for keys, _ in third.steps(4)], [])) == flat(sum(whole[6:9], []))
+
+
+def test_processes_may_outnumber_the_samples(tmp_path):
+    """They repeat them, as one process would."""
+    records: list[dict[str, Any]] = [
+        {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": "y"}]}
+        for i in range(2)
+    ]
+    path, _ = converted(tmp_path, records)
+    index(data_config(path), read_spec(hf()), hf())
+    few, many = (list(moved(path, [(ranks, workers, 3)])) for ranks, workers in ((1, 0), (2, 3)))
+    assert [flat(rows) for rows, _ in few] == [flat(rows) for rows, _ in many]
+
+
+def test_states_that_do_not_fit_are_refused(dataset):
+    first = Run(dataset, 2)
+    first.steps(1)
+    early = first.stop()
+    first = Run(dataset, 2).after(early)
+    first.steps(1)
+    late = first.stop()
     with pytest.raises(StateError, match="rank 0 is needed too"):
-        run(dataset, 1).loaders[0].load_state_dict(of_plan[1])
+        Run(dataset, 1).loaders[0].load_state_dict(late[1])
+    with pytest.raises(StateError, match="rank 0 is of another step"):
+        Run(dataset, 1).loaders[0].load_state_dict(late[1], early.__getitem__)
     with pytest.raises(StateError, match="seq_len"):
-        run(dataset, 2, seq_len=300).after(of_plan)
-    other = [state | {"identity": state["identity"] | {"planned": 2}} for state in of_plan]
+        Run(dataset, 2, seq_len=300).after(late)
+    other = [state | {"identity": state["identity"] | {"version": 2}} for state in late]
     with pytest.raises(StateError, match="version 2 of its format, .* reads 1; resume .*restart_data"):
-        run(dataset, 2).after(other)
-    with pytest.raises(StateError, match="set data.shuffle_buffer back"):
-        run(dataset, 2, shuffle_buffer=0).after(of_plan)
-    half = run(dataset, 2)
+        Run(dataset, 2).after(other)
+    with pytest.raises(StateError, match="set data.shuffle back"):
+        Run(dataset, 2, shuffle=False).after(late)
+    half = Run(dataset, 2)
     next(half.loaders[0])
     with pytest.raises(StateError, match="only between steps"):
         half.loaders[0].state_dict()
@@ -217,21 +289,22 @@ def test_states_of_other_ways_are_refused(dataset):
 
 def test_damage_is_found_when_a_state_is_loaded(dataset):
     """With processes too, which would find it only later."""
-    first = run(dataset, 1)
+    first = Run(dataset, 1)
     first.steps(1)
     (state,) = first.stop()
-    entry = state["planned"]
-    kept = [pair for pair in entry["state"]["dict"] if pair[0] != "waiting"]
-    damaged: list[dict[str, Any]] = [{"planned": entry | {"state": {"dict": kept}}}, {"rows": None}]
-    damaged += [{"planned": {k: v for k, v in entry.items() if k != lost}} for lost in entry]
-    for changed in damaged:
+    kept = [pair for pair in state["planner"]["dict"] if pair[0] != "waiting"]
+    for name, value in {"planner": {"dict": kept}, "rows": None}.items():
         with pytest.raises(StateError, match="damaged.*resume from an earlier checkpoint"):
-            run(dataset, 1, 1).loaders[0].load_state_dict(state | changed)
+            Run(dataset, 1, 1).loaders[0].load_state_dict(state | {name: value})
+    for lost in state.keys() - {"identity"}:
+        left = {name: value for name, value in state.items() if name != lost}
+        with pytest.raises(StateError, match="damaged.*resume from an earlier checkpoint"):
+            Run(dataset, 1, 1).loaders[0].load_state_dict(left)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
-    with closing(run(dataset, 1, workers, seq_len=4).loaders[0]) as loader:
+    with closing(Run(dataset, 1, workers, seq_len=4).loaders[0]) as loader:
         with pytest.raises(LoaderError) as raised:
             next(loader)
     assert str(raised.value).startswith("100") and "\n" not in str(raised.value)
@@ -240,42 +313,26 @@ def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
     )
 
 
-def test_what_to_run_is_said(plain, dataset, tmp_path):
-    data, here = data_config(dataset), read_description(dataset)
-    assert why_not_planned(here, hf(), data) == ""
-    # Another family has another chat template or other placeholders.
-    said = why_not_planned(here, hf("qwen3_5"), data)
-    assert f"megatron-vl data index --data {dataset} --processor {hf('qwen3_5')}" in said
-    with pytest.raises(SizesError, match="cannot be read"):
-        build_loader(data, read_spec(hf("qwen3_5")), hf("qwen3_5"), planned=True)
+def lacking(path: Path, split: str = "train", family: str = "qwen2_5_vl", **changes: Any) -> list[Path]:
+    found = without_sizes(read_description(path), hf(family), data_config(path, **changes), split)
+    return [Path(str(one.path)) for one in found]
 
-    mixture = tmp_path / "mixture.yaml"
-    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
-    mixture.write_text(f"{head}    blend:\n      - {{path: {dataset}, weight: 2}}\n")
-    assert why_not_planned(read_description(mixture), hf(), data) == ""
-    mixture.write_text(f"{head}    blend_epochized:\n      - {{path: {dataset}, repetitions: 2}}\n")
-    assert "blend_epochized are not planned" in why_not_planned(read_description(mixture), hf(), data)
 
-    # Only what training reads matters: neither the kind of `val` nor its sizes.
-    bare = tmp_path / "bare"
+def test_which_sets_have_no_sizes(dataset, tmp_path):
+    assert lacking(dataset) == []
+    # Another family has another chat template or other placeholders, and another rule other text.
+    assert lacking(dataset, family="qwen3_5") == [dataset]
+    with pytest.raises(SizesError, match="cannot be read .*; write it with `megatron-vl data index`"):
+        build_loader(data_config(dataset), read_spec(hf("qwen3_5")), hf("qwen3_5"))
+
+    # Only what a split reads matters, each set once.
+    bare, mixture = tmp_path / "bare", tmp_path / "mixture.yaml"
     shutil.copytree(dataset, bare)
     shutil.rmtree(bare / META / SIZES)
+    head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
     train = f"{head}    blend:\n      - {{path: {dataset}, weight: 2}}\n"
-    mixture.write_text(f"{train}  val:\n    blend_epochized:\n      - {{path: {bare}, repetitions: 1}}\n")
-    found = read_description(mixture)
-    assert why_not_planned(found, hf(), data) == ""
-    assert "blend_epochized are not planned" in why_not_planned(found, hf(), data, "val")
-    mixture.write_text(f"{train}  val:\n    path: {bare}\n")
-    found = read_description(mixture)
-    assert why_not_planned(found, hf(), data) == ""
-    assert f"{bare} has no sizes" in why_not_planned(found, hf(), data, "val")
-
-    # With another rule for the text around videos, the data set and processor alone would index in vain.
-    timed = hf("qwen3_vl")
-    assert "--processor" in why_not_planned(here, timed, data)
-    other = data_config(dataset, video_prompt="transformers_5_10")
-    assert "`megatron-vl data index --config RUN.yaml`" in why_not_planned(here, timed, other)
-    assert "--processor" in why_not_planned(here, hf("qwen3_5"), data)
+    mixture.write_text(f"{train}  val:\n    blend:\n      - {{path: {bare}}}\n      - {{path: {bare}}}\n")
+    assert lacking(mixture) == [] and lacking(mixture, "val") == [bare]
 
 
 @pytest.mark.parametrize("name", ["samples.npy", "media.npy", "shards.json"])
@@ -297,7 +354,7 @@ def test_sizes_of_other_content_are_refused_by_each_rank(dataset, tmp_path):
     path = folder / META / SIZES / name / "shards.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"content": "another"}))
     with pytest.raises(SizesError, match=f"{name} is of the content 'another', and the run reads '"):
-        build_loader(data_config(folder), read_spec(hf()), hf(), planned=True, facts=facts)
+        build_loader(data_config(folder), read_spec(hf()), hf(), facts=facts)
 
 
 def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monkeypatch, capsys):
@@ -335,9 +392,9 @@ def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monke
 def test_a_size_that_no_file_holds_is_unusable(dataset):
     from data_tools.sample_sizes import measure
 
-    loader = run(dataset, 1).loaders[0]
+    loader = Run(dataset, 1).loaders[0]
     crude = loader._planning.sources[0].reader(0.0)[0]
-    encoder, sample = loader._encoder, cook(crude)
+    encoder, sample = loader._planning.encoder, cook(crude)
     record = json.loads(sample.text)
     assert record["media"] and measure(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
@@ -405,7 +462,7 @@ def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
 def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset, monkeypatch, fault):
     from data_tools.sample_sizes import SizesWriteError, measure
 
-    loader = run(dataset, 1).loaders[0]
+    loader = Run(dataset, 1).loaders[0]
     encoder, sample = loader._encoder, cook(loader._planning.sources[0].reader(0.0)[0])
 
     def fails(*_: Any, **__: Any) -> None:
@@ -456,14 +513,13 @@ def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
     assert (said["samples"], said["seconds"]) == (COUNT, 0.0)
 
     (folder / META / "index.uuid").write_text("another content")
-    data = data_config(folder)
-    assert "has no sizes" in why_not_planned(read_description(folder), hf(), data)
+    assert lacking(folder) == [folder]
 
     source = plain.parent
     out = tmp_path / "converted"
     words = ["--input", str(source / "in.json"), "--media-root", str(source / "media"), "--out", str(out)]
     assert main(["data", "convert", *words, "--workers", "1", "--processor", str(hf())]) == 0
-    assert why_not_planned(read_description(out), hf(), data_config(out)) == ""
+    assert lacking(out) == []
 
 
 def test_convert_counts_what_the_processors_template_cannot_write(tmp_path, capsys):
@@ -494,14 +550,14 @@ def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
         mixture.write_text(head + "".join(parts))
         return mixture
 
-    first = run(written(1, 3), 2)
+    first = Run(written(1, 3), 2)
     rows = [next(loader) for loader in first.loaders for _ in range(6)]
     assert {source for row in rows for source in row.sources} == {0, 1}
     states = first.stop()
     with pytest.raises(StateError, match="on_changed_blend continue"):
-        run(written(3, 1), 2).after(states)
+        Run(written(3, 1), 2).after(states)
 
-    later = run(written(3, 1), 3, on_changed_blend="continue").after(states)
-    planner, before = later.loaders[1]._planning.planner(), from_json(states[0]["planned"]["state"])
+    later = Run(written(3, 1), 3, on_changed_blend="continue").after(states)
+    planner, before = later.loaders[1]._planning.planner(), from_json(states[0]["planner"])
     assert planner.order.drawn == list(before["drawn"].values()) and planner._waiting.shape[1] > 0
     later.steps(1)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from data_tools.sample_sizes import index
 from data_tools.sources import Reader, left_out_of_some, open_encoder, sources
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import build_loader
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
-from .datasets import converted, mixed_records
+from .datasets import converted, mixed_records, open_loader
 
 PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
 
@@ -24,7 +24,10 @@ PIXELS = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pristine")
-    return converted(folder, mixed_records(folder / "media", 24), samples_per_shard=6)[0]
+    out = converted(folder, mixed_records(folder / "media", 24), samples_per_shard=6)[0]
+    hf = tiny_checkpoint("qwen2_5_vl")
+    index(_config(out), read_spec(hf), hf)
+    return out
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ def stalled(pristine, tmp_path):
 
 
 def _config(path: Path, **fields) -> DataConfig:
-    fields = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle_buffer": 0} | fields
+    fields = {"seq_len": 320, "num_workers": 0, "packing_buffer": 4, "shuffle": False} | fields
     return DataConfig(path=str(path), **PIXELS, **fields)
 
 
@@ -48,7 +51,7 @@ def _config(path: Path, **fields) -> DataConfig:
 def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers):
     folder = tiny_checkpoint("qwen2_5_vl")
     data = _config(stalled, num_workers=workers, sample_timeout_s=1.0)
-    loader = build_loader(data, read_spec(folder), folder)
+    loader = open_loader(data, folder)
     used: set[str] = set()
     dropped: dict[str, str] = {}
     for row in islice(loader, 24):
@@ -72,7 +75,7 @@ def test_a_limit_changes_no_row(pristine):
     folder = tiny_checkpoint("qwen2_5_vl")
     rows = []
     for seconds in (0.0, 60.0):
-        loader = build_loader(_config(pristine, sample_timeout_s=seconds), read_spec(folder), folder)
+        loader = open_loader(_config(pristine, sample_timeout_s=seconds), folder)
         rows.append([(row.keys, row.tokens, row.vision.planes) for row in islice(loader, 8)])
         loader.close()
     for (keys, tokens, planes), (own_keys, own_tokens, own_planes) in zip(*rows, strict=True):

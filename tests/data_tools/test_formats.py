@@ -608,14 +608,13 @@ def test_a_prompt_may_end_with_the_result_of_a_tool():
 def samples_of(folder, records, hf):
     """Token ids and loss mask of each record, as the loader computes them from the shards."""
     from megatron_vl.config import DataConfig
-    from megatron_vl.data.loader import build_loader
-    from megatron_vl.spec.families import read_spec
+    from tests.data.datasets import open_loader
 
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
     report = convert([folder / "in.jsonl"], ConversionOptions(folder / "media", folder / "out"))
     assert report.refused == {}
-    data = DataConfig(path=str(folder / "out"), seq_len=512, pack=False, num_workers=0, shuffle_buffer=0)
-    loader = build_loader(data, read_spec(hf), hf, split="train")
+    data = DataConfig(path=str(folder / "out"), seq_len=512, pack=False, num_workers=0, shuffle=False)
+    loader = open_loader(data, hf)
     try:
         rows = [next(loader) for _ in records]
     finally:

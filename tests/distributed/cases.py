@@ -22,7 +22,6 @@ TEXT_ONE_RANK = [["text"], ["short_text"], ["image"], ["mixed", "text"]]
 TEXT_ALL = [["text"], ["text", "short_text"], ["short_text"], ["text"]]
 BETWEEN = [["video_between", "text"], ["video"], ["mixed"], ["short_text", "image"]]
 """Images with a video between them, and a video alone."""
-UNEVEN = [["text"], ["text", "short_text"], ["two_images", "mixed"], ["image"]]
 WITHOUT_LOSS = [
     ["image", "without_loss"],
     ["without_loss"],
@@ -122,7 +121,6 @@ DECOUPLED: dict[int, list[dict[str, Any]]] = {
         case("TP2 + SP, decoupled", tp=2, sequence_parallel=True, steps=ONE_PICTURE),
         case("TP2 + SP, decoupled, qwen3_vl, tied", Q3, tied=True, tp=2, sequence_parallel=True),
         case("DP2, decoupled, overlap, text-only last", steps=[TEXT_LAST, MIXED_ROWS], overlap=True),
-        case("DP2, decoupled, rows balanced", steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
         case("EP2, experts, decoupled", MOE, ep=2),
         case("PP2, experts, decoupled", MOE, pp=2, layers=[3, 1]),
         case("PP2, decoupled, qwen3_5", Q35, pp=2, patches=64),
@@ -298,7 +296,6 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
             steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
             overlap=True,
         ),
-        case("DP2, qwen3_5, rows balanced", Q35, steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
         case(
             "DP2, qwen3_5, merger alone, overlap",
             Q35,
@@ -333,7 +330,6 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
             overlap=True,
             steps=[WITHOUT_LOSS] * 3,
         ),
-        case("EP2, qwen3_5 with experts, rows balanced", MOE35, ep=2, steps=[UNEVEN, UNEVEN], balanced=True),
         case(
             "TP2 + SP, ETP2, qwen3_5 with experts, language frozen",
             MOE35,
@@ -526,7 +522,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         case("PP2, language frozen", pp=2, freeze=["language"]),
         case("DP2", steps=[MIXED_ROWS]),
         case("DP2 without distributed optimizer", distributed_optimizer=False),
-        case("DP2, rows balanced", steps=[UNEVEN, UNEVEN], balanced=True, overlap=True),
         case(
             "DP2, overlap, three steps, text-only last",
             steps=[TEXT_LAST, TEXT_LAST, MIXED_ROWS],
@@ -706,7 +701,6 @@ CASES: dict[int, list[dict[str, Any]]] = {
         ),
         case("TP4 above the key/value heads + SP", tp=4, sequence_parallel=True),
         case("PP4", pp=4),
-        case("TP2 x DP2 + SP, rows balanced", tp=2, sequence_parallel=True, steps=[UNEVEN], balanced=True),
         case(
             "EP2 x PP2, experts, overlap",
             MOE,

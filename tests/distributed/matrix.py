@@ -113,7 +113,6 @@ ROWS: Features = {
     "Several samples packed into a row": has_rows("packed"),
     "Rows with pictures beside rows without": has_rows("with and without pictures"),
     "Samples without a token that bears loss": has_sample("without_loss"),
-    "Rows swapped between ranks (`data.balance`)": lambda entry: entry.value("balanced", False),
 }
 
 TRAINING: Features = {

@@ -394,7 +394,7 @@ class Bench:
             "1e-3",
         ]
 
-        words += ["--data.shuffle_buffer", "4", "--data.packing_buffer", "4", "--data.num_workers", "0"]
+        words += ["--data.packing_buffer", "4", "--data.num_workers", "0"]
         words += [
             "--checkpoint.dir",
             self.folder / "run",

@@ -35,10 +35,9 @@ from data_tools.convert import ConversionOptions, convert
 from megatron_vl.config import DataConfig
 from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.frame_files import FrameFileInfo, pack_frames
-from megatron_vl.data.loader import build_loader
 from megatron_vl.data.reading import with_crc
 from megatron_vl.spec.families import read_spec
-from tests.data.datasets import mixed_records
+from tests.data.datasets import mixed_records, open_loader
 from tests.data.media import encoded, video
 from tests.tiny import tiny_checkpoint
 
@@ -338,9 +337,9 @@ def _one_pass(
     folder = tiny_checkpoint("qwen2_5_vl")
     pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
     data = DataConfig(
-        path=str(out), seq_len=1024, num_workers=workers, packing_buffer=16, shuffle_buffer=0, **pixels
+        path=str(out), seq_len=1024, num_workers=workers, packing_buffer=16, shuffle=False, **pixels
     )
-    rows = build_loader(data, read_spec(folder), folder)
+    rows = open_loader(data, folder)
     dropped: dict[str, str] = {}
     used: set[str] = set()
     seen = 0
@@ -430,9 +429,9 @@ def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], i
     many of those were only counted, because a row lists 256 of them."""
     folder = tiny_checkpoint("qwen2_5_vl")
     pixels = {"min_pixels": 28 * 28 * 2, "max_pixels": 28 * 28 * 24}
-    fixed = {"seq_len": 1024, "num_workers": 0, "shuffle_buffer": 0, "pack": False}
+    fixed = {"seq_len": 1024, "num_workers": 0, "shuffle": False, "pack": False}
     data = DataConfig(path=str(out), sample_timeout_s=2.0, **fixed, **pixels)
-    rows = build_loader(data, read_spec(folder), folder)
+    rows = open_loader(data, folder)
     found: dict[str, str] = {}
     dropped: dict[str, str] = {}
     unlisted = 0

@@ -50,7 +50,7 @@ class TinyTrainer:
 
     def feed_of(self, rows: Iterable[Any], count: int) -> Feed:
         """Makes a feed of other rows, ``count`` of them per step."""
-        return Feed(self.grid, self.platform, iter(rows), count, balanced=False)
+        return Feed(self.grid, self.platform, iter(rows), count)
 
     def new_chunks(self, config: TrainConfig | None = None) -> list[Any]:
         """Builds the same model again, with the same random weights."""

@@ -74,5 +74,5 @@ def busiest_experts(hf: str) -> list[float]:
     for router in routers(live.chunks):
         # all experts are equally good: the router takes the same ones for each token
         router.weight.data.zero_()
-    one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1, balanced=False))
+    one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1))
     return [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]

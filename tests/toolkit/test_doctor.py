@@ -110,9 +110,9 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     assert "lrr" in broken("--optimizer.lrr", "1")["config"]
     assert "do not divide the world size 6" in broken(world=6)["config"]
     assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
-    small = broken("--data.num_workers", "40", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
-    assert small.keys() == {"rows", "memory"}
-    assert "24 samples in train" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
+    small = broken("--data.seq_len", "8", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
+    assert small.keys() == {"rows", "samples", "memory"}
+    assert "samples in a row cannot be used" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 
 def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch):
@@ -153,10 +153,13 @@ def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypa
     assert samples(60) == []
 
 
-def test_the_arrow_below_too_few_samples_names_what_to_change(run):
-    [finding] = rows_of(run, "--data.num_workers", "40")
-    assert finding.state == "broken" and finding.found.endswith("workers need at least 40")
-    assert finding.advice.startswith("lower data.num_workers or the number of ranks, or add samples")
+def test_sizes_that_the_first_start_will_write_are_noted(run, tmp_path):
+    bare = shutil.copytree(run["data"], tmp_path / "bare")
+    shutil.rmtree(bare / ".nv-meta" / "sizes")
+    [finding] = rows_of(run, "--data.path", str(bare))
+    assert finding.state == "note" and "24 samples; the first row" in finding.found
+    assert f"the sizes of the samples of {bare} are not known" in finding.found
+    assert "megatron-vl data index" in finding.advice and not (bare / ".nv-meta" / "sizes").exists()
 
 
 def test_samples_of_a_blend_are_those_of_its_sources(run, tmp_path):
@@ -164,7 +167,7 @@ def test_samples_of_a_blend_are_those_of_its_sources(run, tmp_path):
     parts = [part, part | {"subset": {"range": ["0%", "50%"]}}, part | {"weight": 0}]
     written = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
     (tmp_path / "blend.yaml").write_text(yaml.safe_dump(written | {"splits": {"train": {"blend": parts}}}))
-    [finding] = rows_of(run, "--data.path", str(tmp_path / "blend.yaml"), "--data.balance", "false")
+    [finding] = rows_of(run, "--data.path", str(tmp_path / "blend.yaml"))
     assert finding.found.startswith("36 samples of 2 sources; the first row"), finding.found
 
 

@@ -32,7 +32,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
 
 
 def run_of(prepared: dict[str, Path], *words: str) -> TrainConfig:
-    small = ["--data.shuffle_buffer", "8", "--data.packing_buffer", "8", "--data.seq_len", "256"]
+    small = ["--data.packing_buffer", "8", "--data.seq_len", "256"]
     own = ["--model.hf", str(prepared["hf"]), "--data.path", str(prepared["data"])]
     return parse_config([*own, *small, "--global_batch_size", "4", *words])
 
@@ -60,7 +60,10 @@ def test_limits_of_pixels_and_patches_count(prepared: dict[str, Path]) -> None:
     assert 0 < bounded.most_patches <= 64
 
 
-def test_a_data_set_without_pictures_has_no_tower_time(prepared: dict[str, Path], tmp_path: Path) -> None:
+def test_a_data_set_without_pictures_has_no_tower_time(
+    prepared: dict[str, Path], tmp_path: Path, capsys
+) -> None:
+    """Nor sizes, which are written first."""
     records = [
         {
             "conversations": [
@@ -77,6 +80,12 @@ def test_a_data_set_without_pictures_has_no_tower_time(prepared: dict[str, Path]
     run, spec = run_of(prepared), read_spec(prepared["hf"])
     run = dataclasses.replace(run, data=dataclasses.replace(run.data, path=str(tmp_path / "text")))
     rows = measured_rows(run, spec, 3)
+    said = capsys.readouterr().err
+    assert (
+        f"writing the sizes of the samples of {tmp_path / 'text'}, once" in said and "1 of 1 shards" in said
+    )
+    measured_rows(run, spec, 1)
+    assert capsys.readouterr().err == "", "once"
     assert rows.patches == rows.pictures == rows.spread == rows.patches_error == rows.most_patches == 0
     text = predict(run, spec, 1, make_layout(spec), rows=rows)
     frozen = dataclasses.replace(run, model=dataclasses.replace(run.model, freeze_vision=True))
@@ -88,7 +97,7 @@ def test_a_data_set_without_pictures_has_no_tower_time(prepared: dict[str, Path]
 def test_the_command_says_what_it_measured_and_how_well(prepared: dict[str, Path], capsys) -> None:
     words = ["plan", "--gpus", "1", "--gpu", "H200", "--data", str(prepared["data"]), "--rows", "5", "--json"]
     small = ["--hf", str(prepared["hf"]), "--data.seq_len", "256", "--global_batch_size", "4"]
-    assert main([*words, *small, "--data.shuffle_buffer", "8", "--data.packing_buffer", "8"]) == 0
+    assert main([*words, *small, "--data.packing_buffer", "8"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows["rows"] == 5 and rows["source"] == f"5 rows of {prepared['data']}"
     patches = rows["patches"]

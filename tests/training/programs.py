@@ -238,7 +238,7 @@ def failures_of_loaders() -> list[str]:
     messages = []
     for loader in (iter(()), broken()):
         try:
-            feed.Feed(grid, platform, loader, 2, balanced=False).next_step()
+            feed.Feed(grid, platform, loader, 2).next_step()
         except RuntimeError as error:
             messages.append(str(error))
     return messages

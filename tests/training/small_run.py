@@ -14,6 +14,9 @@ import torch
 from converters.convert import convert
 from data_tools.convert import ConversionOptions
 from data_tools.convert import convert as convert_data
+from data_tools.sample_sizes import index
+from megatron_vl.config import DataConfig
+from megatron_vl.spec.families import read_spec
 from tests.data.media import encoded
 from tests.support.ranks import python_path, run_module
 
@@ -52,6 +55,7 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
         out=folder / "data", media_root=folder / "media", workers=1, val_fraction=val_fraction
     )
     convert_data([folder / "data.json"], options)
+    index(DataConfig(path=str(folder / "data")), read_spec(hf), hf)
     convert(hf, folder / "weights", {"tp": 1, "pp": 4})
 
     return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
@@ -92,8 +96,6 @@ def options_of(prepared: dict[str, Path], run: Path, *options: str, steps: int =
         "1e-3",
         "--optimizer.warmup_steps",
         "2",
-        "--data.shuffle_buffer",
-        "8",
         "--data.packing_buffer",
         "8",
     ]

@@ -23,8 +23,8 @@ WEIGHTS = [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], [0.25]]
 """Of the losses of each sample."""
 SEQ_LEN = 512
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "PP2 x VPP2, decoupled, balanced": {"pp": 2, "vpp": 2, "decoupled": True, "balanced": True},
-    "TP2 + SP, balanced": {"tp": 2, "sequence_parallel": True, "balanced": True},
+    "PP2 x VPP2, decoupled": {"pp": 2, "vpp": 2, "decoupled": True},
+    "TP2 + SP": {"tp": 2, "sequence_parallel": True},
 }
 
 
@@ -57,7 +57,7 @@ def _one_by_one(live: BuiltCase, platform: Platform) -> dict[str, Any]:
     for samples, sources, weights in zip(draw(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
         for sample, source, weight in zip(samples, sources, weights, strict=True):
             row = pack_row([sample], live.spec, SEQ_LEN)
-            [given] = Feed(live.grid, platform, iter([row]), 1, balanced=False).next_step().rows
+            [given] = Feed(live.grid, platform, iter([row]), 1).next_step().rows
             with torch.no_grad():
                 losses = model(given).view(-1)
             found.samples[source] += 1
@@ -70,7 +70,7 @@ def _in_rows(live: BuiltCase, platform: Platform, out: dict[str, Any]) -> dict[s
     grid, rows = live.grid, _rows(live)
     share = len(rows) // grid.dp
     mine = iter(rows[grid.dp_rank * share : (grid.dp_rank + 1) * share]) if grid.owns_loader else None
-    data = Feed(grid, platform, mine, share, balanced=True, vision=live.spec.vision).next_step()
+    data = Feed(grid, platform, mine, share, vision=live.spec.vision).next_step()
     out["moved"] = [[source for source, _ in row] for row in data.learnt] != SOURCES[:share]
     reports = run_schedule(live.wrapped, data.rows, seq_len=SEQ_LEN, forward_only=True)
     learnt = SourceCounts.of_rows(data.learnt, 3)

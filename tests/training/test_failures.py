@@ -183,7 +183,7 @@ def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
 @pytest.mark.ranks
 @pytest.mark.parametrize("world, layout", LAYOUTS)
 def test_a_loader_that_fails_ends_all_replicas(prepared, tmp_path, world: int, layout: list[str]) -> None:
-    half = ["--data.path", str(prepared["half"]), "--data.shuffle_buffer", "0"]
+    half = ["--data.path", str(prepared["half"]), "--data.shuffle", "false"]
     words = options_of(prepared, tmp_path / "run", *layout, *half)
     message = one_message(run_apart("megatron_vl.train", words, world))
     assert "data-parallel rank 1: the loader failed" in message

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 from toolkit.launch import run_group
+from toolkit.missing_sizes import write_missing_sizes
 from toolkit.options import exactly_one, words
 
 from .options import BenchOptions, resolve
@@ -21,9 +22,12 @@ def bench(options: BenchOptions) -> int:
     """Starts the ranks and shows the figures. Returns the exit code."""
     exactly_one(options, "gpus", "processes")
     processes = options.gpus or options.processes or 1
-    resolve(options).check_ranks(processes)  # before any process starts
+    run = resolve(options)
+    run.check_ranks(processes)  # before any process starts
     if options.gpus:
         _check_gpus(options.gpus)
+    if "data" in run.workloads:
+        write_missing_sizes(run.config.data, run.spec(), run.hf)
 
     given = words(options, leave_out=OF_COMMAND) + options.fields
     if options.processes:

@@ -66,7 +66,7 @@ def run(options: BenchRun) -> None:
     options.check_ranks(dist.get_world_size())
     layout = options.layout(dist.get_world_size())
     kernels = calibrate.measure_kernels(options, spec, platform) if options.calibrate else None
-    grid = make_grid(layout, owners=config.data.balance)
+    grid = make_grid(layout)
     live = build(options, spec, platform, grid, layout)
 
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
@@ -128,7 +128,6 @@ def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) ->
         platform,
         loader,
         micro_batches,
-        balanced=o.config.data.balance,
         vision=live.spec.vision,
     )
     for _ in range(o.warm_up):
@@ -223,9 +222,7 @@ def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator
     if workload == "data":
         from megatron_vl.data.loader import build_loader
 
-        return build_loader(
-            config.data, live.spec, o.hf, dp_rank=live.grid.dp_rank, dp_size=live.grid.dp, split="train"
-        )
+        return build_loader(config.data, live.spec, o.hf, dp_rank=live.grid.dp_rank, dp_size=live.grid.dp)
     source = rows(live.spec, config.data.seq_len, images=workload == "images", seed=17 + live.grid.dp_rank)
     number = o.distinct_rows or o.steps * micro_batches
     return itertools.cycle([pin(row) for row in itertools.islice(source, number)])

@@ -111,8 +111,8 @@ class PreparedOptions(CommandOptions):
 
 @dataclass(kw_only=True)
 class DataIndexOptions(PreparedOptions):
-    """Write the sizes of all samples beside a data set, so that a run with `data.balance` can plan its
-    batches: tokens of the text, and the stored sizes of pictures and videos.
+    """Write the sizes of all samples beside a data set, from which a run plans its batches: tokens of the
+    text, and the stored sizes of pictures and videos. The first start of a run does so too.
 
     All text is tokenized once; nothing is decoded. The sizes serve every run whose tokenizer and chat
     template are the same, whatever its limits of pixels and tokens. Those that are there are kept. Run the

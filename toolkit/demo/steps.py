@@ -212,7 +212,6 @@ def prepare(demo: Demo) -> None:
             "path": str(demo.dataset),
             "seq_len": 512,
             "num_workers": 1,
-            "shuffle_buffer": 64,
             "video_fps": VIDEO_FPS,
             "video_max_frames": VIDEO_MAX_FRAMES,
         },
@@ -359,7 +358,7 @@ def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
     start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
     still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
     count = str(len(_samples(demo)))
-    rows = ("--data.pack", "false", "--data.shuffle_buffer", "0", "--global_batch_size", count)
+    rows = ("--data.pack", "false", "--data.shuffle", "false", "--global_batch_size", count)
     alone = ("--parallel.tp", "1", "--parallel.pp", "1", "--parallel.layers", "null")
     unsplit = (*alone, "--parallel.sequence_parallel", "false")
     demo.shell(*demo.train(*start, *still, *rows, *unsplit, ranks=1))

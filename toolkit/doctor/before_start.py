@@ -250,21 +250,23 @@ def _rows(run: ResolvedRun) -> Finding:
     except RunConfigError as error:
         return broken("rows", str(error), "correct data.path")
     from megatron_vl.data.blend import sources_of
-    from megatron_vl.data.loader import build_loader
+    from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
 
     loader: Any = None
     try:
         facts = run.data.get("train") or read_data(config)["train"]
         drawn = [source for source in sources_of(facts.identity) if source.share]
-        ours: dict[str, Any] = {"dp_rank": 0, "dp_size": run.dp, "facts": facts}
-        ours |= {"rows_per_step": config.global_batch_size, "resumes": run.resumes_data}
-        loader = build_loader(config.data, run.spec, config.model.hf, **ours)
-        loader.close()
         alone = dataclasses.replace(config.data, num_workers=0)
-        loader = build_loader(alone, run.spec, config.model.hf, **ours)
+        if facts.without_sizes:
+            rows = validation_rows(alone, run.spec, config.model.hf, "train", facts)
+        else:
+            ours: dict[str, Any] = {"dp_size": run.dp, "rows_per_step": config.global_batch_size}
+            rows = loader = build_loader(alone, run.spec, config.model.hf, facts=facts, **ours)
         start = time.perf_counter()
-        row = next(loader)
+        row = next(rows, None)
         seconds = time.perf_counter() - start
+        if row is None:
+            raise LoaderError("no sample can be used, for the reasons above; correct the data set")
     except UserError as error:
         # The message says what to change after the last semicolon.
         fault, _, change = str(error).rpartition("; ")
@@ -284,6 +286,13 @@ def _rows(run: ResolvedRun) -> Finding:
     found = f"{samples}{blend}; the first row ({seconds:.1f} s): {counted(row.num_samples, 'sample')}, "
     learnt = int(row.loss_mask.count_nonzero())
     found += f"{row.num_images} pictures, {row.num_patches} patches, {learnt} loss tokens of {row.seq_len}"
+    if facts.without_sizes:
+        return note(
+            "rows",
+            f"{found}; the sizes of the samples of {', '.join(facts.without_sizes)} are not known for this"
+            " tokenizer and chat template",
+            "the first start writes them; megatron-vl data index does it now",
+        )
     if row.dropped:
         return note(
             "rows",

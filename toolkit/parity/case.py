@@ -55,8 +55,6 @@ class Case:
     etp: int = 1
     sequence_parallel: bool = False
     tp_comm_overlap: bool = False
-    balanced: bool = False
-    """Whether rows may move between data-parallel ranks."""
     decoupled: bool = False
     """Whether every rank holds the vision tower."""
     patches: int = 0
@@ -127,7 +125,7 @@ class Case:
         return TrainConfig(
             optimizer=ADAM,
             dtype=self.dtype,  # type: ignore[arg-type]
-            data=DataConfig(seq_len=self.seq_len, balance=self.balanced),
+            data=DataConfig(seq_len=self.seq_len),
             model=model,
             vision=self._vision,
             recompute=RecomputeConfig(**self.recompute),
@@ -160,7 +158,6 @@ class BuiltCase:
             platform,
             rows,
             len(samples) // self.grid.dp,
-            balanced=self.config.data.balance,
             vision=self.spec.vision,
         ).next_step()
 
@@ -170,7 +167,7 @@ def build(case: Case, platform: Platform) -> BuiltCase:
     config = case.config
     spec = read_spec(case.hf)
     layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled)
-    grid = make_grid(layout, owners=config.data.balance)
+    grid = make_grid(layout)
 
     built = build_model(config, spec, layout, platform, grid, weights=WeightReader(case.weights))
     wrapped = wrap(config, built.chunks)

@@ -24,20 +24,23 @@ def measured_rows(
 ) -> RowStatistics:
     """Reads up to ``number`` rows in this process, as the first rank of a run would get them.
 
-    The time does not grow with the data set: only what these rows and the buffers of shuffling and packing
-    hold is read. After ``seconds``, two rows are enough.
+    The time does not grow with the data set, except that missing sizes of samples are written first, as the
+    start of a run does. After ``seconds``, two rows are enough.
 
     Raises:
         RunConfigError, LoaderError: there is no data set, or it is empty.
+        SizesWriteError: the sizes are missing and cannot be written.
     """
     from megatron_vl.data.loader import build_loader
     from megatron_vl.training.preflight import check_data_path
     from megatron_vl.training.resolve import read_data
+    from toolkit.missing_sizes import write_missing_sizes
 
     check_data_path(config.data.path)
     facts = read_data(config)["train"]
+    write_missing_sizes(config.data, spec, config.model.hf)
     alone = dataclasses.replace(config.data, num_workers=0)
-    loader = build_loader(alone, spec, config.model.hf, dp_rank=0, dp_size=1, facts=facts)
+    loader = build_loader(alone, spec, config.model.hf, facts=facts)
     try:
         shapes = []
         end = time.monotonic() + seconds
