@@ -48,7 +48,7 @@ def write_stats(prepared: Prepared, found: Statistics, shown: int, out: Path) ->
         "charts": _charts(found),
         "sentences": sentences(prepared, found),
         "left_out": _left_out(prepared, found),
-        "quarantined": [quarantined(one.source.data.path) for one in found.sources],
+        "quarantined": {one.source.name: quarantined(one.source.data.path) for one in found.sources},
         "run_skipped": quarantined(Path(run)) if run else {},
     }
     _write(out, prepared, cards, facts)

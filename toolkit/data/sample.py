@@ -39,7 +39,8 @@ class MediumView:
 
     def __str__(self) -> str:
         item, grid = self.item, self.grid
-        frames = f", {item['frames']:,} frames at {item['fps']:g} a second" if grid.kind == "video" else ""
+        what = "pictures" if item.get("sampling") else "frames"
+        frames = f", {item['frames']:,} {what}, {item['fps']:g} a second" if grid.kind == "video" else ""
         seen = f", {len(self.pixels)} frames" if frames and self.pixels is not None else ""
         return (
             f"{item['key']}: {item['height']} x {item['width']}{frames} in the file;"
