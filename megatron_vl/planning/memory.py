@@ -159,17 +159,6 @@ def _with_activations(sizes: _Sizes, parameters: StageMemory, micro_batches: int
 # --- Parameters ---------------------------------------------------------------------------------------------
 
 
-def stage_tensors(spec: ModelSpec, layout: Layout, stage: int) -> list[TensorInfo]:
-    """The tensors on a pipeline stage; a tied embedding is also on the last one."""
-    table = tensor_table(spec)
-    own = [
-        info for info in table.values() if layout.stage_of(info) == stage or layout.cut.on_every_rank(info)
-    ]
-    if spec.language.tied_embeddings and layout.pp > 1 and stage == layout.pp - 1:
-        own.append(table[EMBEDDING])
-    return own
-
-
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters on one GPU."""

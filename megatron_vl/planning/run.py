@@ -9,7 +9,6 @@ from megatron_vl.config import TrainConfig, validate
 from megatron_vl.planning.calibration import Calibration, shipped
 from megatron_vl.planning.cost import Costs, Network
 from megatron_vl.planning.memory import StageMemory, stage_memories
-from megatron_vl.planning.predict import Prediction, predict
 from megatron_vl.planning.rows import RowStatistics, stated_rows
 from megatron_vl.planning.split import layout_of_sizes, planned_layers
 from megatron_vl.spec.families import ModelSpec
@@ -100,31 +99,3 @@ def estimate(
     """
     layout = run_layout(config, spec, world_size, calibration=calibration)
     return stage_memories(config, spec, layout, validate(config, world_size), patches)
-
-
-def predict_run(
-    config: TrainConfig,
-    spec: ModelSpec,
-    world_size: int,
-    *,
-    rows: RowStatistics | None = None,
-    calibration: Calibration | None = None,
-    network: Network | None = None,
-    patches: int | None = None,
-) -> Prediction:
-    """Predicts a run under its own layout.
-
-    Raises:
-        RunConfigError, LayoutError: the run is impossible.
-    """
-    layout = run_layout(config, spec, world_size, calibration=calibration, rows=rows, network=network)
-    return predict(
-        config,
-        spec,
-        world_size,
-        layout,
-        rows=rows,
-        calibration=calibration,
-        network=network,
-        patches=patches,
-    )

@@ -25,10 +25,11 @@ from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.predict import Prediction
 from megatron_vl.planning.rates import faster, matched, saturating
 from megatron_vl.planning.rows import RowShape, RowStatistics, stated_rows
-from megatron_vl.planning.run import predict_run, run_layout
+from megatron_vl.planning.run import run_layout
 from megatron_vl.planning.split import balanced
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
+from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 LEAN = (

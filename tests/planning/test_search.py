@@ -11,9 +11,9 @@ from megatron_vl.config import RunConfigError, parse_config, validate
 from megatron_vl.planning.calibration import shipped
 from megatron_vl.planning.memory import RESERVE_GIB
 from megatron_vl.planning.rows import stated_rows
-from megatron_vl.planning.run import predict_run
 from megatron_vl.planning.search import Found, Wanted, options_of, search, with_split
 from megatron_vl.spec.families import read_spec
+from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 

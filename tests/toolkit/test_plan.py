@@ -15,12 +15,13 @@ import torch
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.models.attention import choose_backend
-from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, play_schedule, stage_tensors
-from megatron_vl.planning.run import estimate, predict_run
+from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, play_schedule
+from megatron_vl.planning.run import estimate
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table
 from tests.examples import EXAMPLES, HF_CONFIGS, read_example
+from tests.support.planned import predict_run, stage_tensors
 from tests.support.ranks import call
 from tests.toolkit.programs import built_examples
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from megatron_vl.config import OptimizerConfig, TrainConfig, parse_config
-from megatron_vl.planning.run import predict_run
+from tests.support.planned import predict_run
 from toolkit.cli import main
 from toolkit.options import parse
 from toolkit.plan.command import make_plan
