@@ -13,9 +13,9 @@ from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
 from toolkit.evaluate import gates
 from toolkit.evaluate.adapter import Adapter, read_answers
-from toolkit.evaluate.comparison import EvaluationOptions
 from toolkit.evaluate.comparison import evaluate as compare_checkpoints
 from toolkit.evaluate.model import Checkpoint
+from toolkit.evaluate.options import EvaluateOptions
 
 HF_CONFIGS = Path(__file__).resolve().parents[1] / "hf_configs"
 
@@ -96,6 +96,8 @@ def test_answers_that_never_came_are_told_apart():
 
 def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
-    options = EvaluationOptions({"original": hf, "converted": hf}, "set", tmp_path, tmp_path, thinking="off")
+    options = EvaluateOptions(
+        original=hf, converted=hf, data="set", lmu_data=tmp_path, out=tmp_path, thinking="off"
+    )
     with pytest.raises(UsageError, match="--thinking off: the chat template of .* has no switch"):
         compare_checkpoints(options, lambda line: None)

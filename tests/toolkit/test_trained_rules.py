@@ -20,8 +20,8 @@ from megatron_vl.weights.video_rule import exported_video_rule
 from tests.support.run_json import write_run_json
 from tests.toolkit.evaluation import photographs, write_video
 from toolkit.cli import main
-from toolkit.evaluate.comparison import EvaluationOptions
 from toolkit.evaluate.comparison import video_rules as rules_of_evaluate
+from toolkit.evaluate.options import EvaluateOptions
 from toolkit.generate.answers import video_rules as rules_of_generate
 
 RULES = [
@@ -164,7 +164,7 @@ def test_evaluate_follows_the_rule_of_each_folder(exported, family, name, former
 
     def rules(original: Path, converted: Path, trained: Path, **asked: str) -> list[dict[str, str]]:
         folders = {"original": original, "converted": converted, "trained": trained}
-        options = EvaluationOptions(folders, "set", made.folder, made.folder, video_rules=asked)
+        options = EvaluateOptions(**folders, data="set", out=made.folder, **asked)
         found = rules_of_evaluate(options, said.append)
         return [found[str(folder.resolve())] for folder in folders.values()]
 
@@ -222,7 +222,9 @@ def test_the_model_of_evaluate_is_given_the_rule(exported, family, name, former,
     prompt = [{"type": "video", "value": str(clip)}, {"type": "text", "value": "Who?"}]
     settings = {"dtype": "float32", "device": "cpu", "largest_picture": 10**6, "max_new_tokens": 1}
     settings |= {"min_pixels": None, "max_pixels": None, "video_max_frames": 20}
-    options = EvaluationOptions({"original": made.hf, "trained": made.of_run}, "set", tmp_path, tmp_path)
+    options = EvaluateOptions(
+        original=made.hf, converted=made.hf, trained=made.of_run, data="set", out=tmp_path
+    )
     rules = rules_of_evaluate(options, lambda line: None)
 
     def given(folder: Path) -> torch.Tensor:

@@ -7,21 +7,19 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_vl.errors import UsageError
 
 from .options import EvaluateOptions
 
-if TYPE_CHECKING:
-    from toolkit.evaluate.comparison import Result
-
 
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
     try:
-        options.data, lmu_data = find_data(options.data, options.lmu_data, not options.no_scores)
-        result = _evaluate(options, lmu_data)
+        options.data, options.lmu_data = find_data(options.data, options.lmu_data, not options.no_scores)
+        from toolkit.evaluate.comparison import evaluate as compare
+
+        result = compare(options, lambda line: print(line, file=sys.stderr, flush=True))
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
@@ -68,24 +66,3 @@ def find_data(data: str, folder: Path | None, scored: bool) -> tuple[str, Path]:
     if not folder.is_dir():
         raise UsageError(f"--lmu-data {folder} is not a folder; tables are read from there")
     return data, folder
-
-
-def _evaluate(given: EvaluateOptions, lmu_data: Path) -> Result:
-    """Raises like :func:`toolkit.evaluate.comparison.evaluate`."""
-    from toolkit.evaluate.comparison import EvaluationOptions, evaluate
-
-    roles = {"original": given.original, "converted": given.converted, "trained": given.trained}
-    same = (
-        "data out limit judge dtype device processes gpus_per_process min_pixels max_pixels max_new_tokens "
-        "logit_questions keep_going video_fps video_max_frames"
-    )
-    options = EvaluationOptions(
-        checkpoints={role: folder for role, folder in roles.items() if folder is not None},
-        judge_url=given.judge_base_url,
-        scores=not given.no_scores,
-        thinking=given.thinking,
-        video_rules=given.asked_rules(),
-        lmu_data=lmu_data,
-        **{name: getattr(given, name) for name in same.split()},
-    )
-    return evaluate(options, lambda line: print(line, file=sys.stderr, flush=True))

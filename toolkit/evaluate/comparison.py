@@ -27,6 +27,7 @@ from megatron_vl.weights.video_rule import exported_video_rule
 from toolkit.evaluate import gates
 from toolkit.evaluate.adapter import NO_JUDGE, QUESTIONS, UNUSABLE, read_answers
 from toolkit.evaluate.gates import Gate
+from toolkit.evaluate.options import EvaluateOptions
 from toolkit.evaluate.sandbox import copy_data, environment, sandbox
 from toolkit.hf import check_folder
 from toolkit.trained_rules import follow
@@ -36,42 +37,10 @@ VLMEVALKIT = "0.0.20"
 PACKAGES = ("ms-vlmeval", "transformers", "torch")
 ANSWER, THOUGHT = 256, 32768
 """Default largest number of tokens of an answer, without and with thinking."""
+LARGEST_PICTURE = 128_000_000
+"""Pixels of the largest picture that is read."""
 HERE = ("localhost", "127.0.0.1", "::1")
 """Host names of this machine."""
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """What is evaluated, and how. Sizes of pictures are in pixels; None means the checkpoint's own."""
-
-    checkpoints: dict[str, Path]
-    """Role (``original``, ``converted``, ``trained``) -> Hugging Face folder."""
-    data: str
-    lmu_data: Path
-    out: Path
-    limit: int | None = None
-    judge: str = NO_JUDGE
-    judge_url: str | None = None
-    """Address of a judge on this machine, up to ``/v1``; without it only ``exact_matching`` judges."""
-    scores: bool = True
-    dtype: str | None = None
-    device: str | None = None
-    processes: int | None = None
-    gpus_per_process: int = 1
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    video_fps: float | None = None
-    """Frames per second for videos of data sets whose name does not give a number of frames."""
-    video_max_frames: int | None = None
-    video_rules: dict[str, str] = field(default_factory=dict)
-    """Rules for videos that were asked for: ``data.video_positions`` and ``data.video_prompt`` of a run."""
-    largest_picture: int = 128_000_000
-    max_new_tokens: int | None = None
-    """None: ``ANSWER``, or ``THOUGHT`` if the model thinks."""
-    thinking: str | None = None
-    """``on``, ``off`` or None, which leaves it to the chat template."""
-    logit_questions: int = 4
-    keep_going: bool = False
 
 
 @dataclass
@@ -99,7 +68,7 @@ class Result:
         return {"passed": self.passed} | rest
 
 
-def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
+def evaluate(options: EvaluateOptions, show: Callable[[str], None]) -> Result:
     """Evaluates all checkpoints of ``options`` and judges the conversion.
 
     Raises:
@@ -139,10 +108,10 @@ def evaluate(options: EvaluationOptions, show: Callable[[str], None]) -> Result:
     return result
 
 
-def _answer_and_score(options: EvaluationOptions, result: Result, show: Callable[[str], None]) -> None:
+def _answer_and_score(options: EvaluateOptions, result: Result, show: Callable[[str], None]) -> None:
     work = (options.out / "work").resolve()
     names = _prepare(options, work, result)
-    words, result.settings["isolation"] = sandbox(work, network=bool(options.judge_url))
+    words, result.settings["isolation"] = sandbox(work, network=bool(options.judge_base_url))
     show(f"VLMEvalKit runs {result.settings['isolation']}")
     show(f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute")
 
@@ -150,7 +119,7 @@ def _answer_and_score(options: EvaluationOptions, result: Result, show: Callable
     processes = result.settings["processes"]
     if processes > 1:
         _run(options, work, words, list(range(processes)), progress)
-    if processes == 1 or options.scores:
+    if processes == 1 or not options.no_scores:
         _run(options, work, words, [None], progress)
 
     result.answers = {role: read_answers(work / name) for role, name in names.items()}
@@ -158,7 +127,7 @@ def _answer_and_score(options: EvaluationOptions, result: Result, show: Callable
     for role, name in names.items():
         facts = result.checkpoints[role]
         facts["unanswered"] = sum(line["unanswered"] for line in result.answers[role])
-        if options.scores:
+        if not options.no_scores:
             facts["metrics"], facts["problem"] = read_scores(work / "results_all" / name, options.data)
 
     original, converted = result.answers["original"], result.answers["converted"]
@@ -169,12 +138,12 @@ def _answer_and_score(options: EvaluationOptions, result: Result, show: Callable
             {role: facts["metrics"] for role, facts in result.checkpoints.items()},
             {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
         )
-        if options.scores
+        if not options.no_scores
         else Gate("scores", None, "not asked for: --no-scores"),
     ]
 
 
-def _prepare(options: EvaluationOptions, work: Path, result: Result) -> dict[str, str]:
+def _prepare(options: EvaluateOptions, work: Path, result: Result) -> dict[str, str]:
     """Clears the work folder, except for the answers of an interrupted evaluation that was the same.
 
     Returns:
@@ -188,7 +157,7 @@ def _prepare(options: EvaluationOptions, work: Path, result: Result) -> dict[str
             shutil.rmtree(path)
     settings = result.settings
     processes = settings["processes"]
-    tables = [copy_data(options.data, options.lmu_data.resolve(), work, rank) for rank in range(processes)][0]
+    tables = [copy_data(options.data, options.tables, work, rank) for rank in range(processes)][0]
     settings["tables"] = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in tables}
 
     # Evaluations with the same key have the same answers, and pictures in the same folders.
@@ -209,11 +178,11 @@ def _prepare(options: EvaluationOptions, work: Path, result: Result) -> dict[str
         "work": str(work),
         "checkpoints": {names[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()},
         "settings": settings,
-        "roots": [str(work), str(options.lmu_data.resolve()), constants.HF_HUB_CACHE],
+        "roots": [str(work), str(options.tables), constants.HF_HUB_CACHE],
         "limit": options.limit,
         "judge": options.judge,
-        "judge_url": options.judge_url,
-        "scores": options.scores,
+        "judge_url": options.judge_base_url,
+        "scores": not options.no_scores,
         "processes": processes,
         "logit_questions": options.logit_questions,
     }
@@ -222,7 +191,7 @@ def _prepare(options: EvaluationOptions, work: Path, result: Result) -> dict[str
 
 
 def _run(
-    options: EvaluationOptions, work: Path, words: list[str], ranks: list[int | None], progress: _Progress
+    options: EvaluateOptions, work: Path, words: list[str], ranks: list[int | None], progress: _Progress
 ) -> None:
     """Runs processes of VLMEvalKit to their end; none of them survives.
 
@@ -299,15 +268,16 @@ def folder_hash(folder: Path) -> str:
     return state.hexdigest()
 
 
-def _settings(options: EvaluationOptions) -> dict[str, Any]:
+def _settings(options: EvaluateOptions) -> dict[str, Any]:
     """The settings of all checkpoints; chooses those that were not given. Raises UsageError."""
     import torch
 
-    if options.judge_url and urlsplit(options.judge_url).hostname not in HERE:
+    if options.judge_base_url and urlsplit(options.judge_base_url).hostname not in HERE:
         raise UsageError(
-            f"--judge-base-url {options.judge_url}: the judge must be on this machine ({', '.join(HERE)})"
+            f"--judge-base-url {options.judge_base_url}: the judge must be on this machine"
+            f" ({', '.join(HERE)})"
         )
-    if bool(options.judge_url) != (options.judge != NO_JUDGE):
+    if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
         raise UsageError(
             "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
@@ -339,7 +309,7 @@ def _settings(options: EvaluationOptions) -> dict[str, Any]:
         "gpus_per_process": options.gpus_per_process if device == "cuda" else 0,
         "min_pixels": options.min_pixels,
         "max_pixels": options.max_pixels,
-        "largest_picture": options.largest_picture,
+        "largest_picture": LARGEST_PICTURE,
         "video_fps": options.video_fps,
         "video_max_frames": options.video_max_frames,
         "thinking": options.thinking,
@@ -365,7 +335,7 @@ def check_vlmevalkit() -> None:
         )
 
 
-def video_rules(options: EvaluationOptions, show: Callable[[str], None]) -> dict[str, dict[str, str]]:
+def video_rules(options: EvaluateOptions, show: Callable[[str], None]) -> dict[str, dict[str, str]]:
     """The rules for videos that each folder follows: its own where ``megatron_vl.json`` names one, and those
     asked for.
 
@@ -394,7 +364,7 @@ def video_rules(options: EvaluationOptions, show: Callable[[str], None]) -> dict
     rules = {}
     for role, folder in options.checkpoints.items():
         trained = own[role] if role == "trained" else shared
-        rules[str(folder.resolve())] = follow(folder, trained, options.video_rules, show)
+        rules[str(folder.resolve())] = follow(folder, trained, options.asked_rules(), show)
     return rules
 
 

@@ -72,3 +72,15 @@ class EvaluateOptions(VideoRuleOptions):
     """Run all gates even if an earlier one fails."""
     json: bool = False
     """Print the report as JSON."""
+
+    @property
+    def checkpoints(self) -> dict[str, Path]:
+        """Role (``original``, ``converted``, ``trained``) -> Hugging Face folder."""
+        roles = {"original": self.original, "converted": self.converted, "trained": self.trained}
+        return {role: folder for role, folder in roles.items() if folder is not None}
+
+    @property
+    def tables(self) -> Path:
+        """The folder of the tables, once the command has found it."""
+        assert self.lmu_data is not None
+        return self.lmu_data.resolve()
