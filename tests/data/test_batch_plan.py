@@ -363,10 +363,6 @@ def test_a_changed_blend_keeps_what_was_drawn(shuffled):
     waited = first._waiting[1:3, first._waiting[0] == 1].tolist()
     assert waited[0] and third._waiting[1:3].tolist() == waited, "b goes on with the samples that waited"
 
-    older = planner(*mixed_sizes(100)).state()
-    del older["aside"]
-    planner(*mixed_sizes(100)).restore(older)
-
 
 def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
     """b gets the weight 0 and then its old one. What waited of it comes first then."""

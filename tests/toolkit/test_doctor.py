@@ -111,7 +111,7 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     assert "do not divide the world size 6" in broken(world=6)["config"]
     assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
     small = broken("--data.seq_len", "8", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
-    assert small.keys() == {"rows", "samples", "memory"}
+    assert small.keys() == {"rows", "memory"}
     assert "samples in a row cannot be used" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 

@@ -14,6 +14,9 @@ import pytest
 import torch
 
 from data_tools.convert import ConversionOptions, convert
+from data_tools.sample_sizes import index
+from megatron_vl.config import DataConfig
+from megatron_vl.spec.families import read_spec
 from tests.training.small_run import metrics, prepare, train
 
 pytestmark = [pytest.mark.ranks, pytest.mark.full]
@@ -29,6 +32,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     shutil.rmtree(folder / "data")
     options = ConversionOptions(folder / "media", folder / "data", samples_per_shard=4)
     assert convert([folder / "data.json"], options).shards == 24
+    index(DataConfig(path=str(folder / "data")), read_spec(found["hf"]), found["hf"])
     return found
 
 

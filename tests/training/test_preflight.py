@@ -40,6 +40,7 @@ def fields(tmp_path: Path) -> list[str]:
     """Fields of a run whose model and data exist."""
     (tmp_path / "hf").mkdir()
     shutil.copy(HF_CONFIG, tmp_path / "hf" / "config.json")
+    (tmp_path / "hf" / "chat_template.jinja").write_text("")
     describe_data(tmp_path / "data")
     return ["--model.hf", str(tmp_path / "hf"), "--data.path", str(tmp_path / "data")]
 
