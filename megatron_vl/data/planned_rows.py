@@ -37,6 +37,7 @@ from megatron_vl.data.state import StateError
 from megatron_vl.signals import shield_loader_worker
 
 Integers = NDArray[np.int64]
+PLANNER_ENDED = "the process that plans batches has ended"
 
 OPEN_SHARDS = 16
 """Number of shards of each data set that a process keeps open."""
@@ -455,7 +456,7 @@ def _parts_from(planner: Connection) -> Iterator[Part]:
         try:
             part = planner.recv()
         except (EOFError, ConnectionError) as error:
-            raise RuntimeError("the process that plans batches has ended; its own error says why") from error
+            raise RuntimeError(PLANNER_ENDED) from error
         if isinstance(part, LoaderError):
             raise part
         yield part

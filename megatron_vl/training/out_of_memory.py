@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_vl import host_memory
+from megatron_vl.data.planned_rows import PLANNER_ENDED
 from megatron_vl.errors import UserError
 from megatron_vl.planning.fit import advice
 from megatron_vl.planning.gpus import calibration_for
@@ -86,6 +87,10 @@ def host_message(error: BaseException) -> str | None:
 
 def _loader_message(error: BaseException | None) -> str:
     """The message for the death of a process of the loader; empty for any other error and cause."""
+    if error is not None and PLANNER_ENDED in str(error):
+        return (
+            f"{PLANNER_ENDED}. If it printed no error, it was killed from outside. {host_memory.about_kill()}"
+        )
     while error is not None and not (found := _LOADER_PROCESS.search(str(error))):
         error = error.__cause__ or error.__context__
     if error is None or not found:

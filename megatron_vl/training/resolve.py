@@ -16,7 +16,6 @@ from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.description import SplitFacts, read_description
 from megatron_vl.data.location import location
-from megatron_vl.data.sizes import without_sizes
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
 from megatron_vl.planning.offload import settle_offload
@@ -127,6 +126,8 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
     description = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
     facts = {split: description.facts(split) for split in sorted(splits)}
+    from megatron_vl.data.sizes import without_sizes  # it imports torch
+
     lacking = tuple(str(one.path) for one in without_sizes(description, config.model.hf, config.data))
     facts["train"] = dataclasses.replace(facts["train"], without_sizes=lacking)
     return facts

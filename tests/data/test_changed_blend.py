@@ -214,14 +214,6 @@ def test_a_blend_of_which_nothing_stays_is_refused_with_the_switch_too(folder):
     assert "on_changed_blend" not in str(caught.value)
 
 
-def test_a_change_that_leaves_streams_without_samples_is_refused(folder):
-    run = Reading(folder, streams=20, **CONTINUE).start(blend(BIRDS, SHIPS)).take(20)
-    with pytest.raises(
-        StateError, match=r"divided among 20 streams since the run began.* samples: .*add sam"
-    ):
-        run.start(blend(SHIPS), streams=0)
-
-
 def test_the_switch_left_on_changes_nothing(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(6)
     wanted = [row.tokens.tolist() for row in islice(run.rows, 12)]

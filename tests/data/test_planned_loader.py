@@ -463,7 +463,7 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     from data_tools.sample_sizes import SizesWriteError, measure
 
     loader = Run(dataset, 1).loaders[0]
-    encoder, sample = loader._encoder, cook(loader._planning.sources[0].reader(0.0)[0])
+    encoder, sample = loader._planning.encoder, cook(loader._planning.sources[0].reader(0.0)[0])
 
     def fails(*_: Any, **__: Any) -> None:
         raise fault

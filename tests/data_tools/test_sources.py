@@ -26,7 +26,7 @@ def out(tmp_path_factory) -> Path:
 
 
 def _data(path: Path, **fields) -> DataConfig:
-    fields = {"seq_len": 512, "num_workers": 0, "shuffle_buffer": 0} | fields
+    fields = {"seq_len": 512, "num_workers": 0} | fields
     return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
 
 

@@ -28,7 +28,7 @@ LONG = {"conversations": [{"from": "human", "value": "Tell"}, {"from": "gpt", "v
 
 
 def _data(path: Path, **fields) -> DataConfig:
-    fields = {"seq_len": 512, "num_workers": 0, "shuffle_buffer": 0} | fields
+    fields = {"seq_len": 512, "num_workers": 0} | fields
     return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
 
 
@@ -194,7 +194,7 @@ def test_rows_hold_each_usable_sample_once(out):
 @pytest.mark.slow
 def test_rows_are_packed_as_the_loader_packs_them(out):
     """The order differs, so the means of many rows are compared: samples and patches of a row."""
-    fields = {"packing_buffer": 16, "shuffle_buffer": 31}
+    fields = {"packing_buffer": 16}
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(_data(out, **fields), read_spec(folder), folder)
     rows = list(itertools.islice(loader, 64))

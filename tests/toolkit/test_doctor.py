@@ -27,7 +27,6 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.weights.run_folder import Lineage, Saved
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare
-from toolkit.cli import main
 from toolkit.doctor import Finding, ok
 from toolkit.doctor.before_start import _resume, _rows, check_checkpoint, check_data, check_run
 from toolkit.doctor.command import show
@@ -111,7 +110,7 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     assert "do not divide the world size 6" in broken(world=6)["config"]
     assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
     small = broken("--data.seq_len", "8", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
-    assert small.keys() == {"rows", "memory"}
+    assert small.keys() == {"rows", "memory", "samples"}
     assert "samples in a row cannot be used" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 
@@ -137,8 +136,8 @@ def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch
 def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypatch, tmp_path, sized):
     monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
     data = shutil.copytree(run["data"], tmp_path / "data")
-    if sized:
-        assert main(["data", "index", "--data", str(data), "--processor", str(run["hf"])]) == 0
+    if not sized:
+        shutil.rmtree(data / ".nv-meta" / "sizes")
 
     def samples(seq_len: int) -> list[Finding]:
         words = ["--config", str(run["yaml"]), "--data.path", str(data), "--data.seq_len", str(seq_len)]

@@ -43,8 +43,8 @@ def stop_loader() -> None:
 
 
 def kill_loader() -> None:
-    """The system kills a process of the loader."""
-    psutil.Process().children()[0].kill()
+    """The system kills a process of the loader that makes rows; the one that plans them began before."""
+    psutil.Process().children()[-1].kill()
 
 
 def exhaust() -> None:

@@ -199,7 +199,6 @@ def rows_over_the_wire(hf: str) -> list[list[Any]]:
         row = pack_row([make_sample(name, spec, 0) for name in names], spec, 512)
         row.loss_mask *= 0.3  # weights travel with every bit
         packed = feed._pack(row)
-        empty = feed._empty(packed.described)
         fields = feed._unpack(packed.described, packed.buffers)
         found = feed._device_row(packed.described, fields)
         vision, feature_index = feed._vision(packed.described, fields)
@@ -218,10 +217,9 @@ def rows_over_the_wire(hf: str) -> list[list[Any]]:
         equal["max_seqlen"] = vision.full.max_seqlen == row.vision.max_seqlen
         equal["max_window_seqlen"] = vision.window.max_seqlen == row.vision.max_window_seqlen
 
-        sizes = []
-        for name in ("text", "ints", "planes"):
-            given, room = packed.buffers[name], empty.buffers[name]
-            sizes.append((given.numel(), given.dtype) == (room.numel(), room.dtype))
+        sizes = [
+            buffer.numel() == feed._size(packed.described, name) for name, buffer in packed.buffers.items()
+        ]
         results.append([[name for name, same in equal.items() if not same], all(sizes)])
     return results
 

@@ -71,7 +71,6 @@ def _in_rows(live: BuiltCase, platform: Platform, out: dict[str, Any]) -> dict[s
     share = len(rows) // grid.dp
     mine = iter(rows[grid.dp_rank * share : (grid.dp_rank + 1) * share]) if grid.owns_loader else None
     data = Feed(grid, platform, mine, share, vision=live.spec.vision).next_step()
-    out["moved"] = [[source for source, _ in row] for row in data.learnt] != SOURCES[:share]
     reports = run_schedule(live.wrapped, data.rows, seq_len=SEQ_LEN, forward_only=True)
     learnt = SourceCounts.of_rows(data.learnt, 3)
     total, _, _, found = reduce_losses(reports, grid, platform.device, (), learnt)
