@@ -11,7 +11,7 @@ from megatron_vl.errors import UserError
 from megatron_vl.parallel import failures
 from megatron_vl.signals import asked_to_stop
 from megatron_vl.training import checkpoint
-from megatron_vl.training.feed import Feed, StepData
+from megatron_vl.training.feed import Feed
 from megatron_vl.training.metrics import MetricsLog, say
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.resume import checkpoint_facts
@@ -45,7 +45,17 @@ def run_steps(run: Run) -> None:
         run.profiler.begin(run.step + 1)
         batch = feed.next_step()
         rates = set_learning_rates(run.optimizer, config, run.step)
-        result = _train_on(run, batch)
+        result = train_step(
+            run.chunks,
+            run.optimizer,
+            batch.rows,
+            run.grid,
+            config.data.seq_len,
+            # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
+            failed=run.saver is not None and run.saver.error() is not None,
+            stop=bool(asked_to_stop()),
+            learnt=SourceCounts.of_rows(batch.learnt, len(run.sources)) if run.sources else None,
+        )
         run.step += 1
         progress.step_is_done()
         log.leave_out(run.profiler.end(run.step))
@@ -83,20 +93,6 @@ def _open_feed(run: Run) -> Feed:
         run.loader,
         run.config.global_batch_size // run.grid.dp,
         vision=run.spec.vision,
-    )
-
-
-def _train_on(run: Run, batch: StepData) -> StepResult:
-    """Trains one step. Its result says whether any rank failed to save, or was asked to stop."""
-    return train_step(
-        run.chunks,
-        run.optimizer,
-        batch.rows,
-        run.grid,
-        run.config.data.seq_len,
-        failed=run.saver is not None and run.saver.error() is not None,
-        stop=bool(asked_to_stop()),
-        learnt=SourceCounts.of_rows(batch.learnt, len(run.sources)) if run.sources else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import signal
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ class Run:
     def layout(self) -> Layout:
         return self.resolved.layout
 
-    @property
+    @functools.cached_property
     def sources(self) -> tuple[Source, ...]:
         """The sources of the blend; none if the data set is no blend."""
         sources = sources_of(self.resolved.data["train"].identity)
