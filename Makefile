@@ -35,7 +35,7 @@ demo: $(READY)   ## Hugging Face -> train under TP2 x PP2 on CPU -> Hugging Face
 	$(BIN)/megatron-vl demo --dir .demo
 
 quick: WORKERS := 2
-quick: $(READY)  ## the fast tests, which start no ranks: about 3 minutes on 2 cores
+quick: $(READY)  ## the fast tests, which start no ranks: about 2 minutes on 2 cores
 	$(PYTEST) $(SPREAD) -m "not ranks and not slow and not full" $(ARGS)
 
 test: $(READY)   ## what guards a change, real groups of processes on CPU included: about 11 minutes on 2 cores
