@@ -123,11 +123,11 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
         LoaderError: there is no data set, or one of these splits is empty.
         DescriptionError: the data set's description could run code, or refers to files outside its folder.
     """
+    from megatron_vl.data.sizes import without_sizes  # it imports torch
+
     description = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}
     facts = {split: description.facts(split) for split in sorted(splits)}
-    from megatron_vl.data.sizes import without_sizes  # it imports torch
-
     lacking = tuple(str(one.path) for one in without_sizes(description, config.model.hf, config.data))
     facts["train"] = dataclasses.replace(facts["train"], without_sizes=lacking)
     return facts
@@ -161,9 +161,8 @@ def _find_start(config: TrainConfig, dp: int) -> Start:
         lineage = dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt))
         return Start(None, lineage, False, choice.said)
 
-    done = source.lineage.data_restart
-    reads_the_same = _reads_the_same(source, preflight.run_facts(config, dp))
-    if done is not None and done.attempt >= c.attempt and reads_the_same:
+    done, facts = source.lineage.data_restart, preflight.run_facts(config, dp)
+    if done is not None and done.attempt >= c.attempt and _reads_the_same(source, facts):
         note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
             f" step {done.step}; the run continues in it. To read it from its start once more, give"

@@ -68,7 +68,7 @@ def test_a_run_that_is_killed_and_moves_reads_the_samples_of_one_that_stays(
 
 
 def test_the_first_start_writes_the_sizes_of_the_samples(prepared: dict[str, Path], tmp_path: Path) -> None:
-    """The losses are those of a run whose data set has them. A folder that cannot be written is told."""
+    """The losses are those of a run whose data set has them. A folder that cannot be written is reported."""
     bare = shutil.copytree(prepared["data"], tmp_path / "bare")
     shutil.rmtree(bare / META / SIZES)
     given = [*OPTIONS, "--data.num_workers", "0", "--data.path", str(bare)]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -19,6 +18,7 @@ from data_tools.sources import SourceError
 from data_tools.statistics import QUANTITIES, SourceSizes, Statistics, distribution
 from megatron_vl import durable
 from megatron_vl.errors import UserError
+from toolkit.pages import templates
 
 from .prepared import Prepared
 from .sample import SampleView, text_of, view, visible, whole_characters
@@ -61,13 +61,7 @@ def write_sample(prepared: Prepared, sample: SampleView, out: Path) -> None:
 
 def _write(out: Path, prepared: Prepared, cards: list[dict[str, Any]], stats: dict[str, Any] | None) -> None:
     """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates(Path(__file__).parent)
     environment.filters |= {"printable": printable, "visible": visible, "text": text_of, "number": number}
     page = environment.get_template("page.html.jinja").render(
         path=prepared.path, split=prepared.split, settings=_settings(prepared), cards=cards, stats=stats

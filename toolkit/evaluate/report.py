@@ -7,13 +7,13 @@ import io
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 from megatron_vl.data.pixels import VideoInfo, open_image, video_frames
 from toolkit.evaluate.comparison import Result
+from toolkit.pages import templates
 
 SHOWN = 50
 """Number of questions on the page; those with differing answers come first."""
@@ -88,13 +88,7 @@ def write_html(result: Result, path: Path) -> None:
 
     All text from tables and checkpoints is escaped.
     """
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = templates(Path(__file__).parent)
     environment.filters |= {"number": _number, "setting": _setting}
 
     lines = _differing_first(result)
