@@ -29,9 +29,9 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vl.config import DataConfig, TrainConfig
-from megatron_vl.data.packing import fill_row
+from megatron_vl.data.packing.fill import fill_row
 from megatron_vl.data.planned_rows import BatchPlanner
-from megatron_vl.data.sample_order import SampleOrder
+from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.planning.calibration import shipped
 from megatron_vl.planning.cost import Costs
 from megatron_vl.planning.predict import predict

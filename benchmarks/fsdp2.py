@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.pixels import PixelNorm
+from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.data.sample.pixels import PixelNorm
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments

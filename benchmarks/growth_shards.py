@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.shards import IndexWriter, Shard
-from megatron_vl.data.description import read_description
+from megatron_vl.data.source.description import read_description
 
 SAMPLES = 1000
 """Samples per shard."""

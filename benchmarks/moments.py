@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.data.assemble import pack_row
+from megatron_vl.data.packing.assemble import pack_row
 from megatron_vl.kernels import adam
 from megatron_vl.kernels.moments import round_moments
 from tests.support.tiny_trainer import ROWS, SEQ_LEN, tiny_trainer

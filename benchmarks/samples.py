@@ -26,8 +26,8 @@ from transformers import AutoProcessor
 from benchmarks.photographs import crop, photographs
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
-from megatron_vl.data.pixels import image_size
-from megatron_vl.data.reading import with_crc
+from megatron_vl.data.sample.pixels import image_size
+from megatron_vl.data.source.reading import with_crc
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
 

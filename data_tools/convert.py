@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_vl import durable
-from megatron_vl.data.pixels import MAX_PIXELS
+from megatron_vl.data.sample.pixels import MAX_PIXELS
 from megatron_vl.errors import UserError
 from megatron_vl.journal import Journal
 

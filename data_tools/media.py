@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from megatron_vl.data.frame_files import FrameFile, FrameFileInfo, Sampling, is_frame_file, pack_frames
-from megatron_vl.data.pixels import (
+from megatron_vl.data.sample.frame_files import FrameFile, FrameFileInfo, Sampling, is_frame_file, pack_frames
+from megatron_vl.data.sample.pixels import (
     MAX_ASPECT,
     PixelError,
     TooLargeError,

@@ -2,7 +2,7 @@
 
 Only the text of the samples is read and tokenized. The result of each shard goes into a file of its own, so
 that a killed run continues and several nodes can share the work; at the end, they are joined into the files
-that :mod:`megatron_vl.data.sizes` describes.
+that :mod:`megatron_vl.data.source.sizes` describes.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from numpy.typing import NDArray
 
 from megatron_vl import durable
 from megatron_vl.config import DataConfig
-from megatron_vl.data.bad_samples import NOT_IN_TEMPLATE
-from megatron_vl.data.chat import ChatError, TemplateError
-from megatron_vl.data.description import META, SIZES, DataSet, read_description
 from megatron_vl.data.loader import RawSample, RowEncoder, grid_of, stored_video
-from megatron_vl.data.location import location
-from megatron_vl.data.sizes import MEDIUM, SAMPLE, SHARDS, Medium, data_sets, has_sizes, text_id
+from megatron_vl.data.sample.chat import ChatError, TemplateError
+from megatron_vl.data.source.bad_samples import NOT_IN_TEMPLATE
+from megatron_vl.data.source.description import META, SIZES, DataSet, read_description
+from megatron_vl.data.source.location import location
+from megatron_vl.data.source.sizes import MEDIUM, SAMPLE, SHARDS, Medium, data_sets, has_sizes, text_id
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 

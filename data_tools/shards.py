@@ -24,8 +24,8 @@ from typing import Any
 import yaml
 
 from megatron_vl import durable
-from megatron_vl.data.description import MOST_SHARDS
-from megatron_vl.data.reading import with_crc
+from megatron_vl.data.source.description import MOST_SHARDS
+from megatron_vl.data.source.reading import with_crc
 from megatron_vl.errors import UserError
 
 from .media import MediaInfo, describe, read_media

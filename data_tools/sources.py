@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.bad_samples import BadSampleMeter, details_by_reason
-from megatron_vl.data.blend import sources_of
-from megatron_vl.data.description import META, DataSet, LoaderError, read_description
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook
-from megatron_vl.data.location import Location, location
-from megatron_vl.data.reading import TolerantReader
-from megatron_vl.data.sizes import read_by
+from megatron_vl.data.source.bad_samples import BadSampleMeter, details_by_reason
+from megatron_vl.data.source.blend import sources_of
+from megatron_vl.data.source.description import META, DataSet, LoaderError, read_description
+from megatron_vl.data.source.location import Location, location
+from megatron_vl.data.source.reading import TolerantReader
+from megatron_vl.data.source.sizes import read_by
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
@@ -116,8 +116,8 @@ def sources(path: Location, split: str) -> list[Source]:
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
-        LoaderError, DescriptionError: as :func:`~megatron_vl.data.description.read_description`; or the split
-            is empty.
+        LoaderError, DescriptionError: as :func:`~megatron_vl.data.source.description.read_description`; or
+            the split is empty.
     """
     description = read_description(path)
     blend = sources_of(description.facts(split).identity, path.name)

@@ -1,4 +1,4 @@
-"""What a data set holds, counted of all samples from their stored sizes (:mod:`megatron_vl.data.sizes`).
+"""What a data set holds, counted over all samples from their sizes in the index.
 
 Nothing is read of the samples themselves. How many rows they fill is the one number that is not a sum: the
 loader's own packing makes rows of them in random order, of a large data set of as many as
@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.bad_samples import LIMITS, TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
-from megatron_vl.data.description import META, read_description
 from megatron_vl.data.loader import RowEncoder
-from megatron_vl.data.location import location
-from megatron_vl.data.packing import fill_row
-from megatron_vl.data.sizes import SampleSizes, SizesError, open_sizes, text_id, why_no_sizes
+from megatron_vl.data.packing.fill import fill_row
+from megatron_vl.data.source.bad_samples import LIMITS, TOO_LONG, TOO_MANY_PATCHES, BadSampleMeter
+from megatron_vl.data.source.description import META, read_description
+from megatron_vl.data.source.location import location
+from megatron_vl.data.source.sizes import SampleSizes, SizesError, open_sizes, text_id, why_no_sizes
 from megatron_vl.words import counted
 
 from .sources import Source, sources

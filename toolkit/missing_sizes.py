@@ -18,9 +18,9 @@ def write_missing_sizes(data: DataConfig, spec: ModelSpec, hf: str | Path) -> No
     """
     from data_tools.convert import default_workers
     from data_tools.sample_sizes import index
-    from megatron_vl.data.description import read_description
-    from megatron_vl.data.location import location
-    from megatron_vl.data.sizes import without_sizes
+    from megatron_vl.data.source.description import read_description
+    from megatron_vl.data.source.location import location
+    from megatron_vl.data.source.sizes import without_sizes
 
     if lacking := without_sizes(read_description(location(data.path)), hf, data):
         names = ", ".join(str(one.path) for one in lacking)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from data_tools.media import inspect
 from megatron_vl.config import DataConfig
-from megatron_vl.data.assemble import MediaItem, Sample
-from megatron_vl.data.chat import ChatEncoder
 from megatron_vl.data.loader import grid_of, planes_of
-from megatron_vl.data.pixels import MAX_PIXELS, read_pixel_settings
-from megatron_vl.data.thinking import ThinkingRule, opens_thinking
+from megatron_vl.data.packing.assemble import MediaItem, Sample
+from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.pixels import MAX_PIXELS, read_pixel_settings
+from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 

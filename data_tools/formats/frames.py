@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from megatron_vl.data.frame_files import FASTEST, SLOWEST, is_rate
+from megatron_vl.data.sample.frame_files import FASTEST, SLOWEST, is_rate
 
 from .canonical import RecordError, shown
 

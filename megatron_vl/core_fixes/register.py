@@ -633,7 +633,7 @@ FIXES: tuple[Fix, ...] = (
         written_for=_TORCH,
         upstream="pytorch/pytorch#64766",
         goes_when="torch's iterator has a close()",
-        test="tests/data/test_planned_loader.py::test_a_closed_loader_has_no_processes",
+        test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
     ),
     # Commands
     Fix(

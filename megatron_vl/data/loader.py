@@ -33,8 +33,24 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 
 from megatron_vl.config import DataConfig, video_rule
-from megatron_vl.data import assemble
-from megatron_vl.data.bad_samples import (
+from megatron_vl.data.packing import assemble
+from megatron_vl.data.packing.fill import fill_row, pack_greedily
+from megatron_vl.data.packing.row import Row
+from megatron_vl.data.planned_rows import Planning, open_reader
+from megatron_vl.data.row_loader import PIXEL_FIELDS, STATE_VERSION, RowLoader
+from megatron_vl.data.sample.chat import ChatEncoder, TemplateError
+from megatron_vl.data.sample.deadline import UNLIMITED, Deadline, OutOfTimeError
+from megatron_vl.data.sample.pixels import (
+    PixelSettings,
+    VideoInfo,
+    image_grid,
+    image_planes,
+    read_pixel_settings,
+    video_grid,
+    video_planes,
+)
+from megatron_vl.data.sample.thinking import ThinkingRule
+from megatron_vl.data.source.bad_samples import (
     LIMITS,
     LISTED_PER_ROW,
     NOT_IN_TEMPLATE,
@@ -44,28 +60,12 @@ from megatron_vl.data.bad_samples import (
     BadSampleMeter,
     DroppedSample,
 )
-from megatron_vl.data.blend import SOURCE, Source, named, sources_of
-from megatron_vl.data.chat import ChatEncoder, TemplateError
-from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
-from megatron_vl.data.description import LoaderError, SplitFacts, read_description
-from megatron_vl.data.location import location
-from megatron_vl.data.packing import fill_row, pack_greedily
-from megatron_vl.data.pixels import (
-    PixelSettings,
-    VideoInfo,
-    image_grid,
-    image_planes,
-    read_pixel_settings,
-    video_grid,
-    video_planes,
-)
-from megatron_vl.data.planned_loader import PIXEL_FIELDS, STATE_VERSION, RowLoader
-from megatron_vl.data.planned_rows import Planning, open_reader
-from megatron_vl.data.reading import BROKEN, crc_differs
-from megatron_vl.data.row import Row
-from megatron_vl.data.sizes import text_id
+from megatron_vl.data.source.blend import SOURCE, Source, named, sources_of
+from megatron_vl.data.source.description import LoaderError, SplitFacts, read_description
+from megatron_vl.data.source.location import location
+from megatron_vl.data.source.reading import BROKEN, crc_differs
+from megatron_vl.data.source.sizes import text_id
 from megatron_vl.data.state import StateError
-from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 

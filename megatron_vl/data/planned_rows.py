@@ -1,4 +1,4 @@
-"""The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.batch_plan`).
+"""The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.packing.plan`).
 
 Every rank plans all batches alike. Its planner is a process that works ahead, and hands each loader process
 the rows that this one makes; without loader processes, batches are planned when they are needed. What a run
@@ -25,14 +25,14 @@ from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_vl.data.batch_plan import AHEAD, deal, plan_rows
-from megatron_vl.data.blend import SOURCE, Source
-from megatron_vl.data.description import META, SIZES, LoaderError
-from megatron_vl.data.location import location
-from megatron_vl.data.reading import TolerantReader, reconnect
-from megatron_vl.data.row import Row
-from megatron_vl.data.sample_order import SampleOrder
-from megatron_vl.data.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
+from megatron_vl.data.packing.plan import AHEAD, deal, plan_rows
+from megatron_vl.data.packing.row import Row
+from megatron_vl.data.source.blend import SOURCE, Source
+from megatron_vl.data.source.description import META, SIZES, LoaderError
+from megatron_vl.data.source.location import location
+from megatron_vl.data.source.reading import TolerantReader, reconnect
+from megatron_vl.data.source.sample_order import SampleOrder
+from megatron_vl.data.source.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
 from megatron_vl.data.state import StateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -94,7 +94,7 @@ class SizedSource:
 
     Args:
         loaded: Energon's data set.
-        name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        name: :func:`~megatron_vl.data.source.sizes.text_id` of the run.
         content: id of the content that the run reads.
 
     Raises:
@@ -316,7 +316,7 @@ class Planning:
 
     Args:
         datasets: Energon's data sets.
-        name: :func:`~megatron_vl.data.sizes.text_id` of the run.
+        name: :func:`~megatron_vl.data.source.sizes.text_id` of the run.
         blend: the sources that are these data sets, in the same order.
         encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
         rows_per_step: of all ranks.

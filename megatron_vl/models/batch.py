@@ -1,6 +1,6 @@
 """The input of a forward pass: one packed row on the device of this rank.
 
-The loader's :class:`megatron_vl.data.row.Row` holds the same data on the host;
+The loader's :class:`megatron_vl.data.packing.row.Row` holds the same data on the host;
 :mod:`megatron_vl.training.feed` moves it to the device.
 """
 
@@ -31,7 +31,7 @@ class Segments:
 
 @dataclass
 class VisionInput:
-    """A :class:`megatron_vl.data.row.VisionBatch` on the device, with the same shapes, and its segments."""
+    """A :class:`~megatron_vl.data.packing.row.VisionBatch` on the device: the same shapes, and its segments."""
 
     planes: Tensor
     plane_index: Tensor
@@ -43,7 +43,7 @@ class VisionInput:
 
 @dataclass
 class DeviceRow:
-    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.row.Row`."""
+    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.packing.row.Row`."""
 
     tokens: Tensor
     labels: Tensor

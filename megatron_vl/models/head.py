@@ -32,8 +32,8 @@ def selected_losses(
         hidden_states: [S, 1, H], or [S / tp, 1, H] with sequence parallelism.
         output_weight: the tied weight; None: the output layer has its own weight.
         labels: int64 [1, S].
-        context: int64 [N], distinct token positions in the row (:func:`megatron_vl.data.row.loss_index`),
-            equal on all tensor-parallel ranks.
+        context: int64 [N], distinct token positions in the row
+            (:func:`~megatron_vl.data.packing.row.loss_index`), equal on all tensor-parallel ranks.
     """
     if output_layer.sequence_parallel:
         # Loss tokens are not distributed evenly over the ranks' parts of the row, so each rank gathers the

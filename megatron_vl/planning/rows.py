@@ -17,7 +17,7 @@ STATED = "pictures of about 640 x 480 pixels, each with 40 to 260 tokens of text
 ROWS = 16
 """Number of rows of the stated kind."""
 LOSS_MULTIPLE = 128
-"""The output layer is computed for a multiple of so many tokens (:mod:`megatron_vl.data.row`)."""
+"""The output layer is computed for a multiple of so many tokens (:mod:`megatron_vl.data.packing.row`)."""
 
 
 @dataclass(frozen=True)

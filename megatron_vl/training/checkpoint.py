@@ -41,7 +41,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_vl import durable, progress
-from megatron_vl.data.bad_samples import BadSampleMeter, add_pending
+from megatron_vl.data.source.bad_samples import BadSampleMeter, add_pending
 from megatron_vl.json_files import check_version, manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.names import LiveTensor
@@ -528,8 +528,8 @@ class Restored:
     loader: LoaderStates | None
     """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
     bad_samples: dict[str, Any] | None
-    """Counts over all ranks (see :class:`megatron_vl.data.bad_samples.BadSampleMeter`); None if the program
-    that saved counts none, unlike a training run."""
+    """Counts over all ranks (see
+    :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the program that saved counts none, unlike a training run."""
 
 
 def load(

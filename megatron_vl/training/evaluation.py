@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron_vl.config import RunConfigError, TrainConfig
-from megatron_vl.data.description import SplitFacts
-from megatron_vl.data.row import Row
+from megatron_vl.data.packing.row import Row
+from megatron_vl.data.source.description import SplitFacts
 from megatron_vl.errors import describe
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.platform import Platform
@@ -93,7 +93,7 @@ class Evaluator:
             raise RunConfigError(failure) from cause
 
     def _read(self, spec: ModelSpec) -> None:
-        from megatron_vl.data.chat import ChatEncoder, stop_tokens
+        from megatron_vl.data.sample.chat import ChatEncoder, stop_tokens
 
         e, hf = self.settings, self.hf
         self.rows = self._share(list(self._loaded(spec, e.rows, pack=self.data.pack)))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl import progress
-from megatron_vl.data.row import Row, loss_index
+from megatron_vl.data.packing.row import Row, loss_index
 from megatron_vl.errors import UserError
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.parallel.grid import ProcessGrid

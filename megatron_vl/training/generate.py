@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.row import Row
+from megatron_vl.data.packing.row import Row
 from megatron_vl.models.batch import DeviceRow, Segments
 from megatron_vl.models.kv_cache import CacheUse, KVCache
 from megatron_vl.models.transformer_configs import fp8_rows

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.bad_samples import DROPPED, BadSampleMeter, details_by_reason
-from megatron_vl.data.blend import Source
+from megatron_vl.data.source.bad_samples import DROPPED, BadSampleMeter, details_by_reason
+from megatron_vl.data.source.blend import Source
 from megatron_vl.parallel.grid import ProcessGrid
 from megatron_vl.planning.flops import peak_tflops, row_flops
 from megatron_vl.platform import Platform

@@ -15,7 +15,7 @@ import tempfile
 import torch.distributed as dist
 
 from megatron_vl import progress
-from megatron_vl.data.description import LoaderError
+from megatron_vl.data.source.description import LoaderError
 from megatron_vl.parallel.groups import from_first_rank
 from megatron_vl.platform import Platform
 from megatron_vl.processes import python_path_with_tools

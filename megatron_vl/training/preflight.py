@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, video_rule
-from megatron_vl.data.location import in_store, location
+from megatron_vl.data.source.location import in_store, location
 from megatron_vl.planning.memory import stage_memories
 from megatron_vl.planning.offload import largest_share, least_share, with_share
 from megatron_vl.spec.families import ModelSpec

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_vl.config import RunConfigError, TrainConfig, validate
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.description import SplitFacts, read_description
-from megatron_vl.data.location import location
+from megatron_vl.data.source.description import SplitFacts, read_description
+from megatron_vl.data.source.location import location
 from megatron_vl.planning.fit import check_memory
 from megatron_vl.planning.gpus import calibration_for, calibration_here
 from megatron_vl.planning.offload import settle_offload
@@ -123,7 +123,7 @@ def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
         LoaderError: there is no data set, or one of these splits is empty.
         DescriptionError: the data set's description could run code, or refers to files outside its folder.
     """
-    from megatron_vl.data.sizes import without_sizes  # it imports torch
+    from megatron_vl.data.source.sizes import without_sizes  # it imports torch
 
     description = read_description(location(config.data.path))
     splits = {"train", config.eval.split} if config.eval.interval else {"train"}

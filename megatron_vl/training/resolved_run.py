@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.description import SplitFacts
+from megatron_vl.data.source.description import SplitFacts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.run_folder import Lineage, Saved

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vl.config import video_rule
-from megatron_vl.data.description import difference
-from megatron_vl.data.thinking import ThinkingRule
+from megatron_vl.data.sample.thinking import ThinkingRule
+from megatron_vl.data.source.description import difference
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.training import checkpoint
 from megatron_vl.training.metrics import MetricsLog, say

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.blend import Source, sources_of
+from megatron_vl.data.source.blend import Source, sources_of
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid

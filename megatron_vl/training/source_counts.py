@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.data.blend import Source
+from megatron_vl.data.source.blend import Source
 
 SHOWN = 4
 """Largest number of sources that a printed line shows one by one."""

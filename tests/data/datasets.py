@@ -9,10 +9,10 @@ from typing import Any
 from data_tools.convert import ConversionOptions, DataReport, convert
 from data_tools.sample_sizes import index
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import read_description
 from megatron_vl.data.loader import RowLoader, build_loader
-from megatron_vl.data.location import location
-from megatron_vl.data.sizes import without_sizes
+from megatron_vl.data.source.description import read_description
+from megatron_vl.data.source.location import location
+from megatron_vl.data.source.sizes import without_sizes
 from megatron_vl.spec.families import read_spec
 
 from .media import encoded, video, write

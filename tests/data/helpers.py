@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_vl.data.assemble import MediaItem, Sample
-from megatron_vl.data.chat import ChatEncoder
-from megatron_vl.data.thinking import EMPTY
+from megatron_vl.data.packing.assemble import MediaItem, Sample
+from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.thinking import EMPTY
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 

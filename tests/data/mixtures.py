@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import read_description
+from megatron_vl.data.source.description import read_description
 from tests.tiny import tiny_checkpoint
 
 from .datasets import open_loader

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_vl.data.assemble import PackError, pack_row
+from megatron_vl.data.packing.assemble import PackError, pack_row
 from megatron_vl.spec.positions import GridTHW, PositionError, mrope_positions, patch_positions, window_order
 
 from .helpers import hf_config, positions_one_by_one, sample_of, spec_of

@@ -10,9 +10,9 @@ import pytest
 from megatron.energon.flavors.webdataset.structs import DatasetSubset
 from megatron.energon.metadataset.metadataset_v2 import Subset
 
-from megatron_vl.data import blend
-from megatron_vl.data.blend import BlendError, sources_of, summary
-from megatron_vl.data.description import read_description
+from megatron_vl.data.source import blend
+from megatron_vl.data.source.blend import BlendError, sources_of, summary
+from megatron_vl.data.source.description import read_description
 
 from .mixtures import identity, loader, write
 

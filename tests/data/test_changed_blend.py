@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.blend import sources_of
-from megatron_vl.data.changed_blend import BlendChange
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.sample_order import SampleOrder
+from megatron_vl.data.source.blend import sources_of
+from megatron_vl.data.source.changed_blend import BlendChange
+from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
 from tests.data.test_blend import leaf, mixed, part

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoTokenizer
 
 from data_tools.formats import read_conversation
-from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.chat import ChatEncoder, ChatError
+from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.step import token_loss
 from tests.data.helpers import spec_of

@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.bad_samples import LISTED_PER_ROW, BadSampleMeter, DroppedSample, details_by_reason
 from megatron_vl.data.loader import LoaderError, validation_rows
-from megatron_vl.data.packing import fill_row, pack_greedily
-from megatron_vl.data.reading import crc_differs, with_crc
+from megatron_vl.data.packing.fill import fill_row, pack_greedily
+from megatron_vl.data.source.bad_samples import (
+    LISTED_PER_ROW,
+    BadSampleMeter,
+    DroppedSample,
+    details_by_reason,
+)
+from megatron_vl.data.source.reading import crc_differs, with_crc
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 

@@ -15,8 +15,8 @@ import yaml
 
 from data_tools import shards
 from data_tools.shards import IndexWriter, Shard, ShardError
-from megatron_vl.data import description
-from megatron_vl.data.description import DescriptionError, LoaderError, difference, read_description
+from megatron_vl.data.source import description
+from megatron_vl.data.source.description import DescriptionError, LoaderError, difference, read_description
 from megatron_vl.data.state import StateError
 from tests.data.programs import shared_facts
 from tests.support.ranks import call

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_vl.data.deadline import Deadline, OutOfTimeError
-from megatron_vl.data.frame_files import FrameFile, FrameFileInfo, pack_frames
-from megatron_vl.data.pixels import (
+from megatron_vl.data.sample.deadline import Deadline, OutOfTimeError
+from megatron_vl.data.sample.frame_files import FrameFile, FrameFileInfo, pack_frames
+from megatron_vl.data.sample.pixels import (
     PixelError,
     PixelSettings,
     TooLargeError,

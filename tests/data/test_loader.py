@@ -21,7 +21,7 @@ from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import LoaderError, pack_greedily, validation_rows
-from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.data.state import StateError, from_json, to_json
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW

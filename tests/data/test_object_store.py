@@ -17,10 +17,10 @@ import yaml
 from moto.server import ThreadedMotoServer
 
 from data_tools.sample_sizes import index
-from megatron_vl.data.description import DescriptionError, LoaderError, read_description
 from megatron_vl.data.loader import build_loader
-from megatron_vl.data.location import StoreError, location
-from megatron_vl.data.reading import reconnect
+from megatron_vl.data.source.description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.location import StoreError, location
+from megatron_vl.data.source.reading import reconnect
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 

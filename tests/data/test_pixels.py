@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.pixels import (
+from megatron_vl.data.sample.pixels import (
     PixelError,
     PixelNorm,
     PixelSettings,

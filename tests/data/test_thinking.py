@@ -19,9 +19,9 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_vl.data import chat
-from megatron_vl.data.chat import ChatEncoder, ChatError, stop_tokens
-from megatron_vl.data.thinking import Said, ThinkingRule, opens_thinking, split_thinking
+from megatron_vl.data.sample import chat
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError, stop_tokens
+from megatron_vl.data.sample.thinking import Said, ThinkingRule, opens_thinking, split_thinking
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import mask_one_by_one, spec_of
 from tests.data.test_chat import released_tokenizer_folder

@@ -18,9 +18,9 @@ import torch
 
 from data_tools.formats import RecordError
 from data_tools.media import inspect
-from megatron_vl.data import pixels, video_files
-from megatron_vl.data.deadline import Deadline, OutOfTimeError
-from megatron_vl.data.pixels import (
+from megatron_vl.data.sample import pixels, video_files
+from megatron_vl.data.sample.deadline import Deadline, OutOfTimeError
+from megatron_vl.data.sample.pixels import (
     PixelError,
     PixelSettings,
     VideoInfo,

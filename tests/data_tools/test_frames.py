@@ -11,7 +11,7 @@ import pytest
 from data_tools.formats import RecordError, read_conversation
 from data_tools.formats.frames import Frames
 from data_tools.media import describe, natural_order, pictures_of, read_media
-from megatron_vl.data.frame_files import FrameFile
+from megatron_vl.data.sample.frame_files import FrameFile
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
 from tests.tiny import tiny_checkpoint

@@ -19,7 +19,7 @@ from data_tools.sources import Reader, open_encoder, sources
 from data_tools.statistics import Statistics, distribution, statistics
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
-from megatron_vl.data.sizes import SizesError
+from megatron_vl.data.source.sizes import SizesError
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
 from tests.tiny import tiny_checkpoint

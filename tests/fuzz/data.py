@@ -33,9 +33,9 @@ import torch
 
 from data_tools.convert import ConversionOptions, convert
 from megatron_vl.config import DataConfig
-from megatron_vl.data.chat import ChatEncoder
-from megatron_vl.data.frame_files import FrameFileInfo, pack_frames
-from megatron_vl.data.reading import with_crc
+from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.frame_files import FrameFileInfo, pack_frames
+from megatron_vl.data.source.reading import with_crc
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import mixed_records, open_loader
 from tests.data.media import encoded, video

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron_vl.data.assemble import pack_row
+from megatron_vl.data.packing.assemble import pack_row
 from megatron_vl.kernels import tower_attention
 from megatron_vl.models import build
 from megatron_vl.models.build import check_tensors, chunk_tensors

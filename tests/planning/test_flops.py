@@ -15,9 +15,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.pixels import read_pixel_norm
-from megatron_vl.data.row import LOSS_INDEX_MULTIPLE
+from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.data.packing.row import LOSS_INDEX_MULTIPLE
+from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.planning.flops import language_parts, recompute_flops, row_flops, vision_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call

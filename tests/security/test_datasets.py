@@ -17,8 +17,8 @@ import yaml
 
 from data_tools.shards import IndexWriter, Shard
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import META, SIZES, DescriptionError
-from megatron_vl.data.reading import CRC_FIELD, with_crc
+from megatron_vl.data.source.description import META, SIZES, DescriptionError
+from megatron_vl.data.source.reading import CRC_FIELD, with_crc
 from tests.data.datasets import converted, mixed_records, open_loader
 from tests.data_tools.test_convert import bomb
 from tests.tiny import tiny_checkpoint

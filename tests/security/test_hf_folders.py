@@ -13,8 +13,8 @@ from PIL import Image
 from converters.convert import convert, export
 from converters.verify import compare
 from megatron_vl.config import DataConfig
-from megatron_vl.data.chat import ChatEncoder, ChatError
-from megatron_vl.data.pixels import read_pixel_settings
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError
+from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.demo.reference import DemoReference

@@ -12,7 +12,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vl.data.assemble import pack_row
+from megatron_vl.data.packing.assemble import pack_row
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 from megatron_vl.training.generate import Prompt
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of

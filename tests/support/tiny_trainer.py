@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megatron_vl.data.assemble import pack_row
+from megatron_vl.data.packing.assemble import pack_row
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec

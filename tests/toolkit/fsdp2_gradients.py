@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
 from benchmarks.fsdp2 import Trainer, build, hf_config, hf_row, read_options
-from megatron_vl.data.pixels import PixelNorm
+from megatron_vl.data.sample.pixels import PixelNorm
 from toolkit.bench.workload import groups
 from toolkit.parity.reference import backward
 

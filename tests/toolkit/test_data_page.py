@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_vl.data.pixels import image_grid, image_planes, read_pixel_settings
+from megatron_vl.data.sample.pixels import image_grid, image_planes, read_pixel_settings
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.data.datasets import converted, mixed_records

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.data.thinking import Said
+from megatron_vl.data.sample.thinking import Said
 from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
 from toolkit.evaluate import gates

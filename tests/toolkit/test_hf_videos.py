@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of

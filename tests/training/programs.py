@@ -26,7 +26,7 @@ from megatron_vl.config import (
     TrainConfig,
     parse_config,
 )
-from megatron_vl.data.assemble import pack_row
+from megatron_vl.data.packing.assemble import pack_row
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import init_distributed, make_grid
 from megatron_vl.platform import get_platform

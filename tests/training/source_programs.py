@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vl.data.assemble import pack_row
-from megatron_vl.data.row import Row
+from megatron_vl.data.packing.assemble import pack_row
+from megatron_vl.data.packing.row import Row
 from megatron_vl.parallel.grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.training.feed import Feed

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.data.description import META, SIZES
+from megatron_vl.data.source.description import META, SIZES
 from tests.support import ranks
 from tests.training.small_run import metrics, options_of, prepare, train
 

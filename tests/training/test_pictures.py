@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vl.data.assemble import MediaItem, Sample, pack_row
+from megatron_vl.data.packing.assemble import MediaItem, Sample, pack_row
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import cut_evenly, frame_flops, frames_of
 from megatron_vl.planning.flops import vision_parts

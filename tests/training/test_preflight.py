@@ -13,7 +13,7 @@ import pytest
 
 from converters.convert import convert
 from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.data.description import LoaderError, read_description
+from megatron_vl.data.source.description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training.checkpoint import _FORMAT
 from megatron_vl.training.preflight import remarks

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from converters.convert import convert
-from megatron_vl.data.assemble import Sample, pack_row
-from megatron_vl.data.blend import sources_of
-from megatron_vl.data.row import Row
+from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.data.packing.row import Row
+from megatron_vl.data.source.blend import sources_of
 from megatron_vl.training import feed
 from megatron_vl.training.sinks import scalars
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter, short

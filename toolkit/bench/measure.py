@@ -21,7 +21,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import host_memory
-from megatron_vl.data.row import Row, pin
+from megatron_vl.data.packing.row import Row, pin
 from megatron_vl.models.moe.router import routers
 from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.planning.flops import peak_tflops

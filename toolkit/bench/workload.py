@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_vl.data.assemble import MediaItem, Sample, pack_row
-from megatron_vl.data.row import Row
+from megatron_vl.data.packing.assemble import MediaItem, Sample, pack_row
+from megatron_vl.data.packing.row import Row
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 

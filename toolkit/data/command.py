@@ -78,7 +78,7 @@ def _index_converted(given: DataConvertOptions, workers: int) -> int:
     """Writes the sizes of all samples. Returns the exit code: a checkpoint may not be able to use them."""
     from data_tools.sample_sizes import index
     from megatron_vl.config import DataConfig
-    from megatron_vl.data.bad_samples import NOT_IN_TEMPLATE, TEMPLATE_ADVICE
+    from megatron_vl.data.source.bad_samples import NOT_IN_TEMPLATE, TEMPLATE_ADVICE
     from megatron_vl.spec.families import read_spec
 
     assert given.processor is not None

@@ -11,7 +11,7 @@ from data_tools.sources import open_encoder
 from data_tools.statistics import Statistics, statistics
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.data.loader import RowEncoder
-from megatron_vl.data.location import Location, location
+from megatron_vl.data.source.location import Location, location
 from megatron_vl.errors import UsageError
 from megatron_vl.spec.families import ModelSpec, read_spec
 

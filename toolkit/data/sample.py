@@ -14,9 +14,9 @@ from rich.text import Text
 from torch import Tensor
 
 from data_tools.sources import Reader, Source, SourceError, sources
-from megatron_vl.data import assemble
 from megatron_vl.data.loader import EncodedSample
-from megatron_vl.data.pixels import PixelSettings
+from megatron_vl.data.packing import assemble
+from megatron_vl.data.sample.pixels import PixelSettings
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, mrope_positions
 

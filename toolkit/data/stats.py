@@ -16,7 +16,7 @@ from data_tools.statistics import (
     distribution,
     pass_in_words,
 )
-from megatron_vl.data.location import Location
+from megatron_vl.data.source.location import Location
 
 from .prepared import Prepared
 

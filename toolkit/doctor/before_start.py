@@ -249,8 +249,8 @@ def _rows(run: ResolvedRun) -> Finding:
         check_data_path(config.data.path)
     except RunConfigError as error:
         return broken("rows", str(error), "correct data.path")
-    from megatron_vl.data.blend import sources_of
     from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
+    from megatron_vl.data.source.blend import sources_of
 
     loader: Any = None
     try:
@@ -308,7 +308,7 @@ def _left_out(run: ResolvedRun) -> list[Finding]:
     stored, else of some that are read."""
     from data_tools.sources import left_out_of_some, open_encoder
     from data_tools.statistics import statistics
-    from megatron_vl.data.sizes import SizesError
+    from megatron_vl.data.source.sizes import SizesError
 
     hf, which = run.config.model.hf, "samples of"
     try:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.chat import read_chat_template
-from megatron_vl.data.thinking import switches_thinking, writes_thinking
+from megatron_vl.data.sample.chat import read_chat_template
+from megatron_vl.data.sample.thinking import switches_thinking, writes_thinking
 from megatron_vl.kernels.sizes import TE_HEADS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import LinearAttentionSpec

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
-from megatron_vl.data.chat import read_chat_template
-from megatron_vl.data.thinking import switches_thinking
+from megatron_vl.data.sample.chat import read_chat_template
+from megatron_vl.data.sample.thinking import switches_thinking
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.weights.video_rule import exported_video_rule

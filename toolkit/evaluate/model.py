@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.data.chat import stop_tokens
-from megatron_vl.data.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
-from megatron_vl.data.thinking import Said, opens_thinking, split_thinking
+from megatron_vl.data.sample.chat import stop_tokens
+from megatron_vl.data.sample.pixels import PixelError, VideoInfo, open_image, probe_video, video_frames
+from megatron_vl.data.sample.thinking import Said, opens_thinking, split_thinking
 from megatron_vl.spec.families import read_spec
 from toolkit.hf import follow_video_positions, load_model, load_processor, video_text
 

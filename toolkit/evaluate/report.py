@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
-from megatron_vl.data.pixels import VideoInfo, open_image, video_frames
+from megatron_vl.data.sample.pixels import VideoInfo, open_image, video_frames
 from toolkit.evaluate.comparison import Result
 from toolkit.pages import templates
 

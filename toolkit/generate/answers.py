@@ -14,10 +14,10 @@ from data_tools.formats import Conversation, RecordError, read_prompt
 from data_tools.media import check_reference, describe, read_media
 from data_tools.records import BadLine, ReadError, is_array, read_records
 from megatron_vl.config import DataConfig
-from megatron_vl.data.assemble import Sample
-from megatron_vl.data.chat import ChatError, stop_tokens
-from megatron_vl.data.pixels import PixelError
-from megatron_vl.data.thinking import split_thinking
+from megatron_vl.data.packing.assemble import Sample
+from megatron_vl.data.sample.chat import ChatError, stop_tokens
+from megatron_vl.data.sample.pixels import PixelError
+from megatron_vl.data.sample.thinking import split_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.weights.reader import WeightReader

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
-from megatron_vl.data.assemble import Sample, pack_row
+from megatron_vl.data.packing.assemble import Sample, pack_row
 from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec

@@ -3,7 +3,7 @@
 Hooks on both sides record outputs while the loss is computed; nothing is recomputed. Patches are in the
 tower's order (by windows, where the family has them), as in ``transformers``. Tokens are those of all
 samples, one sample after another, without the padding of rows. Logits are compared for the tokens for which
-the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.row.loss_index`).
+the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.packing.row.loss_index`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_vl.data.assemble import MediaItem, Sample
+from megatron_vl.data.packing.assemble import MediaItem, Sample
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 

@@ -18,7 +18,7 @@ from megatron_vl.config import (
     TrainConfig,
     VisionConfig,
 )
-from megatron_vl.data.assemble import Sample, pack_row
+from megatron_vl.data.packing.assemble import Sample, pack_row
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import ProcessGrid, make_grid
 from megatron_vl.platform import Platform

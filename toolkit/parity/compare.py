@@ -15,7 +15,7 @@ import torch
 
 from converters.convert import convert
 from data_tools.formats import read_conversation
-from megatron_vl.data.assemble import Sample
+from megatron_vl.data.packing.assemble import Sample
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout

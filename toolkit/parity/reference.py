@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from converters.convert import convert
-from megatron_vl.data.assemble import MediaItem, Sample
-from megatron_vl.data.pixels import PixelNorm, read_pixel_norm
+from megatron_vl.data.packing.assemble import MediaItem, Sample
+from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import mrope_positions
 from megatron_vl.weights.reader import WeightReader

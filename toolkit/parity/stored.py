@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_vl.data.assemble import Sample
-from megatron_vl.data.pixels import open_image, read_pixel_norm
+from megatron_vl.data.packing.assemble import Sample
+from megatron_vl.data.sample.pixels import open_image, read_pixel_norm
 from megatron_vl.spec.families import ModelSpec, read_spec
 from toolkit.hf import load_processor
 from toolkit.samples import read_samples

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.assemble import Sample
-from megatron_vl.data.pixels import read_pixel_norm
+from megatron_vl.data.packing.assemble import Sample
+from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import WHOLE, TensorInfo, tensor_table

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.assemble import Sample
+from megatron_vl.data.packing.assemble import Sample
 from megatron_vl.models.names import LiveTensor
 from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform

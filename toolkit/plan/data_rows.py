@@ -12,7 +12,7 @@ from megatron_vl.planning.rows import RowShape, RowStatistics
 from megatron_vl.spec.families import ModelSpec
 
 if TYPE_CHECKING:
-    from megatron_vl.data.row import Row
+    from megatron_vl.data.packing.row import Row
 
 
 SECONDS = 120.0

@@ -48,7 +48,7 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
     import torch.nn.functional as F
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
-    from megatron_vl.data.pixels import read_pixel_norm
+    from megatron_vl.data.sample.pixels import read_pixel_norm
     from toolkit.parity.batches import make_sample
     from toolkit.parity.reference import canonical, hf_inputs, load_hf
 

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
-from megatron_vl.data.deadline import UNLIMITED, Deadline
-from megatron_vl.data.thinking import EMPTY, ThinkingRule, switches_thinking, writes_thinking
+from megatron_vl.data.sample.deadline import UNLIMITED, Deadline
+from megatron_vl.data.sample.thinking import EMPTY, ThinkingRule, switches_thinking, writes_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs

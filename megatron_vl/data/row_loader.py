@@ -14,13 +14,13 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.blend import BlendError, Source, sources_of, summary
-from megatron_vl.data.changed_blend import BlendChange
-from megatron_vl.data.description import LoaderError, SplitFacts, difference
+from megatron_vl.data.packing.row import Row
 from megatron_vl.data.planned_rows import PlannedRankRows, Planning
-from megatron_vl.data.row import Row
+from megatron_vl.data.sample.thinking import ThinkingRule
+from megatron_vl.data.source.blend import BlendError, Source, sources_of, summary
+from megatron_vl.data.source.changed_blend import BlendChange
+from megatron_vl.data.source.description import LoaderError, SplitFacts, difference
 from megatron_vl.data.state import StateError, from_json, to_json
-from megatron_vl.data.thinking import ThinkingRule
 from megatron_vl.json_files import check_version
 
 STATE_VERSION = 1

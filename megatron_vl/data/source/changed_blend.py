@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_vl.data.blend import LISTED, Source
+from megatron_vl.data.source.blend import LISTED, Source
 
 ALONE = "the only data set"
 """What stands in place of a weight for a data set that is not blended."""

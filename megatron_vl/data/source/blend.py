@@ -1,7 +1,7 @@
 """The sources of a blend: their names, how often they are drawn, and what they are known by.
 
 A source is one data set that a metadataset names, itself or through other metadatasets. Everything here
-follows from the identity of a data set (:class:`megatron_vl.data.description.SplitFacts`), so that the
+follows from the identity of a data set (:class:`megatron_vl.data.source.description.SplitFacts`), so that the
 sources of a checkpoint can be compared with those of a run.
 """
 

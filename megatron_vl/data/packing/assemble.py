@@ -1,7 +1,7 @@
-"""Packs samples into one :class:`~megatron_vl.data.row.Row`.
+"""Packs samples into one :class:`~megatron_vl.data.packing.row.Row`.
 
 Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: samples come with
-their pixel planes (see :mod:`megatron_vl.data.pixels`).
+their pixel planes (see :mod:`megatron_vl.data.sample.pixels`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_vl.config import VideoPositions
-from megatron_vl.data.row import Row, VisionBatch
+from megatron_vl.data.packing.row import Row, VisionBatch
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config

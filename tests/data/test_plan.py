@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_vl.data import batch_plan, planned_rows
-from megatron_vl.data.batch_plan import deal, deal_rows, plan_rows
-from megatron_vl.data.description import LoaderError
+from megatron_vl.data import planned_rows
+from megatron_vl.data.packing import plan as batch_plan
+from megatron_vl.data.packing.plan import deal, deal_rows, plan_rows
 from megatron_vl.data.planned_rows import Batch, BatchPlanner, Place
-from megatron_vl.data.sample_order import SampleOrder, permuted
+from megatron_vl.data.source.description import LoaderError
+from megatron_vl.data.source.sample_order import SampleOrder, permuted
 from megatron_vl.data.state import StateError, from_json, to_json
 
 SEQ_LEN = 1024

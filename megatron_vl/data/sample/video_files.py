@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.data.deadline import UNLIMITED, Deadline
+from megatron_vl.data.sample.deadline import UNLIMITED, Deadline
 
 FAR = 60
 """Frames between two wanted ones from which on it pays to list the packets."""

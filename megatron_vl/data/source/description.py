@@ -27,13 +27,13 @@ import yaml
 from braceexpand import braceexpand
 
 from megatron_vl.config.parsing import yaml_fault
-from megatron_vl.data.blend import GIVEN_NAME, WEIGHTED, named, sources_of
-from megatron_vl.data.location import Location, is_file, read_text, size, suffix
+from megatron_vl.data.source.blend import GIVEN_NAME, WEIGHTED, named, sources_of
+from megatron_vl.data.source.location import Location, is_file, read_text, size, suffix
 from megatron_vl.errors import UserError
 
 META = ".nv-meta"
 SIZES = "sizes"
-"""Folder within it that holds the sizes of the samples (:mod:`megatron_vl.data.sizes`)."""
+"""Folder within it that holds the sizes of the samples (:mod:`megatron_vl.data.source.sizes`)."""
 MOST_SHARDS = 4_000_000
 """Largest number of shards in a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740
 bytes of memory for each shard on every rank that owns a loader. That is 2.8 GiB at this limit, which a data

@@ -21,11 +21,18 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
 from data_tools.sample_sizes import index
 from megatron_vl.config import DataConfig
-from megatron_vl.data.description import META, SIZES, LoaderError, read_description
 from megatron_vl.data.loader import build_loader, cook
-from megatron_vl.data.pixels import read_pixel_settings
 from megatron_vl.data.planned_rows import Batch, BatchPlanner
-from megatron_vl.data.sizes import SampleSizes, SizesError, has_sizes, open_sizes, text_id, without_sizes
+from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.source.description import META, SIZES, LoaderError, read_description
+from megatron_vl.data.source.sizes import (
+    SampleSizes,
+    SizesError,
+    has_sizes,
+    open_sizes,
+    text_id,
+    without_sizes,
+)
 from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_vl.data.blend import named
+from megatron_vl.data.source.blend import named
 
 TOO_LONG, TOO_MANY_PATCHES = "longer than seq_len", "more than max_patches"
 NOT_IN_TEMPLATE = "not written by the chat template"

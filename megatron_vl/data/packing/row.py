@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_vl.data.bad_samples import DroppedSample
+from megatron_vl.data.source.bad_samples import DroppedSample
 
 
 @dataclass

@@ -28,11 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_vl.config import DataConfig, video_rule
-from megatron_vl.data.chat import ChatEncoder, read_chat_template
-from megatron_vl.data.description import META, SIZES, DataSet, Description
-from megatron_vl.data.frame_files import Sampling
-from megatron_vl.data.location import Location, is_file, read_text
-from megatron_vl.data.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
+from megatron_vl.data.sample.chat import ChatEncoder, read_chat_template
+from megatron_vl.data.sample.frame_files import Sampling
+from megatron_vl.data.sample.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
+from megatron_vl.data.source.description import META, SIZES, DataSet, Description
+from megatron_vl.data.source.location import Location, is_file, read_text
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW

@@ -44,9 +44,9 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.deadline import UNLIMITED, Deadline, OutOfTimeError
-from megatron_vl.data.frame_files import FrameFile, FrameFileError, Sampling, is_frame_file
-from megatron_vl.data.video_files import FrameTable, frame_table, frames_at
+from megatron_vl.data.sample.deadline import UNLIMITED, Deadline, OutOfTimeError
+from megatron_vl.data.sample.frame_files import FrameFile, FrameFileError, Sampling, is_frame_file
+from megatron_vl.data.sample.video_files import FrameTable, frame_table, frames_at
 from megatron_vl.errors import UserError
 from megatron_vl.spec.positions import GridTHW
 
