@@ -31,7 +31,7 @@ class Segments:
 
 @dataclass
 class VisionInput:
-    """A :class:`~megatron_vl.data.packing.row.VisionBatch` on the device: the same shapes, and its segments."""
+    """A :class:`~megatron_vl.data.packing.row.VisionBatch` on the device: same shapes, and segments."""
 
     planes: Tensor
     plane_index: Tensor

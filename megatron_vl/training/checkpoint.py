@@ -529,7 +529,8 @@ class Restored:
     """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
     bad_samples: dict[str, Any] | None
     """Counts over all ranks (see
-    :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the program that saved counts none, unlike a training run."""
+    :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the program that saved counts none,
+    unlike a training run."""
 
 
 def load(
