@@ -307,7 +307,9 @@ class _Search:
     def message(self) -> str:
         """A message that says why nothing can be used."""
         limits = " or ".join(f"{name} {limit}" for name, limit in self.limits.values() if limit)
-        reason = f"{self.in_a_row} samples in a row cannot be used: they have no tokens, or more than {limits}"
+        reason = (
+            f"{self.in_a_row} samples in a row cannot be used: they have no tokens, or more than {limits}"
+        )
         if not self._smallest:
             return reason
         smallest = " and ".join(
@@ -564,7 +566,9 @@ class PlannedRankRows:
             self._iterators = [iter(ProcessRows(planning, shares))]
             return
         self._planner, connections = start_planner(planning, rank, ranks, workers)
-        self._iterators = open_processes([ProcessRows(planning, _received_shares(each)) for each in connections])
+        self._iterators = open_processes(
+            [ProcessRows(planning, _received_shares(connection)) for connection in connections]
+        )
         for connection in connections:
             connection.close()
 

@@ -40,7 +40,7 @@ ENOUGH = 2048
 ALIKE = 2048
 """Samples that differ in less than this fraction of a row are of about the same size."""
 BLOCK = 512
-"""Number of rows that are looked at together: what is known of their choices stays in the processor's cache."""
+"""Number of rows that are looked at together, so that their choices fit into the processor's cache."""
 EXCHANGES = 16
 """Number of rounds in which ranks exchange rows."""
 MANY = 1 << 30
