@@ -26,7 +26,7 @@ from tests.commands import logical_lines, megatron_vl_command, trainer_config
 from toolkit.demo.data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 MARK = "<!-- The tests run this block. -->\n"
 BLOCK = re.compile(rf"(^{MARK})?^ *```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
