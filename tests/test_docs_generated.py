@@ -10,10 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
 
+import megatron_vl
 from megatron_vl import config
 from megatron_vl.core_fixes.register import TESTED_CORE
 from megatron_vl.planning.calibration import DATA_SHEETS
@@ -164,6 +166,18 @@ def test_supported_versions_are_those_that_run_here() -> None:
 def test_every_known_gpu_is_among_the_supported_ones() -> None:
     listed = " ".join(gpu for gpu, _ in docs_hooks().GPUS)
     assert set(DATA_SHEETS) == set(re.findall(r"\b[A-Z]\d{3}\b", listed))
+
+
+def test_files_of_a_release_name_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert citation["version"] == released[0] == megatron_vl.__version__
+
+
+def test_the_hosted_checks_are_those_of_ci_run() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run"] and (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
 # --- The reference ------------------------------------------------------------------------------------------
