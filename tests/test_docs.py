@@ -201,8 +201,9 @@ def test_broken_links_are_noticed(tmp_path):
 
 OURS = "benchmarks|converters|data_tools|docs|examples|megatron_vl|tests|toolkit"
 FILE = re.compile(rf"`((?:{OURS})/[a-z0-9_./]+\.(?:py|sh|yaml|md))(?:::(\w+))?`")
-PRESENT = [document for document in DOCUMENTS if not re.fullmatch(r"\d{4}-\d\d", document.stem)]
-"""The log of a month speaks of files as they were."""
+LOG = [page for page in sorted((ROOT / "docs" / "log").glob("*.md")) if page.stem != "index"]
+PRESENT = [document for document in DOCUMENTS if document not in LOG]
+"""All but the log, whose entries speak of files as they were."""
 
 
 @pytest.mark.parametrize("document", PRESENT, ids=lambda path: str(path.relative_to(ROOT)))
@@ -211,6 +212,17 @@ def test_files_and_tests_that_are_named_exist(document):
         assert (ROOT / file).is_file(), f"{document} names {file}, which does not exist"
         if test:
             assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{document}: {file} has no {test}"
+
+
+@pytest.mark.parametrize("page", LOG, ids=lambda path: path.name)
+def test_a_page_of_the_log_has_its_newest_entry_first_and_lines_that_fit(page):
+    """Rows of tables cannot be broken; all other lines have less than 120 characters."""
+    lines = page.read_text().splitlines()
+    dates = [line[3:13] for line in lines if line.startswith("## ")]
+    assert dates == sorted(dates, reverse=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+    assert [line for line in lines if len(line) >= 120 and not line.lstrip().startswith("|")] == []
+    assert f"]({page.name})" in (page.parent / "index.md").read_text()
 
 
 def test_every_page_is_in_the_navigation():

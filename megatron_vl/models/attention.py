@@ -128,7 +128,7 @@ def choose_backend(
 ) -> str:
     """Chooses the fastest measured backend if ``name`` is ``auto``. Otherwise, checks and returns ``name``.
 
-    On H200 (docs/log/2026-11.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
+    On H200 (docs/log/speed.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
     language model's long causal segments. Heads wider than 128 (Qwen3.5) use FlashAttention-2, because cuDNN
     computes wrong gradients for them in packed rows.

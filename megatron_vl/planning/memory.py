@@ -20,7 +20,7 @@ The number of micro-batches in flight comes from simulating the schedule (1F1B o
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
 in a row that consists of answers only. Experts are assumed to be evenly loaded, and FP8 is not modelled. The
 CUDA context, NCCL's buffers and memory that the allocator cannot use are not counted; :data:`RESERVE_GIB`
-leaves room for them. ``docs/log/2026-11.md`` compares the formula with measurements.
+leaves room for them. ``docs/log/memory.md`` compares the formula with measurements.
 """
 
 from __future__ import annotations
