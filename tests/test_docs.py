@@ -225,6 +225,13 @@ def test_a_page_of_the_log_has_its_newest_entry_first_and_lines_that_fit(page):
     assert f"]({page.name})" in (page.parent / "index.md").read_text()
 
 
+def test_every_entry_of_the_glossary_says_what_else_it_is_called():
+    """The site's search finds a page by words that stand in it."""
+    entries = re.split(r"^- \*\*", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) > 30
+    assert [entry.partition("**")[0] for entry in entries if "*Also called:*" not in entry] == []
+
+
 def test_every_page_is_in_the_navigation():
     text = (ROOT / "mkdocs.yml").read_text()
     named = {ROOT / "docs" / page for page in re.findall(r": ([\w./-]+\.md)$", text, re.MULTILINE)}
