@@ -118,7 +118,7 @@ def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[flo
 
     while True:
         start = time.process_time()
-        batch = planner.next().deal(ranks, seq_len)
+        batch = planner.next().deal(ranks)
         seconds.append(time.process_time() - start)
         rows = [[place.index for place in row] for row in batch.rows()]
         yield [rows[first : first + share] for first in range(0, len(rows), share)]

@@ -29,6 +29,7 @@ from megatron_vl import durable
 from megatron_vl.data.sample.pixels import MAX_PIXELS
 from megatron_vl.errors import UserError
 from megatron_vl.journal import Journal
+from megatron_vl.processes import end_with_parent
 
 from .embedded import MediaFile, MediaFolder, is_embedded
 from .formats import FORMATS, RecordError, read_conversation
@@ -695,12 +696,9 @@ def _start_worker() -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
-    if sys.platform == "linux":
-        import ctypes
-
-        # A worker whose parent was killed would wait for its next task indefinitely (it holds both ends of
-        # the queue).
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    # A worker whose parent was killed would wait for its next task indefinitely (it holds both ends of the
+    # queue).
+    end_with_parent()
 
 
 def _result(future: Future[Any]) -> Any:

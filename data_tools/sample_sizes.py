@@ -34,6 +34,7 @@ from megatron_vl.data.source.description import META, SIZES, DataSet, read_descr
 from megatron_vl.data.source.location import location
 from megatron_vl.data.source.sizes import MEDIUM, SAMPLE, SHARDS, Medium, data_sets, has_sizes, text_id
 from megatron_vl.errors import UserError
+from megatron_vl.processes import end_with_parent
 from megatron_vl.spec.families import ModelSpec
 
 from .parts import Part
@@ -277,7 +278,9 @@ def _run(missing: int, workers: int) -> Iterator[None]:
         return
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("fork")) as pool:
+    context = multiprocessing.get_context("fork")
+    # A worker whose parent was killed would wait for its next shard for ever.
+    with ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
         yield from pool.map(_measure_shard, range(missing))
 
 

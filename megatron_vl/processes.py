@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -28,6 +30,22 @@ def kill_children() -> None:
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 process.kill()
+
+
+_PR_SET_PDEATHSIG = 1
+"""Linux's prctl: the signal that a process gets when its parent ends."""
+
+
+def end_with_parent(parent: int = 0) -> None:
+    """Lets the kernel kill this process when the thread that started it ends, for whatever reason.
+
+    Args:
+        parent: id of the process that started this one, which may have ended already; 0: it is alive.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # not Linux
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent and os.getppid() != parent:
+        os._exit(1)
 
 
 def tools_folder() -> Path:

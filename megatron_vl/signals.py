@@ -15,7 +15,6 @@ prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import io
 import os
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from megatron_vl.processes import children
+from megatron_vl.processes import children, end_with_parent
 
 _MESSAGE_S = 10.0
 """Seconds that a rank whose peer is gone has to say why."""
@@ -92,10 +91,6 @@ def _peer_is_gone() -> bool:
     return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False
 
 
-_PR_SET_PDEATHSIG = 1
-"""Linux's prctl: the signal that a process gets when its parent ends."""
-
-
 def shield_loader_worker(seconds: int = 30) -> None:
     """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too, and
     after the SIGINT or SIGHUP of a terminal if the rank takes it as a request to stop.
@@ -103,8 +98,7 @@ def shield_loader_worker(seconds: int = 30) -> None:
     The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
     it; a stopped one would stay otherwise. Call it in a fork, which has the handlers of its rank.
     """
-    with contextlib.suppress(OSError, AttributeError):  # not Linux
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) not in (signal.default_int_handler, signal.SIG_DFL):

@@ -25,7 +25,7 @@ from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_vl.data.packing.plan import AHEAD, deal, plan_rows
+from megatron_vl.data.packing.plan import AHEAD, MOST_CHOICES, deal, plan_rows
 from megatron_vl.data.packing.row import Row
 from megatron_vl.data.source.blend import SOURCE, Source
 from megatron_vl.data.source.description import META, SIZES, LoaderError
@@ -52,7 +52,7 @@ drawn twice."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlannedSample:
     """One planned sample."""
 
     source: int
@@ -68,25 +68,24 @@ class Batch:
     """The rows of one step."""
 
     samples: Integers
-    """int64 [4, n], the fields of a :class:`Place`."""
+    """int64 [4, n], the fields of a :class:`PlannedSample`."""
     row_of: Integers
     """int64 [n], the row of each."""
     count: int
     """Number of rows."""
 
-    def deal(self, ranks: int, seq_len: int, max_patches: int = 0) -> Batch:
-        """The same samples in rows of which each rank takes the next ``count // ranks``."""
-        row_of = deal(self.row_of, self.samples[2:], self.count, ranks, seq_len, max_patches)
-        return Batch(self.samples, row_of, self.count)
+    def deal(self, ranks: int) -> Batch:
+        """The same rows in an order of which each rank takes the next ``count // ranks``."""
+        return Batch(self.samples, deal(self.row_of, self.samples[3], self.count, ranks), self.count)
 
-    def rows(self, rank: int = 0, ranks: int = 1) -> list[list[Place]]:
+    def rows(self, rank: int = 0, ranks: int = 1) -> list[list[PlannedSample]]:
         """The rows of a rank."""
         share = self.count // ranks
-        found: list[list[Place]] = [[] for _ in range(share)]
+        planned: list[list[PlannedSample]] = [[] for _ in range(share)]
         taken = np.flatnonzero(self.row_of // share == rank)
         for row, sample in zip(self.row_of[taken] % share, self.samples[:, taken].T.tolist(), strict=True):
-            found[row].append(Place(*sample))
-        return found
+            planned[row].append(PlannedSample(*sample))
+        return planned
 
 
 class SizedSource:
@@ -179,44 +178,52 @@ class BatchPlanner:
             row_of = plan_rows(waiting[3], waiting[4], self.rows, self.seq_len, self.max_patches)
         else:
             row_of = np.where(np.arange(waiting.shape[1]) < self.rows, np.arange(waiting.shape[1]), -1)
+
         taken = row_of >= 0
-        self._waiting = waiting[:, ~taken]
-        samples = np.concatenate([waiting[:, taken], unusable], axis=1)[[0, 2, 3, 4]]
-        refused = np.arange(unusable.shape[1]) % self.rows
-        return Batch(samples, np.concatenate([row_of[taken], refused]), self.rows)
+        self._waiting = np.compress(~taken, waiting, axis=1)
+        samples = np.concatenate([np.compress(taken, waiting, axis=1), unusable], axis=1)
+        counted = np.arange(unusable.shape[1]) % self.rows
+        return Batch(samples[[0, 2, 3, 4]], np.concatenate([row_of[taken], counted]), self.rows)
 
     def _draw(self) -> Integers:
         """Draws until there are enough samples to choose from. Returns those that cannot be used."""
         refused = [self._waiting[:, :0]]
         search = _Search(self.seq_len, self.max_patches)
         most = min(max(LEAST_REFUSED, 2 * sum(self.order.sizes)), MOST_SEARCHED)
-        while not self._enough():
-            # Many at once if many small ones wait, so that the work for each sample stays the same.
-            count = max(self.rows, 64, self._waiting.shape[1] // 4)
-            fresh = self._sized(*self.order.draw(count))
+        while missing := self._missing():
+            fresh = self._sized(*self.order.draw(missing))
             usable = search.usable(fresh[3], fresh[4])
             if search.in_a_row > most:
-                raise LoaderError(search.told())
-            fresh[3:, ~usable] = 0
-            refused.append(fresh[:, ~usable])
-            self._waiting = np.concatenate([self._waiting, fresh[:, usable]], axis=1)
+                raise LoaderError(search.message())
+            if not usable.all():
+                fresh[3:, ~usable] = 0
+                refused.append(fresh[:, ~usable])
+                fresh = fresh[:, usable]
+            self._waiting = np.concatenate([self._waiting, fresh], axis=1)
         return np.concatenate(refused, axis=1)
 
-    def _enough(self) -> bool:
-        held = self._waiting.shape[1]
+    def _missing(self) -> int:
+        """How many samples to draw next; 0 if enough wait."""
+        waiting, least = self._waiting.shape[1], max(self.rows, 64)
         if not self.pack:
-            return held >= self.rows
-        first = max(held - self.least_ahead, 0)
-        wanted = self.rows * self.seq_len
-        tokens = self._waiting[3]
-        return int(tokens[:first].sum()) >= wanted and int(tokens.sum()) >= AHEAD * wanted
+            return least if waiting < self.rows else 0
+
+        # Samples that fill a step: so many of the oldest, or an estimate from their mean.
+        tokens, step = np.cumsum(self._waiting[3]), self.rows * self.seq_len
+        first = int(np.searchsorted(tokens, step)) + 1
+        if first > waiting:
+            first = -(-step * waiting // max(int(tokens[-1]), 1)) if waiting else 1
+        ahead = max(self.least_ahead, min(first // AHEAD, MOST_CHOICES * self.rows))
+        missing = first + ahead - waiting
+        # An estimate from few samples may be far too high.
+        return max(least, min(missing, waiting)) if missing > 0 else 0
 
     def _sized(self, sources: Integers, numbers: Integers) -> Integers:
         indices = self.order.indices(sources, numbers)
         sizes = np.zeros((2, len(sources)), np.int64)
-        for source in np.unique(sources).tolist():
-            own = sources == source
-            sizes[:, own] = self.sizes(source, indices[own])
+        for source in np.flatnonzero(np.bincount(sources)).tolist():
+            of_source = np.flatnonzero(sources == source)
+            sizes[:, of_source] = self.sizes(source, indices[of_source])
         return np.stack([sources, numbers, indices, *sizes])
 
     def state(self) -> dict[str, Any]:
@@ -280,35 +287,37 @@ class _Search:
 
     def usable(self, tokens: Integers, patches: Integers) -> NDArray[np.bool_]:
         """Whether each of the next samples can be used, bool [n]."""
-        found = tokens > 0
+        usable = tokens > 0
         sizes = {"tokens": tokens, "patches": patches}
         large = {unit: sizes[unit] > limit for unit, (_, limit) in self.limits.items() if limit}
         for each in large.values():
-            found &= ~each
-        if found.any():
+            usable &= ~each
+        if usable.any():
             self.in_a_row = 0
             self._smallest.clear()
-            return found
+            return usable
 
         self.in_a_row += len(tokens)
         for unit, each in large.items():
             if each.any():
                 least = int(sizes[unit][each].min())
                 self._smallest[unit] = min(least, self._smallest.get(unit, least))
-        return found
+        return usable
 
-    def told(self) -> str:
+    def message(self) -> str:
         """A message that says why nothing can be used."""
         limits = " or ".join(f"{name} {limit}" for name, limit in self.limits.values() if limit)
-        said = f"{self.in_a_row} samples in a row cannot be used: they have no tokens, or more than {limits}"
+        reason = (
+            f"{self.in_a_row} samples in a row cannot be used: they have no tokens, or more than {limits}"
+        )
         if not self._smallest:
-            return said
-        held = " and ".join(
+            return reason
+        smallest = " and ".join(
             f"the smallest above {self.limits[unit][0]} has {size} {unit}"
             for unit, size in self._smallest.items()
         )
         fields = " and ".join(self.limits[unit][0] for unit in self._smallest)
-        return f"{said}. Of these, {held}: raise {fields}, or lower data.max_pixels if pictures fill it"
+        return f"{reason}. Of these, {smallest}: raise {fields}, or lower data.max_pixels if pictures fill it"
 
 
 class Planning:
@@ -344,8 +353,8 @@ class Planning:
         counted = SampleSizes(encoder.chat, encoder.settings)
 
         def sizes(source: int, indices: Integers) -> tuple[Integers, Integers]:
-            held = self.sources[source]
-            return counted.of(held.stored, held.numbers(indices))
+            sized = self.sources[source]
+            return counted.of(sized.stored, sized.numbers(indices))
 
         order = SampleOrder(
             [source.samples for source in self.blend],
@@ -380,16 +389,16 @@ class PlannedRow:
 
 
 @dataclass(frozen=True)
-class Part:
+class StepShare:
     """What one process of a rank makes of a step."""
 
-    rows: list[list[Place]]
+    rows: list[list[PlannedSample]]
     state: dict[str, Any] | None
     """The planner's state after the step, for the process that makes the first rank's last row."""
 
 
-def plan_parts(planning: Planning, rank: int, ranks: int, workers: int) -> Iterator[list[Part]]:
-    """For each step, the parts of all processes of a rank, which make its rows in turn.
+def plan_shares(planning: Planning, rank: int, ranks: int, workers: int) -> Iterator[list[StepShare]]:
+    """For each step, the shares of all processes of a rank, which make its rows in turn.
 
     Raises:
         LoaderError: no sample can be used.
@@ -397,16 +406,16 @@ def plan_parts(planning: Planning, rank: int, ranks: int, workers: int) -> Itera
     planner = planning.planner()
     first = 0  # the process that makes the step's first row
     while True:
-        batch = planner.next().deal(ranks, planner.seq_len, planner.max_patches)
+        batch = planner.next().deal(ranks)
         rows = batch.rows(rank, ranks)
         after = (first + len(rows)) % workers
-        parts = []
+        shares = []
         for worker in range(workers):
             is_last = (worker + 1) % workers == after
             # All ranks have the same state, and the first one saves it.
             state = planner.state() if is_last and rank == 0 else None
-            parts.append(Part(rows[(worker - first) % workers :: workers], state))
-        yield parts
+            shares.append(StepShare(rows[(worker - first) % workers :: workers], state))
+        yield shares
         first = after
 
 
@@ -433,15 +442,15 @@ def start_planner(
 def _plan_ahead(
     planning: Planning, rank: int, ranks: int, to_workers: list[Connection], of_workers: list[Connection]
 ) -> None:
-    """Sends each loader process its parts, two steps before the slowest needs them at most."""
+    """Sends each loader process its shares, two steps before the slowest needs them at most."""
     _settle_after_fork()
     for connection in of_workers:
         connection.close()
     with suppress(EOFError, ConnectionError):  # the loader was closed
         try:
-            for step, parts in enumerate(plan_parts(planning, rank, ranks, len(to_workers))):
-                for connection, part in zip(to_workers, parts, strict=True):
-                    connection.send(part)
+            for step, shares in enumerate(plan_shares(planning, rank, ranks, len(to_workers))):
+                for connection, share in zip(to_workers, shares, strict=True):
+                    connection.send(share)
                 if step:
                     for connection in to_workers:
                         connection.recv()
@@ -450,17 +459,17 @@ def _plan_ahead(
                 connection.send(error)
 
 
-def _parts_from(planner: Connection) -> Iterator[Part]:
-    """The parts of one loader process."""
+def _received_shares(planner: Connection) -> Iterator[StepShare]:
+    """The shares of one loader process."""
     while True:
         try:
-            part = planner.recv()
+            share = planner.recv()
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(PLANNER_ENDED) from error
-        if isinstance(part, LoaderError):
-            raise part
-        yield part
-        with suppress(ConnectionError):  # the planner has ended, which the next part says
+        if isinstance(share, LoaderError):
+            raise share
+        yield share
+        with suppress(ConnectionError):  # the planner has ended, which the next share says
             planner.send(None)
 
 
@@ -474,8 +483,8 @@ def _settle_after_fork() -> None:
 class ProcessRows(IterableDataset):
     """The rows that one process of a rank makes."""
 
-    def __init__(self, planning: Planning, parts: Iterator[Part]) -> None:
-        self.planning, self.parts = planning, parts
+    def __init__(self, planning: Planning, shares: Iterator[StepShare]) -> None:
+        self.planning, self.shares = planning, shares
 
     def __iter__(self) -> Iterator[PlannedRow]:
         planning = self.planning
@@ -485,47 +494,47 @@ class ProcessRows(IterableDataset):
 
         encoder = planning.encoder.for_process()
         readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
-        for part in self.parts:
-            for number, places in enumerate(part.rows, start=1):
-                state = part.state if number == len(part.rows) else None
-                yield PlannedRow(make_row(encoder, readers, places), state)
+        for share in self.shares:
+            for number, samples in enumerate(share.rows, start=1):
+                state = share.state if number == len(share.rows) else None
+                yield PlannedRow(make_row(encoder, readers, samples), state)
 
 
-def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[Place]) -> Row:
+def make_row(encoder: Any, readers: Sequence[TolerantReader], samples: Sequence[PlannedSample]) -> Row:
     """Reads, encodes and decodes the samples of a row.
 
     A sample whose size differs from the stored one is left out, counted and listed. The row becomes shorter,
     and may be empty, but stays the same row for all ranks.
     """
     chosen = []
-    for place in places:
-        crude = readers[place.source][place.index]
+    for sample in samples:
+        crude = readers[sample.source][sample.index]
         if crude is None:
             continue  # the data set's description excludes it
-        crude["__subflavors__"] = {SOURCE: place.source}
+        crude["__subflavors__"] = {SOURCE: sample.source}
         encoded = encoder.preencode_sample(encoder.cook(crude))
-        if not encoded.refused and encoded.size != (place.tokens, place.patches):
-            stored = f"{place.tokens} tokens and {place.patches} patches"
+        if not encoded.refused and encoded.size != (sample.tokens, sample.patches):
+            stored = f"{sample.tokens} tokens and {sample.patches} patches"
             encoded.refused = (
                 "size differs from the index",
                 f"it has {encoded.size[0]} tokens and {encoded.size[1]} patches, and {stored} by the sizes in"
                 f" {META}; delete the folder sizes there and run `megatron-vl data index`",
             )
         chosen.append(encoded)
-    return encoder.row_of(chosen, places[0].source if places else 0)
+    return encoder.row_of(chosen, samples[0].source if samples else 0)
 
 
 def _same(value: Any) -> Any:
     return value
 
 
-def open_processes(parts: Sequence[IterableDataset]) -> list[Any]:
-    """An iterator over each part, which a process of its own makes."""
+def open_processes(datasets: Sequence[IterableDataset]) -> list[Any]:
+    """An iterator over each of these, in a process for each."""
     iterators = []
-    for part in parts:
+    for dataset in datasets:
         # One loader for each process, since torch takes rows from all processes of a loader in turn.
         loader = DataLoader(
-            part,
+            dataset,
             batch_size=None,
             num_workers=1,
             prefetch_factor=ROWS_AHEAD,
@@ -553,11 +562,13 @@ class PlannedRankRows:
         """The planner's state after the last whole step."""
         self._planner: BaseProcess | None = None
         if not workers:
-            parts = (step[0] for step in plan_parts(planning, rank, ranks, 1))
-            self._iterators = [iter(ProcessRows(planning, parts))]
+            shares = (step[0] for step in plan_shares(planning, rank, ranks, 1))
+            self._iterators = [iter(ProcessRows(planning, shares))]
             return
         self._planner, connections = start_planner(planning, rank, ranks, workers)
-        self._iterators = open_processes([ProcessRows(planning, _parts_from(each)) for each in connections])
+        self._iterators = open_processes(
+            [ProcessRows(planning, _received_shares(connection)) for connection in connections]
+        )
         for connection in connections:
             connection.close()
 

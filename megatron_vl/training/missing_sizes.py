@@ -1,4 +1,4 @@
-"""Writes the sizes of samples that a run needs and its data sets lack, before its loader is built.
+"""Writes the sizes of samples that a run or a command needs and its data sets lack, before a loader is built.
 
 The library does not import the data tools. A separate process (``megatron-vl data index``) reads and
 tokenizes all text; it needs no GPU and is not part of the process group. What it has measured stays, so that
@@ -11,11 +11,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
 
 import torch.distributed as dist
 
 from megatron_vl import progress
-from megatron_vl.data.source.description import LoaderError
+from megatron_vl.config import DataConfig
+from megatron_vl.data.source.description import LoaderError, read_description
+from megatron_vl.data.source.location import location
+from megatron_vl.data.source.sizes import without_sizes
 from megatron_vl.parallel.groups import from_first_rank
 from megatron_vl.platform import Platform
 from megatron_vl.processes import python_path_with_tools
@@ -24,6 +30,15 @@ from megatron_vl.training.setup import end_if_asked
 
 WAIT_S = 10.0
 """Seconds between two looks at the process: the other ranks wait in a collective for so long."""
+_PROGRAM = """
+from megatron_vl.processes import end_with_parent
+
+end_with_parent({parent})
+from megatron_vl.__main__ import main
+
+raise SystemExit(main())
+"""
+"""``python -m megatron_vl``, which is killed when the process with the id ``parent`` ends."""
 _END_S = 10.0
 """Seconds that the process has to end before it is killed."""
 
@@ -39,48 +54,79 @@ def write_missing_sizes(resolved: ResolvedRun, platform: Platform) -> None:
     if not lacking:
         return
 
-    indexing = _Indexing(resolved) if dist.get_rank() == 0 else None
-    try:
-        while from_first_rank(lambda: indexing is not None and indexing.goes_on()):
+    config, is_first = resolved.config, dist.get_rank() == 0
+    process = closing(IndexingProcess(config.data, config.model.hf, lacking)) if is_first else nullcontext()
+    with process as indexing:
+        while from_first_rank(lambda: indexing is not None and indexing.is_running()):
             progress.tick()
             end_if_asked(platform)
-    finally:
-        if indexing is not None:
-            indexing.end()
 
 
-class _Indexing:
-    """The process that writes the sizes. The constructor starts it."""
+def write_missing_sizes_alone(data: DataConfig, hf: str | Path) -> None:
+    """Writes the sizes that are missing for a command without a process group, and reports on standard error.
 
-    def __init__(self, resolved: ResolvedRun) -> None:
-        config = resolved.config
-        lacking = resolved.data["train"].without_sizes
+    Raises:
+        LoaderError: there is no data set, or the sizes cannot be written.
+    """
+    lacking = [str(one.path) for one in without_sizes(read_description(location(data.path)), hf, data)]
+    if not lacking:
+        return
+
+    with closing(IndexingProcess(data, hf, lacking, lambda line: print(line, file=sys.stderr))) as indexing:
+        while indexing.is_running():
+            pass
+
+
+class IndexingProcess:
+    """The process that writes the sizes. The constructor starts it. It ends with the thread that did.
+
+    Args:
+        lacking: the data sets without sizes.
+        report: prints a line.
+    """
+
+    def __init__(
+        self,
+        data: DataConfig,
+        hf: str | Path,
+        lacking: Sequence[str],
+        report: Callable[[str], None] = lambda line: print(line, flush=True),
+    ) -> None:
         cores = len(os.sched_getaffinity(0))
-        print(
+        report(
             f"the sizes of the samples of {', '.join(lacking)} are not known for this tokenizer and chat"
-            f" template: they are written now, once, on {cores} cores (megatron-vl data index)",
-            flush=True,
+            f" template: they are written now, once, on {cores} cores (megatron-vl data index)"
         )
         fields = {
-            "data.path": config.data.path,
-            "model.hf": config.model.hf,
-            "data.video_prompt": config.data.video_prompt,
-            "data.sample_timeout_s": str(config.data.sample_timeout_s),
+            "data.path": data.path,
+            "model.hf": str(hf),
+            "data.video_prompt": data.video_prompt,
+            "data.sample_timeout_s": str(data.sample_timeout_s),
         }
         words = [word for name, value in fields.items() for word in (f"--{name}", value)]
-        self._said = tempfile.TemporaryFile("w+")
-        self._last = ""
+        self._report, self._last_line = report, ""
+        self._output = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "megatron_vl", "data", "index", "--workers", str(cores), *words],
+            [
+                sys.executable,
+                "-P",
+                "-c",
+                _PROGRAM.format(parent=os.getpid()),
+                "data",
+                "index",
+                "--workers",
+                str(cores),
+                *words,
+            ],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
             stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
+            stdout=self._output,
+            stderr=self._output,
             start_new_session=True,  # Ctrl-C goes only to the ranks
         )
 
-    def goes_on(self) -> bool:
-        """Waits a little for the process, shows its last line if it is new, and says whether it goes on.
+    def is_running(self) -> bool:
+        """Waits a little for the process, reports its last line if it is new, and says whether it still runs.
 
         Raises:
             LoaderError: it failed.
@@ -89,8 +135,8 @@ class _Indexing:
             code = self._process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             code = None
-        self._said.seek(0)
-        lines = self._said.read().split("\n")
+        self._output.seek(0)
+        lines = self._output.read().split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         if code:
             raise LoaderError(
@@ -98,12 +144,12 @@ class _Indexing:
                 " samples: write them with `megatron-vl data index` where the data set can be written, and"
                 " copy the folder .nv-meta/sizes to it"
             )
-        if last != self._last:
-            print(f"  {last}", flush=True)
-        self._last = last
+        if last != self._last_line:
+            self._report(f"  {last}")
+        self._last_line = last
         return code is None
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Ends the process if it still runs."""
         if self._process.poll() is None:
             self._process.terminate()
@@ -111,4 +157,4 @@ class _Indexing:
                 self._process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
-        self._said.close()
+        self._output.close()

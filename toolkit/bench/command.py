@@ -9,7 +9,6 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 from toolkit.launch import run_group
-from toolkit.missing_sizes import write_missing_sizes
 from toolkit.options import exactly_one, words
 
 from .options import BenchOptions, resolve
@@ -27,7 +26,9 @@ def bench(options: BenchOptions) -> int:
     if options.gpus:
         _check_gpus(options.gpus)
     if "data" in run.workloads:
-        write_missing_sizes(run.config.data, run.spec(), run.hf)
+        from megatron_vl.training.missing_sizes import write_missing_sizes_alone
+
+        write_missing_sizes_alone(run.config.data, run.hf)
 
     given = words(options, leave_out=OF_COMMAND) + options.fields
     if options.processes:

@@ -28,17 +28,17 @@ def measured_rows(
     start of a run does. After ``seconds``, two rows are enough.
 
     Raises:
-        RunConfigError, LoaderError: there is no data set, or it is empty.
-        SizesWriteError: the sizes are missing and cannot be written.
+        RunConfigError, LoaderError: there is no data set, it is empty, or its sizes are missing and cannot be
+            written.
     """
     from megatron_vl.data.loader import build_loader
+    from megatron_vl.training.missing_sizes import write_missing_sizes_alone
     from megatron_vl.training.preflight import check_data_path
     from megatron_vl.training.resolve import read_data
-    from toolkit.missing_sizes import write_missing_sizes
 
     check_data_path(config.data.path)
     facts = read_data(config)["train"]
-    write_missing_sizes(config.data, spec, config.model.hf)
+    write_missing_sizes_alone(config.data, config.model.hf)
     alone = dataclasses.replace(config.data, num_workers=0)
     loader = build_loader(alone, spec, config.model.hf, facts=facts)
     try:

@@ -1,0 +1,74 @@
+"""The process that writes missing sizes ends with the rank that started it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from data_tools import sample_sizes
+from megatron_vl.config import DataConfig
+from megatron_vl.data.source.description import META, SIZES, LoaderError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.training.missing_sizes import IndexingProcess, write_missing_sizes_alone
+from tests.data.datasets import converted, mixed_records
+from tests.test_processes import has_ended, wait_until
+from tests.tiny import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("missing-sizes")
+    return converted(folder, mixed_records(folder / "media", 20), samples_per_shard=5)[0]
+
+
+def start(target: Callable[..., Any], *arguments: Any) -> psutil.Process:
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    process.start()
+    return psutil.Process(process.pid)
+
+
+def test_it_ends_with_a_killed_rank(dataset: Path) -> None:
+    """It is killed while it starts, which takes seconds, and not when it has done its work."""
+    hf = tiny_checkpoint("qwen2_5_vl")
+    rank = start(write_missing_sizes_alone, DataConfig(path=str(dataset)), hf)
+    wait_until(lambda: any("index" in child.cmdline() for child in rank.children()))
+    [indexing] = rank.children()
+    rank.kill()
+    wait_until(lambda: has_ended(indexing))
+    assert not list((dataset / META / SIZES).glob("*"))
+
+
+def test_its_workers_end_with_it(dataset: Path, monkeypatch) -> None:
+    """A worker would wait for its next shard for ever."""
+
+    def stall(number: int) -> None:
+        time.sleep(300)
+
+    monkeypatch.setattr(sample_sizes, "_measure_shard", stall)
+    data, hf = DataConfig(path=str(dataset)), tiny_checkpoint("qwen2_5_vl")
+    indexing = start(sample_sizes.index, data, read_spec(hf), hf, 2)
+    wait_until(lambda: len(indexing.children()) == 2)
+    workers = indexing.children()
+    indexing.kill()
+    wait_until(lambda: all(map(has_ended, workers)))
+
+
+def test_it_tells_why_it_cannot_write_and_writes_once(dataset: Path, capsys) -> None:
+    hf = tiny_checkpoint("qwen2_5_vl")
+    with closing(IndexingProcess(DataConfig(path=str(dataset / "no")), hf, ["no"])) as indexing:
+        with pytest.raises(LoaderError, match="no.*write them with `megatron-vl data index` where"):
+            while indexing.is_running():
+                pass
+
+    data = DataConfig(path=str(dataset))
+    write_missing_sizes_alone(data, hf)
+    assert f"the sizes of the samples of {dataset} are not known" in capsys.readouterr().err
+    write_missing_sizes_alone(data, hf)
+    assert capsys.readouterr().err == ""
