@@ -25,14 +25,16 @@ from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.plan import AHEAD, deal, plan_rows
 from megatron_vl.data.packing.row import Row
 from megatron_vl.data.source.blend import SOURCE, Source
 from megatron_vl.data.source.description import META, SIZES, LoaderError
 from megatron_vl.data.source.location import location
 from megatron_vl.data.source.reading import TolerantReader, reconnect
-from megatron_vl.data.source.sample_order import SampleOrder
+from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
+from megatron_vl.data.source.store_reading import ReadAhead, StoreReader
 from megatron_vl.data.state import StateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -124,17 +126,33 @@ class SizedSource:
         shards = np.searchsorted(self._starts, indices, side="right") - 1
         return self._first[shards] + indices - self._starts[shards]
 
-    def reader(self, timeout: float) -> TolerantReader:
+    def shard_sizes(self, first: int, samples: int) -> Integers:
+        """Samples of each shard of a subset, int64 [shards].
+
+        Args:
+            first: number of samples before the subset.
+            samples: number of samples in it.
+        """
+        sizes = np.diff(np.clip(self._starts, first, first + samples))
+        return sizes[sizes > 0]
+
+    def reader(self, data: DataConfig, ahead: ReadAhead) -> TolerantReader:
         """Reads samples by index. Each process has its own."""
-        return open_reader(self._dataset, timeout)
+        return open_reader(self._dataset, data, ahead)
 
 
-def open_reader(dataset: Any, timeout: float) -> TolerantReader:
-    """Reads samples of one of Energon's data sets by index."""
+def open_reader(dataset: Any, data: DataConfig, ahead: ReadAhead) -> TolerantReader:
+    """Reads samples of one of Energon's data sets by index.
+
+    Args:
+        ahead: reads from an object store; a local data set does without.
+    """
+    if not dataset.path.is_local():
+        return TolerantReader(StoreReader(dataset, ahead, data.shuffle_block), data.sample_timeout_s)
     reader = ShardInfosITarReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
     )
-    return TolerantReader(reader, timeout)
+    return TolerantReader(reader, data.sample_timeout_s)
 
 
 class BatchPlanner:
@@ -355,6 +373,11 @@ class Planning:
             keys=[source.key for source in self.blend],
             firsts=[source.first for source in self.blend],
             a_pass=[source.a_pass for source in self.blend],
+            shards=[
+                sized.shard_sizes(source.first, source.samples)
+                for sized, source in zip(self.sources, self.blend, strict=True)
+            ],
+            block=data.shuffle_block,
         )
         planner = BatchPlanner(
             order,
@@ -472,10 +495,14 @@ def _settle_after_fork() -> None:
 
 
 class ProcessRows(IterableDataset):
-    """The rows that one process of a rank makes."""
+    """The rows that one process of a rank makes.
 
-    def __init__(self, planning: Planning, parts: Iterator[Part]) -> None:
-        self.planning, self.parts = planning, parts
+    Args:
+        processes: number of processes of all ranks.
+    """
+
+    def __init__(self, planning: Planning, parts: Iterator[Part], processes: int) -> None:
+        self.planning, self.parts, self.processes = planning, parts, processes
 
     def __iter__(self) -> Iterator[PlannedRow]:
         planning = self.planning
@@ -484,11 +511,28 @@ class ProcessRows(IterableDataset):
             reconnect(planning.datasets)
 
         encoder = planning.encoder.for_process()
-        readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
-        for part in self.parts:
+        data = encoder.data
+        drawn = sum(source.share > 0 for source in planning.blend)
+        ahead = ReadAhead(self.processes, drawn * (LANES if data.shuffle else 1))
+        readers = [source.reader(data, ahead) for source in planning.sources]
+        stored = any(not loaded.dataset.path.is_local() for loaded in planning.datasets)
+        for part in _read_ahead(self.parts, readers, ahead) if stored else self.parts:
             for number, places in enumerate(part.rows, start=1):
                 state = part.state if number == len(part.rows) else None
                 yield PlannedRow(make_row(encoder, readers, places), state)
+
+
+def _read_ahead(
+    parts: Iterator[Part], readers: Sequence[TolerantReader], ahead: ReadAhead
+) -> Iterator[Part]:
+    """Requests the samples of the next part, while rows of a part are made."""
+    part = None
+    for following in parts:
+        places = (place for row in following.rows for place in row)
+        ahead.expect((readers[place.source].reader, place.index) for place in places)
+        if part is not None:
+            yield part
+        part = following
 
 
 def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[Place]) -> Row:
@@ -554,10 +598,12 @@ class PlannedRankRows:
         self._planner: BaseProcess | None = None
         if not workers:
             parts = (step[0] for step in plan_parts(planning, rank, ranks, 1))
-            self._iterators = [iter(ProcessRows(planning, parts))]
+            self._iterators = [iter(ProcessRows(planning, parts, ranks))]
             return
         self._planner, connections = start_planner(planning, rank, ranks, workers)
-        self._iterators = open_processes([ProcessRows(planning, _parts_from(each)) for each in connections])
+        self._iterators = open_processes(
+            [ProcessRows(planning, _parts_from(each), ranks * workers) for each in connections]
+        )
         for connection in connections:
             connection.close()
 
