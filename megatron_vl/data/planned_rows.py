@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -25,7 +26,6 @@ from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from megatron_vl.config import DataConfig
 from megatron_vl.data.packing.plan import AHEAD, deal, plan_rows
 from megatron_vl.data.packing.row import Row
 from megatron_vl.data.source.blend import SOURCE, Source
@@ -34,7 +34,7 @@ from megatron_vl.data.source.location import location
 from megatron_vl.data.source.reading import TolerantReader, reconnect
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
-from megatron_vl.data.source.store_reading import ReadAhead, StoreReader
+from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve
 from megatron_vl.data.state import StateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -136,23 +136,23 @@ class SizedSource:
         sizes = np.diff(np.clip(self._starts, first, first + samples))
         return sizes[sizes > 0]
 
-    def reader(self, data: DataConfig, ahead: ReadAhead) -> TolerantReader:
+    def reader(self, timeout: float, take: Callable[[int], bytes]) -> TolerantReader:
         """Reads samples by index. Each process has its own."""
-        return open_reader(self._dataset, data, ahead)
+        return open_reader(self._dataset, timeout, take)
 
 
-def open_reader(dataset: Any, data: DataConfig, ahead: ReadAhead) -> TolerantReader:
+def open_reader(dataset: Any, timeout: float, take: Callable[[int], bytes]) -> TolerantReader:
     """Reads samples of one of Energon's data sets by index.
 
     Args:
-        ahead: reads from an object store; a local data set does without.
+        take: gives the bytes of a sample in an object store; a local data set does without.
     """
     if not dataset.path.is_local():
-        return TolerantReader(StoreReader(dataset, ahead, data.shuffle_block), data.sample_timeout_s)
+        return TolerantReader(StoreReader(dataset, take), timeout)
     reader = ShardInfosITarReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
     )
-    return TolerantReader(reader, data.sample_timeout_s)
+    return TolerantReader(reader, timeout)
 
 
 class BatchPlanner:
@@ -357,6 +357,22 @@ class Planning:
         self.state: dict[str, Any] | None = None
         """Where the run stood; None: it begins."""
 
+    def read_ahead(self, ranks: int) -> ReadAhead:
+        """What a rank reads its samples in object stores with."""
+        data = self.encoder.data
+        drawn = sum(source.share > 0 for source in self.blend)
+        lanes = LANES if data.shuffle else 1
+        return ReadAhead([one.dataset for one in self.datasets], data.shuffle_block, drawn * lanes, ranks)
+
+    def readers(self, take: Callable[[int, int], bytes]) -> list[TolerantReader]:
+        """A reader of each source.
+
+        Args:
+            take: gives the bytes of a sample in an object store, by source and index.
+        """
+        timeout = self.encoder.data.sample_timeout_s
+        return [source.reader(timeout, partial(take, number)) for number, source in enumerate(self.sources)]
+
     def planner(self) -> BatchPlanner:
         data, encoder = self.encoder.data, self.encoder
         counted = SampleSizes(encoder.chat, encoder.settings)
@@ -411,8 +427,13 @@ class Part:
     """The planner's state after the step, for the process that makes the first rank's last row."""
 
 
-def plan_parts(planning: Planning, rank: int, ranks: int, workers: int) -> Iterator[list[Part]]:
+def plan_parts(
+    planning: Planning, rank: int, ranks: int, workers: int, ahead: ReadAhead
+) -> Iterator[list[Part]]:
     """For each step, the parts of all processes of a rank, which make its rows in turn.
+
+    Args:
+        ahead: begins to read the samples of the step.
 
     Raises:
         LoaderError: no sample can be used.
@@ -422,6 +443,8 @@ def plan_parts(planning: Planning, rank: int, ranks: int, workers: int) -> Itera
     while True:
         batch = planner.next().deal(ranks, planner.seq_len, planner.max_patches)
         rows = batch.rows(rank, ranks)
+        if ahead:
+            ahead.expect((place.source, place.index) for row in rows for place in row)
         after = (first + len(rows)) % workers
         parts = []
         for worker in range(workers):
@@ -436,13 +459,14 @@ def plan_parts(planning: Planning, rank: int, ranks: int, workers: int) -> Itera
 def start_planner(
     planning: Planning, rank: int, ranks: int, workers: int
 ) -> tuple[BaseProcess, list[Connection]]:
-    """Starts the process that plans ahead, and gives the connection of each loader process to it.
+    """Starts the process that plans and reads ahead, and gives the connections of the loader processes to it:
+    one for each to its parts, then one for each to its samples in object stores.
 
     Fork the loader processes next, and close the connections then: each process learns that another has
     ended from its connection, which must be open nowhere else.
     """
     context = get_context("fork")
-    pairs = [context.Pipe() for _ in range(workers)]
+    pairs = [context.Pipe() for _ in range(2 * workers)]
     of_planner, of_workers = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
     process = context.Process(
         target=_plan_ahead, args=(planning, rank, ranks, of_planner, of_workers), daemon=True
@@ -454,15 +478,22 @@ def start_planner(
 
 
 def _plan_ahead(
-    planning: Planning, rank: int, ranks: int, to_workers: list[Connection], of_workers: list[Connection]
+    planning: Planning, rank: int, ranks: int, of_planner: list[Connection], of_workers: list[Connection]
 ) -> None:
     """Sends each loader process its parts, two steps before the slowest needs them at most."""
     _settle_after_fork()
     for connection in of_workers:
         connection.close()
+    reconnect(planning.datasets)
+    ahead = planning.read_ahead(ranks)
+    workers = len(of_planner) // 2
+    to_workers = of_planner[:workers]
+    for connection in of_planner[workers:]:
+        serve(ahead, connection)
+
     with suppress(EOFError, ConnectionError):  # the loader was closed
         try:
-            for step, parts in enumerate(plan_parts(planning, rank, ranks, len(to_workers))):
+            for step, parts in enumerate(plan_parts(planning, rank, ranks, workers, ahead)):
                 for connection, part in zip(to_workers, parts, strict=True):
                     connection.send(part)
                 if step:
@@ -471,6 +502,8 @@ def _plan_ahead(
         except LoaderError as error:
             for connection in to_workers:
                 connection.send(error)
+            while True:  # rows of earlier steps may still need samples
+                to_workers[0].recv()
 
 
 def _parts_from(planner: Connection) -> Iterator[Part]:
@@ -498,41 +531,23 @@ class ProcessRows(IterableDataset):
     """The rows that one process of a rank makes.
 
     Args:
-        processes: number of processes of all ranks.
+        take: gives the bytes of a sample in an object store, by source and index.
     """
 
-    def __init__(self, planning: Planning, parts: Iterator[Part], processes: int) -> None:
-        self.planning, self.parts, self.processes = planning, parts, processes
+    def __init__(self, planning: Planning, parts: Iterator[Part], take: Callable[[int, int], bytes]) -> None:
+        self.planning, self.parts, self.take = planning, parts, take
 
     def __iter__(self) -> Iterator[PlannedRow]:
         planning = self.planning
         if get_worker_info() is not None:
             _settle_after_fork()
-            reconnect(planning.datasets)
 
         encoder = planning.encoder.for_process()
-        data = encoder.data
-        drawn = sum(source.share > 0 for source in planning.blend)
-        ahead = ReadAhead(self.processes, drawn * (LANES if data.shuffle else 1))
-        readers = [source.reader(data, ahead) for source in planning.sources]
-        stored = any(not loaded.dataset.path.is_local() for loaded in planning.datasets)
-        for part in _read_ahead(self.parts, readers, ahead) if stored else self.parts:
+        readers = planning.readers(self.take)
+        for part in self.parts:
             for number, places in enumerate(part.rows, start=1):
                 state = part.state if number == len(part.rows) else None
                 yield PlannedRow(make_row(encoder, readers, places), state)
-
-
-def _read_ahead(
-    parts: Iterator[Part], readers: Sequence[TolerantReader], ahead: ReadAhead
-) -> Iterator[Part]:
-    """Requests the samples of the next part, while rows of a part are made."""
-    part = None
-    for following in parts:
-        places = (place for row in following.rows for place in row)
-        ahead.expect((readers[place.source].reader, place.index) for place in places)
-        if part is not None:
-            yield part
-        part = following
 
 
 def make_row(encoder: Any, readers: Sequence[TolerantReader], places: Sequence[Place]) -> Row:
@@ -597,12 +612,16 @@ class PlannedRankRows:
         """The planner's state after the last whole step."""
         self._planner: BaseProcess | None = None
         if not workers:
-            parts = (step[0] for step in plan_parts(planning, rank, ranks, 1))
-            self._iterators = [iter(ProcessRows(planning, parts, ranks))]
+            ahead = planning.read_ahead(ranks)
+            parts = (step[0] for step in plan_parts(planning, rank, ranks, 1, ahead))
+            self._iterators = [iter(ProcessRows(planning, parts, ahead.take))]
             return
         self._planner, connections = start_planner(planning, rank, ranks, workers)
         self._iterators = open_processes(
-            [ProcessRows(planning, _parts_from(each), ranks * workers) for each in connections]
+            [
+                ProcessRows(planning, _parts_from(plans), ServedSamples(samples, PLANNER_ENDED).take)
+                for plans, samples in zip(connections[:workers], connections[workers:], strict=True)
+            ]
         )
         for connection in connections:
             connection.close()

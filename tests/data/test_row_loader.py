@@ -140,7 +140,7 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     counted = SampleSizes(encoder.chat, read_pixel_settings(hf(family), data))
     source = loader._planning.sources[0]
     tokens, patches = counted.of(stored, source.numbers(np.arange(len(source))))
-    reader = source.reader(0.0)
+    reader = source.reader(0.0, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook(reader[number]))
         assert encoded.size == (tokens[number], patches[number]), encoded.__key__
@@ -400,7 +400,7 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     from data_tools.sample_sizes import measure
 
     loader = Run(dataset, 1).loaders[0]
-    crude = loader._planning.sources[0].reader(0.0)[0]
+    crude = loader._planning.sources[0].reader(0.0, None)[0]
     encoder, sample = loader._planning.encoder, cook(crude)
     record = json.loads(sample.text)
     assert record["media"] and measure(encoder, sample)[0] > 0
@@ -470,7 +470,7 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     from data_tools.sample_sizes import SizesWriteError, measure
 
     loader = Run(dataset, 1).loaders[0]
-    encoder, sample = loader._planning.encoder, cook(loader._planning.sources[0].reader(0.0)[0])
+    encoder, sample = loader._planning.encoder, cook(loader._planning.sources[0].reader(0.0, None)[0])
 
     def fails(*_: Any, **__: Any) -> None:
         raise fault
