@@ -10,6 +10,7 @@ its own serves with a delay for each request. Three things are timed:
 * loader: rows with decoded pictures, as a run gets them.
 
 ``--ranks`` shows the first of several data-parallel ranks: it reads the samples of its own rows only.
+``--order`` reads nothing, and shows how random the order is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import torch
 from megatron.energon.epathlib import EPath
 from megatron.energon.task_encoder.cooking import basic_sample_keys
@@ -41,6 +43,7 @@ from data_tools.convert import ConversionOptions, convert
 from data_tools.sample_sizes import index
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RowEncoder, RowLoader, build_loader
+from megatron_vl.data.source.sample_order import BlockOrder
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
 from toolkit.tiny import write_tiny_checkpoint
@@ -107,7 +110,7 @@ def make_data(out: Path, hf: Path, count: int, per_shard: int) -> None:
     for number in range(-(-count // 8)):
         crop(rng.choice(pictures), rng.choice(COCO_SIZES), rng).save(media / f"{number}.jpg", quality=92)
     records = []
-    for number in range(count):
+    for _ in range(count):
         asked = {"from": "human", "value": "<image>\n" + "word " * rng.randint(10, 60)}
         turns = [asked, {"from": "gpt", "value": "word " * rng.randint(10, 60)}]
         records.append({"image": f"{rng.randrange(-(-count // 8))}.jpg", "conversations": turns})
@@ -197,10 +200,43 @@ def _counted(make: Callable[[], Iterator[int]], seconds: float, found: Any) -> N
     count(make(), seconds, found)
 
 
+def show_order(blocks: list[int], samples: int = 1_000_000, per_shard: int = 1000) -> None:
+    """Prints how near to a full shuffle an epoch of each block size is, for shards that share nothing.
+
+    Every shard has a number from a normal distribution, which all its samples bear: the worst case of a data
+    set whose shards differ. A batch's deviation is that of the mean number of its samples, as a multiple of
+    the deviation with samples drawn independently.
+    """
+    numbers = np.random.default_rng(0).normal(size=samples // per_shard)
+    print("block  neighbours apart  pairs of one shard, 64 / 512  deviation, 64 / 512 / 4096  rows correlate")
+    for block in blocks:
+        order = BlockOrder(np.full(samples // per_shard, per_shard), block)
+        walk = order.samples(np.arange(samples), 1)
+        at = np.argsort(walk).reshape(-1, per_shard)
+        apart = np.abs(np.diff(at, axis=1)).mean() / samples
+        shards = walk // per_shard
+
+        pairs = []
+        for size in (64, 512):
+            batches = np.sort(shards[: samples // size * size].reshape(-1, size), axis=1)
+            counts = [np.unique(batch, return_counts=True)[1] for batch in batches[:1000]]
+            pairs.append(np.mean([(count * (count - 1)).sum() / size / (size - 1) for count in counts]))
+        deviations = [
+            numbers[shards[: samples // size * size]].reshape(-1, size).mean(axis=1).std() * size**0.5
+            for size in (64, 512, 4096)
+        ]
+        rows = numbers[shards].reshape(-1, 8).mean(axis=1)
+        correlation = np.corrcoef(rows[:-1], rows[1:])[0, 1]
+        print(
+            f"{block:5} {apart:17.3f} {pairs[0]:18.4f} / {pairs[1]:.4f} {deviations[0]:16.2f} / "
+            f"{deviations[1]:.2f} / {deviations[2]:.2f} {correlation:15.3f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of the data; written if it is missing"
+        "--out", type=Path, default=Path("store"), help="folder of the data; written if it is missing"
     )
     parser.add_argument("--count", type=int, default=4000, help="samples")
     parser.add_argument("--per-shard", type=int, default=200)
@@ -211,7 +247,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--read-only", action="store_true", help="decode nothing")
+    parser.add_argument("--order", action="store_true", help="show how random the order is, and read nothing")
     args = parser.parse_args()
+    if args.order:
+        show_order(args.blocks)
+        return
     torch.set_num_threads(1)
 
     hf = args.out / "hf"

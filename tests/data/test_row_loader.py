@@ -24,6 +24,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader, cook
 from megatron_vl.data.planned_rows import Batch, BatchPlanner
 from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.description import META, SIZES, LoaderError, read_description
 from megatron_vl.data.source.sizes import (
     SampleSizes,
@@ -147,12 +148,16 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     assert (patches > 0).sum() > 30
 
 
-def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset):
+def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, monkeypatch):
     """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps."""
     whole = list(moved(dataset, [(4, 0, 7)]))
     places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
     got = list(moved(dataset, places))
     assert [flat(rows) for rows, _ in got] == [flat(rows) for rows, _ in whole]
+    monkeypatch.setattr(sample_order, "LANES", 4)  # 60 samples fill no more lanes with blocks of 3
+    by_blocks = [list(moved(dataset, each, shuffle_block=3)) for each in ([(4, 0, 7)], places)]
+    assert by_blocks[0] != whole
+    assert [flat(rows) for rows, _ in by_blocks[0]] == [flat(rows) for rows, _ in by_blocks[1]]
     assert [dropped for _, dropped in got] == [dropped for _, dropped in whole]
 
     seen = Counter(key for rows, _ in whole for keys in rows for key in keys)
@@ -288,6 +293,8 @@ def test_states_that_do_not_fit_are_refused(dataset):
         Run(dataset, 2).after(other)
     with pytest.raises(StateError, match="set data.shuffle back"):
         Run(dataset, 2, shuffle=False).after(late)
+    with pytest.raises(StateError, match="shuffle_block = 16, .* has 4 .* set data.shuffle_block back"):
+        Run(dataset, 2, shuffle_block=4).after(late)
     half = Run(dataset, 2)
     next(half.loaders[0])
     with pytest.raises(StateError, match="only between steps"):

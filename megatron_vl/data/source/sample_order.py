@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Integers = NDArray[np.int64]
 ROUNDS = 6
-LANES = 32
+LANES = 64
 """Number of blocks from which samples are drawn in turn."""
 
 

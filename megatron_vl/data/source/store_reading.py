@@ -30,7 +30,9 @@ from numpy.typing import NDArray
 
 REQUESTS = 16
 """Number of requests that are made at a time before their samples are needed."""
-MOST_BYTES = 128 << 20
+LARGEST = 16 << 20
+"""Bytes up to which a block is read with one request. A larger one is read sample by sample."""
+MOST_BYTES = 512 << 20
 """Bytes of samples that a rank keeps, beside those of the requests that run."""
 MOST_RANKS = 4
 """Number of ranks up to which each reads whole blocks. Beyond, a rank would use too few samples of one."""
@@ -123,7 +125,7 @@ class ReadAhead:
 
     def _fetch(self, request: _Request, shards: StoreShards) -> None:
         try:
-            samples = shards.fetch(request.indices, request.index, MOST_BYTES // REQUESTS)
+            samples = shards.fetch(request.indices, request.index, LARGEST)
         except BaseException as error:  # raised again where the sample is taken
             request.error, samples = error, {}
 
