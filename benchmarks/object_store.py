@@ -7,7 +7,7 @@ its own serves with a delay for each request. Three things are timed:
 
 * sequence: each process reads whole shards, one request after the other, and unpacks their samples;
 * reading: samples in the order of planned batches, read and not decoded;
-* loader: rows with decoded pictures, as a run gets them.
+* loader: rows with decoded pictures, as a run gets them; local: from the same shards on the disk.
 
 ``--ranks`` shows the first of several data-parallel ranks: it reads the samples of its own rows only.
 ``--order`` reads nothing, and shows how random the order is.
@@ -50,6 +50,7 @@ from toolkit.tiny import write_tiny_checkpoint
 
 BUCKET = "store"
 SECONDS = 0.02
+KINDS = ("sequence", "reading", "loader", "local")
 
 
 class Store(BaseHTTPRequestHandler):
@@ -144,7 +145,7 @@ class SizesOnly(RowEncoder):
     def for_process(self) -> SizesOnly:
         return self
 
-    def cook(self, crude: dict[str, Any]) -> Any:  # type: ignore[override]
+    def cook(self, crude: dict[str, Any]) -> Any:
         assert "json" in crude, crude
         return crude
 
@@ -246,7 +247,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=8, help="rows of a rank in a step, of 8,192 tokens")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--read-only", action="store_true", help="decode nothing")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--order", action="store_true", help="show how random the order is, and read nothing")
     args = parser.parse_args()
     if args.order:
@@ -293,26 +294,24 @@ def compare(args: argparse.Namespace, hf: Path, workers: int, counts: Any) -> No
     stored, local = "msc://store/set", str(args.out / "set")
     shuffles: dict[str, dict[str, Any]] = {"data set's order": {"shuffle": False}}
     shuffles |= {f"blocks of {block}": {"shuffle_block": block} for block in args.blocks}
-    ways = {"sequence": [partial(sequence, stored, worker, workers) for worker in range(workers)]}
-    for name, changes in shuffles.items():
-        ways[f"reading, {name}"] = make(stored, False, **changes)
-    for kind, path in (("loader", stored), ("local", local)):
-        ways |= {
-            f"{kind}, {name}": make(path, True, **changes)
-            for name, changes in shuffles.items()
-            if not args.read_only
-        }
+    ways: dict[tuple[str, str], list[Callable[[], Iterator[int]]]] = {}
+    if "sequence" in args.kinds:
+        ways["sequence", ""] = [partial(sequence, stored, worker, workers) for worker in range(workers)]
+    for kind in args.kinds[1:] if "sequence" in args.kinds else args.kinds:
+        for name, changes in shuffles.items():
+            path = local if kind == "local" else stored
+            ways[kind, name] = make(path, kind != "reading", **changes)
 
     rounds = [
         {name: timed(way, args.seconds, counts) for name, way in ways.items()} for _ in range(args.rounds)
     ]
-    best: dict[str, float] = {}
-    for name in ways:
-        speed, requests, size = (statistics.median(each[name][i] for each in rounds) for i in range(3))
-        # Rows of the store and of the disk are compared with the data set's order in the store.
-        share = speed / best.setdefault("rows" if name.startswith(("loader", "local")) else "bytes", speed)
+    first: dict[bool, float] = {}
+    for kind, name in ways:
+        speed, requests, size = (statistics.median(each[kind, name][i] for each in rounds) for i in range(3))
+        # Rows are compared with those in the data set's order, bytes with the sequence.
+        share = speed / first.setdefault(kind in ("loader", "local"), speed)
         print(
-            f"  {name:26} {speed:8.0f} images/s {share:6.2f}"
+            f"  {kind:10}{name:18} {speed:8.0f} images/s {share:6.2f}"
             f" {requests:7.3f} requests and {size / 1e3:6.0f} kB an image",
             flush=True,
         )
