@@ -34,6 +34,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import numpy as np
+import psutil
 import torch
 from megatron.energon.epathlib import EPath
 from megatron.energon.task_encoder.cooking import basic_sample_keys
@@ -170,31 +171,42 @@ def loading(data: DataConfig, hf: Path, ranks: int, rows: int, decode: bool) -> 
 
 
 def count(samples: Iterator[int], seconds: float, found: Any) -> None:
-    """Adds to ``found`` samples per second, after some time for warm-up, and all samples."""
+    """Adds to ``found`` samples per second, after some time for warm-up, processor seconds for a sample, and
+    all samples."""
     warm = next(samples)
     end = time.monotonic() + seconds / 2
     while time.monotonic() < end:
         warm += next(samples)
-    start, read = time.monotonic(), 0
+    start, read, spent = time.monotonic(), 0, -processor_seconds()
     while time.monotonic() < start + seconds:
         read += next(samples)
+    spent += processor_seconds()
     with found.get_lock():
         found[0] += read / (time.monotonic() - start)
-        found[1] += warm + read
+        found[1] += spent
+        found[2] += read
+        found[3] += warm + read
     samples.close()  # type: ignore[attr-defined]
 
 
+def processor_seconds() -> float:
+    """Of this process and those that it has started."""
+    this = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in (this, *this.children(recursive=True)))
+
+
 def timed(makers: list[Callable[[], Iterator[int]]], seconds: float, counts: Any) -> tuple[float, ...]:
-    """Samples per second of all processes together, requests per sample, and bytes per sample."""
-    found = multiprocessing.Array("d", 2)
-    before = list(counts)
+    """Samples per second of all processes together, processor seconds, requests and bytes of a sample."""
+    found = multiprocessing.Array("d", 4)
+    before = np.array(counts)
     processes = [multiprocessing.Process(target=_counted, args=(make, seconds, found)) for make in makers]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
         assert not process.exitcode
-    return found[0], *((now - then) / found[1] for now, then in zip(counts, before, strict=True))
+    requests, size = (np.array(counts) - before) / found[3]
+    return found[0], found[1] / found[2], requests, size
 
 
 def _counted(make: Callable[[], Iterator[int]], seconds: float, found: Any) -> None:
@@ -307,12 +319,14 @@ def compare(args: argparse.Namespace, hf: Path, workers: int, counts: Any) -> No
     ]
     first: dict[bool, float] = {}
     for kind, name in ways:
-        speed, requests, size = (statistics.median(each[kind, name][i] for each in rounds) for i in range(3))
+        speed, spent, requests, size = (
+            statistics.median(each[kind, name][i] for each in rounds) for i in range(4)
+        )
         # Rows are compared with those in the data set's order, bytes with the sequence.
         share = speed / first.setdefault(kind in ("loader", "local"), speed)
         print(
             f"  {kind:10}{name:18} {speed:8.0f} images/s {share:6.2f}"
-            f" {requests:7.3f} requests and {size / 1e3:6.0f} kB an image",
+            f" {1e3 * spent:6.2f} ms of a core, {requests:6.3f} requests and {size / 1e3:6.0f} kB an image",
             flush=True,
         )
 

@@ -166,6 +166,7 @@ def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
         }
 
     wait_until(lambda: not ahead._running)
+    assert not ahead._expected
     assert sum(name.endswith(".tar") for name in requests) == count
     assert (ahead._bytes, len(ahead._requests), len(ahead._of_sample)) == (0, 0, 0), "nothing is kept on"
 

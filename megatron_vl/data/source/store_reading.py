@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import threading
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -55,8 +55,8 @@ class ReadAhead:
         self._shards = [None if one.path.is_local() else StoreShards(one, block) for one in datasets]
         self._blocks, self._whole = blocks, ranks <= MOST_RANKS
         self._lock = threading.Lock()
-        self._expected: deque[tuple[int, int]] = deque()
-        """Samples that nothing was requested for yet: data set and index."""
+        self._expected: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """Samples that were not requested yet: data set and index."""
         self._requests: OrderedDict[_Request, None] = OrderedDict()
         """All that are kept; those that were used last come last."""
         self._of_sample: dict[tuple[int, int], _Request] = {}
@@ -75,7 +75,7 @@ class ReadAhead:
         """
         with self._lock:
             self._turn += 1
-            self._expected += [sample for sample in samples if self._shards[sample[0]]]
+            self._expected.update((sample, None) for sample in samples if self._shards[sample[0]])
             self._go_on()
 
     def take(self, source: int, index: int) -> bytes:
@@ -106,6 +106,7 @@ class ReadAhead:
 
     def _request(self, source: int, index: int) -> _Request:
         """The request that reads a sample. A new one reads its block too, if that is used soon."""
+        self._expected.pop((source, index), None)
         request = self._of_sample.get((source, index))
         if request is None:
             shards = self._shards[source]
@@ -148,7 +149,7 @@ class ReadAhead:
     def _go_on(self) -> None:
         """Requests what is expected, as long as there is room."""
         while self._expected and self._running < REQUESTS and self._has_room():
-            self._request(*self._expected.popleft())
+            self._request(*next(iter(self._expected)))
 
     def _has_room(self) -> bool:
         """Whether more may be kept. Drops what no sample of the last three calls of :meth:`expect` is in."""
