@@ -175,6 +175,7 @@ def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
     """With room for one sample or less, each is read alone, and when it is needed."""
     stored, local = sets
     monkeypatch.setattr(store_reading, "MOST_BYTES", 1)
+    monkeypatch.setattr(store_reading, "LARGEST", 1)
     ahead = ReadAhead([stored], 16, LANES, 1)
     reader = open_reader(stored, 0.0, partial(ahead.take, 0))
     for _ in range(3):
