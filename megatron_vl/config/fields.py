@@ -195,6 +195,9 @@ class DataConfig:
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle: bool = True
     """Draw the samples in a random order, another one in each epoch. Off: in the order of the data set."""
+    shuffle_block: int = option(16, least=1)
+    """Samples that lie one after the other in a shard and are drawn at about the same time, so that an object
+    store or a disk sees few large reads. 1: draw each sample on its own."""
     max_bad_share: float = option(0.01, least=0, most=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     sample_timeout_s: float = option(300.0, least=0)
