@@ -63,7 +63,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over ranks. The data-parallel size is the world size divided by tp * cp * pp."""
+    """How the model is spread over ranks.
+
+    The data-parallel size is the world size divided by tp * cp * pp.
+    """
 
     tp: int = option(1, least=1)
     """Tensor parallel size (ranks)."""

@@ -64,9 +64,7 @@ def packed_row(
 
     With this format, core neither squeezes the batch axis nor applies its own packed RoPE.
     """
-    return PackedRow(
-        qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin, cache=cache, shard=shard
-    )
+    return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin, cache=cache, shard=shard)
 
 
 class PackedAttention(nn.Module):
@@ -116,7 +114,7 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d], with S / cp tokens on each rank."""
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]; S are this rank's tokens."""
         assert packed_seq_params is not None
         segments = packed_seq_params.window if self.windowed else packed_seq_params.full
         assert segments is not None

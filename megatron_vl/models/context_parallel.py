@@ -82,6 +82,6 @@ def heads_for_tokens(
 
 
 def tokens_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The reverse of :func:`heads_for_tokens`, for the output of attention: [S, h / cp, d] -> [S / cp, h, d]."""
+    """The reverse of :func:`heads_for_tokens` for the output: [S, h / cp, d] -> [S / cp, h, d]."""
     received = all_to_all(group, out.unflatten(0, (group.size(), -1)).contiguous())
     return received.transpose(0, 1).flatten(1, 2)

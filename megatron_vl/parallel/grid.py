@@ -1,7 +1,7 @@
 """The process grid: each rank's coordinates in tensor, context, pipeline and data parallelism.
 
 Ranks are ordered as in Megatron-core (``tp`` fastest, then ``cp``, ``dp``, ``pp``), so that tensor-parallel
-peers share a node. For experts, the same ``tp * cp * dp`` ranks of a stage are ordered with ``etp`` fastest, then
+peers share a node. For experts, the same ``tp * cp * dp`` ranks of a stage have ``etp`` fastest, then
 ``ep``, then expert-data-parallel. Training uses core's global groups. This module adds the groups that the
 loader needs.
 """

@@ -80,9 +80,7 @@ def _of_this_world() -> _Groups:
     return _groups
 
 
-def kept_group(
-    ranks: list[int], backend: str | None, purpose: str, timeout: timedelta | None = None
-) -> Any:
+def kept_group(ranks: list[int], backend: str | None, purpose: str, timeout: timedelta | None = None) -> Any:
     """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
 
     Collective over all ranks.

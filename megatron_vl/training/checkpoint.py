@@ -323,7 +323,9 @@ class CheckpointSaver:
 
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
-        ranks = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")}
+        ranks = {
+            axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
+        }
         name = f"optimizer/{state_file(self.grid.rank)}"
         files = {name: write_hashed(partial / name, snapshot.optimizer, ranks)}
         if snapshot.loader is not None:

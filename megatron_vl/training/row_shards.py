@@ -1,4 +1,4 @@
-"""Cuts a row for the ranks that share it under context parallelism (:mod:`megatron_vl.models.context_parallel`).
+"""Cuts a row for the ranks that share it (:mod:`megatron_vl.models.context_parallel`).
 
 The owner of the loader describes the parts of each row on the CPU, where the whole row is known. Every rank
 gets the whole row's small tensors in the broadcast of the step and keeps its part; only indices of loss
@@ -58,8 +58,8 @@ class Sharding:
         known = [index for index in selected if index is not None]
         tensors["loss_index"] = torch.cat(known) if known else row.tokens.new_empty(0)
 
-        index = row.vision.feature_index.numpy()
-        shard = index // length
+        placeholders = row.vision.feature_index.numpy()
+        shard = placeholders // length
         encoded = self._encoded(row)
         encoder = np.repeat(np.arange(self.cp), np.diff(encoded))
         table = np.bincount(encoder * self.cp + shard, minlength=self.cp**2).reshape(self.cp, self.cp)
@@ -69,7 +69,7 @@ class Sharding:
             for first, end in zip(encoded[:-1], encoded[1:], strict=True)
         ]
         tensors["feature_order"] = torch.from_numpy(np.concatenate(orders))
-        by_shard = index[np.argsort(shard, kind="stable")] % length
+        by_shard = placeholders[np.argsort(shard, kind="stable")] % length
         tensors["feature_index"] = torch.from_numpy(by_shard)
         return {"parts": parts, "features": table.tolist()}
 
@@ -164,9 +164,7 @@ def as_part(row: DeviceRow, described: dict[str, Any], rank: int) -> DeviceRow:
     first, last = part["segments"]
 
     bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
-    shard = RowShard(
-        Segments(bounds, part["longest"]), part["continues_left"], part["continues_right"]
-    )
+    shard = RowShard(Segments(bounds, part["longest"]), part["continues_left"], part["continues_right"])
     real_tokens = min(max(row.real_tokens - start, 0), length)
     return dataclasses.replace(row, shard=shard, real_tokens=real_tokens)
 
