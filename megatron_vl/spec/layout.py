@@ -172,8 +172,8 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
     language = spec.language
     if language.linear_attention is not None:
         raise LayoutError(
-            f"parallel.cp={cp}: {spec.family} has linear attention, which does not support context"
-            " parallelism yet; set parallel.cp to 1"
+            f"cp={cp}: {spec.family} has linear attention, which does not support context parallelism yet;"
+            " set cp to 1"
         )
 
     def fits(size: int) -> bool:
@@ -183,9 +183,9 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
     if not fits(cp):
         valid = [str(size) for size in range(1, language.num_heads // tp + 1) if fits(size)]
         raise LayoutError(
-            f"parallel.cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
+            f"cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
             f" {language.num_heads // tp} query heads that tp={tp} leaves to it, with their key/value heads;"
-            f" parallel.cp may be {', '.join(valid)}"
+            f" cp may be {', '.join(valid)}"
         )
 
 

@@ -128,6 +128,7 @@ class Sharding:
             for order, cut, before in zip(orders, cuts, first[:-1], strict=True)
         ]
         order = torch.from_numpy(np.concatenate(parts))
+        order = order.pin_memory() if torch.cuda.is_available() else order
         step.part_order = order.to(device, non_blocking=True)
 
     def shares(self, lengths: tuple[list[int], list[int]], bounds: list[list[int]] | None = None) -> Shares:
