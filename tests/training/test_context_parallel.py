@@ -12,8 +12,10 @@ import torch
 from converters.convert import convert
 from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, TrainConfig, validate
 from megatron_vl.data.packing.row import loss_index
+from megatron_vl.planning.predict import predict
+from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.layout import make_layout
+from megatron_vl.spec.layout import make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training import feed
 from megatron_vl.training.pictures import plane_bounds
@@ -144,7 +146,29 @@ def test_models_that_cannot_share_rows_are_refused() -> None:
     spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
     assert make_layout(spec, cp=4).least_dp == 1
     assert make_layout(spec, tp=2, cp=2).replica_ranks == 4
+    assert read_layout(spec, make_layout(spec, cp=4).as_dict()) == make_layout(spec, cp=4)
     with pytest.raises(LayoutError, match=r"the 28 query heads that tp=1 leaves .* 1, 2, 4, 7, 14, 28$"):
         make_layout(spec, cp=8)
     with pytest.raises(LayoutError, match=r"^cp=2: qwen3_5 has linear attention"):
         make_layout(read_spec("tests/hf_configs/Qwen3.5-9B.json"), cp=2)
+
+
+def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:
+    """Eight GPUs take the same FLOPs to the same weights; each holds a quarter of a row's activations."""
+    spec = read_spec("tests/hf_configs/Qwen3-VL-8B-Instruct.json")
+    whole, shared = (
+        predict(config, spec, 8, run_layout(config, spec, 8))
+        for config in (dataclasses.replace(_config(cp, 32768), global_batch_size=8) for cp in (1, 4))
+    )
+    assert (shared.dp, shared.world, whole.world) == (2, 8, 8)
+    before, after = whole.stages[0].memory, shared.stages[0].memory
+    assert (after.weights, after.gradients, after.optimizer) == (
+        before.weights,
+        before.gradients,
+        before.optimizer,
+    )
+    # Outputs of attention are kept before and after the exchange.
+    assert 0.25 < after.activations / before.activations < 0.28
+    assert after.logits == before.logits / 4 and after.vision == pytest.approx(before.vision / 4, rel=1e-3)
+    assert 0.7 < shared.mfu / whole.mfu < 1.0
+    assert shared.mfu * shared.step == pytest.approx(whole.mfu * whole.step)
