@@ -63,12 +63,18 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over ranks. The data-parallel size is the world size divided by tp * pp."""
+    """How the model is spread over ranks.
+
+    The data-parallel size is the world size divided by tp * cp * pp.
+    """
 
     tp: int = option(1, least=1)
     """Tensor parallel size (ranks)."""
     pp: int = option(1, least=1)
     """Pipeline parallel size (stages)."""
+    cp: int = option(1, least=1)
+    """Context parallel size (ranks that share a row). Each rank holds an equal, contiguous part of the row's
+    tokens; attention exchanges heads between them. For rows that do not fit into the memory of one rank."""
     vpp: int = option(1, least=1)
     """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
     layers: list[int] | Literal["auto"] | None = None

@@ -92,6 +92,7 @@ def language_config(
         mrope_section=list(m.mrope_section),
         sequence_parallel=sequence_parallel,
         tp_comm_overlap=tp_comm_overlap,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,
