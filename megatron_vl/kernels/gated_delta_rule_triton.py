@@ -1104,7 +1104,7 @@ class _Rule(torch.autograd.Function):
         dg, dbeta, dfirst = backward(
             q, k, v, g, beta, segments, saved, dout, dstate, grads, exchange=ctx.exchange
         )
-        return dq, dk, dv, dg, dbeta, None, dfirst, None
+        return dq, dk, dv, dg, dbeta, None, dfirst if ctx.exchange is None else None, None
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -19,6 +19,7 @@ NAMES = ("out", "qkv", "g", "beta", "weight")
 
 ROWS: dict[str, list[int]] = {
     "one sequence": [320],
+    "shards of every kind": [70, 3, 160, 87],
     "sequences of 1 to 3 tokens": [1, 2, 3, 32, 1, 1, 3, 2, 34, 1, 2, 77, 1, 1, 1, 1, 2, 3, 92, 60],
     "bounds on edges": [40, 40, 80, 120, 40],
     "a long sequence within others": [30, 255, 35],
@@ -27,7 +28,7 @@ ROWS: dict[str, list[int]] = {
     "shards of two tokens": [1, 3, 8, 1, 3],
     "shards of one token": [3, 4, 1],
 }
-"""Lengths of the sequences of rows that 2, 4 and 8 ranks can share. Edges of long rows are multiples of 40."""
+"""Lengths of the sequences of rows that 2, 4 and 8 ranks can share. 8 shards of long rows have 40 tokens."""
 
 
 def bounds_of(lengths: list[int]) -> list[int]:
@@ -130,7 +131,7 @@ def changed_bits(kind: str) -> dict[str, int]:
     The sequence that changes lies on several ranks, and so do its neighbours.
     """
     group = start()
-    bounds = bounds_of([70, 3, 130, 117])
+    bounds = bounds_of(ROWS["shards of every kind"])
     inputs = row_inputs(bounds[-1], getattr(torch, kind))
     inside = slice(bounds[2], bounds[3])
     others = [tensor.clone() for tensor in inputs]
