@@ -72,15 +72,15 @@ class Threads:
 
 
 class ThreadExchange(ShardExchange):
-    """Exchanges between threads. Backward passes run in one thread of autograd, so they are called directly."""
+    """Exchanges between threads. Autograd has one thread for all, so backward passes are called directly."""
 
     def gather(self, mine: Tensor) -> Tensor:
         threads = self.group
         threads.sent[self.route.rank] = mine
         threads.turn.release()
-        threads.barrier.wait()
+        threads.barrier.wait(timeout=300)
         gathered = torch.stack(threads.sent)
-        threads.barrier.wait()
+        threads.barrier.wait(timeout=300)
         threads.turn.acquire()
         return gathered
 
@@ -145,12 +145,9 @@ def sharded_results(
         worker.start()
     for worker in workers:
         worker.join()
-    return {
-        name: sum(r[name].double() for r in results)
-        if name == "conv dw"
-        else torch.cat([r[name] for r in results])
-        for name in results[0]
-    }
+    joined = {name: torch.cat([result[name] for result in results]) for name in results[0]}
+    joined["conv dw"] = torch.stack([result["conv dw"].double() for result in results]).sum(0)
+    return joined
 
 
 def exact_results(sizes: Sizes, inputs: list[Tensor], segments: Tensor, dout: Tensor) -> dict[str, Tensor]:
@@ -162,7 +159,7 @@ def exact_results(sizes: Sizes, inputs: list[Tensor], segments: Tensor, dout: Te
     out, _ = gated_delta_rule(*leaves, segments)
     grads = torch.autograd.grad(out, leaves, dout.double())
     named = dict(zip(("dq", "dk", "dv", "dg", "dbeta"), grads, strict=True))
-    return {"conv": convolved, "conv dx": dqkv, "conv dw": dweight, "out": out, **named}
+    return {"conv": convolved.detach(), "conv dx": dqkv, "conv dw": dweight, "out": out.detach(), **named}
 
 
 def print_errors(sizes: Sizes, name: str, lengths: list[int], ranks: tuple[int, ...]) -> None:
@@ -180,10 +177,8 @@ def print_errors(sizes: Sizes, name: str, lengths: list[int], ranks: tuple[int, 
             ours = sharded_results(sizes, inputs, bounds, dout, count)
             again = sharded_results(sizes, inputs, bounds, dout, count)
             assert all(torch.equal(ours[part], again[part]) for part in ours), "not the same bits twice"
-        listed = " ".join(
-            f"{part} {float((ours[part].double() - want).norm() / want.norm()):.1e}"
-            for part, want in exact.items()
-        )
+        errors = {part: (ours[part].double() - want).norm() / want.norm() for part, want in exact.items()}
+        listed = " ".join(f"{part} {float(error):.1e}" for part, error in errors.items())
         print(f"{name:12s} {count} shards: {listed}", flush=True)
 
 
@@ -205,16 +200,13 @@ def timed(sizes: Sizes, length: int, segments: Tensor, exchange: ShardExchange |
 
 def print_times(
     sizes: Sizes, tokens: int, ranks: int, rank: int, make: Callable[..., ShardExchange], group: object
-) -> tuple[float, float]:
+) -> None:
     """Times one rank's shard of a row with one sequence."""
     route = shard_route([0, tokens], ranks, rank)
     segments = torch.zeros(route.length, dtype=torch.int32, device=sizes.device)
     forward, both = timed(sizes, route.length, segments, make(route, group) if ranks > 1 else None)
-    print(
-        f"{tokens:7d} tokens, rank {rank} of {ranks}: forward {forward:.2f} ms, with backward {both:.2f} ms",
-        flush=True,
-    )
-    return forward, both
+    times = f"forward {forward:.2f} ms, with backward {both:.2f} ms"
+    print(f"{tokens:7d} tokens, rank {rank} of {ranks}: {times}", flush=True)
 
 
 def on_one_gpu() -> None:
