@@ -97,7 +97,11 @@ class _ShardConvolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor):
         *inputs, segments = ctx.saved_tensors
-        out, leaves = _with_graph(lambda *leaves: _conv_after_halo(*leaves, segments), inputs)
+
+        def convolution(x: Tensor, weight: Tensor, halo: Tensor) -> Tensor:
+            return _conv_after_halo(x, weight, halo, segments)
+
+        out, leaves = _with_graph(convolution, inputs)
         dx, dweight, dhalo = torch.autograd.grad(out, leaves, dout)
         ctx.exchange.add_halo_gradients(dhalo, dx)
         return dx, dweight, None, None
@@ -243,8 +247,8 @@ class _ShardRule(torch.autograd.Function):
         *inputs, segments, kept, first_state = ctx.saved_tensors
         continues = first_state is not None
 
-        def rule(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-            return _torch_rule(*leaves[:5], segments, *leaves[5:])
+        def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None = None):
+            return _torch_rule(q, k, v, g, beta, segments, first)
 
         (out, state), leaves = _with_graph(rule, [*inputs, first_state] if continues else inputs)
 
