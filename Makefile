@@ -26,6 +26,9 @@ RULES  := $(addprefix tests/, spec/test_video_positions.py spec/test_absent_fiel
 NEXT := $(VENV)/next
 CORE := $(shell sed -n 's/^megatron-core==//p' constraints.txt)
 
+# Code and text of this project, without what commands write in the checkout.
+SPELLED := *.md *.toml *.yml Makefile $(addsuffix /,megatron_vl converters data_tools toolkit docs tests examples benchmarks)
+
 .PHONY: help demo quick test test-full test-eval test-next test-transformers check lint types docs setup eval lock clean
 
 help:            ## what can be made
@@ -68,12 +71,13 @@ $(NEWEST): $(READY)
 	$(INSTALL) --no-deps --target $@.part transformers==$(subst $(VENV)/transformers-,,$@)
 	rm -rf $@ && mv $@.part $@
 
-check: lint types docs ## what the pre-commit hooks run
+check: lint types docs ## what can be checked without running anything; pre-commit runs lint and types
 
-lint: $(READY)   ## ruff, its formatter, and which folder may import which
+lint: $(READY)   ## ruff, its formatter, which folder may import which, and spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/codespell $(SPELLED)
 
 types: $(READY)  ## mypy
 	$(BIN)/mypy

@@ -1,5 +1,5 @@
 """What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
-command, and the support matrix.
+command, the support matrix, and the supported versions.
 
 mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import tomllib
 import types
 import typing
 from collections.abc import Callable
@@ -120,6 +121,68 @@ def _facts(field: dataclasses.Field, hint: Any) -> list[str]:
     return [] if field.default in (dataclasses.MISSING, None, "") else [f"default: `{field.default}`"]
 
 
+# --- The supported versions ---------------------------------------------------------------------------------
+
+PYTHON = "Python"
+TESTS_ON_GPUS = "the programs of `tests/gpu/` and `megatron-vl bench`"
+TESTED_BY = {
+    PYTHON: "`.ci/run`",
+    "torch": "`.ci/run`",
+    "megatron-core": "`.ci/run`; another version is refused at the start "
+    "(`tests/core_fixes/test_register.py`), and `make test-next` tries the newest one",
+    "megatron-energon": "`.ci/run`",
+    "transformers": "`make test` with the first version, `make test-transformers` with the last one",
+    "transformer-engine": TESTS_ON_GPUS,
+    "flash-attn": "optional; not among the pinned packages",
+}
+"""What runs with each package that decides about numbers."""
+GPUS = (
+    ("none: CPU, two cores", "all of `.ci/run`, with gloo"),
+    ("H200", f"{TESTS_ON_GPUS}, on one, two and four; all published speeds"),
+    ("H100", "parity, moments and calibration, on two"),
+    ("A100, B200", "nothing; `plan` scales the rates of H200 by their data sheets"),
+)
+
+
+def supported_versions() -> str:
+    """What the site's page ``releases.md`` says after its introduction."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = dict(map(_requirement, [*project["dependencies"], *extras["gpu"]]))
+    wanted[PYTHON] = project["requires-python"]
+    tested = tested_versions()
+
+    lines = ["## Supported versions\n", "| package | allowed | tested | by |", "|---|---|---|---|"]
+    for name, tests in TESTED_BY.items():
+        lines.append(f"| {name} | {wanted[name]} | {tested.get(name, '')} | {tests} |")
+    lines += ["\nAny allowed version may work. Only the tested ones are supported.\n"]
+    lines += ["| GPU | what has run on it |", "|---|---|", *(f"| {gpu} | {ran} |" for gpu, ran in GPUS)]
+    return "\n".join(lines)
+
+
+def tested_versions() -> dict[str, str]:
+    """Package -> the version that the tests install, from ``constraints.txt`` and the exact requirements.
+
+    ``make test-transformers`` adds its own version of transformers to the pinned one.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    exact = dict(map(_requirement, project["optional-dependencies"]["gpu"]))
+    newest = re.search(r"/transformers-([\d.]+)", (ROOT / "Makefile").read_text())
+    assert newest is not None
+
+    pinned[PYTHON] = (ROOT / ".python-version").read_text().strip()
+    pinned["transformers"] += f", {newest[1]}"
+    return {name: text[2:] for name, text in exact.items() if text.startswith("==")} | pinned
+
+
+def _requirement(text: str) -> tuple[str, str]:
+    """``name[extra]>=1,<2`` -> ``name``, ``>=1,<2``; "any" where no version is named."""
+    found = re.match(r"([\w-]+)(?:\[[\w,]+\])?(.*)", text)
+    assert found is not None
+    return found[1], found[2] or "any"
+
+
 # --- Shared -------------------------------------------------------------------------------------------------
 
 
@@ -168,6 +231,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/run.md": run_reference,
     "reference/commands.md": commands_reference,
     "support-matrix.md": matrix.markdown,
+    "releases.md": supported_versions,
 }
 """Address below docs/ -> what writes the part of the page that is made of the code."""
 

@@ -211,6 +211,7 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
     for words, message in (
         (["--seed", str(2**32)], "seed 4294967296 must be between 0 and"),
         (["--vision.encode_patches", str(2**18 + 1)], "vision.encode_patches 262145 must be between 1 and"),
+        (["--data.shuffle_block", "0"], "data.shuffle_block 0 must be at least 1"),
         (
             ["--data.packing_buffer", "1000000000"],
             "data.packing_buffer 1000000000 must be between 1 and 10000",

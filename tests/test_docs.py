@@ -1,13 +1,14 @@
 """Checks commands and links in the documents.
 
 Blocks after the comment ``<!-- The tests run this block. -->``, which no reader of the page sees, are run;
-the commands of all others must be valid. The blocks of a document run in order in one folder that holds what
-its text asks the reader to have: the examples, a checkpoint (a small one with as many layers as the example's
-layout needs) and conversations with their media.
+the commands of all others must be valid. A block of Python is a program of its own. The blocks of a document
+run in order in one folder that holds what its text asks the reader to have: the examples, a checkpoint (a
+small one with as many layers as the example's layout needs) and conversations with their media.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -26,21 +27,23 @@ from tests.commands import logical_lines, megatron_vl_command, trainer_config
 from toolkit.demo.data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 MARK = "<!-- The tests run this block. -->\n"
-BLOCK = re.compile(rf"(^{MARK})?^ *```bash\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(rf"(^{MARK})?^ *```(bash|python)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 
 
-def blocks(document: Path) -> list[tuple[str, str]]:
-    """Mark and commands of each block; commands within lists lose their indentation."""
-    return [(mark, textwrap.dedent(text)) for mark, text in BLOCK.findall(document.read_text())]
+def blocks(document: Path) -> list[tuple[str, str, str]]:
+    """Mark, language and text of each block; text within lists loses its indentation."""
+    found = BLOCK.findall(document.read_text())
+    return [(mark, language, textwrap.dedent(text)) for mark, language, text in found]
 
 
 COMMANDS = [
     (name, line)
     for name, document in zip(NAMES, DOCUMENTS, strict=True)
-    for _, block in blocks(document)
+    for _, language, block in blocks(document)
+    if language == "bash"
     for line in logical_lines(block)
 ]
 STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
@@ -48,7 +51,11 @@ STARTS_RANKS = re.compile(r"^megatron-vl train (?!.*--help)", re.MULTILINE)
 
 def checked_script(document: Path) -> str:
     """The checked blocks of a document, one after the other; empty where it has none."""
-    return "\n".join(block for mark, block in blocks(document) if mark)
+    parts = []
+    for mark, language, block in blocks(document):
+        if mark:
+            parts.append(block if language == "bash" else f"python - <<'END OF BLOCK'\n{block}END OF BLOCK\n")
+    return "\n".join(parts)
 
 
 def checked_documents() -> list[Any]:
@@ -127,7 +134,26 @@ def test_checked_blocks_run(document, tiny_checkpoint, tmp_path):
 
 def test_documents_have_blocks_that_are_run():
     """A mark that is written differently would run nothing."""
-    assert {param.id for param in checked_documents()} >= {"README.md", "docs/data.md", "docs/weights.md"}
+    assert {param.id for param in checked_documents()} >= {
+        "README.md",
+        "docs/data.md",
+        "docs/python-api.md",
+        "docs/weights.md",
+    }
+
+
+def named_functions(page: str) -> list[str]:
+    """The dotted names in the first column of the tables of a page."""
+    return re.findall(r"^\| `([\w.]+)` \|", page, re.MULTILINE)
+
+
+def test_the_functions_of_the_python_api_exist():
+    """Those that the page's own example does not call are only looked up."""
+    names = named_functions((ROOT / "docs" / "python-api.md").read_text())
+    assert len(names) > 10
+    for name in names:
+        module, _, function = name.rpartition(".")
+        assert getattr(importlib.import_module(module), function).__doc__, name
 
 
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -175,8 +201,9 @@ def test_broken_links_are_noticed(tmp_path):
 
 OURS = "benchmarks|converters|data_tools|docs|examples|megatron_vl|tests|toolkit"
 FILE = re.compile(rf"`((?:{OURS})/[a-z0-9_./]+\.(?:py|sh|yaml|md))(?:::(\w+))?`")
-PRESENT = [document for document in DOCUMENTS if not re.fullmatch(r"\d{4}-\d\d", document.stem)]
-"""The log of a month speaks of files as they were."""
+LOG = [page for page in sorted((ROOT / "docs" / "log").glob("*.md")) if page.stem != "index"]
+PRESENT = [document for document in DOCUMENTS if document not in LOG]
+"""All but the log, whose entries speak of files as they were."""
 
 
 @pytest.mark.parametrize("document", PRESENT, ids=lambda path: str(path.relative_to(ROOT)))
@@ -185,6 +212,24 @@ def test_files_and_tests_that_are_named_exist(document):
         assert (ROOT / file).is_file(), f"{document} names {file}, which does not exist"
         if test:
             assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{document}: {file} has no {test}"
+
+
+@pytest.mark.parametrize("page", LOG, ids=lambda path: path.name)
+def test_a_page_of_the_log_has_its_newest_entry_first_and_lines_that_fit(page):
+    """Rows of tables cannot be broken; all other lines have less than 120 characters."""
+    lines = page.read_text().splitlines()
+    dates = [line[3:13] for line in lines if line.startswith("## ")]
+    assert dates == sorted(dates, reverse=True)
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for date in dates)
+    assert [line for line in lines if len(line) >= 120 and not line.lstrip().startswith("|")] == []
+    assert f"]({page.name})" in (page.parent / "index.md").read_text()
+
+
+def test_every_entry_of_the_glossary_says_what_else_it_is_called():
+    """The site's search finds a page by words that stand in it."""
+    entries = re.split(r"^- \*\*", (ROOT / "docs" / "glossary.md").read_text(), flags=re.MULTILINE)[1:]
+    assert len(entries) > 30
+    assert [entry.partition("**")[0] for entry in entries if "*Also called:*" not in entry] == []
 
 
 def test_every_page_is_in_the_navigation():

@@ -6,14 +6,19 @@ import ast
 import re
 import tomllib
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 from mkdocs.config import load_config
 from mkdocs.structure.files import File
 from mkdocs.structure.pages import Page
 
+import megatron_vl
 from megatron_vl import config
+from megatron_vl.core_fixes.register import TESTED_CORE
+from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
 from tests.distributed.cases import CASES
@@ -30,7 +35,7 @@ def test_the_site_adds_to_the_page_what_is_made_of_the_code(name: str) -> None:
     file = File(name, "docs", "site", use_directory_urls=False)
     page = Page(None, file, load_config(str(ROOT / "mkdocs.yml")))
     shown = docs_hooks().on_page_markdown(introduction, page=page)
-    assert shown.startswith(introduction) and shown.count("\n## ") >= 5
+    assert shown.startswith(docs_hooks().lists_indented(introduction)) and shown.count("\n## ") >= 5
 
 
 # --- The support matrix -------------------------------------------------------------------------------------
@@ -138,13 +143,41 @@ def test_the_arrows_are_those_of_the_contracts() -> None:
     layers = [
         [set(layer.split(" | ")) for layer in contract["layers"]]
         for contract in contracts
-        if contract["type"] == "layers"
+        if contract["type"] == "layers" and contract.get("containers", ["megatron_vl"]) == ["megatron_vl"]
     ]
     assert [[*map(names, tools), {"megatron_vl"}], [*map(names, library)]] == layers
 
 
 def names(line: str) -> set[str]:
     return set(line.replace(",", " ").split())
+
+
+# --- The supported versions ---------------------------------------------------------------------------------
+
+
+def test_supported_versions_are_those_that_run_here() -> None:
+    tested = docs_hooks().tested_versions()
+    assert {name for name in docs_hooks().TESTED_BY if name not in tested} == {"flash-attn"}
+    assert tested["megatron-core"] in TESTED_CORE
+    for name in ("megatron-core", "megatron-energon", "torch"):
+        assert version(name).partition("+")[0] == tested[name], name
+
+
+def test_every_known_gpu_is_among_the_supported_ones() -> None:
+    listed = " ".join(gpu for gpu, _ in docs_hooks().GPUS)
+    assert set(DATA_SHEETS) == set(re.findall(r"\b[A-Z]\d{3}\b", listed))
+
+
+def test_files_of_a_release_name_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    released = re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert citation["version"] == released[0] == megatron_vl.__version__
+
+
+def test_the_hosted_checks_are_those_of_ci_run() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == [".ci/run"] and (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
 # --- The reference ------------------------------------------------------------------------------------------

@@ -60,4 +60,5 @@ def test_runs_are_valid(run: str, tmp_path: Path):
     path = tmp_path / "run.yaml"
     path.write_text(run)
     config = parse_config(["--config", str(path)])
-    assert validate(config, config.parallel.tp * config.parallel.pp) == 1
+    parallel = config.parallel
+    assert validate(config, parallel.tp * parallel.cp * parallel.pp) == 1

@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+import megatron_vl
 from megatron_vl.processes import tools_folder
 from toolkit.commands import COMMANDS
 
@@ -171,6 +172,23 @@ def test_every_command_explains_itself(program, installed):
     assert "train" in program("--help").stdout
     where = program(python="import megatron_vl; print(megatron_vl.__file__)").stdout
     assert where.startswith(str(installed))
+
+
+@pytest.mark.full
+def test_version_is_that_of_the_wheel(program):
+    core, torch = (metadata.version(name) for name in ("megatron-core", "torch"))
+    lines = program("--version").stdout.splitlines()
+    assert lines[0] == f"megatron-vl {megatron_vl.__version__}"
+    assert lines[1:3] == [f"megatron-core {core}", f"torch {torch}"]
+    assert lines[3].startswith("transformer-engine ") and len(lines) == 4
+
+
+@pytest.mark.full
+@pytest.mark.ranks
+def test_the_demo_passes_outside_the_checkout(program):
+    """With drawings, because the wheel does not require scikit-image."""
+    done = program("demo", "--dir", "shown", "--ranks", "2", "--tp", "2", "--pp", "1")
+    assert "11 of 11" in done.stdout
 
 
 TINY = """

@@ -21,9 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     program = PROGRAM
     try:
         if argv[:1] == ["--version"]:
-            from megatron_vl import __version__
-
-            print(f"{PROGRAM} {__version__}")
+            print(versions())
             return 0
         if not argv or argv[0] in HELP or argv[0] in groups() and argv[1:2] and argv[1] in HELP:
             print(overview(argv[0] if argv and argv[0] not in HELP else ""), end="")
@@ -40,6 +38,21 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         print(f"{program}: {describe(error)}", file=sys.stderr)
         return exit_code(error)
+
+
+def versions() -> str:
+    """A line for this program and each package that decides what a run computes, without importing torch."""
+    from megatron_vl import __version__
+    from toolkit.doctor.machine import TE_PARTS, installed
+
+    transformer_engine = next(filter(None, map(installed, TE_PARTS)), None)
+    found = {
+        PROGRAM: __version__,
+        "megatron-core": installed("megatron-core"),
+        "torch": installed("torch"),
+        "transformer-engine": transformer_engine,
+    }
+    return "\n".join(f"{name} {version or 'not installed'}" for name, version in found.items())
 
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:

@@ -14,11 +14,11 @@ class LayoutTextError(UserError, ValueError):
 
 
 GRAMMAR = (
-    "tp2, sp (sequence parallel), pp2, vpp2, dp2, ep2, etp2 in any order, or 1 for a single rank; "
+    "tp2, sp (sequence parallel), cp2, pp2, vpp2, dp2, ep2, etp2 in any order, or 1 for a single rank; "
     "`:layers=1-3` gives the decoder layers of each of the pp x vpp chunks. "
     "Examples: 1, tp2sp, pp2:layers=1-3, tp2pp2vpp2, dp2"
 )
-SIZES = ("vpp", "etp", "tp", "pp", "dp", "ep")
+SIZES = ("vpp", "etp", "tp", "cp", "pp", "dp", "ep")
 """Keys with a number. The longer ones come first, because a pattern takes the first match."""
 _PART = re.compile(rf"({'|'.join(SIZES)})([1-9]\d*)|(sp)")
 _TEXT = re.compile(rf"(1|(?:{_PART.pattern})+)(?::layers=(\d+(?:-\d+)*))?")
@@ -35,12 +35,13 @@ class LayoutSpec:
     dp: int = 1
     ep: int = 1
     etp: int = 1
+    cp: int = 1
     sequence_parallel: bool = False
     layers: tuple[int, ...] | None = None
 
     @property
     def ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def rows(self) -> int:
@@ -61,6 +62,7 @@ class LayoutSpec:
             "layers": layers,
             "ep": self.ep,
             "etp": self.etp,
+            "cp": self.cp,
         }
 
 
@@ -81,9 +83,10 @@ def parse_layout(text: str) -> LayoutSpec:
 
     sizes = {name: int(number) for name, number in parts if number}
     tp = sizes.get("tp", 1)
+    stage_ranks = tp * sizes.get("cp", 1)
     experts = sizes.get("ep", 1) * sizes.get("etp", 1)
     if "dp" not in sizes:
-        sizes["dp"] = next(dp for dp in range(1, experts + 1) if tp * dp % experts == 0)
+        sizes["dp"] = next(dp for dp in range(1, experts + 1) if stage_ranks * dp % experts == 0)
     if "sp" in names and tp == 1:
         raise LayoutTextError(f"layout {text!r}: sp (sequence parallel) needs tp of at least 2")
 

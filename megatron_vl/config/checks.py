@@ -30,18 +30,22 @@ def validate(config: TrainConfig, world_size: int) -> int:
 def _check_parallel(config: TrainConfig, world_size: int) -> int:
     """The sizes of process groups, and the options that need them. Returns the data-parallel size."""
     p = config.parallel
-    ranks = p.tp * p.pp
+    ranks = p.tp * p.cp * p.pp
+    sizes = f"tp {p.tp} x cp {p.cp} x pp {p.pp}" if p.cp > 1 else f"tp {p.tp} x pp {p.pp}"
     if world_size % ranks:
+        change = "parallel.tp, parallel.cp or parallel.pp" if p.cp > 1 else "parallel.tp or parallel.pp"
         raise RunConfigError(
-            f"parallel: tp {p.tp} x pp {p.pp} = {ranks} ranks do not divide the world size {world_size};"
-            f" start a multiple of {ranks} processes, or change parallel.tp or parallel.pp"
+            f"parallel: {sizes} = {ranks} ranks do not divide the world size {world_size};"
+            f" start a multiple of {ranks} processes, or change {change}"
         )
     dp = world_size // ranks
-    if p.tp * dp % (p.ep * p.etp):
-        fitting = p.pp * math.lcm(p.tp, p.ep * p.etp)
+    stage_ranks = p.tp * p.cp * dp
+    if stage_ranks % (p.ep * p.etp):
+        fitting = p.pp * math.lcm(p.tp * p.cp, p.ep * p.etp)
+        stage = f"tp {p.tp} x cp {p.cp} x dp {dp}" if p.cp > 1 else f"tp {p.tp} x dp {dp}"
         raise RunConfigError(
             f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the"
-            f" {counted(p.tp * dp, 'rank')} of a pipeline stage (tp {p.tp} x dp {dp});"
+            f" {counted(stage_ranks, 'rank')} of a pipeline stage ({stage});"
             f" lower parallel.ep or etp, or start a multiple of {fitting} processes"
         )
     rows = config.global_batch_size
@@ -49,7 +53,7 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
         near = dict.fromkeys(n for n in (rows // dp * dp, (rows // dp + 1) * dp) if n > 0)
         raise RunConfigError(
             f"global_batch_size {rows} must be a multiple of the data-parallel size {dp}"
-            f" ({counted(world_size, 'rank')} / (tp {p.tp} x pp {p.pp})); take {' or '.join(map(str, near))}"
+            f" ({counted(world_size, 'rank')} / ({sizes})); take {' or '.join(map(str, near))}"
         )
 
     if p.sequence_parallel and p.tp == 1:
@@ -59,11 +63,33 @@ def _check_parallel(config: TrainConfig, world_size: int) -> int:
             f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with"
             " sequence_parallel"
         )
+    if p.cp > 1:
+        _check_context_parallel(config)
     if p.tp_comm_overlap and not p.sequence_parallel:
         raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
     if p.overlap_param_gather and not p.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
     return dp
+
+
+def _check_context_parallel(config: TrainConfig) -> None:
+    """What a row needs to be shared by context-parallel ranks."""
+    p, seq_len = config.parallel, config.data.seq_len
+    shards = p.cp * (p.tp if p.sequence_parallel else 1)
+    if seq_len % shards:
+        multiple = f"parallel.cp {p.cp}" + (
+            f" x tp {p.tp} with sequence_parallel" if p.sequence_parallel else ""
+        )
+        near = [n for n in (seq_len // shards * shards, (seq_len // shards + 1) * shards) if n]
+        raise RunConfigError(
+            f"data.seq_len {seq_len} must be a multiple of {shards} ({multiple});"
+            f" take {' or '.join(map(str, near))}"
+        )
+    if config.eval.interval and config.eval.samples:
+        raise RunConfigError(
+            f"eval.samples {config.eval.samples}: answers are not generated with parallel.cp above 1; set"
+            " eval.samples to 0 (the loss is still evaluated), and run megatron-vl generate on a checkpoint"
+        )
 
 
 def _check_layers(config: TrainConfig, dp: int) -> None:

@@ -63,12 +63,18 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the model is spread over ranks. The data-parallel size is the world size divided by tp * pp."""
+    """How the model is spread over ranks.
+
+    The data-parallel size is the world size divided by tp * cp * pp.
+    """
 
     tp: int = option(1, least=1)
     """Tensor parallel size (ranks)."""
     pp: int = option(1, least=1)
     """Pipeline parallel size (stages)."""
+    cp: int = option(1, least=1)
+    """Context parallel size (ranks that share a row). Each rank holds an equal, contiguous part of the row's
+    tokens; attention exchanges heads between them. For rows that do not fit into the memory of one rank."""
     vpp: int = option(1, least=1)
     """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
     layers: list[int] | Literal["auto"] | None = None
@@ -195,6 +201,9 @@ class DataConfig:
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle: bool = True
     """Draw the samples in a random order, another one in each epoch. Off: in the order of the data set."""
+    shuffle_block: int = option(16, least=1)
+    """Samples that lie one after the other in a shard and are drawn at about the same time, so that an object
+    store or a disk sees few large reads. 1: draw each sample on its own."""
     max_bad_share: float = option(0.01, least=0, most=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
     sample_timeout_s: float = option(300.0, least=0)

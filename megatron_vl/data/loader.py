@@ -21,6 +21,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ from megatron_vl.data.source.description import LoaderError, SplitFacts, read_de
 from megatron_vl.data.source.location import location
 from megatron_vl.data.source.reading import BROKEN, crc_differs
 from megatron_vl.data.source.sizes import text_id
+from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.data.state import StateError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
@@ -85,6 +87,8 @@ __all__ = [
 MOST_REFUSED_IN_A_ROW = 1000
 """Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
+READ_AHEAD, READ_TOGETHER = 256, 16
+"""Number of samples of a validation split that are read ahead from an object store, and with one request."""
 MOST_LOGGED = 10
 """Number of unusable samples of one reason that a process logs."""
 GREY = 128
@@ -496,6 +500,7 @@ def build_loader(
         "seed": data.seed,
         "seq_len": data.seq_len,
         "shuffle": data.shuffle,
+        **({"shuffle_block": data.shuffle_block} if data.shuffle else {}),
         "pack": data.pack,
         **({"packing_buffer": data.packing_buffer} if data.pack else {}),
         "max_patches": data.max_patches,
@@ -544,8 +549,12 @@ def _in_order(
 ) -> Iterator[EncodedSample]:
     """All samples of all sources, one after the other."""
     for source, loaded in zip(blend, datasets, strict=True):
-        reader = open_reader(loaded.dataset, encoder.data.sample_timeout_s)
-        for index in range(source.first, source.first + source.samples):
+        ahead = ReadAhead([loaded.dataset], READ_TOGETHER, blocks=1, ranks=1)
+        reader = open_reader(loaded.dataset, encoder.data.sample_timeout_s, partial(ahead.take, 0))
+        end = source.first + source.samples
+        for index in range(source.first, end):
+            if (index - source.first) % READ_AHEAD == 0:
+                ahead.expect((0, each) for each in range(index, min(index + READ_AHEAD, end)))
             crude = reader[index]
             if crude is not None:  # the data set's description excludes it
                 yield encoder.preencode_sample(encoder.cook(crude))

@@ -12,6 +12,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -31,8 +32,9 @@ from megatron_vl.data.source.blend import SOURCE, Source
 from megatron_vl.data.source.description import META, SIZES, LoaderError
 from megatron_vl.data.source.location import location
 from megatron_vl.data.source.reading import TolerantReader, reconnect
-from megatron_vl.data.source.sample_order import SampleOrder
+from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sizes import SampleSizes, SizesError, StoredSizes, open_sizes
+from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve
 from megatron_vl.data.state import StateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -123,13 +125,29 @@ class SizedSource:
         shards = np.searchsorted(self._starts, indices, side="right") - 1
         return self._first[shards] + indices - self._starts[shards]
 
-    def reader(self, timeout: float) -> TolerantReader:
+    def shard_sizes(self, first: int, samples: int) -> Integers:
+        """Samples of each shard of a subset, int64 [shards].
+
+        Args:
+            first: number of samples before the subset.
+            samples: number of samples in it.
+        """
+        sizes = np.diff(np.clip(self._starts, first, first + samples))
+        return sizes[sizes > 0]
+
+    def reader(self, timeout: float, take: Callable[[int], bytes]) -> TolerantReader:
         """Reads samples by index. Each process has its own."""
-        return open_reader(self._dataset, timeout)
+        return open_reader(self._dataset, timeout, take)
 
 
-def open_reader(dataset: Any, timeout: float) -> TolerantReader:
-    """Reads samples of one of Energon's data sets by index."""
+def open_reader(dataset: Any, timeout: float, take: Callable[[int], bytes]) -> TolerantReader:
+    """Reads samples of one of Energon's data sets by index.
+
+    Args:
+        take: gives the bytes of a sample in an object store; a local data set does without.
+    """
+    if not dataset.path.is_local():
+        return TolerantReader(StoreReader(dataset, take), timeout)
     reader = ShardInfosITarReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=OPEN_SHARDS
     )
@@ -348,6 +366,22 @@ class Planning:
         self.state: dict[str, Any] | None = None
         """Where the run stood; None: it begins."""
 
+    def read_ahead(self, ranks: int) -> ReadAhead:
+        """What a rank reads its samples in object stores with."""
+        data = self.encoder.data
+        drawn = sum(source.share > 0 for source in self.blend)
+        lanes = LANES if data.shuffle else 1
+        return ReadAhead([one.dataset for one in self.datasets], data.shuffle_block, drawn * lanes, ranks)
+
+    def readers(self, take: Callable[[int, int], bytes]) -> list[TolerantReader]:
+        """A reader of each source.
+
+        Args:
+            take: gives the bytes of a sample in an object store, by source and index.
+        """
+        timeout = self.encoder.data.sample_timeout_s
+        return [source.reader(timeout, partial(take, number)) for number, source in enumerate(self.sources)]
+
     def planner(self) -> BatchPlanner:
         data, encoder = self.encoder.data, self.encoder
         counted = SampleSizes(encoder.chat, encoder.settings)
@@ -364,6 +398,11 @@ class Planning:
             keys=[source.key for source in self.blend],
             firsts=[source.first for source in self.blend],
             a_pass=[source.a_pass for source in self.blend],
+            shards=[
+                sized.shard_sizes(source.first, source.samples)
+                for sized, source in zip(self.sources, self.blend, strict=True)
+            ],
+            block=data.shuffle_block,
         )
         planner = BatchPlanner(
             order,
@@ -397,8 +436,13 @@ class StepShare:
     """The planner's state after the step, for the process that makes the first rank's last row."""
 
 
-def plan_shares(planning: Planning, rank: int, ranks: int, workers: int) -> Iterator[list[StepShare]]:
+def plan_shares(
+    planning: Planning, rank: int, ranks: int, workers: int, ahead: ReadAhead
+) -> Iterator[list[StepShare]]:
     """For each step, the shares of all processes of a rank, which make its rows in turn.
+
+    Args:
+        ahead: begins to read the samples of the step.
 
     Raises:
         LoaderError: no sample can be used.
@@ -408,6 +452,8 @@ def plan_shares(planning: Planning, rank: int, ranks: int, workers: int) -> Iter
     while True:
         batch = planner.next().deal(ranks)
         rows = batch.rows(rank, ranks)
+        if ahead:
+            ahead.expect((sample.source, sample.index) for row in rows for sample in row)
         after = (first + len(rows)) % workers
         shares = []
         for worker in range(workers):
@@ -422,13 +468,14 @@ def plan_shares(planning: Planning, rank: int, ranks: int, workers: int) -> Iter
 def start_planner(
     planning: Planning, rank: int, ranks: int, workers: int
 ) -> tuple[BaseProcess, list[Connection]]:
-    """Starts the process that plans ahead, and gives the connection of each loader process to it.
+    """Starts the process that plans and reads ahead, and gives the connections of the loader processes to it:
+    one for each to its shares, then one for each to its samples in object stores.
 
     Fork the loader processes next, and close the connections then: each process learns that another has
     ended from its connection, which must be open nowhere else.
     """
     context = get_context("fork")
-    pairs = [context.Pipe() for _ in range(workers)]
+    pairs = [context.Pipe() for _ in range(2 * workers)]
     of_planner, of_workers = [ours for ours, _ in pairs], [theirs for _, theirs in pairs]
     process = context.Process(
         target=_plan_ahead, args=(planning, rank, ranks, of_planner, of_workers), daemon=True
@@ -440,15 +487,22 @@ def start_planner(
 
 
 def _plan_ahead(
-    planning: Planning, rank: int, ranks: int, to_workers: list[Connection], of_workers: list[Connection]
+    planning: Planning, rank: int, ranks: int, of_planner: list[Connection], of_workers: list[Connection]
 ) -> None:
     """Sends each loader process its shares, two steps before the slowest needs them at most."""
     _settle_after_fork()
     for connection in of_workers:
         connection.close()
+    reconnect(planning.datasets)
+    ahead = planning.read_ahead(ranks)
+    workers = len(of_planner) // 2
+    to_workers = of_planner[:workers]
+    for connection in of_planner[workers:]:
+        serve(ahead, connection)
+
     with suppress(EOFError, ConnectionError):  # the loader was closed
         try:
-            for step, shares in enumerate(plan_shares(planning, rank, ranks, len(to_workers))):
+            for step, shares in enumerate(plan_shares(planning, rank, ranks, workers, ahead)):
                 for connection, share in zip(to_workers, shares, strict=True):
                     connection.send(share)
                 if step:
@@ -457,6 +511,8 @@ def _plan_ahead(
         except LoaderError as error:
             for connection in to_workers:
                 connection.send(error)
+            while True:  # rows of earlier steps may still need samples
+                to_workers[0].recv()
 
 
 def _received_shares(planner: Connection) -> Iterator[StepShare]:
@@ -481,19 +537,24 @@ def _settle_after_fork() -> None:
 
 
 class ProcessRows(IterableDataset):
-    """The rows that one process of a rank makes."""
+    """The rows that one process of a rank makes.
 
-    def __init__(self, planning: Planning, shares: Iterator[StepShare]) -> None:
-        self.planning, self.shares = planning, shares
+    Args:
+        take: gives the bytes of a sample in an object store, by source and index.
+    """
+
+    def __init__(
+        self, planning: Planning, shares: Iterator[StepShare], take: Callable[[int, int], bytes]
+    ) -> None:
+        self.planning, self.shares, self.take = planning, shares, take
 
     def __iter__(self) -> Iterator[PlannedRow]:
         planning = self.planning
         if get_worker_info() is not None:
             _settle_after_fork()
-            reconnect(planning.datasets)
 
         encoder = planning.encoder.for_process()
-        readers = [source.reader(encoder.data.sample_timeout_s) for source in planning.sources]
+        readers = planning.readers(self.take)
         for share in self.shares:
             for number, samples in enumerate(share.rows, start=1):
                 state = share.state if number == len(share.rows) else None
@@ -562,12 +623,16 @@ class PlannedRankRows:
         """The planner's state after the last whole step."""
         self._planner: BaseProcess | None = None
         if not workers:
-            shares = (step[0] for step in plan_shares(planning, rank, ranks, 1))
-            self._iterators = [iter(ProcessRows(planning, shares))]
+            ahead = planning.read_ahead(ranks)
+            shares = (step[0] for step in plan_shares(planning, rank, ranks, 1, ahead))
+            self._iterators = [iter(ProcessRows(planning, shares, ahead.take))]
             return
         self._planner, connections = start_planner(planning, rank, ranks, workers)
         self._iterators = open_processes(
-            [ProcessRows(planning, _received_shares(connection)) for connection in connections]
+            [
+                ProcessRows(planning, _received_shares(plans), ServedSamples(samples, PLANNER_ENDED).take)
+                for plans, samples in zip(connections[:workers], connections[workers:], strict=True)
+            ]
         )
         for connection in connections:
             connection.close()

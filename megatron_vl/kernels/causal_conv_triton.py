@@ -4,6 +4,10 @@
 A program walks over a few tokens of a block of channels and keeps the last inputs in registers, so each input
 is read once, except near the borders of blocks. The arithmetic is in float32, and results are rounded once.
 The gradient of the weight is summed over a program's tokens, then over the programs, in a fixed order.
+
+With HALO, the row's first sequence may have begun before the row, and ``halo`` [3, C] has the inputs of the
+three tokens before it: zero for those of other sequences. Only the first program of each block of channels
+reads them and computes their gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_vl.kernels.shard_exchange import ShardExchange
 
 _CHANNELS = 256
 """Channels of one program."""
@@ -22,8 +28,10 @@ _WIDTH = 4
 
 
 @triton.jit
-def _number(segments, token, length):
-    """The sequence number of a token; -1 outside the row."""
+def _number(segments, token, length, HALO: tl.constexpr):
+    """The sequence number of a token; -1 outside the row, except for tokens of the halo."""
+    if HALO:
+        token = tl.maximum(token, 0)
     inside = (token >= 0) & (token < length)
     return tl.load(segments + token, mask=inside, other=-1)
 
@@ -33,12 +41,14 @@ def _forward(
     x,
     weight,
     segments,
+    halo,
     out,
     length,
     x_stride,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    HALO: tl.constexpr,
 ):
     """Convolves TOKENS tokens of a block of channels, out of WIDTH channels in all.
 
@@ -54,18 +64,23 @@ def _forward(
     w3 = tl.load(weight + channel * 4, mask=known, other=0.0).to(tl.float32)
 
     s1, s2, s3 = (
-        _number(segments, first - 1, length),
-        _number(segments, first - 2, length),
-        _number(segments, first - 3, length),
+        _number(segments, first - 1, length, HALO),
+        _number(segments, first - 2, length, HALO),
+        _number(segments, first - 3, length, HALO),
     )
     at = x + first * x_stride + channel
     x1 = tl.load(at - x_stride, mask=known & (first >= 1), other=0.0).to(tl.float32)
     x2 = tl.load(at - 2 * x_stride, mask=known & (first >= 2), other=0.0).to(tl.float32)
     x3 = tl.load(at - 3 * x_stride, mask=known & (first >= 3), other=0.0).to(tl.float32)
+    if HALO:
+        there = known & (first == 0)
+        x1 += tl.load(halo + 2 * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+        x2 += tl.load(halo + WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+        x3 += tl.load(halo + channel, mask=there, other=0.0).to(tl.float32)
 
     for step in tl.static_range(0, TOKENS):
         token = first + step
-        s0 = _number(segments, token, length)
+        s0 = _number(segments, token, length, HALO)
         x0 = tl.load(x + token * x_stride + channel, mask=known & (token < length), other=0.0).to(tl.float32)
 
         y = w0 * x0
@@ -84,15 +99,18 @@ def _backward(
     x,
     weight,
     segments,
+    halo,
     dout,
     dx,
     dweight,
+    dhalo,
     length,
     x_stride,
     dout_stride,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    HALO: tl.constexpr,
 ):
     """The gradients of :func:`_forward`.
 
@@ -123,9 +141,9 @@ def _backward(
     )
     n1, n2, n3 = tl.full((), -2, tl.int32), tl.full((), -2, tl.int32), tl.full((), -2, tl.int32)
     s0, s1, s2 = (
-        _number(segments, last, length),
-        _number(segments, last - 1, length),
-        _number(segments, last - 2, length),
+        _number(segments, last, length, HALO),
+        _number(segments, last - 1, length, HALO),
+        _number(segments, last - 2, length, HALO),
     )
     at = x + last * x_stride + channel
     x0 = tl.load(at, mask=known & (last < length), other=0.0).to(tl.float32)
@@ -134,9 +152,12 @@ def _backward(
 
     for step in tl.static_range(0, TOKENS + 3):
         token = last - step
-        s3 = _number(segments, token - 3, length)
+        s3 = _number(segments, token - 3, length, HALO)
         there = known & (token >= 3) & (token - 3 < length)
         x3 = tl.load(x + (token - 3) * x_stride + channel, mask=there, other=0.0).to(tl.float32)
+        if HALO:
+            there = known & (token >= 0) & (token < 3)
+            x3 += tl.load(halo + token * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
 
         # Inputs of other sequences count as zero.
         y1, y2, y3 = tl.where(s1 == s0, x1, 0.0), tl.where(s2 == s0, x2, 0.0), tl.where(s3 == s0, x3, 0.0)
@@ -163,6 +184,15 @@ def _backward(
         x0, x1, x2 = x1, x2, x3
         s0, s1, s2 = s1, s2, s3
 
+    if HALO:
+        # d1 to d3 are now the gradients of the program's first three tokens.
+        there = known & (first == 0)
+        h3 = w1 * d1 + tl.where(n2 == n1, w2 * d2, 0.0) + tl.where(n3 == n1, w3 * d3, 0.0)
+        h2 = w2 * d1 + tl.where(n2 == n1, w3 * d2, 0.0)
+        tl.store(dhalo + 2 * WIDTH + channel, h3.to(dhalo.dtype.element_ty), mask=there)
+        tl.store(dhalo + WIDTH + channel, h2.to(dhalo.dtype.element_ty), mask=there)
+        tl.store(dhalo + channel, (w3 * d1).to(dhalo.dtype.element_ty), mask=there)
+
     at = dweight + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel
     tl.store(at, dw3, mask=known)
     tl.store(at + WIDTH, dw2, mask=known)
@@ -174,29 +204,47 @@ def _grid(x: Tensor) -> tuple[int, int]:
     return triton.cdiv(x.shape[1], _CHANNELS), triton.cdiv(x.shape[0], _TOKENS)
 
 
+def forward(x: Tensor, weight: Tensor, segments: Tensor, halo: Tensor | None = None) -> Tensor:
+    """Runs the forward kernel on x [S, C], weight [C, 4], segments [S] and perhaps halo [3, C]."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _forward[_grid(x)](
+        x, weight, segments, halo, out, x.shape[0], x.stride(0),
+        WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, HALO=halo is not None, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def backward(
+    x: Tensor, weight: Tensor, segments: Tensor, dout: Tensor, halo: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the gradients of x, weight and halo. The channels of ``dout`` [S, C] are contiguous."""
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dhalo = None if halo is None else torch.empty_like(halo)
+    grid = _grid(x)
+    dweight = torch.empty(grid[1], 4, x.shape[1], dtype=torch.float32, device=x.device)
+    _backward[grid](
+        x, weight, segments, halo, dout, dx, dweight, dhalo, x.shape[0], x.stride(0), dout.stride(0),
+        WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, HALO=halo is not None, num_warps=4,
+    )  # fmt: skip
+    return dx, dweight.sum(0).t().to(weight.dtype), dhalo
+
+
 class _Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, segments)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _forward[_grid(x)](
-            x, weight, segments, out, x.shape[0], x.stride(0),
-            WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, num_warps=4,
-        )  # fmt: skip
-        return out
+    def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange | None) -> Tensor:
+        halo = None if exchange is None else exchange.halo(x, _WIDTH - 1)
+        ctx.save_for_backward(x, weight, segments, halo)
+        ctx.exchange = exchange
+        return forward(x, weight, segments, halo)
 
     @staticmethod
     def backward(ctx, dout: Tensor):
-        x, weight, segments = ctx.saved_tensors
+        x, weight, segments, halo = ctx.saved_tensors
         dout = dout if dout.stride(1) == 1 else dout.contiguous()
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        grid = _grid(x)
-        dweight = torch.empty(grid[1], 4, x.shape[1], dtype=torch.float32, device=x.device)
-        _backward[grid](
-            x, weight, segments, dout, dx, dweight, x.shape[0], x.stride(0), dout.stride(0),
-            WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, num_warps=4,
-        )  # fmt: skip
-        return dx, dweight.sum(0).t().to(weight.dtype), None
+        dx, dweight, dhalo = backward(x, weight, segments, dout, halo)
+        if dhalo is not None:
+            ctx.exchange.add_halo_gradients(dhalo, dx)
+        return dx, dweight, None, None
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
@@ -204,7 +252,7 @@ def fits(x: Tensor, weight: Tensor) -> bool:
     return weight.shape[1] == _WIDTH and x.shape[0] > 0
 
 
-def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange | None = None) -> Tensor:
     """x [S, C] with any stride between tokens; weight [C, 4]; segments [S] -> [S, C]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    return _Convolution.apply(x, weight.contiguous(), segments.contiguous())
+    return _Convolution.apply(x, weight.contiguous(), segments.contiguous(), exchange)

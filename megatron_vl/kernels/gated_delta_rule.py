@@ -5,9 +5,11 @@ the token's key:
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 
-State and convolution start afresh at each sequence of a row. The host reads nothing from the device, and
-shapes depend only on the length of the row. Reference: ``torch_chunk_gated_delta_rule`` of transformers. It
-does not support packed rows: run on each sequence alone, it gives the same results.
+State and convolution start afresh at each sequence of a row. If context-parallel ranks share the row, those
+of a sequence that crosses an edge are carried on (:mod:`megatron_vl.kernels.shard_exchange`). The host reads
+nothing from the device, and shapes depend only on the length of the row. Reference:
+``torch_chunk_gated_delta_rule`` of transformers. It does not support packed rows: run on each sequence alone,
+it gives the same results.
 
 Triton kernels run on a GPU and in Triton's interpreter, torch code elsewhere. Float64 inputs always use the
 torch code. On a GPU, float32 inputs of the rule use it too, because the rule's kernels multiply in half
@@ -17,30 +19,40 @@ precision.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_vl.kernels.shard_exchange import ShardExchange
 from megatron_vl.kernels.sizes import DELTA_CHUNK
 
 CHUNK = DELTA_CHUNK
 """Number of tokens that are computed together."""
 
 
-def segment_numbers(cu_seqlens: Tensor, length: int) -> Tensor:
-    """The sequence number of each token, int32 [length], from ``cu_seqlens``, int32 [sequences + 1]."""
-    tokens = torch.arange(length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+def segment_numbers(cu_seqlens: Tensor, length: int, first_token: int = 0) -> Tensor:
+    """The sequence number of each token, int32 [length], from ``cu_seqlens``, int32 [sequences + 1].
+
+    The tokens are those of the row from ``first_token`` on.
+    """
+    tokens = torch.arange(first_token, first_token + length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
 
 
-def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, segments: Tensor, *, exchange: ShardExchange | None = None
+) -> Tensor:
     """Depthwise causal convolution and SiLU.
 
     Args:
         x: [S, C].
         weight: [C, W]; the last column belongs to the token itself.
         segments: sequence number of each token, [S]. A token does not see other sequences.
+        exchange: with the ranks that hold the other shards of the row. The call is then collective, its
+            backward pass too.
 
     Returns:
         [S, C].
@@ -49,8 +61,13 @@ def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
         from megatron_vl.kernels import causal_conv_triton
 
         if causal_conv_triton.fits(x, weight):
-            return causal_conv_triton.causal_conv(x, weight, segments)
+            return causal_conv_triton.causal_conv(x, weight, segments, exchange)
+    if exchange is not None:
+        return _ShardConvolution.apply(x, weight, segments, exchange)
+    return _torch_conv(x, weight, segments)
 
+
+def _torch_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
     width = weight.shape[1]
     out = x * weight[:, -1]
     for back in range(1, min(width, x.shape[0])):
@@ -58,6 +75,43 @@ def causal_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
         earlier = torch.where(same, x[:-back], 0.0) * weight[:, width - 1 - back]
         out = out + F.pad(earlier, (0, 0, back, 0))
     return F.silu(out)
+
+
+def _conv_after_halo(x: Tensor, weight: Tensor, halo: Tensor, segments: Tensor) -> Tensor:
+    """The convolution of x [S, C], whose first sequence continues the inputs ``halo`` [W - 1, C]."""
+    reach = len(halo)
+    extended = torch.cat((segments[:1].expand(reach), segments))
+    return _torch_conv(torch.cat((halo, x)), weight, extended)[reach:]
+
+
+class _ShardConvolution(torch.autograd.Function):
+    """The convolution of one rank's shard in torch."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange) -> Tensor:
+        halo = exchange.halo(x, weight.shape[1] - 1)
+        ctx.save_for_backward(x, weight, halo, segments)
+        ctx.exchange = exchange
+        return _conv_after_halo(x, weight, halo, segments)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        *inputs, segments = ctx.saved_tensors
+
+        def convolution(x: Tensor, weight: Tensor, halo: Tensor) -> Tensor:
+            return _conv_after_halo(x, weight, halo, segments)
+
+        out, leaves = _with_graph(convolution, inputs)
+        dx, dweight, dhalo = torch.autograd.grad(out, leaves, dout)
+        ctx.exchange.add_halo_gradients(dhalo, dx)
+        return dx, dweight, None, None
+
+
+def _with_graph(function: Callable, inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+    """Computes ``function`` with an autograd graph of its own; returns the result and the graph's leaves."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        return function(*leaves), leaves
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -92,7 +146,15 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def gated_delta_rule(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    *,
+    first_state: Tensor | None = None,
+    exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Applies the gated delta rule to a packed row.
 
@@ -104,16 +166,37 @@ def gated_delta_rule(
         g: logarithm of the decay, float32 [S, Vh].
         beta: [S, Vh].
         segments: sequence number of each token, [S], ascending.
+        first_state: the state before the first token, [Vh, K, V] in the type of the computation, if the first
+            sequence began before the row; None: it begins with the row.
+        exchange: with the ranks that hold the other shards of the row. It supplies the first state and the
+            gradient of the last one; the call is then collective, its backward pass too.
 
     Returns:
-        The outputs [S, Vh, V] in the values' type, and the state [Vh, K, V] after the last token.
+        The outputs [S, Vh, V] in the values' type, and the state [Vh, K, V] after the last token. With
+        ``exchange``, autograd does not follow the state.
     """
+    assert first_state is None or exchange is None, "the exchange supplies the first state"
     if _has_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
         from megatron_vl.kernels import gated_delta_rule_triton
 
         if gated_delta_rule_triton.fits(query, key, value):
-            return gated_delta_rule_triton.gated_delta_rule(query, key, value, g, beta, segments)
+            return gated_delta_rule_triton.gated_delta_rule(
+                query, key, value, g, beta, segments, first_state, exchange
+            )
+    if exchange is not None:
+        return _ShardRule.apply(query, key, value, g, beta, segments, exchange)
+    return _torch_rule(query, key, value, g, beta, segments, first_state)
 
+
+def _torch_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    first_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     length, kind = query.shape[0], value.dtype
     wide = torch.promote_types(query.dtype, torch.float32)
     repeats = value.shape[1] // key.shape[1]
@@ -125,9 +208,59 @@ def gated_delta_rule(
     padding = -length % CHUNK
     segments = torch.cat((segments, segments[-1:].expand(padding)))
     q, k, v, g, beta = (_chunks(t.to(wide), padding) for t in (q, k, value, g[..., None], beta[..., None]))
-    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK))
+    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK), first_state)
     out = out.movedim(1, 2).flatten(0, 1)[:length]
     return out.to(kind), state
+
+
+class _ShardRule(torch.autograd.Function):
+    """The rule for one rank's shard in torch. It computes the shard's map first, and then the outputs."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        segments: Tensor,
+        exchange: ShardExchange,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = (query, key, value, g, beta)
+        _, added = _torch_rule(*inputs, segments)
+        kept = None
+        if exchange.route.is_between:
+            unit = torch.eye(key.shape[-1], dtype=added.dtype, device=added.device)
+            zeros = value.new_zeros(*value.shape[:2], key.shape[-1])
+            _, kept = _torch_rule(query, key, zeros, g, beta, segments, unit.expand(len(added), -1, -1))
+
+        first_state = exchange.first_state(added, kept)
+        out, state = _torch_rule(*inputs, segments, first_state)
+        ctx.save_for_backward(*inputs, segments, kept, first_state)
+        ctx.exchange = exchange
+        ctx.mark_non_differentiable(state)
+        return out, state
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, _: Tensor):
+        *inputs, segments, kept, first_state = ctx.saved_tensors
+        continues = first_state is not None
+
+        def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None = None):
+            return _torch_rule(q, k, v, g, beta, segments, first)
+
+        (out, state), leaves = _with_graph(rule, [*inputs, first_state] if continues else inputs)
+
+        # The map of gradients: what this shard's outputs give to the state before it.
+        gradient = torch.zeros_like(state)
+        if continues:
+            (gradient,) = torch.autograd.grad(out, leaves[-1], dout, retain_graph=True)
+        dstate = ctx.exchange.last_gradient(gradient, kept)
+
+        results = (out,) if dstate is None else (out, state)
+        gradients = (dout,) if dstate is None else (dout, dstate)
+        return (*torch.autograd.grad(results, leaves[:5], gradients), None, None)
 
 
 def _chunks(x: Tensor, padding: int) -> Tensor:
@@ -136,13 +269,14 @@ def _chunks(x: Tensor, padding: int) -> Tensor:
 
 
 def _over_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, first_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Applies the rule chunk by chunk. Returns the outputs in the same shape, and the final state.
 
     Args:
         q, k, v, g, beta: [chunks, heads, CHUNK, d], with d = 1 for g and beta.
         segments: [chunks, CHUNK].
+        first_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
     # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
     # within the sequence, so that other sequences do not change its rounding.
@@ -154,6 +288,8 @@ def _over_chunks(
     # Masked before exp, so that neither values nor gradients of other pairs overflow.
     pairs = (decay - decay.transpose(-1, -2)).masked_fill(~keep, -torch.inf).exp()
     before = F.pad(segments[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
+    if first_state is not None:
+        before = torch.cat((segments[:1, 0], segments[:-1, -1]))
     carried = (segments == before[:, None])[:, None, :, None]
     read = decay.exp() * carried
     last = (segments == segments[:, -1:])[:, None, :, None]
@@ -169,7 +305,7 @@ def _over_chunks(
     scores = (q @ k.transpose(-1, -2)) * pairs
     queries, written = q * read, (k * write).transpose(-1, -2)
 
-    state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1])
+    state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]) if first_state is None else first_state
     out = []
     for i in range(q.shape[0]):
         d = values[i] - keys[i] @ state

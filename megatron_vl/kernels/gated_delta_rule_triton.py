@@ -10,6 +10,8 @@ and value head has these quantities:
 * write = exp(c_last - c) for tokens of the chunk's last sequence, else 0;
 * S: the state [K, V] before the chunk.
 
+A row may begin with a state, which its first sequence continues (FIRST).
+
 The forward pass computes
 
     T = (1 + strictly lower part of beta_i (k_i k_j) P_ij)^-1
@@ -22,6 +24,11 @@ e = T^T (gradient of d),
 
     e = T^T M^T dout + T^T (write k) R
     R <- read_last R + (read q)^T dout - (beta read k)^T e
+
+If context-parallel ranks share the row, each scans its shard twice. The first scan gives the shard's map: the
+last state from a zero state and, if one sequence enters and leaves the shard, the matrix that multiplies the
+state before it. After the exchange, the second scan begins with the right state. The backward scan is done
+twice in the same way. A rank whose first state (backward: last gradient) is zero needs only one scan.
 
 All other gradients follow from S, R, d and e, chunk by chunk. The gradient of the triangular system is
 -e d^T. Products take queries and keys before normalisation, and the inverse lengths of these scale the
@@ -36,11 +43,14 @@ products.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_vl.kernels.shard_exchange import ShardExchange
 
 CHUNK = 64
 _BASE = 16
@@ -87,14 +97,18 @@ def _inverse_length(x):
 
 
 @triton.jit
-def _sequences(segments, chunk, length, C: tl.constexpr):
+def _sequences(segments, chunk, length, C: tl.constexpr, FIRST: tl.constexpr):
     """The sequence numbers of a chunk's tokens [C], and of the token before the chunk (-1: there is none).
+
+    With FIRST, the token before the row belongs to the row's first sequence.
 
     Tokens after the row belong to its last sequence.
     """
     token = chunk * C + tl.arange(0, C)
     segment = tl.load(segments + tl.minimum(token, length - 1))
     before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
+    if FIRST:
+        return segment, before
     return segment, tl.where(chunk > 0, before, -1)
 
 
@@ -192,11 +206,12 @@ def _solve(
     C: tl.constexpr,
     BASE: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Stores T, w = T (beta read k), u = T (beta v) and the scan's factors of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C)
+    segment, before = _sequences(segments, chunk, length, C, FIRST)
     keep = _pairs(segment, C)
     c = _decay(g, keep, chunk, head, length, heads, C)
     read, write, alive = _borders(c, segment, before, C)
@@ -236,6 +251,7 @@ def _scan_forward(
     survives,
     states,
     d,
+    first,
     final,
     head,
     part,
@@ -250,6 +266,7 @@ def _scan_forward(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Stores the state before each chunk, and d.
 
@@ -258,6 +275,8 @@ def _scan_forward(
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((COLUMNS, K), tl.float32)
+    if FIRST:
+        state += tl.load(first + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None])
     for chunk_id in tl.range(0, chunks, num_stages=STAGES):
         chunk = tl.cast(chunk_id, tl.int64)
         here = (chunk * heads + head) * C
@@ -288,6 +307,7 @@ def _scan_backward(
     survives,
     states,
     e,
+    dfirst,
     dfinal,
     head,
     part,
@@ -304,8 +324,13 @@ def _scan_backward(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OF_FINAL: tl.constexpr,
+    FIRST: tl.constexpr,
+    STORE: tl.constexpr,
 ):
-    """Stores the gradient of the state after each chunk, and e."""
+    """Stores the gradient of the state after each chunk, and e.
+
+    With FIRST, it also stores the gradient of the state before the row; without STORE, only that.
+    """
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((COLUMNS, K), tl.float32)
@@ -326,13 +351,17 @@ def _scan_backward(
         alive = tl.load(survives + chunk * heads + head)
 
         rounded = state.to(kind)
-        tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
+        if STORE:
+            tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
         new = of_out.to(tl.float32) + tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
-        tl.store(e + (here + i[None, :]) * V + n[:, None], new.to(kind))
+        if STORE:
+            tl.store(e + (here + i[None, :]) * V + n[:, None], new.to(kind))
         state = state * alive
         scaled = (grad.to(tl.float32) * by_query[None, :]).to(kind)
         state = tl.dot(scaled, queries, acc=state, input_precision=PRECISION)
         state = tl.dot((new * -by_key[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+    if FIRST:
+        tl.store(dfirst + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -344,6 +373,7 @@ def _scan(
     survives,
     states,
     d,
+    first,
     final,
     length,
     chunks,
@@ -356,12 +386,13 @@ def _scan(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Runs :func:`_scan_forward` for one value head and COLUMNS columns of its state."""
     part, head = tl.program_id(0), tl.program_id(1)
     _scan_forward(
-        k, w, u, write_scale, survives, states, d, final, head, part, length, chunks, k_stride,
-        heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION,
+        k, w, u, write_scale, survives, states, d, first, final, head, part, length, chunks, k_stride,
+        heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, FIRST,
     )  # fmt: skip
 
 
@@ -382,7 +413,9 @@ def _both_scans(
     grads,
     d,
     e,
+    first,
     final,
+    dfirst,
     dfinal,
     length,
     chunks,
@@ -397,19 +430,106 @@ def _both_scans(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OF_FINAL: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Runs the forward scan again, or the backward scan. Neither needs the other, so they run in parallel."""
     part, head = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 0:
         _scan_forward(
-            k, w, u, write_scale, survives, states, d, final, head, part, length, chunks, k_stride,
-            heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION,
+            k, w, u, write_scale, survives, states, d, first, final, head, part, length, chunks, k_stride,
+            heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, FIRST,
         )  # fmt: skip
     else:
         _scan_backward(
-            q, k, w_back, z, dout, read_scale, beta_scale, survives, grads, e, dfinal, head, part,
+            q, k, w_back, z, dout, read_scale, beta_scale, survives, grads, e, dfirst, dfinal, head, part,
             length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL,
+            FIRST, True,
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["length", "first_chunk", "chunks"])
+def _shard_map(
+    k,
+    w,
+    u,
+    write_scale,
+    survives,
+    added,
+    kept,
+    length,
+    first_chunk,
+    chunks,
+    k_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Stores what the chunks from ``first_chunk`` on make of a zero state, and of the unit matrix.
+
+    The scan is that of :func:`_scan_forward` for COLUMNS columns of [added | kept], which have V and K
+    columns. The columns of ``kept`` have no values.
+    """
+    part, head = tl.program_id(0), tl.program_id(1)
+    kind: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    of_added = n < V
+    state = tl.where((n - V)[:, None] == j[None, :], 1.0, tl.zeros((COLUMNS, K), tl.float32))
+    for chunk_id in tl.range(first_chunk, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunk_id, tl.int64)
+        here = (chunk * heads + head) * C
+        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
+        of_values = tl.load(u + (here + i[None, :]) * V + n[:, None], mask=of_added[:, None], other=0.0)
+        scale = tl.load(write_scale + here + i)
+        alive = tl.load(survives + chunk * heads + head)
+
+        rounded = state.to(kind)
+        new = of_values.to(tl.float32) - tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
+        state = state * alive
+        state = tl.dot((new * scale[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+
+    row = head.to(tl.int64) * K + j[None, :]
+    tl.store(added + row * V + n[:, None], state, mask=of_added[:, None])
+    of_kept = (n >= V) & (n < V + K)
+    tl.store(kept + row * K + (n - V)[:, None], state, mask=of_kept[:, None])
+
+
+@triton.jit(do_not_specialize=["length", "chunks"])
+def _first_gradient(
+    q,
+    k,
+    w_back,
+    z,
+    dout,
+    read_scale,
+    beta_scale,
+    survives,
+    dfirst,
+    length,
+    chunks,
+    q_stride,
+    k_stride,
+    heads,
+    repeats,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Stores the gradient of the state before the row from the outputs of the first ``chunks`` chunks."""
+    part, head = tl.program_id(0), tl.program_id(1)
+    _scan_backward(
+        q, k, w_back, z, dout, read_scale, beta_scale, survives, dfirst, dfirst, dfirst, dfirst, head, part,
+        length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, False,
+        True, False,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -431,11 +551,12 @@ def _out(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Stores read q S + M d of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = q.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C)
+    segment, before = _sequences(segments, chunk, length, C, FIRST)
     keep = _pairs(segment, C)
     c = _decay(g, keep, chunk, head, length, heads, C)
     queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
@@ -488,11 +609,12 @@ def _prepare(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Stores the inputs of both scans: w and u again, T^T (write k), T^T M^T dout, and factors of tokens."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C)
+    segment, before = _sequences(segments, chunk, length, C, FIRST)
     c = _decay(g, _pairs(segment, C), chunk, head, length, heads, C)
     read, write, alive = _borders(c, segment, before, C)
     b = _beta(beta, chunk, head, length, heads, C)
@@ -572,11 +694,12 @@ def _query_gradients(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Stores dq of a chunk and key head, summed over its value heads, and c's gradient through queries."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = q.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C)
+    segment, before = _sequences(segments, chunk, length, C, FIRST)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
     keep = _pairs(segment, C)
@@ -650,7 +773,7 @@ def _pair_gradients(
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, _ = _sequences(segments, chunk, length, C)
+    segment, _ = _sequences(segments, chunk, length, C, False)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     keep, seen = _pairs(segment, C), _pairs_transposed(segment, C)
     queries = _tile(q, chunk, q_stride, key_head, length, C, K)
@@ -720,11 +843,12 @@ def _key_gradients(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Stores the other gradients of a chunk and key head, summed over its value heads."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C)
+    segment, before = _sequences(segments, chunk, length, C, FIRST)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
     inside = token < length
@@ -785,16 +909,39 @@ def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
     return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan}
 
 
+class Saved(NamedTuple):
+    """What :func:`forward` keeps for :func:`backward`."""
+
+    inverse: Tensor
+    """[chunks, Vh, CHUNK, CHUNK], the inverses of the triangular systems."""
+    first: Tensor | None
+    """float32 [Vh, K, V], the state before the row; None: the first sequence begins there."""
+    kept: Tensor | None
+    """float32 [Vh, K, K], the matrix of a shard that one sequence enters and leaves."""
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, config: Config = CONFIG
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    config: Config = CONFIG,
+    *,
+    first: Tensor | None = None,
+    exchange: ShardExchange | None = None,
+) -> tuple[Tensor, Tensor, Saved]:
     """Runs the forward kernels on q, k [S, Kh, K], v [S, Vh, V], g, beta [S, Vh] and segments [S].
 
     q, k and v may have any stride between tokens. The heads of a token are contiguous.
 
+    Args:
+        first: the state before the row, float32 [Vh, K, V], contiguous.
+        exchange: supplies ``first``, from the maps of all shards of the row.
+
     Returns:
-        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and the inverse that :func:`backward`
-        needs.
+        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`backward` needs.
     """
     length, heads, width = v.shape
     chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
@@ -808,20 +955,39 @@ def forward(
     # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
     precision = {"PRECISION": config.precision}
     strides = (q.stride(0), k.stride(0), v.stride(0))
+    begins = {"FIRST": first is not None or (exchange is not None and exchange.route.tokens_before > 0)}
     _solve[heads, chunks](
         k, v, g, beta, segments, inverse, w, u, write_scale, survives, length, *strides[1:],
-        BASE=_BASE, num_warps=config.solve, **sizes, **precision,
+        BASE=_BASE, num_warps=config.solve, **sizes, **precision, **begins,
     )  # fmt: skip
+
     options = _scan_options(config, v)
+    kept = None
+    if exchange is not None and begins["FIRST"]:
+        # The map of the shard comes before its states, so that later ranks do not wait for these.
+        added = torch.zeros_like(final)
+        if exchange.route.tokens_after:
+            columns = width
+            if exchange.route.is_between:
+                kept = g.new_empty(heads, q.shape[2], q.shape[2], dtype=torch.float32)
+                columns += q.shape[2]
+            _shard_map[triton.cdiv(columns, options["COLUMNS"]), heads](
+                k, w, u, write_scale, survives, added, added if kept is None else kept, length,
+                exchange.route.last_start // CHUNK, chunks, strides[1], **sizes, **options, **precision,
+            )  # fmt: skip
+        first = exchange.first_state(added, kept)
+
     _scan[triton.cdiv(width, options["COLUMNS"]), heads](
-        k, w, u, write_scale, survives, states, d, final, length, chunks, strides[1],
-        **sizes, **options, **precision,
+        k, w, u, write_scale, survives, states, d, first, final, length, chunks, strides[1],
+        **sizes, **options, **precision, **begins,
     )  # fmt: skip
+    if exchange is not None and not begins["FIRST"]:
+        exchange.first_state(final, None)
     _out[heads, chunks](
         q, k, g, segments, states, d, out, length, *strides[:2],
-        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision,
+        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision, **begins,
     )  # fmt: skip
-    return out, final, inverse
+    return out, final, Saved(inverse, first, kept)
 
 
 def backward(
@@ -831,18 +997,21 @@ def backward(
     g: Tensor,
     beta: Tensor,
     segments: Tensor,
-    inverse: Tensor,
+    saved: Saved,
     dout: Tensor,
     dfinal: Tensor | None,
     grads: tuple[Tensor, Tensor, Tensor],
     config: Config = CONFIG,
-) -> tuple[Tensor, Tensor]:
-    """Writes the gradients of q, k and v to ``grads`` and returns those of g and beta.
+    *,
+    exchange: ShardExchange | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Writes the gradients of q, k and v to ``grads`` and returns those of g, beta and the first state.
 
     Args:
-        inverse: the third result of :func:`forward`.
+        saved: the third result of :func:`forward`.
         dout: the gradient of the outputs, [S, Vh, V], contiguous.
         dfinal: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
+        exchange: supplies ``dfinal``, from the gradients of all shards of the row.
     """
     length, heads, width = v.shape
     chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
@@ -854,26 +1023,42 @@ def backward(
     survives = g.new_empty(tile[:2], dtype=torch.float32)
     final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    dfirst = None if saved.first is None else torch.empty_like(saved.first)
 
     precision, scale = {"PRECISION": config.precision}, q.shape[2] ** -0.5
     strides = (q.stride(0), k.stride(0), v.stride(0))
+    begins = {"FIRST": saved.first is not None}
     _prepare[heads, chunks](
-        q, k, v, g, beta, segments, dout, inverse, w, u, w_back, z,
+        q, k, v, g, beta, segments, dout, saved.inverse, w, u, w_back, z,
         write_scale, read_scale, beta_scale, survives, length, *strides,
-        SCALE=scale, num_warps=config.prepare, **sizes, **precision,
+        SCALE=scale, num_warps=config.prepare, **sizes, **precision, **begins,
     )  # fmt: skip
 
     options = _scan_options(config, v)
-    _both_scans[triton.cdiv(width, options["COLUMNS"]), heads, 2](
+    scans = triton.cdiv(width, options["COLUMNS"]), heads
+    goes_on = exchange is not None and exchange.route.tokens_after > 0
+    if exchange is not None and goes_on:
+        gradient = torch.zeros_like(final)
+        if saved.first is not None:
+            _first_gradient[scans](
+                q, k, w_back, z, dout, read_scale, beta_scale, survives, gradient,
+                length, triton.cdiv(exchange.route.first_end, CHUNK), *strides[:2],
+                **sizes, **options, **precision,
+            )  # fmt: skip
+        dfinal = exchange.last_gradient(gradient, saved.kept)
+
+    _both_scans[(*scans, 2)](
         q, k, w, u, w_back, z, dout, write_scale, read_scale, beta_scale, survives,
-        states, after, d, e, final, dfinal, length, chunks, *strides[:2],
-        OF_FINAL=dfinal is not None, **sizes, **options, **precision,
+        states, after, d, e, saved.first, final, dfirst, dfinal, length, chunks, *strides[:2],
+        OF_FINAL=dfinal is not None, **sizes, **options, **precision, **begins,
     )  # fmt: skip
+    if exchange is not None and not goes_on:
+        exchange.last_gradient(torch.zeros_like(final) if dfirst is None else dfirst, None)
 
     key_heads, (dq, dk, dv) = q.shape[1], grads
     _query_gradients[key_heads, chunks](
         q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
-        SCALE=scale, num_warps=config.queries, **sizes, **precision,
+        SCALE=scale, num_warps=config.queries, **sizes, **precision, **begins,
     )  # fmt: skip
     partial = g.new_empty(chunks, key_heads, CHUNK, q.shape[2], dtype=torch.float32)
     _pair_gradients[key_heads, chunks](
@@ -882,29 +1067,44 @@ def backward(
     )  # fmt: skip
     _key_gradients[key_heads, chunks](
         k, v, g, beta, segments, d, e, states, after, read_scale, beta_scale, partial, dk, dv, dg, dbeta,
-        length, *strides[1:], dk.stride(0), dv.stride(0), num_warps=config.keys, **sizes, **precision,
+        length, *strides[1:], dk.stride(0), dv.stride(0), num_warps=config.keys,
+        **sizes, **precision, **begins,
     )  # fmt: skip
-    return dg, dbeta
+    return dg, dbeta, dfirst
 
 
 class _Rule(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        segments: Tensor,
+        first: Tensor | None,
+        exchange: ShardExchange | None,
     ) -> tuple[Tensor, Tensor]:
-        out, state, inverse = forward(q, k, v, g, beta, segments)
-        ctx.save_for_backward(q, k, v, g, beta, segments, inverse)
+        out, state, saved = forward(q, k, v, g, beta, segments, first=first, exchange=exchange)
+        ctx.save_for_backward(q, k, v, g, beta, segments, *saved)
+        ctx.exchange = exchange
         ctx.set_materialize_grads(False)
+        if exchange is not None:
+            ctx.mark_non_differentiable(state)
         return out, state
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dstate: Tensor | None):
-        q, k, v, g, beta, segments, inverse = ctx.saved_tensors
+        q, k, v, g, beta, segments, *tensors = ctx.saved_tensors
         dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         dout = torch.zeros_like(dv) if dout is None else dout.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
-        dg, dbeta = backward(q, k, v, g, beta, segments, inverse, dout, dstate, (dq, dk, dv))
-        return dq, dk, dv, dg, dbeta, None
+        saved, grads = Saved(*tensors), (dq, dk, dv)
+        dg, dbeta, dfirst = backward(
+            q, k, v, g, beta, segments, saved, dout, dstate, grads, exchange=ctx.exchange
+        )
+        return dq, dk, dv, dg, dbeta, None, dfirst if ctx.exchange is None else None, None
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -919,8 +1119,16 @@ def _contiguous_heads(t: Tensor) -> Tensor:
 
 
 def gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    segments: Tensor,
+    first: Tensor | None = None,
+    exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`megatron_vl.kernels.gated_delta_rule.gated_delta_rule`."""
     q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
-    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous())
+    first = None if first is None else first.float().contiguous()
+    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous(), first, exchange)

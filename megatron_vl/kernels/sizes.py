@@ -9,3 +9,5 @@ STATE_CHUNK_BYTES = 256 << 20
 """Largest piece of offloaded optimizer state that is copied at once."""
 STATE_CHUNKS_ON_GPU = 4
 """Number of such pieces that are on the GPU at once while weights are updated."""
+MAX_STATE_RANKS = 16
+"""Largest number of context-parallel ranks with linear attention. Each receives the states of all."""

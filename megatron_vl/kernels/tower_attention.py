@@ -57,7 +57,7 @@ class Tile:
 @dataclass(frozen=True)
 class Tiles:
     """The tiles of the three kernels. The defaults are the fastest measured on H200 for heads of 72
-    (docs/log/2026-11.md)."""
+    (docs/log/speed.md)."""
 
     forward: Tile = Tile(128, 64, 8, 3)
     query: Tile = Tile(64, 32, 4, 3)

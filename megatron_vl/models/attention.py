@@ -25,9 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
+from megatron_vl.kernels.shard_exchange import ShardRoute
 from megatron_vl.kernels.sizes import TE_HEADS
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
-from megatron_vl.models.batch import Segments
+from megatron_vl.models.batch import RowShard, Segments
+from megatron_vl.models.context_parallel import heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kv_cache import CacheUse
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
@@ -48,6 +50,11 @@ class PackedRow(PackedSeqParams):
     """fp32 [P, d / 2] each, for layers whose kernels apply RoPE themselves."""
     cache: CacheUse | None = None
     """The stored keys and values during generation; otherwise None."""
+    shard: RowShard | None = None
+    """This rank's part of the row under context parallelism; otherwise None."""
+    shard_route: ShardRoute | None = None
+    """Under context parallelism, how sequences cross the edges of this rank's shard of the row, for layers
+    with linear attention; otherwise None."""
 
 
 def packed_row(
@@ -55,16 +62,28 @@ def packed_row(
     window: Segments | None = None,
     cos_sin: tuple[Tensor, Tensor] | None = None,
     cache: CacheUse | None = None,
+    shard: RowShard | None = None,
+    shard_route: ShardRoute | None = None,
 ) -> PackedRow:
     """A :class:`PackedRow` in the format ``sbhd``.
 
     With this format, core neither squeezes the batch axis nor applies its own packed RoPE.
     """
-    return PackedRow(qkv_format="sbhd", full=full, window=window, cos_sin=cos_sin, cache=cache)
+    return PackedRow(
+        qkv_format="sbhd",
+        full=full,
+        window=window,
+        cos_sin=cos_sin,
+        cache=cache,
+        shard=shard,
+        shard_route=shard_route,
+    )
 
 
 class PackedAttention(nn.Module):
     """The ``core_attention`` of a Megatron-core layer, for packed rows.
+
+    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it.
 
     Args:
         backend: one of :data:`BACKENDS`.
@@ -96,6 +115,7 @@ class PackedAttention(nn.Module):
         self.windowed = windowed(layer_number - 1)
         self.causal = causal
         self.attend = make_backend(backend)
+        self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -107,7 +127,7 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]."""
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]; S are this rank's tokens."""
         assert packed_seq_params is not None
         segments = packed_seq_params.window if self.windowed else packed_seq_params.full
         assert segments is not None
@@ -116,7 +136,11 @@ class PackedAttention(nn.Module):
         k = key.squeeze(1)
         v = value.squeeze(1)
         use = packed_seq_params.cache
-        if use is None:
+        if self.cp_group.size() > 1:
+            assert use is None, "answers are not generated under context parallelism"
+            q, k, v = heads_for_tokens(q, k, v, self.cp_group)
+            out = tokens_for_heads(self.attend(q, k, v, segments, self.causal), self.cp_group)
+        elif use is None:
             out = self.attend(q, k, v, segments, self.causal)
         else:
             out = use.attend(self, q, k, v, lambda: self.attend(q, k, v, segments, self.causal))
@@ -128,7 +152,7 @@ def choose_backend(
 ) -> str:
     """Chooses the fastest measured backend if ``name`` is ``auto``. Otherwise, checks and returns ``name``.
 
-    On H200 (docs/log/2026-11.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
+    On H200 (docs/log/speed.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
     language model's long causal segments. Heads wider than 128 (Qwen3.5) use FlashAttention-2, because cuDNN
     computes wrong gradients for them in packed rows.

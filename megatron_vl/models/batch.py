@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.kv_cache import CacheUse
 
 
@@ -30,6 +31,18 @@ class Segments:
 
 
 @dataclass
+class RowShard:
+    """A context-parallel rank's part of a row."""
+
+    segments: Segments
+    """The bounds of the row's sequences within the shard, from 0 to S / cp; those outside it are left out."""
+    continues_left: bool
+    """Whether the first of these sequences began on the rank before."""
+    continues_right: bool
+    """Whether the last of these sequences goes on on the next rank."""
+
+
+@dataclass
 class VisionInput:
     """A :class:`~megatron_vl.data.packing.row.VisionBatch` on the device: same shapes, and segments."""
 
@@ -43,7 +56,12 @@ class VisionInput:
 
 @dataclass
 class DeviceRow:
-    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.packing.row.Row`."""
+    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.packing.row.Row`.
+
+    Under context parallelism, it is this rank's part of the row (``shard``): S is the row's length divided by
+    ``cp``, and positions of tokens count from the part's first token. Only ``segments`` are those of the
+    whole row.
+    """
 
     tokens: Tensor
     labels: Tensor
@@ -65,6 +83,16 @@ class DeviceRow:
     """int64 [N], ascending: the tokens for which logits and losses are computed; None: all."""
     sources: Tensor | None = None
     """int32 [segments]: the number in the blend of each segment's source, -1 for the padded tail; None if the
-    data set is no blend."""
+    data set is no blend. Under context parallelism, those of the shard's segments."""
+    shard: RowShard | None = None
+    """This rank's part of the row under context parallelism; otherwise None."""
+    feature_route: FeatureRoute | None = None
+    """The way of features from the tower to placeholders, on the first stage under context parallelism, if
+    the row has pictures and the tower is on the first stage; otherwise None."""
     cache: CacheUse | None = None
     """The stored keys and values during generation; otherwise None."""
+
+    @property
+    def local_segments(self) -> Segments:
+        """The bounds of the sequences among this rank's tokens."""
+        return self.segments if self.shard is None else self.shard.segments

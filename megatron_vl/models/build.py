@@ -63,7 +63,7 @@ def build_chunks(
     message_levels = levels_before(layout.layers[0], deepstack) if len(layout.layers) > 1 else 0
 
     rank = mpu.get_pipeline_model_parallel_rank()
-    chunks = []
+    chunks: list[VisionLanguageModel] = []
     for stage in range(layout.vpp):
         tower = None
         if rank == 0 and stage == 0 and not layout.decoupled:
@@ -111,7 +111,11 @@ def _language_settings(
 
     if core.tp_comm_overlap:
         tp_overlap.start(
-            config.data.seq_len, spec.language.hidden_size, layout.tp, dtype, fp8=core.fp8 is not None
+            config.data.seq_len // layout.cp,
+            spec.language.hidden_size,
+            layout.tp,
+            dtype,
+            fp8=core.fp8 is not None,
         )
     return core
 
@@ -265,7 +269,7 @@ def _tower_groups(pg: ProcessGroupCollection, tp: dist.ProcessGroup | None) -> P
     """The tower's process groups: ``tp`` (None: that of the language model's ``pg``) and no pipeline."""
     tower = ProcessGroupCollection()
     tower.tp = tp or pg.tp
-    tower.cp = pg.cp
+    tower.cp = group_of_one()
     tower.pp = None
     return tower
 

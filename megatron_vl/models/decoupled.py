@@ -1,6 +1,6 @@
 """The vision tower on every rank (``vision.placement: decoupled``).
 
-Ahead of the pipeline, the tp x pp ranks of a data-parallel replica encode the pictures of the whole step
+Ahead of the pipeline, the tp x cp x pp ranks of a data-parallel replica encode the pictures of the whole step
 together, without keeping activations, and send the features to the first stage. There they are autograd
 leaves. After the pipeline's backward pass, their gradients go back to the ranks that encoded them. Each rank
 runs its pictures forward once more (except for ``vision.keep_patches`` patches, whose activations it kept)
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
 from megatron_vl.models.frame_shares import Array, Frames, cut_evenly
 from megatron_vl.models.vision_language import TowerEverywhere
 from megatron_vl.parallel.ddp import ReplicaDDP
-from megatron_vl.parallel.groups import group_of_one
+from megatron_vl.parallel.groups import group_of_one, replica_group
 from megatron_vl.spec.families import VisionSpec
 
 
@@ -47,7 +47,7 @@ class StepVision:
     features_of_rank: list[int]
     """Number of features that each rank of the replica computes, by rank in the replica's group."""
     features_of_row: list[int]
-    """Number of features of each row."""
+    """Number of features of each row; under context parallelism, of this rank's part of it."""
     frames: Frames
     """The frames of this rank's share."""
     plane_bounds: Array
@@ -60,6 +60,11 @@ class StepVision:
     """int32 [F + 1] on the device: bounds of the share's frames."""
     window: Tensor
     """int32 [W + 1] on the device: bounds of the share's windows."""
+    features_of_part: list[int] = field(default_factory=list)
+    """Under context parallelism, the number of features that each context-parallel rank needs."""
+    part_order: Tensor | None = None
+    """Under context parallelism, on the first rank of the replica: int64 [N] on the device, all features
+    sorted by the rank that needs them."""
 
     @property
     def has_pictures(self) -> bool:
@@ -120,7 +125,8 @@ class DecoupledTower:
 
     def __init__(self, module: TowerEverywhere, vision: VisionSpec, config: VisionConfig) -> None:
         self.module, self.vision, self.config = module, vision, config
-        self.group = mpu.get_model_parallel_group()
+        self.group = replica_group()
+        self.cp_group = mpu.get_context_parallel_group()
         self.tp_group = mpu.get_tensor_model_parallel_group()
         self.on_first_stage = mpu.get_pipeline_model_parallel_rank() == 0
         self.ddp: ReplicaDDP | None = None
@@ -204,11 +210,18 @@ class DecoupledTower:
         )
 
     def to_first(self, mine: Tensor, step: StepVision) -> Tensor:
-        """The features of all ranks of the replica, in rank order, on its first stage; empty elsewhere."""
+        """The features of all ranks of the replica, in rank order, on its first stage; empty elsewhere.
+
+        Under context parallelism, each rank of that stage gets those of its part of each row.
+        """
         features = exchange_with_first(mine, step.features_of_rank, self.group, gather=True)
+        if self._exchanges_parts:
+            if step.part_order is not None:
+                features = features.index_select(0, step.part_order)
+            features = exchange_with_first(features, step.features_of_part, self.cp_group, gather=False)
         if self.on_first_stage and self.tp_group.size() > 1:
             if self.tp_group.rank():
-                features = mine.new_empty(sum(step.features_of_rank), *mine.shape[1:])
+                features = mine.new_empty(sum(step.features_of_row), *mine.shape[1:])
             dist.broadcast(features, src=dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
         return features
 
@@ -263,7 +276,17 @@ class DecoupledTower:
             features, row.features = row.features, None
             if features is not None:
                 parts.append(torch.zeros_like(features) if features.grad is None else features.grad)
-        return torch.cat(parts) if parts and self.group.rank() == 0 else none
+        collected = torch.cat(parts) if parts and self.on_first_stage and not self.tp_group.rank() else none
+        if self._exchanges_parts:
+            collected = exchange_with_first(collected, step.features_of_part, self.cp_group, gather=True)
+            if step.part_order is not None:
+                collected = torch.empty_like(collected).index_copy_(0, step.part_order, collected)
+        return collected if self.group.rank() == 0 else none
+
+    @property
+    def _exchanges_parts(self) -> bool:
+        """Whether this rank passes features to other parts of its rows, or their gradients back."""
+        return self.cp_group.size() > 1 and self.on_first_stage and not self.tp_group.rank()
 
     def to_owners(self, gradient: Tensor, step: StepVision) -> Tensor:
         """The gradients of this rank's features, [n, 1 + levels, H]."""

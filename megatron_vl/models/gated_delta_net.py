@@ -6,12 +6,14 @@ in ``thd``, rounds the decays to bfloat16, cannot be built without flash-linear-
 its norm's gradients over tensor-parallel ranks. Reference: ``Qwen3_5GatedDeltaNet`` of transformers.
 
 The heads are divided among tensor-parallel ranks: each rank has some key heads and the value heads that they
-serve.
+serve. Context-parallel ranks each hold a shard of the row's tokens. They exchange the states of sequences
+that cross an edge, and the last inputs of the convolution (:mod:`megatron_vl.kernels.shard_exchange`).
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from megatron_vl.kernels.gated_delta_rule import (
     one_token,
     segment_numbers,
 )
+from megatron_vl.kernels.shard_exchange import ShardExchange
 from megatron_vl.models.attention import PackedRow
 from megatron_vl.models.kv_cache import CacheUse
 from megatron_vl.spec.families import LinearAttentionSpec
@@ -57,6 +60,7 @@ class GatedDeltaNet(nn.Module):
         self.config = config
         self.spec, self.layer_number = spec, layer_number
         self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
         tp = self.tp_group.size()
         self.key_heads, self.value_heads = spec.key_heads // tp, spec.value_heads // tp
         keys, values = self.key_heads * spec.key_dim, self.value_heads * spec.value_dim
@@ -105,7 +109,11 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRow | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """[S (/ tp), 1, H] -> ([S (/ tp), 1, H], bias to add or None)"""
+        """[S (/ tp), 1, H] -> ([S (/ tp), 1, H], bias to add or None)
+
+        Under context parallelism, S is the length of this rank's shard. ``packed_seq_params`` has the
+        segments of the whole row and the shard's route.
+        """
         assert packed_seq_params is not None and packed_seq_params.full is not None
         projected, _ = self.in_proj(hidden_states)
         projected = projected[:, 0]
@@ -114,22 +122,36 @@ class GatedDeltaNet(nn.Module):
         if cache is not None:
             out = self._with_cache(projected, cache)
         else:
-            segments = segment_numbers(packed_seq_params.full.cu_seqlens, projected.shape[0])
+            segments, exchange = self._shard(packed_seq_params, projected.shape[0])
+            mix = partial(self._mix, exchange=exchange)
             if self.recompute and self.training and torch.is_grad_enabled():
-                out = checkpoint(self._mix, False, projected, segments)
+                out = checkpoint(mix, False, projected, segments)
             else:
-                out = self._mix(projected, segments)
+                out = mix(projected, segments)
         return self.out_proj(out[:, None])
 
-    def _mix(self, projected: Tensor, segments: Tensor) -> Tensor:
-        """[S, sections] -> [S, value heads * V]"""
-        return self._mix_with_state(projected, segments)[0]
+    def _shard(self, row: PackedRow, length: int) -> tuple[Tensor, ShardExchange | None]:
+        """The sequence numbers of this rank's tokens, and the exchange if any sequence crosses an edge."""
+        assert row.full is not None
+        if self.cp_group.size() == 1:
+            return segment_numbers(row.full.cu_seqlens, length), None
 
-    def _mix_with_state(self, projected: Tensor, segments: Tensor) -> tuple[Tensor, Tensor]:
+        route = row.shard_route
+        assert route is not None and route.length == length and route.rank == self.cp_group.rank()
+        segments = segment_numbers(row.full.cu_seqlens, length, route.rank * length)
+        return segments, ShardExchange(route, self.cp_group) if route.any_cut else None
+
+    def _mix(self, projected: Tensor, segments: Tensor, exchange: ShardExchange | None = None) -> Tensor:
+        """[S, sections] -> [S, value heads * V]"""
+        return self._mix_with_state(projected, segments, exchange)[0]
+
+    def _mix_with_state(
+        self, projected: Tensor, segments: Tensor, exchange: ShardExchange | None = None
+    ) -> tuple[Tensor, Tensor]:
         qkv, z, b, a = projected.split(self.sections, dim=-1)
-        mixed = causal_conv(qkv, self.conv1d.weight[:, 0], segments)
+        mixed = causal_conv(qkv, self.conv1d.weight[:, 0], segments, exchange=exchange)
         g, beta = self._gates(a, b)
-        out, state = gated_delta_rule(*self._heads(mixed), g, beta, segments)
+        out, state = gated_delta_rule(*self._heads(mixed), g, beta, segments, exchange=exchange)
         return self._norm(out, z), state
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
+from megatron_vl.kernels.sizes import MAX_STATE_RANKS
 from megatron_vl.models.layer_specs import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_settings
 from megatron_vl.platform import Platform
@@ -92,6 +93,7 @@ def language_config(
         mrope_section=list(m.mrope_section),
         sequence_parallel=sequence_parallel,
         tp_comm_overlap=tp_comm_overlap,
+        context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,
@@ -111,7 +113,7 @@ def language_config(
     return config
 
 
-def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
+def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool, cp: int = 1) -> None:
     """Raises RunConfigError for settings that are not supported with linear attention."""
     if fp8.recipe != "none":
         raise RunConfigError(
@@ -120,6 +122,11 @@ def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: boo
         )
     if tp_comm_overlap:
         raise RunConfigError(f"parallel.tp_comm_overlap is not supported for {spec.family}; set it to false")
+    if cp > MAX_STATE_RANKS:
+        raise RunConfigError(
+            f"parallel.cp {cp}: {spec.family} (linear attention) supports at most {MAX_STATE_RANKS};"
+            " every rank receives the states of all others"
+        )
 
 
 def vision_config(

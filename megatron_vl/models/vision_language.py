@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_vl.models.attention import packed_row
 from megatron_vl.models.batch import DeviceRow
+from megatron_vl.models.context_parallel import exchange_features
 from megatron_vl.models.deepstack import levels_before
 from megatron_vl.models.head import selected_losses
 from megatron_vl.models.vision import VisionTower
@@ -26,6 +27,8 @@ from megatron_vl.parallel.ddp import AbsentTower
 class VisionLanguageModel(MegatronModule):
     """The module that Megatron-core's schedules call.
 
+    Under context parallelism, a row is this rank's part of it (:class:`~megatron_vl.models.batch.DeviceRow`),
+    and S is the length of that part.
 
     Args:
         config: the language model's TransformerConfig.
@@ -95,7 +98,7 @@ class VisionLanguageModel(MegatronModule):
             attention_mask=None,
             decoder_input=decoder_input,
             labels=row.labels[None] if labels else None,
-            packed_seq_params=packed_row(row.segments, cache=row.cache),
+            packed_seq_params=packed_row(row.segments, cache=row.cache, shard=row.shard),
             padding_mask=self._padding_mask(row),
             **selection,
         )
@@ -127,8 +130,11 @@ class VisionLanguageModel(MegatronModule):
         features = None
         if self.absent_tower is not None:
             self.absent_tower.gather()
+        skips_tower = self._skips_tower(row)
 
-        if self.vision_model is not None and row.vision is not None and not self._may_skip_tower(row):
+        if row.feature_route is not None:
+            features = self._exchanged_features(row, skips_tower)
+        elif self.vision_model is not None and row.vision is not None and not skips_tower:
             # The tower runs before the embedding, because parameters are registered, gathered and reduced in
             # that order.
             features = self.vision_model(row.vision)
@@ -136,7 +142,7 @@ class VisionLanguageModel(MegatronModule):
             features = list(row.features.unbind(1))
 
         embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
-        if features is None and self.absent_tower is not None:
+        if self.absent_tower is not None and (skips_tower or features is None):
             embedded = self.absent_tower.skip(embedded)
 
         parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
@@ -148,6 +154,34 @@ class VisionLanguageModel(MegatronModule):
             parts = [scatter_to_sequence_parallel_region(part) for part in parts]
         return torch.cat(parts) if self.deepstack else parts[0]
 
+    def _exchanged_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor]:
+        """The features of this rank's placeholders, one tensor for each level, under context parallelism.
+
+        Each context-parallel rank encodes some frames of the row. Ranks without any take part in the exchange
+        with nothing.
+        """
+        assert self.vision_model is not None and row.feature_route is not None
+        route = row.feature_route
+        if skips_tower:
+            # The exchange has a backward pass on all ranks or on none.
+            trains = any(parameter.requires_grad for parameter in self.vision_model.parameters())
+            nothing = torch.empty(
+                0,
+                1 + self.deepstack,
+                self.config.hidden_size,
+                dtype=self.config.params_dtype,
+                device=row.tokens.device,
+                requires_grad=trains and torch.is_grad_enabled(),
+            )
+            encoded = nothing
+        else:
+            encoded = torch.stack(self.vision_model(row.vision), 1)
+            if not route.encodes:  # a dummy picture, without a place in the row
+                encoded = encoded[:0] + encoded.sum() * 0.0
+
+        group = self.language_model.pg_collection.cp
+        return list(exchange_features(encoded, route, group).unbind(1))
+
     def _needs_no_features(self, row: DeviceRow) -> bool:
         """Whether the row has no picture and the backward pass does not need its (empty) features."""
         assert row.features is not None
@@ -157,12 +191,16 @@ class VisionLanguageModel(MegatronModule):
     def _trains_embedding(self) -> bool:
         return any(p.requires_grad for p in self.language_model.embedding.parameters())
 
-    def _may_skip_tower(self, row: DeviceRow) -> bool:
-        """Whether the row has no picture and its backward pass, if there is one, reaches the embedding.
+    def _skips_tower(self, row: DeviceRow) -> bool:
+        """Whether this rank encodes no picture of the row and the backward pass, if there is one, reaches the
+        embedding.
 
         There, ``absent_tower`` reports the tower's gradients as ready.
         """
-        if self.absent_tower is None or row.feature_index is None or row.feature_index.numel():
+        if self.absent_tower is None or row.feature_index is None:
+            return False
+        encodes = row.feature_index.numel() if row.feature_route is None else row.feature_route.encodes
+        if encodes:
             return False
         return not torch.is_grad_enabled() or self._trains_embedding
 

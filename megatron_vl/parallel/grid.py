@@ -1,7 +1,7 @@
-"""The process grid: each rank's coordinates in tensor, pipeline and data parallelism.
+"""The process grid: each rank's coordinates in tensor, context, pipeline and data parallelism.
 
-Ranks are ordered as in Megatron-core (``tp`` fastest, then ``dp``, then ``pp``), so that tensor-parallel
-peers share a node. For experts, the same ``tp * dp`` ranks of a stage are ordered with ``etp`` fastest, then
+Ranks are ordered as in Megatron-core (``tp`` fastest, then ``cp``, ``dp``, ``pp``), so that tensor-parallel
+peers share a node. For experts, the same ``tp * cp * dp`` ranks of a stage have ``etp`` fastest, then
 ``ep``, then expert-data-parallel. Training uses core's global groups. This module adds the groups that the
 loader needs.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.parallel import failures, tp_overlap
-from megatron_vl.parallel.groups import core_keeps_groups, end_groups, kept_group
+from megatron_vl.parallel.groups import core_keeps_groups, end_groups, keep_replica_group, kept_group
 from megatron_vl.parallel.open_files import raise_open_files
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import Layout
@@ -28,9 +28,12 @@ class ProcessGrid:
     """This rank's coordinates, and the groups over which rows are sent."""
 
     tp_rank: int
+    cp_rank: int
     pp_rank: int
     dp_rank: int
+    """The number of this rank's replica."""
     tp: int
+    cp: int
     pp: int
     dp: int
     vpp: int
@@ -43,13 +46,16 @@ class ProcessGrid:
     rank: int
     world_size: int
     replica_group: dist.ProcessGroup
-    """All tp x pp ranks of this data-parallel replica."""
+    """All tp x cp x pp ranks of this data-parallel replica."""
     replica_source: int
-    """Global rank of this replica's owner: the rank (stage 0, tp 0) that owns the loader."""
+    """Global rank of this replica's owner: the rank (stage 0, cp 0, tp 0) that owns the loader."""
     replica_gloo: dist.ProcessGroup
     """The same ranks over gloo, for small host-side messages."""
+    stage_group: dist.ProcessGroup
+    """The tp x cp ranks of this replica on this pipeline stage."""
     tp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
+    """The ranks with the same part of the model and of their rows, one of each replica."""
 
     def part(self, info: TensorInfo) -> int:
         """The part of a tensor that this rank holds (see :meth:`Cut.part`)."""
@@ -59,7 +65,17 @@ class ProcessGrid:
         """Whether this rank is the first of the ranks that hold the same part of a tensor."""
         if self.cut.on_every_rank(info):
             return self.rank == 0
-        return (self.edp_rank if info.experts else self.dp_rank) == 0
+        return self.edp_rank == 0 if info.experts else self.is_first_dense_copy
+
+    @property
+    def is_first_dense_copy(self) -> bool:
+        """Whether this rank is the first of the ranks that hold the same parts of the dense tensors."""
+        return self.dp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks of a replica."""
+        return self.tp * self.cp * self.pp
 
     @property
     def owns_loader(self) -> bool:
@@ -117,15 +133,19 @@ def make_grid(layout: Layout) -> ProcessGrid:
     from megatron.core import parallel_state as mpu
 
     _initialize_core(layout)
-    replica = mpu.get_model_parallel_group()
+    cp = layout.cp
+    replica = _replica_group(layout) if cp > 1 else mpu.get_model_parallel_group()
+    keep_replica_group(replica)
     rank = dist.get_rank()
     dp = mpu.get_data_parallel_world_size()
 
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
+        cp_rank=mpu.get_context_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
         tp=layout.tp,
+        cp=cp,
         pp=layout.pp,
         dp=dp,
         vpp=layout.vpp,
@@ -137,7 +157,10 @@ def make_grid(layout: Layout) -> ProcessGrid:
         world_size=dist.get_world_size(),
         replica_group=replica,
         replica_source=min(dist.get_process_group_ranks(replica)),
-        replica_gloo=_replica_gloo(layout, dp, rank) or replica,
+        replica_gloo=_replica_gloo(layout) or replica,
+        stage_group=mpu.get_tensor_and_context_parallel_group()
+        if cp > 1
+        else mpu.get_tensor_model_parallel_group(),
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),
     )
@@ -155,6 +178,7 @@ def _initialize_core(layout: Layout) -> None:
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
             # Only core's distributed checkpoints need these groups, and they are not used.
             create_gloo_process_groups=False,
             distributed_timeout_minutes=int(_timeout.total_seconds() // 60),
@@ -163,16 +187,30 @@ def _initialize_core(layout: Layout) -> None:
         )
 
 
-def _replica_gloo(layout: Layout, dp: int, rank: int) -> dist.ProcessGroup | None:
-    """The gloo group of this rank's replica; None if core's group serves. Collective over all ranks."""
-    if layout.tp * layout.pp == 1 or dist.get_backend() in ("gloo", "fake"):
+def _replica_gloo(layout: Layout) -> dist.ProcessGroup | None:
+    """The gloo group of this rank's replica; None if the other group serves. Collective over all ranks."""
+    if layout.replica_ranks == 1 or dist.get_backend() in ("gloo", "fake"):
         return None
+    return _replica_group(layout, "gloo")
 
-    gloo = None
-    for d in range(dp):  # every rank must take part in the creation of every group
-        firsts = [p * layout.tp * dp + d * layout.tp for p in range(layout.pp)]
-        members = [first + t for first in firsts for t in range(layout.tp)]
-        group = kept_group(members, "gloo", "REPLICA_GLOO", timeout=_timeout)
-        if rank in members:
-            gloo = group
-    return gloo
+
+def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGroup:
+    """The group of the tp x cp x pp ranks of this rank's replica. Collective over all ranks.
+
+    Megatron-core's group of a replica leaves out the context-parallel ranks.
+
+    Args:
+        backend: None: that of the default group.
+    """
+    stage_ranks = layout.tp * layout.cp
+    dp = dist.get_world_size() // layout.replica_ranks
+    purpose = "REPLICA_GLOO" if backend == "gloo" else "REPLICA"
+
+    mine: dist.ProcessGroup
+    for replica in range(dp):  # every rank must take part in the creation of every group
+        firsts = [(stage * dp + replica) * stage_ranks for stage in range(layout.pp)]
+        members = [first + number for first in firsts for number in range(stage_ranks)]
+        group = kept_group(members, backend, purpose, timeout=_timeout)
+        if dist.get_rank() in members:
+            mine = group
+    return mine

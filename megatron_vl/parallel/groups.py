@@ -40,6 +40,10 @@ class _Groups:
         """The groups by kind and by number: how many of this kind the layout had requested before."""
         self.asked: Counter[_Kind] = Counter()
         self.layouts = 0
+        self.alone: Any = None
+        """The group with only this rank, once one was needed."""
+        self.replica: Any = None
+        """The group of this rank's replica in the current layout."""
 
     def begin_layout(self) -> None:
         """Waits until every rank begins this layout.
@@ -76,12 +80,22 @@ def _of_this_world() -> _Groups:
     return _groups
 
 
-def kept_group(ranks: list[int], backend: str, purpose: str, timeout: timedelta | None = None) -> Any:
+def kept_group(ranks: list[int], backend: str | None, purpose: str, timeout: timedelta | None = None) -> Any:
     """Makes a group as ``torch.distributed.new_group`` does, or reuses the group of an earlier layout.
 
     Collective over all ranks.
     """
     return _of_this_world().get(ranks, backend, purpose, timeout=timeout)
+
+
+def keep_replica_group(group: Any) -> None:
+    """Makes ``group`` the one that :func:`replica_group` returns until the next layout."""
+    _of_this_world().replica = group
+
+
+def replica_group() -> Any:
+    """The group of all ranks of this rank's data-parallel replica, which a grid has made."""
+    return _of_this_world().replica
 
 
 @contextmanager
@@ -153,14 +167,21 @@ def least_of_ranks(value: float, device: torch.device) -> float:
 def group_of_one() -> Any:
     """A group with only this rank, for modules that share nothing.
 
-    It is the group of context parallelism, which is not used. A new group for each rank would need a
-    collective of all ranks for each.
+    Without context parallelism, it is core's group for that. Otherwise each rank makes its own: such a group
+    has no other member, so no rank waits for another.
     """
     from megatron.core import parallel_state as mpu
 
     group = mpu.get_context_parallel_group()
-    assert group.size() == 1, "a run with context parallelism needs groups of single ranks"
-    return group
+    if group.size() == 1:
+        return group
+
+    groups = _of_this_world()
+    if groups.alone is None:
+        groups.alone = dist.new_group(
+            [dist.get_rank()], use_local_synchronization=True, group_desc="GROUP_OF_ONE"
+        )
+    return groups.alone
 
 
 def end_groups() -> None:

@@ -19,7 +19,7 @@ from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.memory import Parameters, offloaded, state_bytes
 from megatron_vl.planning.rows import RowStatistics
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.layout import Layout, key_value_copies
 
 GPUS_OF_A_NODE = 8
 DELTA_RATE = 0.12
@@ -86,7 +86,13 @@ class Costs:
 
     @cached_property
     def seq_len(self) -> int:
-        return self.config.data.seq_len
+        """Tokens of a row on one rank."""
+        return self.config.data.seq_len // self.layout.cp
+
+    @cached_property
+    def gradient_ranks(self) -> int:
+        """Number of ranks over which gradients are summed."""
+        return self.layout.cp * self.dp
 
     @cached_property
     def model(self) -> ModelConfig:
@@ -173,10 +179,12 @@ class Costs:
             queries = heads * (2 if m.output_gate else 1)
             projections = self.product(tokens, h, (queries + 2 * kv) / tp)
             projections += self.product(tokens, heads / tp, h)
-            attention = self._attention(heads / tp)
+            attention = self._attention(heads / tp / self.layout.cp)
         rest = self.moved(c.decoder_widths * h * tokens / self._shared)
         mlp, activation = self._experts() if experts else self._mlp(tokens, m.ffn_hidden_size)
         exchange = self._tensor_collectives(tokens * h)
+        if not linear:
+            exchange += self._head_exchange(heads, m.num_kv_heads, m.head_dim)
 
         forward = projections + attention + rest / 3 + mlp + 3 / 8 * activation + exchange
         weights = 1 + (not self.model.freeze_language)
@@ -264,6 +272,21 @@ class Costs:
         """The four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
         return 4 * self.collective(self.element * elements, self.layout.tp)
 
+    def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
+        """Exchanging heads before and after attention, in one pass, under context parallelism.
+
+        Args:
+            width: elements of all query heads of a token.
+        """
+        tp, cp = self.layout.tp, self.layout.cp
+        if cp == 1:
+            return 0.0
+        local = max(1, key_value_heads // tp)
+        keys = local * key_value_copies(local, cp) * head_dim
+        size = self.element * self.seq_len * (2 * width / tp + 2 * keys)
+        bandwidth = self.network.bandwidth(self.calibration, cp, tp) * self.calibration.exchange_share
+        return size * (cp - 1) / cp / bandwidth + 2 * self.calibration.collective_s
+
     def embedding(self) -> PassTime:
         """Looking up tokens, placing features; the gradient of a table is added in float32."""
         m = self.spec.language
@@ -291,10 +314,10 @@ class Costs:
 
     @cached_property
     def _tower(self) -> PassTime:
-        return self.tower_alone(self.layout.tp)
+        return self.tower_alone(self.layout.tp) * (1 / self.layout.cp)
 
     def tower(self) -> PassTime:
-        """The whole tower with its mergers on the pictures of a row."""
+        """The whole tower with its mergers on a rank's pictures of a row."""
         return self._tower
 
     def tower_alone(self, tp: int) -> PassTime:
@@ -347,7 +370,7 @@ class Costs:
             return 0.0
         parts = 1 + len(self.spec.vision.deepstack_layers)
         size = self.element * parts * self.seq_len * self.spec.language.hidden_size / self._shared
-        stride = self.layout.tp * self.dp
+        stride = self.layout.tp * self.gradient_ranks
         return size / self.network.message(self.calibration, stride)
 
     def reduction(self, gradients: float) -> float:
@@ -356,13 +379,13 @@ class Costs:
         Half of it is the distributed optimizer's: the other half of an all-reduce gathers the weights.
         """
         times = 1 if self.parallel.distributed_optimizer else 2
-        return times * self.collective(gradients, self.dp, self.layout.tp)
+        return times * self.collective(gradients, self.gradient_ranks, self.layout.tp)
 
     def gathering(self, weights: float) -> float:
         """Seconds to gather updated weights of that many bytes."""
         if not self.parallel.distributed_optimizer:
             return 0.0
-        return self.collective(weights, self.dp, self.layout.tp)
+        return self.collective(weights, self.gradient_ranks, self.layout.tp)
 
     def update(self, parameters: Parameters) -> float:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.

@@ -20,7 +20,7 @@ The number of micro-batches in flight comes from simulating the schedule (1F1B o
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
 in a row that consists of answers only. Experts are assumed to be evenly loaded, and FP8 is not modelled. The
 CUDA context, NCCL's buffers and memory that the allocator cannot use are not counted; :data:`RESERVE_GIB`
-leaves room for them. ``docs/log/2026-11.md`` compares the formula with measurements.
+leaves room for them. ``docs/log/memory.md`` compares the formula with measurements.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUN
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
-from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING, Cut, TensorInfo, part_of, tensor_table
 
 GIB = 2**30
@@ -120,7 +120,9 @@ def _with_activations(sizes: _Sizes, parameters: StageMemory, micro_batches: int
     """Adds activations and rows to the memory of a stage's parameters."""
     stage, spec, layout, element = parameters.stage, sizes.spec, sizes.layout, sizes.element
     chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
-    vision = sizes.vision() if stage == 0 and not layout.decoupled else _Held()
+    # Context-parallel ranks of the first stage divide the pictures of a row.
+    encoded = dataclasses.replace(sizes, patches=-(-sizes.patches // layout.cp))
+    vision = encoded.vision() if stage == 0 and not layout.decoupled else _Held()
     # What is held does not grow any more after the warm-up.
     order = _held_at_most(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
 
@@ -136,7 +138,7 @@ def _with_activations(sizes: _Sizes, parameters: StageMemory, micro_batches: int
     tower = held[0] * vision.kept + max(0.0, vision.transient - recomputed)
     rows = micro_batches * sizes.row(stage == 0)
     if layout.decoupled:
-        share = -(-micro_batches * sizes.patches // (layout.tp * layout.pp))
+        share = -(-micro_batches * sizes.patches // layout.replica_ranks)
         alone = dataclasses.replace(sizes, layout=dataclasses.replace(layout, tp=1), patches=share)
         tower = alone.decoupled(
             activations + recomputed + logits, micro_batches * sizes.patches * (stage == 0)
@@ -191,7 +193,7 @@ def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage
     """The parameters of one GPU of a pipeline stage."""
     m, p = config.model, config.parallel
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    ranks = layout.tp * dp, layout.tp * layout.pp * dp
+    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
     sections = _sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
     last = stage == layout.pp - 1
     found = Parameters()
@@ -272,7 +274,7 @@ def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: in
     """Weights, gradients and optimizer state of one GPU of every stage together."""
     m, p = config.model, config.parallel
     frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    ranks = layout.tp * dp, layout.tp * layout.pp * dp
+    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
     held, trained, owned = _sum_of_sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
     element = 2 if config.dtype == "bfloat16" else 4
     state, _ = state_bytes(config)
@@ -339,6 +341,7 @@ class _Sizes:
     calls: VisionConfig
     sequence_parallel: bool
     seq_len: int
+    """Tokens of a row on one rank."""
     spec: ModelSpec
     layout: Layout
     element: int
@@ -349,7 +352,8 @@ class _Sizes:
         element = 2 if config.dtype == "bfloat16" else 4
         shares_tokens = config.parallel.sequence_parallel
         sections = config.model, config.recompute, config.vision
-        return _Sizes(*sections, shares_tokens, config.data.seq_len, spec, layout, element, patches)
+        tokens = config.data.seq_len // layout.cp
+        return _Sizes(*sections, shares_tokens, tokens, spec, layout, element, patches)
 
     @property
     def _shared(self) -> int:
@@ -415,11 +419,15 @@ class _Sizes:
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         heads = m.num_heads * m.head_dim / tp
         kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
+        exchanged = 0.0
+        if self.layout.cp > 1:
+            kv *= key_value_copies(max(1, m.num_kv_heads // tp), self.layout.cp)
+            exchanged = heads  # the output of attention is kept before and after the exchange
         name = self.model.language_attention
         fused = name == "te" or (name == "auto" and m.head_dim in TE_HEADS)
         v = kv if fused else heads + 2 * kv
         gate = heads * (2 + 4 / self.element) if m.output_gate else 0.0
-        return heads + kv + v + heads + m.num_heads * 4 / self.element / tp + gate
+        return heads + kv + v + heads + exchanged + m.num_heads * 4 / self.element / tp + gate
 
     def _linear_attention(self, m: LanguageSpec, modules: set[str]) -> float:
         a = m.linear_attention
@@ -524,10 +532,10 @@ class _Sizes:
         return self.element == 2 and kernels_are_fastest(v.head_dim)
 
     def row(self, pixels: bool) -> float:
-        """One row on the device: 68 bytes per token (int32 buffers and int64 copies), and uint8 planes
-        of every patch."""
+        """One row on the device: 24 bytes per token in int32 buffers of the whole row, 44 in int64 copies of
+        this rank's tokens, and uint8 planes of every patch."""
         v = self.spec.vision
-        return 68.0 * self.seq_len + (
+        return (24.0 * self.layout.cp + 44.0) * self.seq_len + (
             self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0
         )
 

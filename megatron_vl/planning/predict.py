@@ -79,7 +79,7 @@ class Prediction:
 
     @property
     def world(self) -> int:
-        return self.layout.tp * self.layout.pp * self.dp
+        return self.layout.replica_ranks * self.dp
 
     @property
     def peak_gib(self) -> float:
@@ -258,7 +258,7 @@ def _exposed(costs: Costs, trained: float, chunks: tuple[PassTime, ...]) -> floa
     weights are gathered beside the first forward pass, the first bucket before it.
     """
     p = costs.config.parallel
-    bucket = min(trained, p.bucket_size or max(BUCKET, 1_000_000 * costs.dp))
+    bucket = min(trained, p.bucket_size or max(BUCKET, 1_000_000 * costs.gradient_ranks))
     exposed = 0.0
     backward, forward = chunks[0].backward, chunks[0].forward
 
@@ -281,7 +281,7 @@ def _tower_ahead(costs: Costs, micro_batches: int) -> float:
     """Seconds of the tower on all ranks, ahead of the pipeline and, computed again, after it."""
     if not costs.layout.decoupled:
         return 0.0
-    ranks = costs.layout.tp * costs.layout.pp
+    ranks = costs.layout.replica_ranks
     tower = costs.tower_alone(1)
     trained = not (costs.config.model.freeze_vision and costs.config.model.freeze_merger)
     own = costs.rows.patches * micro_batches / ranks

@@ -43,14 +43,14 @@ def run_layout(
     layers = p.layers if isinstance(p.layers, list) else None
     decoupled = config.vision.placement == "decoupled"
     if layers is not None or p.pp == 1:
-        return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled)
+        return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled, p.cp)
 
     if saved is not None and keeps_split(config, saved):
-        return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp, decoupled)
+        return make_layout(spec, p.tp, p.pp, p.vpp, saved.layers, p.ep, p.etp, decoupled, p.cp)
 
     calibration = calibration or shipped()
     if not rates_apply(config, calibration):
-        return make_layout(spec, p.tp, p.pp, p.vpp, None, p.ep, p.etp, decoupled)
+        return make_layout(spec, p.tp, p.pp, p.vpp, None, p.ep, p.etp, decoupled, p.cp)
 
     layout = layout_of_sizes(config, spec)
     rows = rows or stated_rows(spec, config.data.seq_len, config.data.max_patches)

@@ -218,7 +218,7 @@ def shortest_step(wanted: Wanted, config: TrainConfig) -> float:
         layout = layout_of_sizes(config, wanted.spec)
     except LayoutError:
         return math.inf
-    dp = wanted.world // (layout.tp * layout.pp)
+    dp = wanted.world // layout.replica_ranks
     costs = Costs(config, wanted.spec, layout, dp, wanted.rows, wanted.calibration, wanted.network)
     micro_batches = config.global_batch_size // dp
     ends = [costs.embedding(), costs.head()] + ([] if layout.decoupled else [costs.tower()])
@@ -271,7 +271,7 @@ def _powers(largest: int) -> list[int]:
 
 def _placements(config: TrainConfig) -> list[TrainConfig]:
     """The run with the vision tower on the first stage and on every rank, where both make a difference."""
-    alone = config.parallel.pp * config.parallel.tp == 1
+    alone = config.parallel.pp * config.parallel.cp * config.parallel.tp == 1
     names: list[Any] = ["first_stage"] if alone or config.fp8.vision else ["first_stage", "decoupled"]
     return [
         dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=name))
@@ -289,7 +289,7 @@ def offloads(config: TrainConfig) -> list[Any]:
 def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate | None:
     """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
     spec, p = wanted.spec, config.parallel
-    dp = wanted.world // (p.tp * p.pp)
+    dp = wanted.world // (p.tp * p.cp * p.pp)
     try:
         layout = layout_of_sizes(config, spec)
     except LayoutError:
@@ -365,7 +365,7 @@ def _refined(wanted: Wanted, found: Prediction) -> Prediction:
 
 def describe(config: TrainConfig, layout: Layout, dp: int) -> str:
     """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
-    sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "dp": dp}
+    sizes = {"tp": layout.tp, "cp": layout.cp, "pp": layout.pp, "vpp": layout.vpp, "dp": dp}
     words = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one GPU"
     experts = {"ep": layout.ep, "etp": layout.etp}
     more = [" ".join(f"{name}{size}" for name, size in experts.items() if size > 1)]

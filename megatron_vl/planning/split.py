@@ -47,7 +47,7 @@ def layout_of_sizes(config: TrainConfig, spec: ModelSpec) -> Layout:
     p = config.parallel
     layers = [0] * (p.pp * p.vpp - 1) + [spec.language.num_layers]
     decoupled = config.vision.placement == "decoupled"
-    return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled)
+    return make_layout(spec, p.tp, p.pp, p.vpp, layers, p.ep, p.etp, decoupled, p.cp)
 
 
 def balanced_layers(costs: Costs) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ class Layout:
     layers: tuple[int, ...]
     """Number of decoder layers of each of the ``pp * vpp`` entries, in model order."""
     ep: int = 1
-    """Expert parallel size. For experts, the ``tp * dp`` ranks of a stage are arranged as ``etp * ep *
+    """Expert parallel size. For experts, the ``tp * cp * dp`` ranks of a stage are arranged as ``etp * ep *
     expert-dp``."""
     etp: int = 1
     """Expert tensor parallel size. Megatron-core's default is ``tp``. Here it is 1 (whole experts), because
@@ -35,6 +35,13 @@ class Layout:
     decoupled: bool = False
     """Whether every rank holds the whole vision tower (``vision.placement: decoupled``). Otherwise, only the
     first stage holds it."""
+    cp: int = 1
+    """Context parallel size. It cuts rows, and no tensors."""
+
+    @property
+    def replica_ranks(self) -> int:
+        """Number of ranks of a data-parallel replica."""
+        return self.tp * self.cp * self.pp
 
     @property
     def cut(self) -> Cut:
@@ -43,9 +50,9 @@ class Layout:
 
     @property
     def least_dp(self) -> int:
-        """The smallest data-parallel size for which ``ep * etp`` divides a stage's ``tp * dp`` ranks."""
+        """The smallest data-parallel size for which ``ep * etp`` divides a stage's ``tp * cp * dp`` ranks."""
         experts = self.ep * self.etp
-        return experts // math.gcd(self.tp, experts)
+        return experts // math.gcd(self.tp * self.cp, experts)
 
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
         """Global zero-based number of the first decoder layer of this chunk."""
@@ -89,6 +96,7 @@ class Layout:
             "layers": list(self.layers),
             "ep": self.ep,
             "etp": self.etp,
+            **({"cp": self.cp} if self.cp > 1 else {}),
             **({"vision": "decoupled"} if self.decoupled else {}),
         }
 
@@ -102,6 +110,7 @@ def make_layout(
     ep: int = 1,
     etp: int = 1,
     decoupled: bool = False,
+    cp: int = 1,
 ) -> Layout:
     """Makes a layout and checks that it fits the model.
 
@@ -115,13 +124,14 @@ def make_layout(
     Raises:
         LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
-    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp)):
+    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp), ("cp", cp)):
         if value < 1:
             raise LayoutError(f"{name}={value} must be at least 1")
 
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
     check_cut(spec, Cut(tp, ep, etp))
+    check_context_parallel(spec, tp, cp)
 
     total = spec.language.num_layers
     entries = pp * vpp
@@ -143,7 +153,40 @@ def make_layout(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
         )
 
-    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled)
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp)
+
+
+def key_value_copies(key_value_heads: int, cp: int) -> int:
+    """How often each of a rank's key/value heads is repeated, so that ``cp`` ranks can share them evenly."""
+    return math.lcm(key_value_heads, cp) // key_value_heads
+
+
+def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
+    """Checks that the ranks which share a row can exchange the heads of the model's attention.
+
+    Raises:
+        LayoutError: they cannot. The message says why, and which sizes would do.
+    """
+    if cp == 1:
+        return
+    language = spec.language
+    if language.linear_attention is not None:
+        raise LayoutError(
+            f"cp={cp}: {spec.family} has linear attention, which does not support context parallelism yet;"
+            " set cp to 1"
+        )
+
+    def fits(size: int) -> bool:
+        heads, key_value_heads = language.num_heads // tp, max(1, language.num_kv_heads // tp)
+        return heads % math.lcm(key_value_heads, size) == 0
+
+    if not fits(cp):
+        valid = [str(size) for size in range(1, language.num_heads // tp + 1) if fits(size)]
+        raise LayoutError(
+            f"cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
+            f" {language.num_heads // tp} query heads that tp={tp} leaves to it, with their key/value heads;"
+            f" cp may be {', '.join(valid)}"
+        )
 
 
 def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
@@ -170,5 +213,6 @@ def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
     return make_layout(
         spec,
         **sizes,
+        cp=stored.get("cp", 1),
         decoupled=stored.get("vision") == "decoupled",
     )

@@ -113,7 +113,7 @@ class Snapshot:
 
     step: int
     weights: dict[str, Tensor] | None
-    """This rank's dense tensors by canonical name; None except on the first data-parallel replica."""
+    """This rank's dense tensors by canonical name; None unless it is the first rank that holds them."""
     experts: dict[str, Tensor] | None
     """Stacks of this rank's experts. If several ranks hold the same experts, only the first has them."""
     optimizer: dict[str, Tensor]
@@ -148,7 +148,7 @@ def take_snapshot(
 
     parameters, table = run_parameters(chunks, layout, grid), tensor_table(spec)
     weights = experts = None
-    if grid.dp_rank == 0:
+    if grid.is_first_dense_copy:
         dense = [t for t in parameters if t.expert is None and layout.stage_of(table[t.name]) == grid.pp_rank]
         # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
         cut, stored = layout.cut, layout.cut._replace(whole_vision=False)
@@ -323,7 +323,9 @@ class CheckpointSaver:
 
     def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
         """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
-        ranks = {axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "pp", "dp", "ep", "etp")}
+        ranks = {
+            axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
+        }
         name = f"optimizer/{state_file(self.grid.rank)}"
         files = {name: write_hashed(partial / name, snapshot.optimizer, ranks)}
         if snapshot.loader is not None:
@@ -338,7 +340,7 @@ class CheckpointSaver:
         weights = write_manifest(
             partial / "weights",
             self.spec,
-            dataclasses.replace(self.layout, decoupled=False),
+            dataclasses.replace(self.layout, decoupled=False, cp=1),
             entries,
             {"step": snapshot.step},
         )

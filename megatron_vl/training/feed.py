@@ -1,9 +1,10 @@
 """Sends rows from the one loader of a data-parallel replica to the ranks that need them.
 
-The rank at (stage 0, tp 0) owns the loader. Once per step, one broadcast sends tokens, labels, positions and
-segment bounds of all its rows to the whole replica. Pixels and their indices go only to the tensor-parallel
-peers on stage 0. Sizes are sent first in a small message between hosts,
-so that no rank reads a number from the device.
+The rank at (stage 0, cp 0, tp 0) owns the loader. Once per step, one broadcast sends tokens, labels,
+positions and segment bounds of all its rows to the whole replica. Pixels and their indices go only to the
+ranks on stage 0. Sizes are sent first in a small message between hosts,
+so that no rank reads a number from the device. Under context parallelism, each rank then keeps its part of
+the rows (:mod:`megatron_vl.training.row_shards`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
 from megatron_vl.training.out_of_memory import host_message
 from megatron_vl.training.pictures import Shares, plane_bounds, send_pictures
+from megatron_vl.training.row_shards import (
+    Sharding,
+    as_part,
+    features_of_part,
+    pictures_of_part,
+    text_of_part,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,8 @@ _WIRE = (
     _Field("full_cu_seqlens", "ints", lambda row: row.vision.cu_seqlens),
     _Field("window_cu_seqlens", "ints", lambda row: row.vision.cu_window_seqlens),
     _vision_field("feature_index"),
+    # Only context parallelism sends features to other ranks than those that need them.
+    _Field("feature_order", "ints", lambda row: row.tokens.new_empty(0)),
     _vision_field("planes", "planes"),
 )
 """All tensors of a row that are sent, in their order within each buffer.
@@ -137,7 +147,7 @@ class Feed:
 
     Args:
         loader: an iterator of rows on the rank that owns the loader; None elsewhere.
-        vision: the tower, needed if every rank holds it.
+        vision: the tower, needed if every rank holds it, and under context parallelism.
     """
 
     def __init__(
@@ -150,11 +160,12 @@ class Feed:
         vision: VisionSpec | None = None,
     ) -> None:
         if grid.owns_loader and loader is None:
-            raise ValueError("the rank at pipeline stage 0, tensor rank 0 needs a loader")
+            raise ValueError("the rank at pipeline stage 0, context rank 0, tensor rank 0 needs a loader")
         self.grid, self.platform, self.loader, self.micro_batches = grid, platform, loader, micro_batches
         self.decoupled, self.vision = grid.cut.whole_vision, vision
-        if self.decoupled and vision is None:
-            raise ValueError("a tower on every rank needs its sizes, to spread the pictures")
+        if (self.decoupled or grid.cp > 1) and vision is None:
+            raise ValueError("a tower on several ranks needs its sizes, to spread the pictures")
+        self.sharding = Sharding(grid.cp, vision, self.decoupled) if grid.cp > 1 and vision else None
 
     def next_step(self) -> StepData:
         """The rows of the next step. Collective over the replica.
@@ -167,17 +178,17 @@ class Feed:
         progress.rows_are_read()
         wait = time.perf_counter() - start
 
-        own = [_pack(row) for row in rows]
+        own = [_pack(row, self.sharding) for row in rows]
         uploaded = [row.to(self.platform.device) for row in own]
         header: list[Any] = [error or [row.described for row in uploaded], None]
         on_host: list[dict[str, Tensor]] = []
-        if self.decoupled and not error:
+        if (self.decoupled or self.sharding) and not error:
             on_host = [_unpack(row.described, row.buffers) for row in own]
             header[1] = [
                 plane_bounds(fields["plane_index"].numpy(), row.described["vision_lengths"][0])
                 for row, fields in zip(own, on_host, strict=True)
             ]
-        if self.grid.tp * self.grid.pp > 1:
+        if self.grid.replica_size > 1:
             dist.broadcast_object_list(header, src=self.grid.replica_source, group=self.grid.replica_gloo)
         if isinstance(header[0], str):
             raise FeedError(header[0])
@@ -187,6 +198,9 @@ class Feed:
         received = {name: self._share(name, uploaded, described) for name in _BUFFERS if self._gets(name)}
         for number, d in enumerate(described):
             fields = _unpack(d, {name: rows[number] for name, rows in received.items()})
+            if self.sharding is not None:
+                device_rows.append(self._part(d, fields, header[1][number]))
+                continue
             row = _device_row(d, fields)
             if self.decoupled and self.grid.has_vision:
                 row.feature_index = fields["feature_index"].long()
@@ -196,6 +210,27 @@ class Feed:
         if self.decoupled:
             self._spread_pictures(device_rows, described, header[1], on_host, uploaded)
         return _step_data(device_rows, described, wait)
+
+    def _part(
+        self, described: dict[str, Any], fields: dict[str, Tensor], bounds: list[list[int]]
+    ) -> DeviceRow:
+        """This rank's part of a row under context parallelism.
+
+        Args:
+            bounds: result of :func:`plane_bounds` for the row.
+        """
+        assert self.sharding is not None
+        rank = self.grid.cp_rank
+        row = as_part(_device_row(described, text_of_part(described, fields, rank)), described, rank)
+        if not self.grid.has_vision:
+            return row
+
+        row.feature_index = features_of_part(described, fields, rank)
+        if not self.decoupled and bounds:
+            row.vision, row.feature_route = pictures_of_part(self.sharding, described, bounds, fields, rank)
+        elif not self.decoupled:
+            row.vision, _ = _vision(described, fields)
+        return row
 
     def _gets(self, buffer: str) -> bool:
         if self.decoupled and buffer == "planes":
@@ -213,11 +248,13 @@ class Feed:
         """Sends each rank its share of the pictures, and hangs it onto the rows."""
         grid = self.grid
         assert self.vision is not None
-        shares = Shares(self.vision, [d["vision_lengths"] for d in described], bounds, grid.tp * grid.pp)
+        shares = Shares(self.vision, [d["vision_lengths"] for d in described], bounds, grid.replica_size)
         planes = [row.buffers["planes"].view(row.described["shapes"]["planes"]) for row in uploaded]
         step = send_pictures(
             shares, grid.replica_group, rows, on_host, planes, self.platform.device, self.vision
         )
+        if self.sharding is not None:
+            self.sharding.route_step(step, described, on_host, grid.cp_rank, self.platform.device)
         for row in rows:
             row.step_vision = step
 
@@ -245,13 +282,13 @@ class Feed:
         If other ranks need them too, the loader's owner sends all in one broadcast."""
         grid, buffer = self.grid, _BUFFERS[name]
         mine = [row.buffers[name] for row in own]
-        if (grid.tp * grid.pp if buffer.whole_replica else grid.tp) == 1:
+        if (grid.replica_size if buffer.whole_replica else grid.tp * grid.cp) == 1:
             return mine
 
         sizes = [_size(d, name) for d in described]
         device = self.platform.device
         joined = torch.cat(mine) if mine else torch.empty(sum(sizes), dtype=buffer.dtype, device=device)
-        group = grid.replica_group if buffer.whole_replica else grid.tp_group
+        group = grid.replica_group if buffer.whole_replica else grid.stage_group
         dist.broadcast(joined, src=grid.replica_source, group=group)
         return list(joined.split(sizes))
 
@@ -313,16 +350,21 @@ def _learnt(row: Row) -> list[tuple[int, int]]:
     return list(zip(row.sources, counts, strict=True))
 
 
-def _pack(row: Row) -> _Packed:
+def _pack(row: Row, sharding: Sharding | None = None) -> _Packed:
     """The row in host memory (pinned if there is a GPU):
-    one buffer of pixels and two small ones for the rest."""
+    one buffer of pixels and two small ones for the rest.
+
+    Args:
+        sharding: how the row is shared under context parallelism; None: one rank holds it whole.
+    """
     tensors = {entry.name: entry.read(row) for entry in _WIRE}
+    parts = sharding.describe(row, tensors) if sharding is not None else {}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     buffers = {}
     for name, buffer in _BUFFERS.items():
         flat = [tensors[entry.name].to(buffer.dtype).flatten() for entry in _WIRE if entry.buffer == name]
         buffers[name] = _pinned(torch.cat(flat) if len(flat) > 1 else flat[0])
-    return _Packed(_describe(row, shapes), buffers)
+    return _Packed(_describe(row, shapes) | parts, buffers)
 
 
 def _pinned(tensor: Tensor) -> Tensor:

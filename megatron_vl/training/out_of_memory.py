@@ -169,7 +169,7 @@ def _by_the_estimate(resolved: ResolvedRun, memory: GpuMemory) -> list[str]:
     # Memory beyond the estimate is assumed to be needed after any change, too.
     beyond = max(0.0, memory.allocated + (memory.wanted or 0.0) - expected.total / GIB)
     left = dataclasses.replace(rates, memory_gib=memory.total - memory.others - beyond)
-    world_size = dp * layout.tp * layout.pp
+    world_size = dp * layout.replica_ranks
     return [*said, advice(config, spec, world_size, left, near=True).removesuffix(".")]
 
 

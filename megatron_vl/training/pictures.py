@@ -152,12 +152,13 @@ def send_pictures(
         plane_index=index,
         position_hw=position_hw,
         frame_hw=frame_hw,
-        full=_cumulative(frames.patches, device),
-        window=_cumulative(frames.windows, device),
+        full=cumulative(frames.patches, device),
+        window=cumulative(frames.windows, device),
     )
 
 
-def _cumulative(sizes: Array, device: torch.device) -> Tensor:
+def cumulative(sizes: Array, device: torch.device) -> Tensor:
+    """int32 [N + 1] on the device: the bounds of segments of the given sizes."""
     bounds = torch.from_numpy(starts(sizes).astype(np.int32))
     return _pinned(bounds).to(device, non_blocking=True)
 

@@ -110,7 +110,8 @@ def build(resolved: ResolvedRun, platform: Platform) -> Run:
     end_if_asked(platform)
     config = resolved.config
     grid = make_grid(resolved.layout)
-    progress.now.place = f"tp {grid.tp_rank}, pp {grid.pp_rank}, dp {grid.dp_rank}"
+    context = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
+    progress.now.place = f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"
 
     # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
     starts_from_weights = config.model.checkpoint and not resolved.resumes
@@ -207,7 +208,8 @@ def _banner(run: Run) -> str:
     chunked = chunked_state(run.optimizer)
     if chunked is not None and chunked.host_bytes:
         state += f", {chunked.host_bytes / 2**30:.1f} GiB of optimizer state in host memory"
-    sizes = f"tp {layout.tp} x pp {layout.pp} x vpp {layout.vpp} x dp {grid.dp}{experts}"
+    context = f" x cp {layout.cp}" if layout.cp > 1 else ""
+    sizes = f"tp {layout.tp}{context} x pp {layout.pp} x vpp {layout.vpp} x dp {grid.dp}{experts}"
     return (
         f"{run.spec.family} on {run.platform.name}: {sizes},"
         f" layers {list(layout.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"

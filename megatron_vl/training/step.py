@@ -125,7 +125,7 @@ def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str
     if row.sources is not None and len(row.sources):
         # `unsafe` leaves out checks of the bounds, for which the host would wait.
         report["segments"] = torch.segment_reduce(
-            weighted.detach().double(), "sum", offsets=row.segments.cu_seqlens, unsafe=True
+            weighted.detach().double(), "sum", offsets=row.local_segments.cu_seqlens, unsafe=True
         )
         report["sources"] = row.sources
     return total, tokens.to(torch.int), report
@@ -250,7 +250,7 @@ def reduce_losses(
     """
     counts = learnt.flat() if learnt is not None else []
     has_loss = grid.is_last_stage and grid.tp_rank == 0
-    if not has_loss:  # the counts of a replica are added once
+    if not has_loss or grid.cp_rank:  # the counts of a replica are added once
         counts = [0.0] * len(counts)
     mine = torch.tensor([0.0, 0.0, *map(float, flags), *counts], dtype=torch.float64, device=device)
     if has_loss:

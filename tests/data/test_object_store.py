@@ -6,7 +6,13 @@ The store is moto's S3 server on this machine, and rows are read through Energon
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import threading
+from collections import Counter
+from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -17,11 +23,16 @@ import yaml
 from moto.server import ThreadedMotoServer
 
 from data_tools.sample_sizes import index
-from megatron_vl.data.loader import build_loader
+from megatron_vl.data.loader import build_loader, validation_rows
+from megatron_vl.data.planned_rows import open_reader
+from megatron_vl.data.source import store_reading
 from megatron_vl.data.source.description import DescriptionError, LoaderError, read_description
 from megatron_vl.data.source.location import StoreError, location
 from megatron_vl.data.source.reading import reconnect
+from megatron_vl.data.source.sample_order import LANES
+from megatron_vl.data.source.store_reading import ReadAhead
 from megatron_vl.spec.families import read_spec
+from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
 
 from .datasets import converted, mixed_records
@@ -82,10 +93,12 @@ def rows(path, count: int, state=None, **changes):
     if state is not None:
         loader.load_state_dict(state)
     found = list(islice(loader, count))
-    return found, loader.state_dict()
+    state = loader.state_dict()
+    loader.close()
+    return found, state
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow), 3])
 def test_rows_of_a_store_are_those_of_the_folder(dataset, workers):
     here, _ = rows(dataset, 4, num_workers=workers)
     there, _ = rows("msc://pictures/sets/first", 4, num_workers=workers)
@@ -114,6 +127,123 @@ def test_a_forked_process_has_connections_of_its_own(dataset):
     reconnect(loader._planning.datasets)
     connections = {id(path.fs) for path in (data.path, *(shard.path for shard in data.shards))}
     assert len(connections) == 1 and data.path.fs is not before
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """The files of all ranges that are read, in order."""
+    read, names = store_reading._read, []
+
+    def noted(path, start: int, end: int) -> bytes:
+        names.append(path.name)
+        return read(path, start, end)
+
+    monkeypatch.setattr(store_reading, "_read", noted)
+    return names
+
+
+@pytest.fixture
+def sets(dataset):
+    """The data set in the store as Energon knows it, and a reader of the folder."""
+    folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://pictures/sets/first"
+    loaders = [build_loader(config(path), read_spec(folder), folder) for path in (here, there)]
+    local, stored = (loader._planning.datasets[0].dataset for loader in loaders)
+    return stored, open_reader(local, 0.0, bytes)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (5, 10)])
+def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
+    """Two shards of 5 samples are two blocks of 16. Many ranks read single samples."""
+    stored, local = sets
+    ahead = ReadAhead([stored], 16, LANES, ranks)
+    reader = open_reader(stored, 0.0, partial(ahead.take, 0))
+    indices = [7, 2, 9, 0, 1, 3, 8, 6, 5, 4]
+    ahead.expect((0, each) for each in indices)
+    for each in indices:
+        crude, expected = reader[each], local[each]
+        assert {name: crude[name] for name in crude if name != "__sources__"} == {
+            name: expected[name] for name in expected if name != "__sources__"
+        }
+
+    wait_until(lambda: not ahead._running)
+    assert not ahead._expected
+    assert sum(name.endswith(".tar") for name in requests) == count
+    assert (ahead._bytes, len(ahead._requests), len(ahead._of_sample)) == (0, 0, 0), "nothing is kept on"
+
+
+def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
+    """With room for one sample or less, each is read alone, and when it is needed."""
+    stored, local = sets
+    monkeypatch.setattr(store_reading, "MOST_BYTES", 1)
+    monkeypatch.setattr(store_reading, "LARGEST", 1)
+    ahead = ReadAhead([stored], 16, LANES, 1)
+    reader = open_reader(stored, 0.0, partial(ahead.take, 0))
+    for _ in range(3):
+        ahead.expect((0, each) for each in range(10))
+        for each in range(10):
+            assert reader[each]["json"] == local[each]["json"]
+            assert len(ahead._requests) <= store_reading.REQUESTS + 1
+    assert sum(name.endswith(".tar") for name in requests) == 30
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_shard_that_is_gone_or_cut_off_costs_its_samples_only(dataset, store, tmp_path, workers):
+    copy = tmp_path / "copy"
+    shutil.copytree(dataset, copy)
+    upload(store, copy, f"sets/damaged{workers}")
+    first, second = sorted(copy.glob("train-*.tar"))
+    first.unlink()
+    content = second.read_bytes()
+    second.write_bytes(content[: len(content) // 2])
+    store.delete_object(Bucket=BUCKET, Key=f"sets/damaged{workers}/{first.name}")
+    store.upload_file(str(second), BUCKET, f"sets/damaged{workers}/{second.name}")
+
+    both = []
+    for path in (copy, f"msc://pictures/sets/damaged{workers}"):
+        found, _ = rows(path, 12, num_workers=workers, max_bad_share=1.0)
+        dropped = Counter((one.key, one.reason) for row in found for one in row.dropped_samples)
+        both.append(([row.keys for row in found], dropped))
+    assert both[0][0] == both[1][0]
+    keys = [{key for key, _ in dropped} for _, dropped in both]
+    assert keys[0] == keys[1] and 5 < len(keys[0]) < 10
+    assert {reason for _, reason in both[1][1]} <= {"shard missing", "shard unreadable", "shard damaged"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch, workers):
+    """The samples of the other shard are still given, and the processes end."""
+    read, never = store_reading._read, threading.Event()
+
+    def stalls(path, start: int, end: int) -> bytes:
+        if path.name == "train-000001.tar":
+            never.wait()
+        return read(path, start, end)
+
+    monkeypatch.setattr(store_reading, "_read", stalls)
+    found, _ = rows(
+        "msc://pictures/sets/first", 12, num_workers=workers, sample_timeout_s=1.0, max_bad_share=1.0
+    )
+    never.set()
+    dropped = {one.key: one.reason for row in found for one in row.dropped_samples}
+    assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(5)}
+    assert len({key for row in found for key in row.keys}) == 5
+
+
+def test_a_process_that_ended_while_it_read_ends_the_run(dataset):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    loader = build_loader(config("msc://pictures/sets/first", num_workers=2), read_spec(folder), folder)
+    next(loader)
+    os.kill(loader._rows._planner.pid, signal.SIGKILL)
+    with closing(loader), pytest.raises((RuntimeError, LoaderError), match="plans batches has ended"):
+        for _ in range(100):
+            next(loader)
+
+
+def test_rows_of_validation_are_those_of_the_folder(dataset):
+    folder = tiny_checkpoint("qwen2_5_vl")
+    paths = (dataset, "msc://pictures/sets/first")
+    here, there = (list(validation_rows(config(path), read_spec(folder), folder, "train")) for path in paths)
+    assert len(here) > 1 and all(same(one, other) for one, other in zip(here, there, strict=True))
 
 
 def test_a_blend_in_a_store_names_sets_beside_it(dataset, store):

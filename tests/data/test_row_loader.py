@@ -24,6 +24,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader, cook
 from megatron_vl.data.planned_rows import Batch, BatchPlanner
 from megatron_vl.data.sample.pixels import read_pixel_settings
+from megatron_vl.data.source import sample_order
 from megatron_vl.data.source.description import META, SIZES, LoaderError, read_description
 from megatron_vl.data.source.sizes import (
     SampleSizes,
@@ -140,19 +141,23 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     counted = SampleSizes(encoder.chat, read_pixel_settings(hf(family), data))
     source = loader._planning.sources[0]
     tokens, patches = counted.of(stored, source.numbers(np.arange(len(source))))
-    reader = source.reader(0.0)
+    reader = source.reader(0.0, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook(reader[number]))
         assert encoded.size == (tokens[number], patches[number]), encoded.__key__
     assert (patches > 0).sum() > 30
 
 
-def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset):
+def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, monkeypatch):
     """On 4, 2, 3, 1 and 4 ranks and with processes: the same samples in the same steps."""
     whole = list(moved(dataset, [(4, 0, 7)]))
     places = [(4, 0, 2), (2, 1, 1), (3, 0, 1), (1, 3, 1), (4, 0, 2)]
     got = list(moved(dataset, places))
     assert [flat(rows) for rows, _ in got] == [flat(rows) for rows, _ in whole]
+    monkeypatch.setattr(sample_order, "LANES", 4)  # 60 samples fill no more lanes with blocks of 3
+    by_blocks = [list(moved(dataset, each, shuffle_block=3)) for each in ([(4, 0, 7)], places)]
+    assert by_blocks[0] != whole
+    assert [flat(rows) for rows, _ in by_blocks[0]] == [flat(rows) for rows, _ in by_blocks[1]]
     assert [dropped for _, dropped in got] == [dropped for _, dropped in whole]
 
     seen = Counter(key for rows, _ in whole for keys in rows for key in keys)
@@ -288,6 +293,8 @@ def test_states_that_do_not_fit_are_refused(dataset):
         Run(dataset, 2).after(other)
     with pytest.raises(StateError, match="set data.shuffle back"):
         Run(dataset, 2, shuffle=False).after(late)
+    with pytest.raises(StateError, match="shuffle_block = 16, .* has 4 .* set data.shuffle_block back"):
+        Run(dataset, 2, shuffle_block=4).after(late)
     half = Run(dataset, 2)
     next(half.loaders[0])
     with pytest.raises(StateError, match="only between steps"):
@@ -400,7 +407,7 @@ def test_a_size_that_no_file_holds_is_unusable(dataset):
     from data_tools.sample_sizes import measure
 
     loader = Run(dataset, 1).loaders[0]
-    crude = loader._planning.sources[0].reader(0.0)[0]
+    crude = loader._planning.sources[0].reader(0.0, None)[0]
     encoder, sample = loader._planning.encoder, cook(crude)
     record = json.loads(sample.text)
     assert record["media"] and measure(encoder, sample)[0] > 0
@@ -470,7 +477,7 @@ def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset
     from data_tools.sample_sizes import SizesWriteError, measure
 
     loader = Run(dataset, 1).loaders[0]
-    encoder, sample = loader._planning.encoder, cook(loader._planning.sources[0].reader(0.0)[0])
+    encoder, sample = loader._planning.encoder, cook(loader._planning.sources[0].reader(0.0, None)[0])
 
     def fails(*_: Any, **__: Any) -> None:
         raise fault

@@ -30,6 +30,7 @@ WITHOUT_LOSS = [
 ]
 """With one or two data-parallel ranks, the last micro-batch has no loss token."""
 FULL = {"language": "full", "vision": "full"}
+SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 ACTIVATION = {"language": "selective", "language_modules": ["activation"], "vision": "activation"}
 
 TRAINING = [MIXED_ROWS, TEXT_LAST, MIXED_ROWS, TEXT_LAST]
@@ -210,12 +211,97 @@ DECOUPLED_QUICK = {
 """Those of them that ``make test`` chooses from: each setting that changes the tower's way once."""
 
 
+EDGE_TOKENS = 192
+"""Length of rows that ranks share: the edges of their parts are at 96, or at 48, 96 and 144."""
+ON_EDGES = [
+    ["image", "image"],
+    ["text", "text", "short_text", "short_text", "short_text", "short_text", "image"],
+    ["word", "words", "image", "word", "short_text", "video", "words", "word"],
+    ["text"],
+]
+"""The second image crosses an edge; a document ends on an edge; the video crosses an edge, and some documents
+have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
+SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
+
+CONTEXT: dict[int, list[dict[str, Any]]] = {
+    2: [
+        *(case(f"CP2, {family}", family, steps=SHARED) for family in (Q25, Q2, Q3)),
+        case("CP2, overlap, qwen3_vl", Q3, steps=SHARED, overlap=True, bucket_size=10_000),
+        case("CP2, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
+        case("CP2, language frozen, overlap", steps=SHARED, freeze=["language"], overlap=True),
+        case("CP2, vision frozen, qwen3_vl", Q3, steps=SHARED, freeze=["vision"]),
+        case("CP2, vision and merger frozen", steps=SHARED, freeze=["vision", "merger"]),
+        case("CP2, merger alone, qwen3_vl", Q3, steps=SHARED, freeze=["vision", "language"], overlap=True),
+        case("CP2, full recompute, tied, qwen3_vl", Q3, steps=[ON_EDGES], tied=True, recompute=FULL),
+        case("CP2, selective recompute", steps=[ON_EDGES], recompute=SELECTIVE),
+        case("CP2, decoupled", steps=SHARED, decoupled=True, patches=32, kept_patches=100),
+        case("CP2, decoupled, qwen3_vl", Q3, steps=SHARED, decoupled=True),
+        case("CP2, decoupled, language frozen", steps=SHARED, decoupled=True, freeze=["language"]),
+        case("CP2, experts", MOE, steps=[ON_EDGES]),
+        case("CP2, EP2, experts, overlap", MOE, ep=2, steps=SHARED, overlap=True),
+        case("training, CP2, overlap", steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
+        case(
+            "training, CP2, tied, plain optimizer, qwen3_vl",
+            Q3,
+            tied=True,
+            steps=TRAINING,
+            train=True,
+            distributed_optimizer=False,
+        ),
+        case("training, CP2, decoupled, qwen3_vl", Q3, steps=TRAINING, train=True, decoupled=True),
+        case("training, CP2, EP2, experts", MOE, ep=2, steps=TRAINING, train=True, overlap=True),
+    ],
+    4: [
+        *(
+            case(f"CP4 above the key/value heads, {family}", family, cp=4, steps=SHARED)
+            for family in (Q25, Q3)
+        ),
+        case("CP4, EP2, experts", MOE, cp=4, ep=2, steps=[ON_EDGES]),
+        case("CP4, decoupled, qwen3_vl", Q3, cp=4, steps=SHARED, decoupled=True),
+        case("CP2 x TP2", tp=2, steps=SHARED),
+        case(
+            "CP2 x TP2 + SP, overlap, qwen3_vl", Q3, tp=2, sequence_parallel=True, steps=SHARED, overlap=True
+        ),
+        case("CP2 x PP2, overlap", pp=2, steps=SHARED, overlap=True),
+        case("CP2 x PP2 x VPP2, overlap, qwen3_vl", Q3, pp=2, vpp=2, steps=SHARED, overlap=True),
+        case("CP2 x DP2, overlap", steps=SHARED, overlap=True),
+        case("CP2 x DP2, EP4, experts", MOE, ep=4, steps=[ON_EDGES]),
+        case("CP2 x TP2 + SP, EP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, steps=[ON_EDGES]),
+        case("CP2 x TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, etp=2, steps=[ON_EDGES]),
+        case("CP2 x PP2, experts", MOE, pp=2, steps=[ON_EDGES]),
+        case("CP2 x PP2, decoupled", pp=2, steps=SHARED, decoupled=True, patches=64),
+        case(
+            "CP2 x TP2 + SP, decoupled, qwen3_vl",
+            Q3,
+            tp=2,
+            sequence_parallel=True,
+            steps=SHARED,
+            decoupled=True,
+        ),
+        case("training, CP2 x TP2 + SP", tp=2, sequence_parallel=True, steps=TRAINING, train=True),
+        case("training, CP2 x DP2, overlap, qwen3_vl", Q3, steps=TRAINING, train=True, overlap=True),
+    ],
+}
+"""Cases of context parallelism. Their pictures, videos and documents cross the edges of the ranks' parts."""
+
+CONTEXT_QUICK = {
+    "CP2, qwen2_5_vl",
+    "CP2, language frozen, overlap",
+    "CP2, EP2, experts, overlap",
+    "CP2, decoupled, qwen3_vl",
+    "training, CP2, overlap",
+    "CP4 above the key/value heads, qwen3_vl",
+    "CP2 x TP2 + SP, overlap, qwen3_vl",
+    "CP2 x PP2, overlap",
+}
+"""Those of them that ``make test`` chooses from."""
+
+
 def hybrid_cases(ranks: int) -> list[dict[str, Any]]:
     """The cases of the families with linear attention."""
     return [*HYBRID_QUICK[ranks], *HYBRID_FULL[ranks]]
 
 
-SELECTIVE = {"language": "selective", "language_modules": ["core_attn", "mlp"]}
 SEVERAL = [TEXT_LAST, MIXED_ROWS, TEXT_LAST]
 
 HYBRID_QUICK: dict[int, list[dict[str, Any]]] = {
@@ -404,8 +490,8 @@ HYBRID_FULL: dict[int, list[dict[str, Any]]] = {
 """The others. Most of what they hold in pairs, other families hold in the same code."""
 LEFT_TO_FULL = {
     *(entry["name"] for entries in HYBRID_FULL.values() for entry in entries),
-    *(entry["name"] for entries in DECOUPLED.values() for entry in entries),
-} - DECOUPLED_QUICK
+    *(entry["name"] for entries in (*DECOUPLED.values(), *CONTEXT.values()) for entry in entries),
+} - (DECOUPLED_QUICK | CONTEXT_QUICK)
 
 CASES: dict[int, list[dict[str, Any]]] = {
     1: [
@@ -794,5 +880,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
         *hybrid_cases(4),
     ],
 }
+for _ranks, _cases in CONTEXT.items():
+    CASES[_ranks] += [{"cp": 2, "seq_len": EDGE_TOKENS} | case for case in _cases]
 for _ranks, _cases in DECOUPLED.items():
     CASES[_ranks] += [case | {"decoupled": True} for case in _cases]

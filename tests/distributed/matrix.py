@@ -53,7 +53,7 @@ class Entry:
 
     @property
     def data_parallel(self) -> int:
-        return self.ranks // (self.value("tp") * self.value("pp"))
+        return self.ranks // (self.value("tp") * self.value("cp") * self.value("pp"))
 
     def freezes(self, *parts: str) -> bool:
         return set(self.value("freeze", [])) == set(parts)
@@ -101,6 +101,7 @@ LAYOUTS: Features = {
         min(entry.value("tp"), entry.value("pp"), entry.value("vpp")) > 1
     ),
     "The tower on every rank (`vision.placement: decoupled`)": lambda entry: entry.value("decoupled", False),
+    "Context parallel (CP)": lambda entry: entry.value("cp") > 1,
     "Expert parallel (EP)": lambda entry: entry.value("ep") > 1,
     "Expert tensor parallel (ETP)": lambda entry: entry.value("etp") > 1,
 }

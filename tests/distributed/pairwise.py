@@ -43,11 +43,12 @@ def pairwise(cases: Sequence[Mapping[str, Any]], costs: Mapping[str, float] | No
 def pairs(case: Mapping[str, Any]) -> Iterable[Pair]:
     """Yields the pairs of settings of a case.
 
-    If every rank holds the tower, only pairs with that setting count. Otherwise such a case would replace one
-    with the tower on the first stage.
+    If ranks share rows, or every rank holds the tower, only pairs with that setting count. Otherwise such a
+    case would replace one with whole rows, or with the tower on the first stage.
     """
+    needed = next((name for name in ("cp", "decoupled") if case.get(name)), None)
     for pair in combinations(sorted(settings(case)), 2):
-        if not case.get("decoupled") or any(field == "decoupled" for field, _ in pair):
+        if needed is None or any(field == needed for field, _ in pair):
             yield pair
 
 

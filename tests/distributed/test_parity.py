@@ -21,7 +21,7 @@ from tests.tiny import tiny_checkpoint
 from toolkit.parity.case import Case, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
-from .cases import CASES, DECOUPLED_QUICK, LEFT_TO_FULL, SEEDS, chosen_by_make_test
+from .cases import CASES, CONTEXT_QUICK, DECOUPLED_QUICK, LEFT_TO_FULL, SEEDS, chosen_by_make_test
 from .pairwise import pairs, pairwise
 
 NAMES = [entry["name"] for entries in CASES.values() for entry in entries]
@@ -106,7 +106,7 @@ def test_parity(run_group: Callable[[int], dict[str, Any]], ranks: int, name: st
 
 def test_names_are_unique_and_those_chosen_by_name_exist() -> None:
     assert len(set(NAMES)) == len(NAMES)
-    assert set(NAMES) >= DECOUPLED_QUICK
+    assert set(NAMES) >= DECOUPLED_QUICK | CONTEXT_QUICK
 
 
 def test_chosen_cases_hold_every_pair_of_settings() -> None:
@@ -126,7 +126,7 @@ def test_chosen_cases_hold_every_pair_of_settings() -> None:
 def test_every_setting_and_every_pair_is_in_what_make_test_runs() -> None:
     table = [entry for entries in CASES.values() for entry in entries]
     run = [entry for entry in table if entry["name"] in chosen_by_make_test()]
-    layout = ("tp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
+    layout = ("tp", "cp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
     for field in ("family", *layout, "train", "decoupled"):
         assert {entry.get(field) for entry in run} == {entry.get(field) for entry in table}, field
     assert {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)} == {1, 2, 4}

@@ -174,6 +174,16 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "steps": [ROWS],
         },
         {"name": "DP2, overlap", "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "CP2, overlap", "cp": 2, "overlap": True, "steps": [TEXT_LAST, ROWS, TEXT_LAST]},
+        {"name": "CP2, qwen3_vl", "family": "qwen3_vl", "cp": 2, "steps": [ROWS]},
+        {
+            "name": "CP2, decoupled, qwen3_vl",
+            "family": "qwen3_vl",
+            "cp": 2,
+            "decoupled": True,
+            "steps": [ROWS],
+        },
+        {"name": "CP2, EP2, experts", "family": "qwen3_vl_moe", "cp": 2, "ep": 2, "steps": [ROWS, TEXT_LAST]},
         {
             "name": "TP2 + SP, qwen3_5",
             "family": "qwen3_5",
@@ -198,6 +208,8 @@ CASES: dict[int, list[dict[str, Any]]] = {
         },
     ],
     4: [
+        {"name": "CP2 x TP2 + SP", "cp": 2, "tp": 2, "sequence_parallel": True, "steps": [ROWS, TEXT_LAST]},
+        {"name": "CP4, qwen3_vl", "family": "qwen3_vl", "cp": 4, "overlap": True, "steps": [ROWS, TEXT_LAST]},
         {"name": "TP2 x PP2 + SP", **TP2_PP2, "layers": [1, 3], "steps": [ROWS, TEXT_LAST]},
         {
             "name": "TP2 x PP2 x VPP2 + SP, tied",

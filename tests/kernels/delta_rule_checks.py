@@ -21,7 +21,7 @@ from tests.kernels.triton_checks import fix_interpreter
 
 RATES = {"as initialised": (0.01, 16.0), "slow": (0.001, 0.02), "mixed": (0.001, 4.0)}
 """The lowest and the highest rate of the heads' decays."""
-NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta")
+NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dfirst")
 
 
 def numbers(lengths: list[int], device: str) -> Tensor:
@@ -64,8 +64,11 @@ def rule_inputs(
 def run(
     rule: Callable[..., tuple[Tensor, Tensor]], inputs: list[Tensor], segments: Tensor, of_state: bool
 ) -> list[Tensor]:
-    """out, state and all gradients; the gradient of the state is 0 or random."""
-    out, state = rule(*inputs, segments)
+    """out, state and all gradients; the gradient of the state is 0 or random.
+
+    A sixth input is the first state.
+    """
+    out, state = rule(*inputs[:5], segments, first_state=inputs[5] if len(inputs) > 5 else None)
     generator = torch.Generator().manual_seed(1)
     dout, dstate = (
         torch.randn(t.shape, generator=generator).to(out.device).to(inputs[2].dtype) for t in (out, state)
@@ -77,17 +80,26 @@ def run(
 
 
 def rule_errors(
-    lengths: list[int], *shape, of_state: bool = False, device: str = "cpu", **kind
+    lengths: list[int],
+    *shape,
+    of_state: bool = False,
+    first_state: bool = False,
+    device: str = "cpu",
+    **kind,
 ) -> dict[str, float]:
     """The relative error of each result (L2)."""
     inputs = rule_inputs(lengths, *shape, device=device, **kind)
+    if first_state:
+        value_heads, value_dim = inputs[2].shape[1:]
+        first = torch.randn(value_heads, inputs[0].shape[2], value_dim, device=device)
+        inputs.append(first.requires_grad_())
     segments = numbers(lengths, device)
     ours = run(gated_delta_rule, inputs, segments, of_state)
     again = run(gated_delta_rule, inputs, segments, of_state)
     assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), "not the same bits twice"
     wide = [t.detach().double().requires_grad_() for t in inputs]
     exact = run(gated_delta_rule, wide, segments, of_state)
-    return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=True)}
+    return {name: relative(a, b) for name, a, b in zip(NAMES, ours, exact, strict=False)}
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -156,6 +168,10 @@ def quick() -> dict[str, dict[str, float]]:
             [1, 63, 3, 83, 50], (2, 4), (32, 16), "as initialised", of_state=True
         ),
         "less than a chunk, three value heads a key": rule_errors([5, 2], (1, 3), (16, 32), "mixed"),
+        "a first state": rule_errors([70, 3, 60], (1, 2), (32, 16), "slow", of_state=True, first_state=True),
+        "a first state over all chunks": rule_errors(
+            [130], (1, 1), (16, 32), "slow", of_state=True, first_state=True
+        ),
         "keys alike": rule_errors([130], (1, 1), (32, 32), "slow", alike=True, of_state=True),
         "bits": changed_bits([30, 41, 60], 1),
         "around": around_errors([1, 2, 1, 33, 3], 96, 2, 32),
@@ -195,6 +211,10 @@ def gpu() -> dict[str, dict[str, float]]:
             ((4, 8), "mixed", [1]),
         )
     }
+    for row in (lengths, [8192]):
+        errors[f"a first state, {len(row)} sequences"] = rule_errors(
+            row, (16, 32), (128, 128), "slow", device="cuda", of_state=True, first_state=True
+        )
     errors["smaller heads"] = rule_errors(lengths, (2, 4), (64, 32), "mixed", device="cuda")
     errors["bits"] = changed_bits([100, 41, 300], 1, "cuda")
     errors["around"] = around_errors(lengths, 8192, 32, 128, "cuda")

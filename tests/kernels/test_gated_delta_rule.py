@@ -128,53 +128,49 @@ def test_convolution_is_that_of_each_sequence_alone() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
 
 
-# --- A row that several ranks share -------------------------------------------------------------------------
-
-
-def with_state(state: Tensor, given: list[Tensor], segments: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Inputs and numbers of sequences that begin with tokens which write ``state`` [Vh, K, V]: one for each
-    row, whose key is a unit vector. Long keys, so that what keeps their length from 0 rounds nothing."""
-    width, key_heads = state.shape[1], given[0].shape[1]
-    keys = (1e6 * torch.eye(width, dtype=state.dtype))[:, None].expand(-1, key_heads, -1)
-    values = state.movedim(1, 0)
-    gates = values.new_zeros(values.shape[:2])
-    written = (torch.zeros_like(keys), keys, values, gates, gates + 1)
-    inputs = [torch.cat(pair) for pair in zip(written, given, strict=True)]
-    return inputs, torch.cat((segments[:1].expand(width), segments))
+# --- A row that begins with a state -------------------------------------------------------------------------
 
 
 def test_a_row_may_be_cut_anywhere_if_its_state_is_handed_on() -> None:
-    """Two ranks: the second one goes on within a sequence. Its state and that state's gradient are all that
-    they exchange."""
-    given, segments, cut, width = inputs(torch.float64, "mixed"), numbers(), 300, 16
+    """The second part goes on within a sequence. Its gradients reach the first one through the state."""
+    given, segments, cut = inputs(torch.float64, "mixed"), numbers(), 300
     whole, last = gated_delta_rule(*given, segments)
     first, state = gated_delta_rule(*(t[:cut] for t in given), segments[:cut])
-    begun, begun_segments = with_state(state, [t[cut:] for t in given], segments[cut:])
-    rest, after = gated_delta_rule(*begun, begun_segments)
-    ours = torch.cat((first, rest[width:]))
+    rest, after = gated_delta_rule(*(t[cut:] for t in given), segments[cut:], first_state=state)
+    ours = torch.cat((first, rest))
     assert torch.allclose(ours, whole, rtol=0, atol=1e-12) and torch.allclose(after, last, rtol=0, atol=1e-12)
 
     weight = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     grads = [torch.autograd.grad((out * weight).sum(), given, retain_graph=True) for out in (ours, whole)]
     for a, b in zip(*grads, strict=True):
         assert (a - b).norm() <= 1e-12 * b.norm()
-    # Without the state the second rank would be wrong.
+    # Without the state the second part would be wrong.
     lost, _ = gated_delta_rule(*(t[cut:] for t in given), segments[cut:])
     assert (lost - whole[cut:]).norm() > 0.05 * whole[cut:].norm()
 
 
-def test_what_a_part_of_a_sequence_does_to_its_state_is_linear() -> None:
-    """So that ranks work at the same time: each gives what it adds to an empty state and what it makes of the
-    unit matrix, and the product of these gives every rank its first state."""
+def test_what_a_part_of_a_sequence_does_to_its_state_is_affine() -> None:
+    """So ranks compute their maps at the same time, and products of these give every rank its first state."""
     q, k, v, g, beta = (t.detach()[:100] for t in inputs(torch.float64, "mixed"))
     segments = torch.zeros(100, dtype=torch.int32)
     _, added = gated_delta_rule(q, k, v, g, beta, segments)
-    wide = torch.zeros(100, v.shape[1], 16, dtype=v.dtype)
     unit = torch.eye(16, dtype=v.dtype).expand(v.shape[1], -1, -1)
-    begun, begun_segments = with_state(unit, [q, k, wide, g, beta], segments)
-    _, kept = gated_delta_rule(*begun, begun_segments)
+    no_values = torch.zeros(100, v.shape[1], 16, dtype=v.dtype)
+    _, kept = gated_delta_rule(q, k, no_values, g, beta, segments, first_state=unit)
 
     before = torch.randn(v.shape[1], 16, 12, generator=torch.Generator().manual_seed(2), dtype=v.dtype)
-    begun, begun_segments = with_state(before, [q, k, v, g, beta], segments)
-    _, after = gated_delta_rule(*begun, begun_segments)
+    _, after = gated_delta_rule(q, k, v, g, beta, segments, first_state=before)
     assert torch.allclose(after, kept @ before + added, rtol=0, atol=1e-12)
+
+
+def test_a_first_state_reaches_only_the_first_sequence() -> None:
+    given, segments = [t.detach() for t in inputs(torch.float32, "slow")], numbers()
+    state = torch.randn(6, 16, 12, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    without, last = gated_delta_rule(*given, segments)
+    out, after = gated_delta_rule(*given, segments, first_state=state)
+    end = LENGTHS[0]
+    assert torch.equal(out[end:], without[end:]) and torch.equal(after, last)
+    assert not torch.equal(out[:end], without[:end])
+    (of_others,) = torch.autograd.grad(out[end:].sum() + after.sum(), state, retain_graph=True)
+    (of_first,) = torch.autograd.grad(out[:end].sum(), state)
+    assert not of_others.any() and of_first.any()

@@ -158,3 +158,57 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     if dist.get_rank() == 0:
         torch.save(results, out)
     end_distributed()
+
+
+def linear_attention_errors(recompute: bool) -> dict[str, float]:
+    """Relative errors (L2) of a layer of linear attention whose ranks share a row, beside one rank's layer.
+
+    Args:
+        recompute: whether the ranks recompute the layer's inside during the backward pass.
+    """
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from megatron_vl.kernels.shard_exchange import shard_route
+    from megatron_vl.models.attention import packed_row
+    from megatron_vl.models.batch import Segments
+    from megatron_vl.parallel.grid import init_distributed
+    from megatron_vl.platform import get_platform
+    from tests.planning.saved_by_linear_attention import layer
+
+    init_distributed(get_platform("cpu"))
+    group, bounds = dist.group.WORLD, [0, 70, 73, 233, 320]
+    assert group is not None
+    torch.manual_seed(0)
+    made = layer(key_heads=1, value_heads=2, width=16)
+    made.in_proj = made.out_proj = lambda x: (x, None)
+    projected = torch.randn(bounds[-1], 1, sum(made.sections))
+    dout = torch.randn(bounds[-1], 1, 2 * 16)
+    segments = Segments(torch.tensor(bounds, dtype=torch.int32), 160)
+
+    def results(tokens: slice, route: Any) -> dict[str, torch.Tensor]:
+        made.zero_grad()
+        inputs = projected[tokens].clone().requires_grad_()
+        out, _ = made(inputs, packed_seq_params=packed_row(segments, shard_route=route))
+        out.backward(dout[tokens])
+        assert inputs.grad is not None
+        gradients = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+        return {"out": out.detach(), "input": inputs.grad, **gradients}
+
+    made.recompute, made.cp_group = False, SimpleNamespace(size=lambda: 1)
+    whole = results(slice(None), None)
+
+    made.recompute, made.cp_group = recompute, group
+    route = shard_route(bounds, group.size(), group.rank())
+    ours = results(slice(route.rank * route.length, (route.rank + 1) * route.length), route)
+    errors = {}
+    for name, part in ours.items():
+        if name in ("out", "input"):
+            parts = [torch.empty_like(part) for _ in range(group.size())]
+            dist.all_gather(parts, part.contiguous())
+            part = torch.cat(parts)
+        else:
+            dist.all_reduce(part)
+        errors[name] = float((part - whole[name]).norm() / whole[name].norm())
+    return errors

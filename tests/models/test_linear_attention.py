@@ -1,4 +1,4 @@
-"""What a model with linear attention refuses."""
+"""What a model with linear attention refuses, and its layer in a row that ranks share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import pytest
 from megatron_vl.config import Fp8Config, RunConfigError
 from megatron_vl.models.transformer_configs import check_linear_attention
 from megatron_vl.spec.families import read_spec
+from tests.models.programs import linear_attention_errors
+from tests.support.ranks import call
 
 SPEC = read_spec(Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.json")
 
@@ -19,3 +21,16 @@ def test_what_was_never_tried_is_refused_by_name() -> None:
         check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"), tp_comm_overlap=False)
     with pytest.raises(RunConfigError, match=r"parallel\.tp_comm_overlap is not supported for qwen3_5"):
         check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=True)
+    check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=False, cp=16)
+    with pytest.raises(RunConfigError, match=r"parallel\.cp 32: qwen3_5 .* at most 16"):
+        check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=False, cp=32)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recompute", [False, True])
+def test_ranks_that_share_a_row_compute_the_layer(recompute: bool) -> None:
+    errors = call(linear_attention_errors, 4, recompute=recompute)
+    assert set(errors) == {"out", "input", "conv1d.weight", "A_log", "dt_bias", "out_norm.weight"}
+    assert errors.pop("out") < 1e-6
+    for name, error in errors.items():
+        assert error < 1e-5, (name, error)

@@ -1,4 +1,4 @@
-"""Predicted steps against measured ones on H200 (docs/log/2026-11.md), and what must follow from the fields.
+"""Predicted steps against measured ones on H200 (docs/log/speed.md), and what must follow from the fields.
 
 The measured figures are those of the machines, never of the model of cost.
 """
@@ -204,13 +204,13 @@ def test_balanced_by_hand() -> None:
 
 
 def test_ranks_of_a_token() -> None:
-    """Counted in docs/log/2026-11.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
+    """Counted in docs/log/experts.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
     for ep, expected in ((1, 1.0), (2, 1.99), (4, 3.63), (8, 5.34)):
         assert ranks_of_a_token(128, 8, ep) == pytest.approx(expected, abs=0.01)
 
 
 def test_stated_rows_are_those_of_bench() -> None:
-    """docs/log/2026-11.md: 1,149 tokens with loss of 7,974, 22,208 to 23,844 patches."""
+    """docs/log/speed.md: 1,149 tokens with loss of 7,974, 22,208 to 23,844 patches."""
     rows = stated_rows(spec_of(B7), 8192)
     assert rows.tokens == pytest.approx(7974, rel=0.01)
     assert rows.loss_tokens == pytest.approx(1149, rel=0.03)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,7 @@ WRONG = [
 CODE = """
 import sys
 from toolkit.cli import main
+assert main(["--version"]) == 0
 for words in sys.argv[1:]:
     assert main(words.split()) == 1, words
 assert "torch" not in sys.modules
@@ -61,6 +63,22 @@ wrong = ("doctor --data.seq_len 64", "verify a b --forse", "train", "train --con
 for words in wrong:
     assert main(words.split()) == 2, words
 """
+
+
+def test_version_names_what_decides_the_numbers(capsys, monkeypatch):
+    """Every line is a name and a version, whether Transformer Engine is installed or not."""
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        f"{name} {metadata.version(name)}" for name in ("megatron-vl", "megatron-core", "torch")
+    ]
+
+    stated = {"transformer-engine-torch": "2.20.2"}
+    monkeypatch.setattr(metadata, "version", lambda name: stated[name])
+    monkeypatch.setattr(metadata, "PackageNotFoundError", KeyError)
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:] == ["megatron-core not installed", "torch not installed", "transformer-engine 2.20.2"]
 
 
 @pytest.mark.slow

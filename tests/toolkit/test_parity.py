@@ -23,7 +23,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, di
 
 @pytest.mark.ranks
 def test_layouts_agree_with_transformers(capsys):
-    code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3")
+    code, report = run(capsys, "--family", "qwen3_vl", "--layouts", "tp2sp,pp2:layers=1-3,cp2")
     assert (
         code == 0
         and report["ok"]
@@ -72,6 +72,7 @@ def test_layouts_are_read_as_written():
     assert layout.sequence_parallel and (layout.ranks, layout.rows) == (4, 2)
     assert [each.ranks for each in parse_layouts("1, tp2,dp2pp2")] == [1, 2, 4]
     assert (parse_layout("ep4").dp, parse_layout("tp2ep4etp1").dp, parse_layout("dp8ep2etp2").dp) == (4, 2, 8)
+    assert (parse_layout("cp2ep4").dp, parse_layout("cp2tp2sp").ranks) == (2, 4)
     for wrong in ("tp", "2", "tp2x", "tp2tp4", "pp2:layers=", "sp", "tp0", ""):
         with pytest.raises(ValueError, match="layout"):
             parse_layouts(wrong)
@@ -90,6 +91,7 @@ def test_rows_are_as_even_as_can_be():
             "--layouts tp2: with experts, tensor parallelism needs sequence parallelism",
         ),
         ("qwen3_vl_moe", "tp2pp2:layers=1-3", "write tp2pp2sp:layers=1-3"),
+        ("qwen3_5", "1,cp2", "--layouts cp2: cp=2: qwen3_5 has linear attention"),
         ("qwen2_5_vl", "1,pp2:layers=1-2", "--layouts pp2:layers=1-2: layers [1, 2] add up to 3"),
     ],
 )

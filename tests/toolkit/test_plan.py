@@ -32,7 +32,7 @@ def example(path: Path) -> tuple[TrainConfig, ModelSpec, int]:
     return given.config, given.spec, given.world
 
 
-# docs/log/2026-11.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels;
+# docs/log/speed.md, 2026-11-20: Qwen2.5-VL-7B on H200, rows of 8192 tokens, before the tower had kernels;
 # patches of the fullest row.
 BEFORE = "--model.window_attention backend --model.vision_attention torch_varlen".split()
 PIPELINE = (
@@ -61,7 +61,7 @@ LATER = [
     ("tower on every rank, kept", 116.2, f"{DECOUPLED} --vision.keep_patches 16384", 28),
     ("tower on the first stage", 117.2, "--parallel.pp 2 --parallel.layers [8,20]", 28),
 ]
-"""Peak GiB of two H200, 8 rows of 8192 tokens, MLP activations recomputed (docs/log, 2026-11-22)."""
+"""Peak GiB of two H200, 8 rows of 8192 tokens, MLP activations recomputed (docs/log/speed.md, 2026-11-22)."""
 
 
 @pytest.mark.parametrize(("measured", "options", "layers"), [m[1:] for m in LATER], ids=[m[0] for m in LATER])
@@ -120,7 +120,7 @@ FUSED = [
     ),
 ]
 """With the window kernel and our SwiGLU, full attention by FlashAttention-2; from
-docs/log/2026-11.md, speed of packed image rows on H200."""
+docs/log/speed.md, speed of packed image rows on H200."""
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def _move(
             parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
             load(step_folder(folder / "0", 2), **parts, **place, run={}, restart_data=True)
-        saved.append(_saved(live, folder / str(number)))
+        saved.append(saved_tensors(live, folder / str(number)))
         results.append(_step(live, platform, 2))
     if dist.get_rank():
         return {}
@@ -104,7 +104,7 @@ def _step(live: Any, platform: Any, number: int) -> Any:
     return train_step(live.wrapped, live.optimizer, data.rows, live.grid, 512)
 
 
-def _saved(live: Any, folder: Path) -> dict[str, Tensor]:
+def saved_tensors(live: Any, folder: Path) -> dict[str, Tensor]:
     """Saves; on rank 0, returns every weight, master weight and moment in the files, and Adam's counts."""
     saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
     place = {"spec": live.spec, "layout": live.layout, "grid": live.grid}

@@ -21,10 +21,11 @@ KINDS = [["image", "text"], ["two_images", "short_text"], ["text", "short_text"]
 SOURCES = [[0, 1], [2, 0], [1, 2], [0]]
 WEIGHTS = [[1.0, 0.5], [1.0, 1.0], [2.0, 1.0], [0.25]]
 """Of the losses of each sample."""
-SEQ_LEN = 512
+SEQ_LEN = 128
 LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2 x VPP2, decoupled": {"pp": 2, "vpp": 2, "decoupled": True},
     "TP2 + SP": {"tp": 2, "sequence_parallel": True},
+    "CP2": {"cp": 2},
 }
 
 

@@ -98,13 +98,19 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
 def test_validation_is_that_of_transformers_in_every_layout(
     prepared: dict[str, Path], evaluated: Path
 ) -> None:
-    """Compares the loss over the rows' samples, and answers, on four ranks (TP and PP) and two (DP)."""
+    """Compares the loss over the rows' samples, and answers, on four ranks (TP and PP) and two (DP); under
+    context parallelism, the loss alone."""
     run = prepared["folder"] / "evaluated_dp2"
     still = ["--optimizer.lr", "0", "--optimizer.warmup_steps", "0", "--eval.interval", "1"]
     done = train(prepared, run, *EVALUATION, *still, ranks=2, steps=1)
     assert done.returncode == 0, done.stderr[-4000:]
+    shared = prepared["folder"] / "evaluated_cp2"
+    context = ["--parallel.cp", "2", "--eval.samples", "0"]
+    done = train(prepared, shared, *EVALUATION, *still, *context, ranks=2, steps=1)
+    assert done.returncode == 0, done.stderr[-4000:]
     ours = [metrics(evaluated, "eval.jsonl")[0], *metrics(run, "eval.jsonl")]
-    assert [line["step"] for line in ours] == [0, 0, 1]
+    without_answers = metrics(shared, "eval.jsonl")
+    assert [line["step"] for line in ours + without_answers] == [0, 0, 1, 0, 1]
 
     reference = DemoReference(prepared["hf"], video_fps=2.0, video_max_frames=8)
     records = json.loads((prepared["folder"] / "data.json").read_text())
@@ -112,9 +118,10 @@ def test_validation_is_that_of_transformers_in_every_layout(
     media = prepared["folder"] / "media"
     losses = [reference.loss(records[number], media) for number in held_out.values()]
     count = sum(tokens for _, tokens in losses)
-    for line in ours:
+    for line in ours + without_answers:
         assert line["loss_tokens"] == count
         assert line["loss"] == pytest.approx(sum(total for total, _ in losses) / count, rel=1e-5)
+    for line in ours:
         assert len(line["answers"]) == 2
         for told in line["answers"]:
             record = records[held_out[told["key"]]]
@@ -231,8 +238,8 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
 def test_another_layout_goes_on_where_the_run_stopped(
     prepared: dict[str, Path], resumed: Path, whole: Path
 ) -> None:
-    """Saved under TP2 x PP2 + SP, resumed on one rank and under PP2 x VPP2: same samples,
-    losses within 1e-6."""
+    """Saved under TP2 x PP2 + SP, resumed on one rank, and under PP2 x VPP2 and CP2 x TP2 + SP: same
+    samples, losses within 1e-6."""
     want = metrics(whole)
     for name, options, count in (
         ("one", [], 1),
@@ -240,6 +247,11 @@ def test_another_layout_goes_on_where_the_run_stopped(
             "interleaved",
             ["--parallel.pp", "2", "--parallel.vpp", "2", "--parallel.distributed_optimizer", "false"],
             2,
+        ),
+        (
+            "shared_rows",
+            ["--parallel.cp", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "true"],
+            4,
         ),
     ):
         run = prepared["folder"] / f"elastic_{name}"

@@ -150,13 +150,13 @@ def test_short_numbers(number, text):
 
 @pytest.mark.ranks
 def test_losses_by_source_equal_those_of_each_sample_alone(tmp_path: Path) -> None:
-    """Under DP2 x PP2 x VPP2 with the tower on every rank, and under DP2 x TP2 + SP."""
+    """Under DP2 x PP2 x VPP2 with the tower on every rank, and under DP2 x TP2 + SP and DP2 x CP2."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
     convert(hf, tmp_path / "weights")
     out = call(losses_by_source, 4, hf=str(hf), weights=str(tmp_path / "weights"))
     plain = out["plain"]
     assert plain["samples"] == [3, 2, 2] and min(plain["tokens"]) > 0
-    for name in ("PP2 x VPP2, decoupled", "TP2 + SP"):
+    for name in ("PP2 x VPP2, decoupled", "TP2 + SP", "CP2"):
         found = out[name]
         assert (found["samples"], found["tokens"]) == (plain["samples"], plain["tokens"])
         assert found["losses"] == pytest.approx(plain["losses"], rel=2e-6)

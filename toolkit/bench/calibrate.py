@@ -320,7 +320,7 @@ def finish(
     measured = {name: figures["step_s"] for name, figures in workloads.items()}
 
     def steps(c: Calibration) -> dict[str, float]:
-        world = layout.tp * layout.pp * _dp(options, layout)
+        world = layout.replica_ranks * _dp(options, layout)
         return {
             name: predict(options.config, spec, world, layout, rows=found, calibration=c).step
             for name, found in statistics.items()
@@ -357,7 +357,7 @@ def finish(
 
 
 def _dp(options: BenchRun, layout: Layout) -> int:
-    return dist.get_world_size() // (layout.tp * layout.pp)
+    return dist.get_world_size() // layout.replica_ranks
 
 
 def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStatistics:

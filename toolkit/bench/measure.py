@@ -301,10 +301,11 @@ def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: floa
 def _layout_note(live: BenchModel) -> str:
     g = live.grid
     c = live.options.config
+    context = f" x cp {g.cp}" if g.cp > 1 else ""
     experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
     experts += ", experts chosen evenly" if live.options.even_routing else ""
     recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
     return (
-        f"tp {g.tp} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "
+        f"tp {g.tp}{context} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "
         f"{c.global_batch_size} rows of {c.data.seq_len} tokens per step, {c.dtype}, {recompute}"
     )

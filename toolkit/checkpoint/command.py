@@ -20,7 +20,10 @@ def show(options: ShowOptions) -> int:
         print(line)
     layout = facts["layout"]
     print(f"{facts['checkpoint']}: step {facts['step']}, {facts['family']}, {facts['tensors']} tensors")
-    shape = f"tp {layout['tp']} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
+    context = f" x cp {layout['cp']}" if "cp" in layout else ""
+    shape = (
+        f"tp {layout['tp']}{context} x pp {layout['pp']} x vpp {layout['vpp']} x dp {facts['data_parallel']}"
+    )
     if layout["ep"] * layout["etp"] > 1:
         shape += f", experts ep {layout['ep']} x etp {layout['etp']}"
     if parent := facts["lineage"]["parent"]:

@@ -112,16 +112,20 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
 
     p = config.parallel
     if world_size is None:
-        world_size = len(gpus) or p.tp * p.pp
+        world_size = len(gpus) or p.tp * p.cp * p.pp
     try:
         dp = validate(config, world_size)
     except RunConfigError as error:
         say(broken("config", str(error), "change the field, or give the number of GPUs with --world-size"))
         return report
 
+    context = f" x cp {p.cp}" if p.cp > 1 else ""
     experts = f", experts ep {p.ep} x etp {p.etp}" if p.ep * p.etp > 1 else ""
     say(
-        ok("config", f"{counted(world_size, 'rank')}: tp {p.tp} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}")
+        ok(
+            "config",
+            f"{counted(world_size, 'rank')}: tp {p.tp}{context} x pp {p.pp} x vpp {p.vpp} x dp {dp}{experts}",
+        )
     )
     refusal = ""
     gpu_gib = min((gpu.memory / 1024 for gpu in gpus), default=next(iter(GPU_GIB.values())))

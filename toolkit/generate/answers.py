@@ -99,7 +99,7 @@ def run_generate(
         )
 
         write_job(job, work / "job.json")
-        ranks = layout.tp * layout.pp * layout.least_dp
+        ranks = layout.replica_ranks * layout.least_dp
         say(
             f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} "
             f"process{'es' if ranks > 1 else ''}"

@@ -32,7 +32,8 @@ VISUAL = (PATCH, MERGER, "vision layer", "DeepStack merger")
 LENGTHS = "lengths"
 """An entry beside the locations: the number of tokens of each row, without padding [rows]."""
 SELECTED = "selected"
-"""Entries beside the locations, one per row: the indices of the tokens whose logits were computed."""
+"""Entries beside the locations, one per row: the indices of the tokens whose logits were computed, in the
+whole row."""
 
 
 def squared_norms(got: Tensor, want: Tensor) -> tuple[float, float]:
@@ -157,7 +158,8 @@ class Recorder(Watch):
         self.kept.clear()
 
         grid = self.grid
-        parts = gather_on_first({(grid.dp_rank, grid.pp_rank, grid.tp_rank): mine} if mine else {}, grid)
+        key = (grid.dp_rank, grid.pp_rank, grid.cp_rank, grid.tp_rank)
+        parts = gather_on_first({key: mine} if mine else {}, grid)
         return compare_locations(parts, Path(folder), dtype) if grid.rank == 0 else {}
 
     def _contribution(self, data: StepData) -> dict[str, Tensor]:
@@ -172,24 +174,35 @@ class Recorder(Watch):
                 continue
             split = self.sequence_parallel and location != LOGITS
             tokens = length // self.grid.tp if split else length
+            encoded = self._encoded(data)
+            if location.startswith(VISUAL) and len(values) < len(data.rows):
+                numbers = encoded  # the tower skipped the other rows
+            else:
+                numbers = list(range(len(data.rows)))
 
-            for number, value in enumerate(values):
+            for number, value in zip(numbers, values, strict=True):
                 value = value.reshape(-1, value.shape[-1])
                 if not location.startswith(VISUAL):
                     # Cut off DeepStack's features, which follow the hidden state in the same tensor.
                     mine[f"{location}/{number}"] = value[:tokens]
-                elif data.vision_lengths[number][0]:  # otherwise it is the dummy of a text-only row
+                elif number in encoded:  # otherwise it is a dummy
                     mine[f"{location}/{number}"] = value
 
         if mine:
             mine[LENGTHS] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
-            mine |= {
-                f"{SELECTED}/{number}": row.loss_index.cpu()
-                for number, row in enumerate(data.rows)
-                if row.loss_index is not None
-            }
+            for number, row in enumerate(data.rows):
+                selected = torch.arange(length) if row.loss_index is None else row.loss_index.cpu()
+                mine[f"{SELECTED}/{number}"] = selected + self.grid.cp_rank * length
 
         return mine
+
+    def _encoded(self, data: StepData) -> list[int]:
+        """The rows of which this rank encodes pictures."""
+        return [
+            number
+            for number, row in enumerate(data.rows)
+            if data.vision_lengths[number][0] and (row.feature_route is None or row.feature_route.encodes)
+        ]
 
     def _contributes(self, location: str) -> bool:
         """Whether this rank contributes values of a location.
@@ -206,7 +219,7 @@ def compare_locations(
     """Returns the relative L2 errors of all locations and the first location that departs.
 
     Args:
-        parts: maps (dp, pp, tp) to the contribution of that rank.
+        parts: maps (dp, pp, cp, tp) to the contribution of that rank.
         folder: output of :mod:`toolkit.parity.stored`.
     """
     facts = json.loads((folder / "reference.json").read_text())
@@ -256,7 +269,7 @@ def rows_at(
     """Yields the values of a location, row by row, in the order of the samples.
 
     Args:
-        parts: maps (dp, pp, tp) to the contribution of that rank.
+        parts: maps (dp, pp, cp, tp) to the contribution of that rank.
 
     Yields:
         The computed values [computed positions, width]; the number of the row's positions, without padding;
@@ -264,24 +277,38 @@ def rows_at(
     """
     prefix = f"{location}/"
     for dp in sorted({key[0] for key in parts}):
-        ranks = [parts[key] for key in sorted(parts) if key[0] == dp]
-        holders = [rank for rank in ranks if any(name.startswith(prefix) for name in rank)]
-        names = {name for rank in holders for name in rank}
+        ranks = {key: parts[key] for key in sorted(parts) if key[0] == dp}
+        names = {name for rank in ranks.values() for name in rank}
         numbers = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
 
         for number in numbers:
-            # Tensor-parallel ranks split the vocabulary of logits, and the tokens of every other location.
-            shards = [rank[f"{prefix}{number}"] for rank in holders]
-            values = torch.cat(shards, dim=-1 if location == LOGITS else 0)
-            if location.startswith(VISUAL):
-                yield values, len(values), None
-                continue
-
-            length = int(holders[0][LENGTHS][number])
-            selected = f"{SELECTED}/{number}"
-            if location == LOGITS and selected in holders[0]:
-                indices = holders[0][selected]
+            name = f"{prefix}{number}"
+            holders = {key: rank for key, rank in ranks.items() if name in rank}
+            length = int(next(iter(holders.values()))[LENGTHS][number])
+            if location == LOGITS:
+                values, indices = _logits_of_row(holders, name, f"{SELECTED}/{number}")
                 real = indices < length  # the rest of the row is padding
                 yield values[real], length, indices[real]
+                continue
+
+            # Context-parallel ranks split the tokens and the frames, tensor-parallel ranks the tokens.
+            values = torch.cat([rank[name] for rank in holders.values()])
+            if location.startswith(VISUAL):
+                yield values, len(values), None
             else:
                 yield values[:length], length, None
+
+
+def _logits_of_row(
+    holders: Mapping[tuple[int, ...], Mapping[str, Tensor]], name: str, selected: str
+) -> tuple[Tensor, Tensor]:
+    """The computed logits of a row, and the indices of their tokens.
+
+    Tensor-parallel ranks split the vocabulary, and context-parallel ranks the tokens.
+    """
+    values, indices = [], []
+    for cp in sorted({key[2] for key in holders}):
+        ranks = [holders[key] for key in sorted(holders) if key[2] == cp]
+        values.append(torch.cat([rank[name] for rank in ranks], dim=-1))
+        indices.append(ranks[0][selected])
+    return torch.cat(values), torch.cat(indices)

@@ -24,8 +24,12 @@ KINDS: dict[str, list[str | tuple[str, tuple[int, int, int]]]] = {
     "video_between": [("image", IMAGE_A), "short", ("video", VIDEO), "short", ("image", IMAGE_B), "text"],
     "mixed": ["short", ("image", IMAGE_B), "short", ("video", VIDEO), ("image", IMAGE_A), "text"],
     "without_loss": [("image", IMAGE_B), "question"],
+    "word": ["one"],
+    "words": ["three"],
 }
 """Maps each kind to the parts of a sample, in order."""
+LENGTHS = {"short": 9, "one": 1, "three": 3}
+"""Lengths in tokens of parts that are text; others have 30."""
 
 
 def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
@@ -40,7 +44,7 @@ def make_sample(kind: str, spec: ModelSpec, seed: int) -> Sample:
 
     for part in KINDS[kind]:
         if isinstance(part, str):
-            ids = _text(spec, 9 if part == "short" else 30, generator)
+            ids = _text(spec, LENGTHS.get(part, 30), generator)
             mask = torch.rand(len(ids), generator=generator) < 0.5
             mask[-1] = True
             mask &= part != "question"

@@ -49,6 +49,7 @@ class Case:
     """[step][row][sample kind]; each data-parallel rank gets an equal number of rows, in order."""
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     vpp: int = 1
     layers: list[int] | None = None
     ep: int = 1
@@ -110,6 +111,7 @@ class Case:
         parallel = ParallelConfig(
             tp=self.tp,
             pp=self.pp,
+            cp=self.cp,
             vpp=self.vpp,
             layers=self.layers,
             ep=self.ep,
@@ -166,7 +168,9 @@ def build(case: Case, platform: Platform) -> BuiltCase:
     """Builds the model of a case and loads its weights. Collective."""
     config = case.config
     spec = read_spec(case.hf)
-    layout = make_layout(spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled)
+    layout = make_layout(
+        spec, case.tp, case.pp, case.vpp, case.layers, case.ep, case.etp, case.decoupled, case.cp
+    )
     grid = make_grid(layout)
 
     built = build_model(config, spec, layout, platform, grid, weights=WeightReader(case.weights))

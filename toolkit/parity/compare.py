@@ -252,7 +252,7 @@ def run_layouts(
     """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
     rows = spread(len(samples), _count(request.layouts))
     longest = max(sum(len(samples[i]) for i in row) for row in rows)
-    unit = math.lcm(64, *(layout.tp for layout in request.layouts))
+    unit = math.lcm(64, *(layout.tp * layout.cp for layout in request.layouts))
 
     results: dict[str, dict[str, Any]] = {}
     for ranks in sorted({layout.ranks for layout in request.layouts}):

@@ -21,7 +21,7 @@ from .options import PlanOptions
 from .result import Plan
 from .show import show
 
-SIZES = ("tp", "pp", "vpp", "layers", "ep", "etp")
+SIZES = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
 
 def plan(options: PlanOptions) -> int:

@@ -14,9 +14,9 @@ from toolkit.options import CommandOptions, option
 class PlanOptions(CommandOptions):
     """Find the fastest layout of a model on your GPUs, or predict what a given one does. Needs no GPU.
 
-    The search chooses TP, PP, VPP, EP, ETP, the split of decoder layers, recompute and offload. If the run
-    sets one of parallel.tp, pp, vpp, layers, ep or etp, that layout alone is predicted, unless --search is
-    given.
+    The search chooses TP, PP, VPP, EP, ETP, the split of decoder layers, recompute and offload; CP stays as
+    the run sets it. If the run sets one of parallel.tp, cp, pp, vpp, layers, ep or etp, that layout alone is
+    predicted, unless --search is given.
     """
 
     run_fields: ClassVar[bool] = True

@@ -22,7 +22,7 @@ def write_run(path: Path, prediction: Prediction, given: dict[str, Any]) -> None
     config = with_split(prediction.config, prediction.layout)
     fields = _differences(config, TrainConfig())
     parallel = fields.setdefault("parallel", {})
-    for name in ("tp", "pp", "vpp", "ep", "etp"):
+    for name in ("tp", *(["cp"] if config.parallel.cp > 1 else []), "pp", "vpp", "ep", "etp"):
         parallel[name] = getattr(config.parallel, name)
     for name, value in given.items():
         section, _, leaf = name.rpartition(".")

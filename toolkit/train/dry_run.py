@@ -102,7 +102,7 @@ def _print_pass(facts: dict[str, Any]) -> None:
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
     """Number of ranks per node if none is given: as few as the layout needs."""
     p = config.parallel
-    return max(1, -(-p.pp * math.lcm(p.tp, p.ep * p.etp) // nnodes))
+    return max(1, -(-p.pp * math.lcm(p.tp * p.cp, p.ep * p.etp) // nnodes))
 
 
 def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
@@ -171,10 +171,11 @@ def _print(facts: dict[str, Any]) -> None:
 
     sizes, schedule = facts["layout"], facts["schedule"]
     experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
+    context = f" x cp {sizes['cp']}" if "cp" in sizes else ""
     sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
     print(f"{facts['family']} on {counted(facts['ranks'], 'rank')}")
     print(
-        f"layout: tp {sizes['tp']} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
+        f"layout: tp {sizes['tp']}{context} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
         f"{experts}{sequence}"
     )
 

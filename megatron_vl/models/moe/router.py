@@ -215,10 +215,10 @@ def report_directly(ddp: ReplicaDDP) -> None:
 def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
     """Sets the routers' counts to zero and the scale of their load-balancing loss.
 
-    Collective over the data-parallel ranks, without host synchronisation.
+    Collective over the data-parallel and context-parallel ranks, without host synchronisation.
 
     Args:
-        rows: this replica's rows of the step.
+        rows: this replica's rows of the step, or this rank's parts of them.
     """
     mine = list(routers(chunks))
     if not mine:
@@ -226,7 +226,7 @@ def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
 
     loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in rows]).sum(dtype=torch.float64)
     counts = torch.stack((loss_tokens, torch.full_like(loss_tokens, sum(row.real_tokens for row in rows))))
-    dist.all_reduce(counts, group=mpu.get_data_parallel_group())
+    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     for router in mine:
         router.load.zero_()
         router.loss_scale = (counts[0] / counts[1]).float()

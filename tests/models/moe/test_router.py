@@ -22,6 +22,9 @@ COEFFICIENT = 0.3
 """Large, so that its gradient is a good part of the router's gradient."""
 
 
+LAYOUTS = ["TP2 + SP", "TP2 + SP, ETP2", "EP2", "full recompute", "CP2", "CP2, EP2"]
+
+
 def gradients(cases: dict[str, dict], ranks: int, out: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Full gradients (and the experts' load) of named cases, all in one process group."""
     call(gradients_of_cases, ranks, cases=cases, out=str(out))
@@ -81,6 +84,8 @@ def measured(
         "TP2 + SP": common | {"tp": 2, "sequence_parallel": True},
         "TP2 + SP, ETP2": common | {"tp": 2, "sequence_parallel": True, "etp": 2},
         "DP2": common,
+        "CP2": common | {"cp": 2},
+        "CP2, EP2": common | {"cp": 2, "ep": 2},
         "EP2": common | {"ep": 2},
         "full recompute": common | {"ep": 2, "recompute": {"language": "full"}},
         "off": common | {"ep": 2, "aux_loss": 0.0},
@@ -89,7 +94,7 @@ def measured(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["TP2 + SP", "TP2 + SP, ETP2", "DP2", "EP2", "full recompute"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "DP2"])
 def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured, layout: str) -> None:
     """Of four rows with tails, two ranks have two each, or half of each; the scale must not
     depend on that."""
@@ -103,7 +108,7 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", ["TP2 + SP", "TP2 + SP, ETP2", "EP2", "full recompute"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> None:
     """Padding is not counted, wherever it is: a rank's whole half of the shortest rows
     with sequence parallelism."""

@@ -1,0 +1,202 @@
+"""What linear attention exchanges between context-parallel ranks.
+
+The ranks of a group share a packed row. Each holds a shard: an equal, contiguous part of its tokens. A
+sequence that crosses an edge between shards is carried on with its state and with the last inputs of the
+convolution.
+
+What a shard does to the state S of a sequence that enters it is affine: S becomes ``kept @ S + added`` by the
+shard's end. So no rank waits for the computation of another: each computes its own ``added``, and ``kept`` if
+one sequence enters and leaves the shard; one all-gather gives every rank the state before its first token.
+The gradient of a state goes the other way and is affine with the transpose of ``kept``.
+
+Which ranks a sequence lies on is computed on the host from the bounds of the whole row, so that no rank reads
+a number from its device.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.kernels.sizes import MAX_STATE_RANKS
+
+
+@dataclass(frozen=True)
+class ShardRoute:
+    """How sequences cross the edges of one rank's shard. All numbers are known on the host."""
+
+    rank: int
+    """Number of the shard in the row, from 0."""
+    length: int
+    """Number of tokens of each shard."""
+    tokens_before: int
+    """Number of tokens of the shard's first sequence that lie on earlier ranks; 0: it begins here."""
+    tokens_after: int
+    """Number of tokens of the shard's last sequence that lie on later ranks; 0: it ends here."""
+    first_end: int
+    """Number of this shard's tokens that belong to its first sequence."""
+    last_start: int
+    """Offset within the shard of the first token that belongs to its last sequence."""
+    any_cut: bool
+    """Whether any sequence of the row crosses an edge. If not, no rank exchanges anything."""
+    any_between: bool
+    """Whether the row has a shard that one sequence enters and leaves, so that ranks exchange ``kept``."""
+
+    @property
+    def ranks_before(self) -> int:
+        """Number of earlier ranks that the shard's first sequence lies on."""
+        return -(-self.tokens_before // self.length)
+
+    @property
+    def ranks_after(self) -> int:
+        """Number of later ranks that the shard's last sequence lies on."""
+        return -(-self.tokens_after // self.length)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether one sequence enters and leaves this shard."""
+        return self.tokens_before > 0 and self.tokens_after > 0 and self.first_end == self.length
+
+
+def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRoute:
+    """The route of the shard that ``rank`` holds of a row.
+
+    Args:
+        cu_seqlens: bounds of the sequences in the whole row, ascending from 0 to S, on the host.
+        cp_size: number of ranks that share the row.
+
+    Raises:
+        ValueError: the row does not divide into ``cp_size`` shards, or there are more than
+            :data:`MAX_STATE_RANKS` ranks.
+    """
+    length, rest = divmod(cu_seqlens[-1], cp_size)
+    if rest or not length:
+        raise ValueError(f"a row of {cu_seqlens[-1]} tokens has no {cp_size} equal shards")
+    if cp_size > MAX_STATE_RANKS:
+        raise ValueError(
+            f"linear attention supports at most {MAX_STATE_RANKS} context-parallel ranks, not {cp_size}"
+        )
+
+    start, end = rank * length, (rank + 1) * length
+    first = bisect_right(cu_seqlens, start) - 1
+    last = bisect_right(cu_seqlens, end - 1) - 1
+    bounds = set(cu_seqlens)
+    return ShardRoute(
+        rank=rank,
+        length=length,
+        tokens_before=start - cu_seqlens[first],
+        tokens_after=cu_seqlens[last + 1] - end if cu_seqlens[last + 1] > end else 0,
+        first_end=min(cu_seqlens[first + 1], end) - start,
+        last_start=max(cu_seqlens[last] - start, 0),
+        any_cut=any(edge not in bounds for edge in range(length, cu_seqlens[-1], length)),
+        any_between=any(
+            bisect_left(cu_seqlens, edge) == bisect_right(cu_seqlens, edge + length)
+            for edge in range(0, cu_seqlens[-1], length)
+        ),
+    )
+
+
+class ShardExchange:
+    """The exchanges of one rank's shard. Every method is collective over the group.
+
+    Args:
+        route: of this rank's shard. ``route.any_cut`` must be true, because otherwise there is nothing to
+            exchange.
+        group: the context-parallel group, whose ranks hold the shards in order.
+    """
+
+    def __init__(self, route: ShardRoute, group: dist.ProcessGroup) -> None:
+        self.route, self.group = route, group
+
+    def first_state(self, added: Tensor, kept: Tensor | None) -> Tensor | None:
+        """The state before the shard's first token, [heads, K, V]; None if its first sequence begins there.
+
+        Args:
+            added: [heads, K, V], the state after the shard if the state before it is zero.
+            kept: [heads, K, K], the shard's matrix, if ``route.is_between``.
+        """
+        states, matrices = self._gather_maps(added, kept)
+        rank, reach = self.route.rank, self.route.ranks_before
+        if not reach:
+            return None
+
+        state = states[rank - reach]
+        for i in range(rank - reach + 1, rank):
+            state = torch.baddbmm(states[i], matrices[i], state)
+        return state.contiguous()
+
+    def last_gradient(self, gradient: Tensor, kept: Tensor | None) -> Tensor | None:
+        """The gradient of the state after the shard's last token; None if its last sequence ends there.
+
+        Args:
+            gradient: [heads, K, V], the gradient of the state before the shard if that of the state after it
+                is zero.
+            kept: as in :meth:`first_state`.
+        """
+        gradients, matrices = self._gather_maps(gradient, kept)
+        rank, reach = self.route.rank, self.route.ranks_after
+        if not reach:
+            return None
+
+        total = gradients[rank + reach]
+        for i in range(rank + reach - 1, rank, -1):
+            total = torch.baddbmm(gradients[i], matrices[i].mT, total)
+        return total.contiguous()
+
+    def _gather_maps(self, added: Tensor, kept: Tensor | None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """``added`` and ``kept`` of all ranks. Ranks without a matrix send zeros, which nobody reads."""
+        if not self.route.any_between:
+            return self.gather(added).unbind(), ()
+        heads, width, columns = added.shape
+        if kept is None:
+            kept = added.new_zeros(heads, width, width)
+        states, matrices = self.gather(torch.cat((added, kept), dim=-1)).split((columns, width), dim=-1)
+        return states.unbind(), matrices.unbind()
+
+    def halo(self, x: Tensor, reach: int) -> Tensor:
+        """The inputs [reach, C] of the tokens before the shard; zero for those of other sequences.
+
+        Args:
+            x: the shard's inputs, [length, C]. If shards are shorter than ``reach``, the tokens come from
+                several ranks.
+        """
+        tail = min(reach, len(x))
+        tails = self.gather(x[-tail:].contiguous()).flatten(0, 1)
+        end = self.route.rank * tail
+        known = min(reach, self.route.tokens_before)
+        halo = x.new_zeros(reach, x.shape[1])
+        halo[reach - known :] = tails[end - known : end]
+        return halo
+
+    def add_halo_gradients(self, gradient: Tensor, x_gradient: Tensor) -> None:
+        """Adds what later ranks computed for this shard's last tokens to the gradient of its inputs.
+
+        Args:
+            gradient: of this rank's halo, [reach, C].
+            x_gradient: of the shard's inputs, [length, C]. It is changed in place.
+        """
+        reach, length = len(gradient), len(x_gradient)
+        tail = min(reach, length)
+        known = min(reach, self.route.tokens_before)
+        gradient[: reach - known] = 0
+        halos = self.gather(gradient.contiguous())
+
+        # The halo of rank i ends where the tail of the rank before it ends.
+        rank = self.route.rank
+        for i in range(rank + 1, min(rank + -(-reach // tail), self.group.size() - 1) + 1):
+            distance = (i - rank - 1) * tail  # from the end of this shard to the end of the halo
+            count = min(tail, reach - distance)
+            rows = halos[i, reach - distance - count : reach - distance]
+            x_gradient[length - count :] += rows
+
+    def gather(self, mine: Tensor) -> Tensor:
+        """[n, ...] -> [ranks, n, ...], in the order of the ranks."""
+        ranks, count = self.group.size(), len(mine)
+        gathered = mine.new_empty(ranks * count, *mine.shape[1:])
+        dist.all_gather_into_tensor(gathered, mine, group=self.group)
+        return gathered.unflatten(0, (ranks, count))

@@ -1,0 +1,87 @@
+"""Context parallelism: ranks share a row, and each holds an equal, contiguous part (shard) of its tokens.
+
+The row is cut, not its documents, so nothing is padded and any document may cross an edge. Only three parts
+of the model need other shards:
+
+* Full attention exchanges heads (DeepSpeed-Ulysses, arXiv 2309.14509): before it, each rank gives up the
+  other heads of its tokens and receives the other tokens of its heads; after it, the reverse. In between,
+  documents are whole, so that the packed kernels and their bounds stay as they are.
+* The vision tower encodes some frames of the row on each rank. Features then go to the ranks whose shards
+  have their placeholders.
+* The loss, the number of its tokens and the gradients are sums over all ranks of a row, as they are over
+  data-parallel ranks.
+
+What a rank exchanges depends on the row. It is computed on the CPU from the whole row
+(:mod:`megatron_vl.training.row_shards`), so that no rank reads a number from its device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import all_to_all
+from torch import Tensor
+
+from megatron_vl.spec.layout import key_value_copies
+
+
+@dataclass
+class FeatureRoute:
+    """Sends the features of a row's pictures from the ranks that encoded them to those that need them."""
+
+    encodes: bool
+    """Whether this rank encodes any frame of the row."""
+    send_order: Tensor
+    """int64 [n], on the device: this rank's features, sorted by the rank that needs them."""
+    sent: list[int]
+    """Number of features that this rank sends to each context-parallel rank."""
+    received: list[int]
+    """Number of features that this rank receives from each context-parallel rank."""
+
+
+def exchange_features(features: Tensor, route: FeatureRoute, group: dist.ProcessGroup) -> Tensor:
+    """Returns the features of this rank's placeholders. Collective over ``group``, backwards too.
+
+    Args:
+        features: [n, levels, H], those that this rank encoded, in the order of the tower.
+
+    Returns:
+        [m, levels, H], in the order of the tower.
+    """
+    return all_to_all(group, features.index_select(0, route.send_order), route.received, route.sent)
+
+
+def heads_for_tokens(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Exchanges the tokens of a shard, with all heads, for all tokens of the row, with some heads.
+
+    If there are fewer key/value heads than ranks, each is repeated; its gradients are summed.
+
+    Args:
+        query: [S / cp, h, d].
+        key, value: [S / cp, g, d].
+
+    Returns:
+        Query [S, h / cp, d], key and value [S, c * g / cp, d] with c from :func:`key_value_copies`.
+    """
+    cp = group.size()
+    copies = key_value_copies(key.shape[1], cp)
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+
+    # Each rank's heads of query, key and value lie side by side, so that one exchange moves all of them.
+    parts = [tensor.unflatten(1, (cp, -1)) for tensor in (query, key, value)]
+    sizes = [part.shape[2] for part in parts]
+    by_rank = torch.cat(parts, 2).transpose(0, 1)
+    received = all_to_all(group, by_rank.contiguous()).flatten(0, 1)
+    q, k, v = received.split(sizes, 1)
+    return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def tokens_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The reverse of :func:`heads_for_tokens` for the output: [S, h / cp, d] -> [S / cp, h, d]."""
+    received = all_to_all(group, out.unflatten(0, (group.size(), -1)).contiguous())
+    return received.transpose(0, 1).flatten(1, 2)

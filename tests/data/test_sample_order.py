@@ -1,0 +1,113 @@
+"""The order of samples by blocks of a shard: each sample once in an epoch, and any position at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from megatron_vl.data.source import sample_order
+from megatron_vl.data.source.sample_order import LANES, BlockOrder, SampleOrder, permuted
+
+from .datasets import converted
+from .mixtures import loader, talk, write
+
+UNEVEN = np.random.default_rng(0).integers(1, 2000, 1000)
+
+
+def order_of(*shards: int, block: int) -> BlockOrder:
+    return BlockOrder(np.array(shards, np.int64), block)
+
+
+@pytest.mark.parametrize("block", [1, 2, 16, 100, 5000])
+@pytest.mark.parametrize("shards", [[1000] * 1000, UNEVEN.tolist()], ids=["even", "uneven"])
+def test_a_million_samples_come_once_and_can_be_looked_up(shards, block):
+    order = order_of(*shards, block=block)
+    walk = order.samples(np.arange(order.size), 7)
+    assert (np.bincount(walk, minlength=order.size) == 1).all()
+    at = np.random.default_rng(1).integers(0, order.size, 1000)
+    assert (order.samples(at, 7) == walk[at]).all()
+    assert (order.samples(np.arange(1000), 8) != walk[:1000]).mean() > 0.99, "another epoch has another order"
+
+
+@pytest.mark.parametrize("shards", [[1], [1] * 70, [3, 1, 999, 40], [31], [64] * 33, [7] * 40 + [2]], ids=str)
+@pytest.mark.parametrize("block", [1, 3, 8, 10_000])
+def test_small_sets_come_once(shards, block):
+    order = order_of(*shards, block=block)
+    walk = order.samples(np.arange(order.size), 3)
+    assert sorted(walk.tolist()) == [*range(order.size)]
+    single = [order.samples(np.array([position]), 3)[0] for position in range(order.size)]
+    assert single == walk.tolist()
+
+
+def test_blocks_stay_together_in_their_shards():
+    """Of 400 shards of 100 samples, each has six blocks of 16 and an end of 4."""
+    order = order_of(*[100] * 400, block=16)
+    walk = order.samples(np.arange(order.size), 5)
+    shard, number = np.divmod(walk, 100)
+    at = np.flatnonzero(number < 96)
+    block = (shard * 6 + number // 16)[at]
+    first, last = np.full(2400, order.size), np.zeros(2400, np.int64)
+    np.minimum.at(first, block, at)
+    np.maximum.at(last, block, at)
+
+    # Lanes begin in the middle of a block, the rest of which comes at the end of the epoch.
+    whole = last - first < LANES * 16
+    assert whole.sum() >= 2400 - LANES and (np.bincount(block) == 16).all()
+    # New blocks are needed at a steady rate: one for 16 draws, of which 0.96 are no ends.
+    begun = np.bincount(first[whole] // (LANES * 16))[1:-2]
+    assert len(begun) > 30 and begun.min() > 0.75 * LANES and begun.max() <= 1.25 * LANES
+    # A batch of 64 holds one sample of each lane, which are seldom of one shard.
+    batches = shard[: 30_000 // 64 * 64].reshape(-1, 64)
+    assert max(Counter(batch.tolist()).most_common(1)[0][1] for batch in batches) <= 5
+
+
+def test_a_block_of_one_sample_is_a_full_shuffle():
+    size = 1000 * LANES
+    order = order_of(*[50] * (size // 50), block=1)
+    assert (order.samples(np.arange(size), 9) == permuted(np.arange(size), size, 9)).all()
+
+
+def test_a_block_larger_than_the_shards_is_a_shard():
+    shards = [10] * 64
+    large, exact = order_of(*shards, block=10_000), order_of(*shards, block=10)
+    assert (large.samples(np.arange(640), 3) == exact.samples(np.arange(640), 3)).all()
+
+
+def test_a_hundred_million_samples_need_no_memory_of_their_own():
+    order = BlockOrder(np.full(100_000, 1000, np.int64), 16)
+    some = np.array([0, 10**8 - 1, 5 * 10**7, 33_333_333])
+    assert len(set(order.samples(some, 3).tolist())) == 4
+    held = sum(value.nbytes for value in vars(order).values() if isinstance(value, np.ndarray))
+    assert held == 4 * 8 * 100_000, "four numbers for each shard"
+
+
+def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
+    """The second half of a set of three shards, and a whole set; blocks follow the shards."""
+    monkeypatch.setattr(sample_order, "LANES", 4)
+    for name, count in (("birds", 60), ("ships", 33)):
+        (tmp_path / "raw" / name).mkdir(parents=True)
+        made, _ = converted(tmp_path / "raw" / name, talk(name, count), samples_per_shard=20)
+        made.rename(tmp_path / name)
+    parts = [
+        {"path": "birds", "weight": 1, "subset": {"range": ["50%", "100%"]}},
+        {"path": "ships", "weight": 2},
+    ]
+    rows = loader(write(tmp_path, train={"blend": parts}), shuffle_block=5)
+    order = rows._planning.planner().order
+    assert [each._starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
+    for source, (first, end) in enumerate([(30, 60), (0, 33)]):
+        size = end - first
+        found = order.indices(np.full(3 * size, source), np.arange(3 * size)).reshape(3, size)
+        assert np.array_equal(np.sort(found, axis=1), np.tile(np.arange(first, end), (3, 1)))
+        assert len(set(map(tuple, found.tolist()))) == 3
+
+
+def test_the_order_depends_on_seed_epoch_and_data_set():
+    def first(seed: int, number: int, key: str) -> list[int]:
+        order = SampleOrder([1000], [1.0], seed, shuffled=True, keys=[key], block=4)
+        return order.indices(np.zeros(50, np.int64), number + np.arange(50)).tolist()
+
+    orders = [first(1, 0, "a"), first(2, 0, "a"), first(1, 1000, "a"), first(1, 0, "b")]
+    assert len(set(map(tuple, orders))) == 4 and first(1, 0, "a") == orders[0]

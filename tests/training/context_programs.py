@@ -1,0 +1,101 @@
+"""What the ranks of :mod:`tests.training.test_context_parallel` run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.parallel.grid import init_distributed
+from megatron_vl.platform import get_platform
+from megatron_vl.training.checkpoint import load
+from megatron_vl.training.feed import Feed
+from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.step import train_step
+from megatron_vl.weights.run_folder import step_folder
+from toolkit.parity.case import BuiltCase, Case, build, draw
+
+from .decoupled_programs import saved_tensors
+
+ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
+SEQ_LEN = 192
+MOVES: dict[str, dict[str, Any]] = {
+    "DP4": {},
+    "CP2 x DP2": {"cp": 2},
+    "CP2 x TP2": {"cp": 2, "tp": 2, "sequence_parallel": True},
+    "CP4": {"cp": 4, "decoupled": True},
+    "DP4 again": {},
+}
+"""Layouts of four ranks, in the order in which a run moves through them."""
+
+
+def moved(hf: str, weights: str, folder: str) -> dict[str, list[str]]:
+    """Trains and saves in the first layout; loads and saves in each of the others.
+
+    Returns, on rank 0, the names of the tensors that differ from those of the first checkpoint, by layout.
+    """
+    platform = get_platform("cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    different: dict[str, list[str]] = {}
+    first: dict[str, Tensor] = {}
+    for number, (name, layout) in enumerate(MOVES.items()):
+        live = build(Case(name, hf, weights, [], seq_len=SEQ_LEN, **layout), platform)
+        if number == 0:
+            for step in range(2):
+                data = live.feed(draw(ROWS, live.spec, step), platform, SEQ_LEN)
+                set_learning_rates(live.optimizer, live.config, step)
+                train_step(live.wrapped, live.optimizer, data.rows, live.grid, SEQ_LEN)
+        else:
+            parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
+            place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
+            source = step_folder(Path(folder) / str(number - 1), 2)
+            load(source, **parts, **place, run={}, restart_data=True)
+
+        saved = saved_tensors(live, Path(folder) / str(number))
+        first = first or saved
+        changed = [key for key, tensor in saved.items() if not torch.equal(tensor, first[key])]
+        different[name] = changed + sorted(saved.keys() ^ first.keys())
+    return different | {"compared": [str(len(first))]}
+
+
+def losses_beside_others(hf: str, weights: str) -> dict[str, Any]:
+    """Losses of conversations when one conversation beside them changes, in several layouts.
+
+    Returns, by layout, on rank 0: whether the losses of each conversation stayed the same bit for bit.
+    """
+    platform = get_platform("cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    out: dict[str, Any] = {}
+    for name, layout in {"CP2 x DP2": {"cp": 2}, "CP4": {"cp": 4}}.items():
+        live = build(Case(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout), platform)
+        samples = draw([["short_text", "image", "word", "text", "image"]], live.spec, 0)[0]
+        before = _token_losses(live, samples)
+
+        changed = draw([["image"]], live.spec, 7)[0][0]
+        after = _token_losses(live, [samples[0], changed, *samples[2:]])
+
+        bounds = torch.tensor([0, *(len(sample) for sample in samples)]).cumsum(0).tolist()
+        spans = zip(bounds[:-1], bounds[1:], strict=True)
+        out[name] = [torch.equal(before[first:end], after[first:end]) for first, end in spans]
+    return out
+
+
+def _token_losses(live: BuiltCase, samples: list[Sample]) -> Tensor:
+    """The losses of all tokens of a row that every replica gets, [S]."""
+    row = pack_row(samples, live.spec, SEQ_LEN)
+    row.loss_mask = torch.ones_like(row.loss_mask)
+    platform = get_platform("cpu")
+    given = iter([row]) if live.grid.owns_loader else None
+    [mine] = Feed(live.grid, platform, given, 1, vision=live.spec.vision).next_step().rows
+    with torch.no_grad():
+        losses = live.wrapped[0].module(mine).view(-1)
+
+    by_rank = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
+    dist.all_gather(by_rank, losses)
+    return torch.cat(by_rank[: live.grid.cp])

@@ -1,0 +1,174 @@
+"""Context parallelism beyond the parity table: how rows are cut, checkpoints, conversations, refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from converters.convert import convert
+from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, TrainConfig, validate
+from megatron_vl.data.packing.row import loss_index
+from megatron_vl.planning.predict import predict
+from megatron_vl.planning.run import run_layout
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.layout import make_layout, read_layout
+from megatron_vl.spec.tensors import LayoutError
+from megatron_vl.training import feed
+from megatron_vl.training.pictures import plane_bounds
+from megatron_vl.training.row_shards import (
+    Sharding,
+    as_part,
+    features_of_part,
+    pictures_of_part,
+    text_of_part,
+)
+from tests.support.ranks import call
+from tests.tiny import tiny_checkpoint
+from tests.training.context_programs import MOVES, losses_beside_others, moved
+from tests.training.test_pictures import _rows
+
+SEQ_LEN = 512
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
+    """Joined again, tokens, segments, loss tokens and pixels of the parts are those of the row."""
+    spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
+    sharding = Sharding(cp, spec.vision, decoupled=False)
+    length = SEQ_LEN // cp
+    for row in _rows(spec, seed):
+        row.loss_mask[3::7] = 0.0
+        packed = feed._pack(row, sharding)
+        fields = feed._unpack(packed.described, packed.buffers)
+        parts = []
+        for rank in range(cp):
+            whole = feed._device_row(packed.described, text_of_part(packed.described, fields, rank))
+            parts.append(as_part(whole, packed.described, rank))
+
+        for name in ("tokens", "labels", "loss_mask", "position_ids"):
+            joined = torch.cat([getattr(part, name) for part in parts], -1)
+            assert torch.equal(joined, getattr(row, name)), name
+        assert sum(part.real_tokens for part in parts) == int(row.cu_seqlens[row.num_samples])
+
+        bounds = row.cu_seqlens.tolist()
+        for rank, part in enumerate(parts):
+            start, stop = rank * length, (rank + 1) * length
+            inside = [start, *(bound for bound in bounds if start < bound < stop), stop]
+            assert part.shard.segments.cu_seqlens.tolist() == [bound - start for bound in inside]
+            assert part.shard.segments.max_seqlen == max(np.diff(inside))
+            assert part.shard.continues_left == (start not in bounds)
+            assert part.shard.continues_right == (stop not in bounds)
+            assert torch.equal(part.segments.cu_seqlens, row.cu_seqlens)
+            selected, expected = part.loss_index, loss_index(row.loss_mask[start:stop])
+            assert torch.equal(selected, expected) if expected is not None else selected is None
+
+        if row.num_patches:
+            _check_pictures(row, sharding, packed.described, fields)
+
+
+def _check_pictures(row, sharding: Sharding, described: dict, fields: dict) -> None:
+    """Plays the exchange of features with their numbers, and joins the pixels of the ranks' frames."""
+    cp, length = sharding.cp, row.seq_len // sharding.cp
+    planes = plane_bounds(fields["plane_index"].numpy(), described["vision_lengths"][0])
+    given = [pictures_of_part(sharding, described, planes, fields, rank) for rank in range(cp)]
+
+    encoding = [(vision, route) for vision, route in given if route.encodes]
+    pixels = [vision.planes[vision.plane_index.long()] for vision, _ in encoding]
+    assert torch.equal(torch.cat(pixels), row.vision.planes[row.vision.plane_index.long()])
+    frames = [size for vision, _ in encoding for size in vision.full.cu_seqlens.diff().tolist()]
+    assert frames == row.vision.cu_seqlens.diff().tolist()
+
+    first, sent = 0, []
+    for _, route in given:
+        numbers = first + route.send_order
+        sent.append(numbers.split(route.sent))
+        first += len(numbers)
+    assert first == len(row.vision.feature_index)
+    for rank, (_, route) in enumerate(given):
+        received = torch.cat([messages[rank] for messages in sent])
+        assert len(received) == sum(route.received)
+        at = features_of_part(described, fields, rank) + rank * length
+        assert torch.equal(row.vision.feature_index[received], at)
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
+    """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
+    hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
+    convert(hf, tmp_path / "weights")
+    different = call(moved, 4, hf=str(hf), weights=str(tmp_path / "weights"), folder=str(tmp_path))
+    assert int(different.pop("compared")[0]) > 100
+    assert different == {name: [] for name in MOVES}
+
+
+@pytest.mark.ranks
+def test_a_change_of_one_conversation_changes_no_other(tmp_path: Path) -> None:
+    """The second conversation has another picture and other text; it crosses an edge of the ranks' parts."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    convert(hf, tmp_path / "weights")
+    same = call(losses_beside_others, 4, hf=str(hf), weights=str(tmp_path / "weights"))
+    assert same == dict.fromkeys(("CP2 x DP2", "CP4"), [True, False, True, True, True])
+
+
+def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
+    config = TrainConfig(parallel=ParallelConfig(cp=cp, **parallel))  # type: ignore[arg-type]
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len))
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "message"),
+    [
+        (_config(3), 3, r"data.seq_len 4096 must be a multiple of 3 \(parallel.cp 3\); take 4095 or 4098"),
+        (
+            _config(2, 4098, tp=2, sequence_parallel=True),
+            4,
+            r"multiple of 4 \(parallel.cp 2 x tp 2 with sequence_parallel\); take 4096 or 4100",
+        ),
+        (_config(2), 3, r"tp 1 x cp 2 x pp 1 = 2 ranks do not divide the world size 3"),
+        (
+            dataclasses.replace(_config(2), eval=EvalConfig(interval=1, samples=2)),
+            2,
+            r"eval.samples 2: answers are not generated with parallel.cp above 1",
+        ),
+    ],
+)
+def test_runs_that_cannot_share_rows_are_refused(config: TrainConfig, world: int, message: str) -> None:
+    with pytest.raises(RunConfigError, match=message):
+        validate(config, world)
+
+
+def test_models_that_cannot_share_rows_are_refused() -> None:
+    spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
+    assert make_layout(spec, cp=4).least_dp == 1
+    assert make_layout(spec, tp=2, cp=2).replica_ranks == 4
+    assert read_layout(spec, make_layout(spec, cp=4).as_dict()) == make_layout(spec, cp=4)
+    with pytest.raises(LayoutError, match=r"the 28 query heads that tp=1 leaves .* 1, 2, 4, 7, 14, 28$"):
+        make_layout(spec, cp=8)
+    with pytest.raises(LayoutError, match=r"^cp=2: qwen3_5 has linear attention"):
+        make_layout(read_spec("tests/hf_configs/Qwen3.5-9B.json"), cp=2)
+
+
+def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:
+    """Eight GPUs take the same FLOPs to the same weights; each holds a quarter of a row's activations."""
+    spec = read_spec("tests/hf_configs/Qwen3-VL-8B-Instruct.json")
+    whole, shared = (
+        predict(config, spec, 8, run_layout(config, spec, 8))
+        for config in (dataclasses.replace(_config(cp, 32768), global_batch_size=8) for cp in (1, 4))
+    )
+    assert (shared.dp, shared.world, whole.world) == (2, 8, 8)
+    before, after = whole.stages[0].memory, shared.stages[0].memory
+    assert (after.weights, after.gradients, after.optimizer) == (
+        before.weights,
+        before.gradients,
+        before.optimizer,
+    )
+    # Outputs of attention are kept before and after the exchange.
+    assert 0.25 < after.activations / before.activations < 0.28
+    assert after.logits == before.logits / 4 and after.vision == pytest.approx(before.vision / 4, rel=1e-3)
+    assert 0.7 < shared.mfu / whole.mfu < 1.0
+    assert shared.mfu * shared.step == pytest.approx(whole.mfu * whole.step)
