@@ -16,6 +16,7 @@ from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
 from megatron_vl.data.source.blend import sources_of
 from megatron_vl.data.source.changed_blend import BlendChange
+from megatron_vl.data.source.description import read_description
 from megatron_vl.data.source.sample_order import SampleOrder
 from megatron_vl.data.state import StateError, from_json
 from megatron_vl.spec.families import read_spec
@@ -76,7 +77,16 @@ class Reading:
         sources, numbers = state["waiting"]
         waiting = [n for s, n in zip(sources, numbers, strict=True) if state["keys"][s] == key]
         waiting += state["aside"].get(key, [])
-        order = SampleOrder([len(keys)], [1.0], data.seed, shuffled=self.shuffled, keys=[key])
+        described = read_description(self.folder / name)
+        order = SampleOrder(
+            [len(keys)],
+            [1.0],
+            data.seed,
+            shuffled=self.shuffled,
+            keys=[key],
+            shards=[np.array([described.counts[shard] for shard in described.splits["train"]])],
+            block=data.shuffle_block,
+        )
         indices = order.indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
 
         drawn = self.of(name) + Counter(keys[index] for index in indices)
