@@ -219,7 +219,7 @@ ON_EDGES = [
     ["word", "words", "image", "word", "short_text", "video", "words", "word"],
     ["text"],
 ]
-"""The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge, and
+"""The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
 some documents have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
 
