@@ -214,13 +214,13 @@ DECOUPLED_QUICK = {
 EDGE_TOKENS = 192
 """Length of rows that ranks share: the edges of their parts are at 96, or at 48, 96 and 144."""
 ON_EDGES = [
-    ["image", "image"],
+    ["text", "text", "short_text", "short_text", "image"],
     ["text", "text", "short_text", "short_text", "short_text", "short_text", "image"],
     ["word", "words", "image", "word", "short_text", "video", "words", "word"],
     ["text"],
 ]
-"""The second image crosses an edge; a document ends on an edge; the video crosses an edge, and some documents
-have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
+"""The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
+some documents have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
 
 CONTEXT: dict[int, list[dict[str, Any]]] = {
