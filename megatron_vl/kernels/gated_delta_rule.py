@@ -153,7 +153,7 @@ def gated_delta_rule(
     beta: Tensor,
     segments: Tensor,
     *,
-    first_state: Tensor | None = None,
+    initial_state: Tensor | None = None,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Applies the gated delta rule to a packed row.
@@ -166,26 +166,26 @@ def gated_delta_rule(
         g: logarithm of the decay, float32 [S, Vh].
         beta: [S, Vh].
         segments: sequence number of each token, [S], ascending.
-        first_state: the state before the first token, [Vh, K, V] in the type of the computation, if the first
-            sequence began before the row; None: it begins with the row.
-        exchange: with the ranks that hold the other shards of the row. It supplies the first state and the
-            gradient of the last one; the call is then collective, its backward pass too.
+        initial_state: the state before the first token, [Vh, K, V] in the type of the computation, if the
+            first sequence began before the row; None: it begins with the row.
+        exchange: with the ranks that hold the other shards of the row. It supplies the initial state and the
+            gradient of the final one; the call is then collective, its backward pass too.
 
     Returns:
         The outputs [S, Vh, V] in the values' type, and the state [Vh, K, V] after the last token. With
         ``exchange``, autograd does not follow the state.
     """
-    assert first_state is None or exchange is None, "the exchange supplies the first state"
+    assert initial_state is None or exchange is None, "the exchange supplies the initial state"
     if _has_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
         from megatron_vl.kernels import gated_delta_rule_triton
 
         if gated_delta_rule_triton.fits(query, key, value):
             return gated_delta_rule_triton.gated_delta_rule(
-                query, key, value, g, beta, segments, first_state, exchange
+                query, key, value, g, beta, segments, initial_state, exchange
             )
     if exchange is not None:
         return _ShardRule.apply(query, key, value, g, beta, segments, exchange)
-    return _torch_rule(query, key, value, g, beta, segments, first_state)
+    return _torch_rule(query, key, value, g, beta, segments, initial_state)
 
 
 def _torch_rule(
@@ -195,7 +195,7 @@ def _torch_rule(
     g: Tensor,
     beta: Tensor,
     segments: Tensor,
-    first_state: Tensor | None = None,
+    initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     length, kind = query.shape[0], value.dtype
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -208,7 +208,7 @@ def _torch_rule(
     padding = -length % CHUNK
     segments = torch.cat((segments, segments[-1:].expand(padding)))
     q, k, v, g, beta = (_chunks(t.to(wide), padding) for t in (q, k, value, g[..., None], beta[..., None]))
-    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK), first_state)
+    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK), initial_state)
     out = out.movedim(1, 2).flatten(0, 1)[:length]
     return out.to(kind), state
 
@@ -228,35 +228,36 @@ class _ShardRule(torch.autograd.Function):
         exchange: ShardExchange,
     ) -> tuple[Tensor, Tensor]:
         inputs = (query, key, value, g, beta)
-        _, added = _torch_rule(*inputs, segments)
-        kept = None
+        _, local_state = _torch_rule(*inputs, segments)
+        transition = None
         if exchange.route.is_between:
-            unit = torch.eye(key.shape[-1], dtype=added.dtype, device=added.device)
-            zeros = value.new_zeros(*value.shape[:2], key.shape[-1])
-            _, kept = _torch_rule(query, key, zeros, g, beta, segments, unit.expand(len(added), -1, -1))
+            width = key.shape[-1]
+            unit = torch.eye(width, dtype=local_state.dtype, device=local_state.device)
+            units, no_values = unit.expand(len(local_state), -1, -1), value.new_zeros(*value.shape[:2], width)
+            _, transition = _torch_rule(query, key, no_values, g, beta, segments, units)
 
-        first_state = exchange.first_state(added, kept)
-        out, state = _torch_rule(*inputs, segments, first_state)
-        ctx.save_for_backward(*inputs, segments, kept, first_state)
+        initial_state = exchange.initial_state(local_state, transition)
+        out, state = _torch_rule(*inputs, segments, initial_state)
+        ctx.save_for_backward(*inputs, segments, transition, initial_state)
         ctx.exchange = exchange
         ctx.mark_non_differentiable(state)
         return out, state
 
     @staticmethod
     def backward(ctx, dout: Tensor, _: Tensor):
-        *inputs, segments, kept, first_state = ctx.saved_tensors
-        continues = first_state is not None
+        *inputs, segments, transition, initial_state = ctx.saved_tensors
+        continues = initial_state is not None
 
-        def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, first: Tensor | None = None):
-            return _torch_rule(q, k, v, g, beta, segments, first)
+        def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None = None):
+            return _torch_rule(q, k, v, g, beta, segments, initial)
 
-        (out, state), leaves = _with_graph(rule, [*inputs, first_state] if continues else inputs)
+        (out, state), leaves = _with_graph(rule, [*inputs, initial_state] if continues else inputs)
 
         # The map of gradients: what this shard's outputs give to the state before it.
         gradient = torch.zeros_like(state)
         if continues:
             (gradient,) = torch.autograd.grad(out, leaves[-1], dout, retain_graph=True)
-        dstate = ctx.exchange.last_gradient(gradient, kept)
+        dstate = ctx.exchange.final_gradient(gradient, transition)
 
         results = (out,) if dstate is None else (out, state)
         gradients = (dout,) if dstate is None else (dout, dstate)
@@ -269,14 +270,14 @@ def _chunks(x: Tensor, padding: int) -> Tensor:
 
 
 def _over_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, first_state: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Applies the rule chunk by chunk. Returns the outputs in the same shape, and the final state.
 
     Args:
         q, k, v, g, beta: [chunks, heads, CHUNK, d], with d = 1 for g and beta.
         segments: [chunks, CHUNK].
-        first_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
+        initial_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
     # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
     # within the sequence, so that other sequences do not change its rounding.
@@ -288,7 +289,7 @@ def _over_chunks(
     # Masked before exp, so that neither values nor gradients of other pairs overflow.
     pairs = (decay - decay.transpose(-1, -2)).masked_fill(~keep, -torch.inf).exp()
     before = F.pad(segments[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
-    if first_state is not None:
+    if initial_state is not None:
         before = torch.cat((segments[:1, 0], segments[:-1, -1]))
     carried = (segments == before[:, None])[:, None, :, None]
     read = decay.exp() * carried
@@ -305,7 +306,7 @@ def _over_chunks(
     scores = (q @ k.transpose(-1, -2)) * pairs
     queries, written = q * read, (k * write).transpose(-1, -2)
 
-    state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]) if first_state is None else first_state
+    state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
     out = []
     for i in range(q.shape[0]):
         d = values[i] - keys[i] @ state

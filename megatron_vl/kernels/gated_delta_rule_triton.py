@@ -10,7 +10,7 @@ and value head has these quantities:
 * write = exp(c_last - c) for tokens of the chunk's last sequence, else 0;
 * S: the state [K, V] before the chunk.
 
-A row may begin with a state, which its first sequence continues (FIRST).
+A row may begin with a state, which its first sequence continues (INITIAL).
 
 The forward pass computes
 
@@ -28,7 +28,7 @@ e = T^T (gradient of d),
 If context-parallel ranks share the row, each scans its shard twice. The first scan gives the shard's map: the
 last state from a zero state and, if one sequence enters and leaves the shard, the matrix that multiplies the
 state before it. After the exchange, the second scan begins with the right state. The backward scan is done
-twice in the same way. A rank whose first state (backward: last gradient) is zero needs only one scan.
+twice in the same way. A rank whose initial state (backward: final gradient) is zero needs only one scan.
 
 All other gradients follow from S, R, d and e, chunk by chunk. The gradient of the triangular system is
 -e d^T. Products take queries and keys before normalisation, and the inverse lengths of these scale the
@@ -97,17 +97,17 @@ def _inverse_length(x):
 
 
 @triton.jit
-def _sequences(segments, chunk, length, C: tl.constexpr, FIRST: tl.constexpr):
+def _sequences(segments, chunk, length, C: tl.constexpr, INITIAL: tl.constexpr):
     """The sequence numbers of a chunk's tokens [C], and of the token before the chunk (-1: there is none).
 
-    With FIRST, the token before the row belongs to the row's first sequence.
+    With INITIAL, the token before the row belongs to the row's first sequence.
 
     Tokens after the row belong to its last sequence.
     """
     token = chunk * C + tl.arange(0, C)
     segment = tl.load(segments + tl.minimum(token, length - 1))
     before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
-    if FIRST:
+    if INITIAL:
         return segment, before
     return segment, tl.where(chunk > 0, before, -1)
 
@@ -206,12 +206,12 @@ def _solve(
     C: tl.constexpr,
     BASE: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Stores T, w = T (beta read k), u = T (beta v) and the scan's factors of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, FIRST)
+    segment, before = _sequences(segments, chunk, length, C, INITIAL)
     keep = _pairs(segment, C)
     c = _decay(g, keep, chunk, head, length, heads, C)
     read, write, alive = _borders(c, segment, before, C)
@@ -251,7 +251,7 @@ def _scan_forward(
     survives,
     states,
     d,
-    first,
+    initial,
     final,
     head,
     part,
@@ -266,7 +266,7 @@ def _scan_forward(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Stores the state before each chunk, and d.
 
@@ -275,8 +275,8 @@ def _scan_forward(
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((COLUMNS, K), tl.float32)
-    if FIRST:
-        state += tl.load(first + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None])
+    if INITIAL:
+        state += tl.load(initial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None])
     for chunk_id in tl.range(0, chunks, num_stages=STAGES):
         chunk = tl.cast(chunk_id, tl.int64)
         here = (chunk * heads + head) * C
@@ -307,7 +307,7 @@ def _scan_backward(
     survives,
     states,
     e,
-    dfirst,
+    dinitial,
     dfinal,
     head,
     part,
@@ -324,12 +324,12 @@ def _scan_backward(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OF_FINAL: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
     STORE: tl.constexpr,
 ):
     """Stores the gradient of the state after each chunk, and e.
 
-    With FIRST, it also stores the gradient of the state before the row; without STORE, only that.
+    With INITIAL, it also stores the gradient of the state before the row; without STORE, only that.
     """
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
@@ -360,8 +360,8 @@ def _scan_backward(
         scaled = (grad.to(tl.float32) * by_query[None, :]).to(kind)
         state = tl.dot(scaled, queries, acc=state, input_precision=PRECISION)
         state = tl.dot((new * -by_key[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
-    if FIRST:
-        tl.store(dfirst + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
+    if INITIAL:
+        tl.store(dinitial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
@@ -373,7 +373,7 @@ def _scan(
     survives,
     states,
     d,
-    first,
+    initial,
     final,
     length,
     chunks,
@@ -386,13 +386,13 @@ def _scan(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Runs :func:`_scan_forward` for one value head and COLUMNS columns of its state."""
     part, head = tl.program_id(0), tl.program_id(1)
     _scan_forward(
-        k, w, u, write_scale, survives, states, d, first, final, head, part, length, chunks, k_stride,
-        heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, FIRST,
+        k, w, u, write_scale, survives, states, d, initial, final, head, part, length, chunks, k_stride,
+        heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
     )  # fmt: skip
 
 
@@ -413,9 +413,9 @@ def _both_scans(
     grads,
     d,
     e,
-    first,
+    initial,
     final,
-    dfirst,
+    dinitial,
     dfinal,
     length,
     chunks,
@@ -430,20 +430,20 @@ def _both_scans(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
     OF_FINAL: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Runs the forward scan again, or the backward scan. Neither needs the other, so they run in parallel."""
     part, head = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 0:
         _scan_forward(
-            k, w, u, write_scale, survives, states, d, first, final, head, part, length, chunks, k_stride,
-            heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, FIRST,
+            k, w, u, write_scale, survives, states, d, initial, final, head, part, length, chunks, k_stride,
+            heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
         )  # fmt: skip
     else:
         _scan_backward(
-            q, k, w_back, z, dout, read_scale, beta_scale, survives, grads, e, dfirst, dfinal, head, part,
+            q, k, w_back, z, dout, read_scale, beta_scale, survives, grads, e, dinitial, dfinal, head, part,
             length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL,
-            FIRST, True,
+            INITIAL, True,
         )  # fmt: skip
 
 
@@ -454,8 +454,8 @@ def _shard_map(
     u,
     write_scale,
     survives,
-    added,
-    kept,
+    local_state,
+    transition,
     length,
     first_chunk,
     chunks,
@@ -471,20 +471,20 @@ def _shard_map(
 ):
     """Stores what the chunks from ``first_chunk`` on make of a zero state, and of the unit matrix.
 
-    The scan is that of :func:`_scan_forward` for COLUMNS columns of [added | kept], which have V and K
-    columns. The columns of ``kept`` have no values.
+    The scan is that of :func:`_scan_forward` for COLUMNS columns of ``local_state`` (V columns) or of
+    ``transition`` (K columns, which have no values).
     """
     part, head = tl.program_id(0), tl.program_id(1)
     kind: tl.constexpr = w.dtype.element_ty
     i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
-    of_added = n < V
+    has_values = n < V
     state = tl.where((n - V)[:, None] == j[None, :], 1.0, tl.zeros((COLUMNS, K), tl.float32))
     for chunk_id in tl.range(first_chunk, chunks, num_stages=STAGES):
         chunk = tl.cast(chunk_id, tl.int64)
         here = (chunk * heads + head) * C
         keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
         of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
-        of_values = tl.load(u + (here + i[None, :]) * V + n[:, None], mask=of_added[:, None], other=0.0)
+        of_values = tl.load(u + (here + i[None, :]) * V + n[:, None], mask=has_values[:, None], other=0.0)
         scale = tl.load(write_scale + here + i)
         alive = tl.load(survives + chunk * heads + head)
 
@@ -494,13 +494,13 @@ def _shard_map(
         state = tl.dot((new * scale[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
 
     row = head.to(tl.int64) * K + j[None, :]
-    tl.store(added + row * V + n[:, None], state, mask=of_added[:, None])
-    of_kept = (n >= V) & (n < V + K)
-    tl.store(kept + row * K + (n - V)[:, None], state, mask=of_kept[:, None])
+    tl.store(local_state + row * V + n[:, None], state, mask=has_values[:, None])
+    if transition is not None:
+        tl.store(transition + row * K + (n - V)[:, None], state, mask=((n >= V) & (n < V + K))[:, None])
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def _first_gradient(
+def _initial_gradient(
     q,
     k,
     w_back,
@@ -509,7 +509,7 @@ def _first_gradient(
     read_scale,
     beta_scale,
     survives,
-    dfirst,
+    dinitial,
     length,
     chunks,
     q_stride,
@@ -526,8 +526,8 @@ def _first_gradient(
     """Stores the gradient of the state before the row from the outputs of the first ``chunks`` chunks."""
     part, head = tl.program_id(0), tl.program_id(1)
     _scan_backward(
-        q, k, w_back, z, dout, read_scale, beta_scale, survives, dfirst, dfirst, dfirst, dfirst, head, part,
-        length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, False,
+        q, k, w_back, z, dout, read_scale, beta_scale, survives, dinitial, dinitial, dinitial, dinitial, head,
+        part, length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, False,
         True, False,
     )  # fmt: skip
 
@@ -551,12 +551,12 @@ def _out(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Stores read q S + M d of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = q.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, FIRST)
+    segment, before = _sequences(segments, chunk, length, C, INITIAL)
     keep = _pairs(segment, C)
     c = _decay(g, keep, chunk, head, length, heads, C)
     queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
@@ -609,12 +609,12 @@ def _prepare(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Stores the inputs of both scans: w and u again, T^T (write k), T^T M^T dout, and factors of tokens."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, FIRST)
+    segment, before = _sequences(segments, chunk, length, C, INITIAL)
     c = _decay(g, _pairs(segment, C), chunk, head, length, heads, C)
     read, write, alive = _borders(c, segment, before, C)
     b = _beta(beta, chunk, head, length, heads, C)
@@ -694,12 +694,12 @@ def _query_gradients(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Stores dq of a chunk and key head, summed over its value heads, and c's gradient through queries."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = q.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, FIRST)
+    segment, before = _sequences(segments, chunk, length, C, INITIAL)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
     keep = _pairs(segment, C)
@@ -843,12 +843,12 @@ def _key_gradients(
     V: tl.constexpr,
     C: tl.constexpr,
     PRECISION: tl.constexpr,
-    FIRST: tl.constexpr,
+    INITIAL: tl.constexpr,
 ):
     """Stores the other gradients of a chunk and key head, summed over its value heads."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
     kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, FIRST)
+    segment, before = _sequences(segments, chunk, length, C, INITIAL)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
     inside = token < length
@@ -914,9 +914,9 @@ class Saved(NamedTuple):
 
     inverse: Tensor
     """[chunks, Vh, CHUNK, CHUNK], the inverses of the triangular systems."""
-    first: Tensor | None
+    initial: Tensor | None
     """float32 [Vh, K, V], the state before the row; None: the first sequence begins there."""
-    kept: Tensor | None
+    transition: Tensor | None
     """float32 [Vh, K, K], the matrix of a shard that one sequence enters and leaves."""
 
 
@@ -929,7 +929,7 @@ def forward(
     segments: Tensor,
     config: Config = CONFIG,
     *,
-    first: Tensor | None = None,
+    initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Saved]:
     """Runs the forward kernels on q, k [S, Kh, K], v [S, Vh, V], g, beta [S, Vh] and segments [S].
@@ -937,8 +937,8 @@ def forward(
     q, k and v may have any stride between tokens. The heads of a token are contiguous.
 
     Args:
-        first: the state before the row, float32 [Vh, K, V], contiguous.
-        exchange: supplies ``first``, from the maps of all shards of the row.
+        initial: the state before the row, float32 [Vh, K, V], contiguous.
+        exchange: supplies ``initial``, from the maps of all shards of the row.
 
     Returns:
         The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`backward` needs.
@@ -955,39 +955,39 @@ def forward(
     # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
     precision = {"PRECISION": config.precision}
     strides = (q.stride(0), k.stride(0), v.stride(0))
-    begins = {"FIRST": first is not None or (exchange is not None and exchange.route.tokens_before > 0)}
+    continues = initial is not None or (exchange is not None and exchange.route.tokens_before > 0)
     _solve[heads, chunks](
         k, v, g, beta, segments, inverse, w, u, write_scale, survives, length, *strides[1:],
-        BASE=_BASE, num_warps=config.solve, **sizes, **precision, **begins,
+        BASE=_BASE, num_warps=config.solve, **sizes, **precision, INITIAL=continues,
     )  # fmt: skip
 
     options = _scan_options(config, v)
-    kept = None
-    if exchange is not None and begins["FIRST"]:
+    transition = None
+    if exchange is not None and continues:
         # The map of the shard comes before its states, so that later ranks do not wait for these.
-        added = torch.zeros_like(final)
+        local_state = torch.zeros_like(final)
         if exchange.route.tokens_after:
             columns = width
             if exchange.route.is_between:
-                kept = g.new_empty(heads, q.shape[2], q.shape[2], dtype=torch.float32)
+                transition = g.new_empty(heads, q.shape[2], q.shape[2], dtype=torch.float32)
                 columns += q.shape[2]
             _shard_map[triton.cdiv(columns, options["COLUMNS"]), heads](
-                k, w, u, write_scale, survives, added, added if kept is None else kept, length,
+                k, w, u, write_scale, survives, local_state, transition, length,
                 exchange.route.last_start // CHUNK, chunks, strides[1], **sizes, **options, **precision,
             )  # fmt: skip
-        first = exchange.first_state(added, kept)
+        initial = exchange.initial_state(local_state, transition)
 
     _scan[triton.cdiv(width, options["COLUMNS"]), heads](
-        k, w, u, write_scale, survives, states, d, first, final, length, chunks, strides[1],
-        **sizes, **options, **precision, **begins,
+        k, w, u, write_scale, survives, states, d, initial, final, length, chunks, strides[1],
+        **sizes, **options, **precision, INITIAL=continues,
     )  # fmt: skip
-    if exchange is not None and not begins["FIRST"]:
-        exchange.first_state(final, None)
+    if exchange is not None and not continues:
+        exchange.initial_state(final, None)
     _out[heads, chunks](
         q, k, g, segments, states, d, out, length, *strides[:2],
-        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision, **begins,
+        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision, INITIAL=continues,
     )  # fmt: skip
-    return out, final, Saved(inverse, first, kept)
+    return out, final, Saved(inverse, initial, transition)
 
 
 def backward(
@@ -1005,7 +1005,7 @@ def backward(
     *,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes the gradients of q, k and v to ``grads`` and returns those of g, beta and the first state.
+    """Writes the gradients of q, k and v to ``grads`` and returns those of g, beta and the initial state.
 
     Args:
         saved: the third result of :func:`forward`.
@@ -1023,15 +1023,15 @@ def backward(
     survives = g.new_empty(tile[:2], dtype=torch.float32)
     final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
-    dfirst = None if saved.first is None else torch.empty_like(saved.first)
+    dinitial = None if saved.initial is None else torch.empty_like(saved.initial)
 
     precision, scale = {"PRECISION": config.precision}, q.shape[2] ** -0.5
     strides = (q.stride(0), k.stride(0), v.stride(0))
-    begins = {"FIRST": saved.first is not None}
+    continues = saved.initial is not None
     _prepare[heads, chunks](
         q, k, v, g, beta, segments, dout, saved.inverse, w, u, w_back, z,
         write_scale, read_scale, beta_scale, survives, length, *strides,
-        SCALE=scale, num_warps=config.prepare, **sizes, **precision, **begins,
+        SCALE=scale, num_warps=config.prepare, **sizes, **precision, INITIAL=continues,
     )  # fmt: skip
 
     options = _scan_options(config, v)
@@ -1039,26 +1039,26 @@ def backward(
     goes_on = exchange is not None and exchange.route.tokens_after > 0
     if exchange is not None and goes_on:
         gradient = torch.zeros_like(final)
-        if saved.first is not None:
-            _first_gradient[scans](
+        if saved.initial is not None:
+            _initial_gradient[scans](
                 q, k, w_back, z, dout, read_scale, beta_scale, survives, gradient,
                 length, triton.cdiv(exchange.route.first_end, CHUNK), *strides[:2],
                 **sizes, **options, **precision,
             )  # fmt: skip
-        dfinal = exchange.last_gradient(gradient, saved.kept)
+        dfinal = exchange.final_gradient(gradient, saved.transition)
 
     _both_scans[(*scans, 2)](
         q, k, w, u, w_back, z, dout, write_scale, read_scale, beta_scale, survives,
-        states, after, d, e, saved.first, final, dfirst, dfinal, length, chunks, *strides[:2],
-        OF_FINAL=dfinal is not None, **sizes, **options, **precision, **begins,
+        states, after, d, e, saved.initial, final, dinitial, dfinal, length, chunks, *strides[:2],
+        OF_FINAL=dfinal is not None, **sizes, **options, **precision, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not goes_on:
-        exchange.last_gradient(torch.zeros_like(final) if dfirst is None else dfirst, None)
+        exchange.final_gradient(torch.zeros_like(final) if dinitial is None else dinitial, None)
 
     key_heads, (dq, dk, dv) = q.shape[1], grads
     _query_gradients[key_heads, chunks](
         q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
-        SCALE=scale, num_warps=config.queries, **sizes, **precision, **begins,
+        SCALE=scale, num_warps=config.queries, **sizes, **precision, INITIAL=continues,
     )  # fmt: skip
     partial = g.new_empty(chunks, key_heads, CHUNK, q.shape[2], dtype=torch.float32)
     _pair_gradients[key_heads, chunks](
@@ -1068,9 +1068,9 @@ def backward(
     _key_gradients[key_heads, chunks](
         k, v, g, beta, segments, d, e, states, after, read_scale, beta_scale, partial, dk, dv, dg, dbeta,
         length, *strides[1:], dk.stride(0), dv.stride(0), num_warps=config.keys,
-        **sizes, **precision, **begins,
+        **sizes, **precision, INITIAL=continues,
     )  # fmt: skip
-    return dg, dbeta, dfirst
+    return dg, dbeta, dinitial
 
 
 class _Rule(torch.autograd.Function):
@@ -1083,10 +1083,10 @@ class _Rule(torch.autograd.Function):
         g: Tensor,
         beta: Tensor,
         segments: Tensor,
-        first: Tensor | None,
+        initial: Tensor | None,
         exchange: ShardExchange | None,
     ) -> tuple[Tensor, Tensor]:
-        out, state, saved = forward(q, k, v, g, beta, segments, first=first, exchange=exchange)
+        out, state, saved = forward(q, k, v, g, beta, segments, initial=initial, exchange=exchange)
         ctx.save_for_backward(q, k, v, g, beta, segments, *saved)
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
@@ -1101,10 +1101,10 @@ class _Rule(torch.autograd.Function):
         dout = torch.zeros_like(dv) if dout is None else dout.contiguous()
         dstate = None if dstate is None else dstate.contiguous()
         saved, grads = Saved(*tensors), (dq, dk, dv)
-        dg, dbeta, dfirst = backward(
+        dg, dbeta, dinitial = backward(
             q, k, v, g, beta, segments, saved, dout, dstate, grads, exchange=ctx.exchange
         )
-        return dq, dk, dv, dg, dbeta, None, dfirst if ctx.exchange is None else None, None
+        return dq, dk, dv, dg, dbeta, None, dinitial if ctx.exchange is None else None, None
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -1125,10 +1125,10 @@ def gated_delta_rule(
     g: Tensor,
     beta: Tensor,
     segments: Tensor,
-    first: Tensor | None = None,
+    initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`megatron_vl.kernels.gated_delta_rule.gated_delta_rule`."""
     q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
-    first = None if first is None else first.float().contiguous()
-    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous(), first, exchange)
+    initial = None if initial is None else initial.float().contiguous()
+    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous(), initial, exchange)

@@ -4,10 +4,11 @@ The ranks of a group share a packed row. Each holds a shard: an equal, contiguou
 sequence that crosses an edge between shards is carried on with its state and with the last inputs of the
 convolution.
 
-What a shard does to the state S of a sequence that enters it is affine: S becomes ``kept @ S + added`` by the
-shard's end. So no rank waits for the computation of another: each computes its own ``added``, and ``kept`` if
-one sequence enters and leaves the shard; one all-gather gives every rank the state before its first token.
-The gradient of a state goes the other way and is affine with the transpose of ``kept``.
+What a shard does to the state S of a sequence that enters it is affine: S becomes
+``transition @ S + local_state`` by the shard's end. So no rank waits for the computation of another: each
+computes its own ``local_state``, and ``transition`` if one sequence enters and leaves the shard. One
+all-gather gives every rank the state before its first token. The gradient of a state goes the other way and
+is affine with the transpose of ``transition``.
 
 Which ranks a sequence lies on is computed on the host from the bounds of the whole row, so that no rank reads
 a number from its device.
@@ -45,7 +46,7 @@ class ShardRoute:
     any_cut: bool
     """Whether any sequence of the row crosses an edge. If not, no rank exchanges anything."""
     any_between: bool
-    """Whether the row has a shard that one sequence enters and leaves, so that ranks exchange ``kept``."""
+    """Whether the row has a shard that one sequence enters and leaves, so that ranks exchange matrices."""
 
     @property
     def ranks_before(self) -> int:
@@ -113,90 +114,98 @@ class ShardExchange:
     def __init__(self, route: ShardRoute, group: dist.ProcessGroup) -> None:
         self.route, self.group = route, group
 
-    def first_state(self, added: Tensor, kept: Tensor | None) -> Tensor | None:
+    def initial_state(self, local_state: Tensor, transition: Tensor | None) -> Tensor | None:
         """The state before the shard's first token, [heads, K, V]; None if its first sequence begins there.
 
         Args:
-            added: [heads, K, V], the state after the shard if the state before it is zero.
-            kept: [heads, K, K], the shard's matrix, if ``route.is_between``.
+            local_state: [heads, K, V], the state after the shard if the state before it is zero.
+            transition: [heads, K, K], the shard's matrix, if ``route.is_between``.
         """
-        states, matrices = self._gather_maps(added, kept)
-        rank, reach = self.route.rank, self.route.ranks_before
-        if not reach:
+        states, matrices = self._gather_maps(local_state, transition)
+        rank = self.route.rank
+        first_rank = rank - self.route.ranks_before
+        if first_rank == rank:
             return None
 
-        state = states[rank - reach]
-        for i in range(rank - reach + 1, rank):
+        state = states[first_rank]
+        for i in range(first_rank + 1, rank):
             state = torch.baddbmm(states[i], matrices[i], state)
         return state.contiguous()
 
-    def last_gradient(self, gradient: Tensor, kept: Tensor | None) -> Tensor | None:
+    def final_gradient(self, gradient: Tensor, transition: Tensor | None) -> Tensor | None:
         """The gradient of the state after the shard's last token; None if its last sequence ends there.
 
         Args:
             gradient: [heads, K, V], the gradient of the state before the shard if that of the state after it
                 is zero.
-            kept: as in :meth:`first_state`.
+            transition: as in :meth:`initial_state`.
         """
-        gradients, matrices = self._gather_maps(gradient, kept)
-        rank, reach = self.route.rank, self.route.ranks_after
-        if not reach:
+        gradients, matrices = self._gather_maps(gradient, transition)
+        rank = self.route.rank
+        last_rank = rank + self.route.ranks_after
+        if last_rank == rank:
             return None
 
-        total = gradients[rank + reach]
-        for i in range(rank + reach - 1, rank, -1):
+        total = gradients[last_rank]
+        for i in range(last_rank - 1, rank, -1):
             total = torch.baddbmm(gradients[i], matrices[i].mT, total)
         return total.contiguous()
 
-    def _gather_maps(self, added: Tensor, kept: Tensor | None) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """``added`` and ``kept`` of all ranks. Ranks without a matrix send zeros, which nobody reads."""
+    def _gather_maps(
+        self, local_state: Tensor, transition: Tensor | None
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """The states (or their gradients) and the matrices of all ranks.
+
+        A rank without a matrix sends zeros, which nobody reads.
+        """
         if not self.route.any_between:
-            return self.gather(added).unbind(), ()
-        heads, width, columns = added.shape
-        if kept is None:
-            kept = added.new_zeros(heads, width, width)
-        states, matrices = self.gather(torch.cat((added, kept), dim=-1)).split((columns, width), dim=-1)
+            return self.gather(local_state).unbind(), ()
+        heads, width, columns = local_state.shape
+        if transition is None:
+            transition = local_state.new_zeros(heads, width, width)
+        maps = self.gather(torch.cat((local_state, transition), dim=-1))
+        states, matrices = maps.split((columns, width), dim=-1)
         return states.unbind(), matrices.unbind()
 
-    def halo(self, x: Tensor, reach: int) -> Tensor:
-        """The inputs [reach, C] of the tokens before the shard; zero for those of other sequences.
+    def halo(self, x: Tensor, halo_length: int) -> Tensor:
+        """The inputs [halo_length, C] of the tokens before the shard; zero for those of other sequences.
 
         Args:
-            x: the shard's inputs, [length, C]. If shards are shorter than ``reach``, the tokens come from
-                several ranks.
+            x: the shard's inputs, [length, C]. If shards are shorter than ``halo_length``, the tokens come
+                from several ranks.
         """
-        tail = min(reach, len(x))
-        tails = self.gather(x[-tail:].contiguous()).flatten(0, 1)
-        end = self.route.rank * tail
-        known = min(reach, self.route.tokens_before)
-        halo = x.new_zeros(reach, x.shape[1])
-        halo[reach - known :] = tails[end - known : end]
+        tail_length = min(halo_length, len(x))
+        all_tails = self.gather(x[-tail_length:].contiguous()).flatten(0, 1)
+        end = self.route.rank * tail_length
+        halo_tokens = min(halo_length, self.route.tokens_before)
+        halo = x.new_zeros(halo_length, x.shape[1])
+        halo[halo_length - halo_tokens :] = all_tails[end - halo_tokens : end]
         return halo
 
     def add_halo_gradients(self, gradient: Tensor, x_gradient: Tensor) -> None:
         """Adds what later ranks computed for this shard's last tokens to the gradient of its inputs.
 
         Args:
-            gradient: of this rank's halo, [reach, C].
+            gradient: of this rank's halo, [halo_length, C].
             x_gradient: of the shard's inputs, [length, C]. It is changed in place.
         """
-        reach, length = len(gradient), len(x_gradient)
-        tail = min(reach, length)
-        known = min(reach, self.route.tokens_before)
-        gradient[: reach - known] = 0
+        halo_length, length = len(gradient), len(x_gradient)
+        tail_length = min(halo_length, length)
+        halo_tokens = min(halo_length, self.route.tokens_before)
+        gradient[: halo_length - halo_tokens] = 0
         halos = self.gather(gradient.contiguous())
 
-        # The halo of rank i ends where the tail of the rank before it ends.
+        # The halo of rank i ends where the shard of the rank before it ends.
         rank = self.route.rank
-        for i in range(rank + 1, min(rank + -(-reach // tail), self.group.size() - 1) + 1):
-            distance = (i - rank - 1) * tail  # from the end of this shard to the end of the halo
-            count = min(tail, reach - distance)
-            rows = halos[i, reach - distance - count : reach - distance]
+        for i in range(rank + 1, min(rank + -(-halo_length // tail_length), self.group.size() - 1) + 1):
+            distance = (i - rank - 1) * tail_length  # from the end of this shard to the end of the halo
+            count = min(tail_length, halo_length - distance)
+            rows = halos[i, halo_length - distance - count : halo_length - distance]
             x_gradient[length - count :] += rows
 
-    def gather(self, mine: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """[n, ...] -> [ranks, n, ...], in the order of the ranks."""
-        ranks, count = self.group.size(), len(mine)
-        gathered = mine.new_empty(ranks * count, *mine.shape[1:])
-        dist.all_gather_into_tensor(gathered, mine, group=self.group)
+        ranks, count = self.group.size(), len(local)
+        gathered = local.new_empty(ranks * count, *local.shape[1:])
+        dist.all_gather_into_tensor(gathered, local, group=self.group)
         return gathered.unflatten(0, (ranks, count))

@@ -21,7 +21,7 @@ from tests.kernels.triton_checks import fix_interpreter
 
 RATES = {"as initialised": (0.01, 16.0), "slow": (0.001, 0.02), "mixed": (0.001, 4.0)}
 """The lowest and the highest rate of the heads' decays."""
-NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dfirst")
+NAMES = ("out", "state", "dq", "dk", "dv", "dg", "dbeta", "dinitial")
 
 
 def numbers(lengths: list[int], device: str) -> Tensor:
@@ -66,9 +66,9 @@ def run(
 ) -> list[Tensor]:
     """out, state and all gradients; the gradient of the state is 0 or random.
 
-    A sixth input is the first state.
+    A sixth input is the initial state.
     """
-    out, state = rule(*inputs[:5], segments, first_state=inputs[5] if len(inputs) > 5 else None)
+    out, state = rule(*inputs[:5], segments, initial_state=inputs[5] if len(inputs) > 5 else None)
     generator = torch.Generator().manual_seed(1)
     dout, dstate = (
         torch.randn(t.shape, generator=generator).to(out.device).to(inputs[2].dtype) for t in (out, state)
@@ -83,13 +83,13 @@ def rule_errors(
     lengths: list[int],
     *shape,
     of_state: bool = False,
-    first_state: bool = False,
+    initial_state: bool = False,
     device: str = "cpu",
     **kind,
 ) -> dict[str, float]:
     """The relative error of each result (L2)."""
     inputs = rule_inputs(lengths, *shape, device=device, **kind)
-    if first_state:
+    if initial_state:
         value_heads, value_dim = inputs[2].shape[1:]
         first = torch.randn(value_heads, inputs[0].shape[2], value_dim, device=device)
         inputs.append(first.requires_grad_())
@@ -168,9 +168,11 @@ def quick() -> dict[str, dict[str, float]]:
             [1, 63, 3, 83, 50], (2, 4), (32, 16), "as initialised", of_state=True
         ),
         "less than a chunk, three value heads a key": rule_errors([5, 2], (1, 3), (16, 32), "mixed"),
-        "a first state": rule_errors([70, 3, 60], (1, 2), (32, 16), "slow", of_state=True, first_state=True),
-        "a first state over all chunks": rule_errors(
-            [130], (1, 1), (16, 32), "slow", of_state=True, first_state=True
+        "an initial state": rule_errors(
+            [70, 3, 60], (1, 2), (32, 16), "slow", of_state=True, initial_state=True
+        ),
+        "an initial state over all chunks": rule_errors(
+            [130], (1, 1), (16, 32), "slow", of_state=True, initial_state=True
         ),
         "keys alike": rule_errors([130], (1, 1), (32, 32), "slow", alike=True, of_state=True),
         "bits": changed_bits([30, 41, 60], 1),
@@ -212,8 +214,8 @@ def gpu() -> dict[str, dict[str, float]]:
         )
     }
     for row in (lengths, [8192]):
-        errors[f"a first state, {len(row)} sequences"] = rule_errors(
-            row, (16, 32), (128, 128), "slow", device="cuda", of_state=True, first_state=True
+        errors[f"an initial state, {len(row)} sequences"] = rule_errors(
+            row, (16, 32), (128, 128), "slow", device="cuda", of_state=True, initial_state=True
         )
     errors["smaller heads"] = rule_errors(lengths, (2, 4), (64, 32), "mixed", device="cuda")
     errors["bits"] = changed_bits([100, 41, 300], 1, "cuda")
