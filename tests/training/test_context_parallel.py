@@ -61,8 +61,9 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
             inside = [start, *(bound for bound in bounds if start < bound < stop), stop]
             assert part.shard.segments.cu_seqlens.tolist() == [bound - start for bound in inside]
             assert part.shard.segments.max_seqlen == max(np.diff(inside))
-            assert part.shard.continues_left == (start not in bounds)
-            assert part.shard.continues_right == (stop not in bounds)
+            assert (part.shard.route.tokens_before > 0) == (start not in bounds)
+            assert (part.shard.route.tokens_after > 0) == (stop not in bounds)
+            assert (part.shard.route.rank, part.shard.route.length) == (rank, length)
             assert torch.equal(part.segments.cu_seqlens, row.cu_seqlens)
             selected, expected = part.loss_index, loss_index(row.loss_mask[start:stop])
             assert torch.equal(selected, expected) if expected is not None else selected is None
