@@ -24,8 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.kernels.sizes import MAX_STATE_RANKS
-
 
 @dataclass(frozen=True)
 class ShardRoute:
@@ -72,16 +70,11 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
         cp_size: number of ranks that share the row.
 
     Raises:
-        ValueError: the row does not divide into ``cp_size`` shards, or there are more than
-            :data:`MAX_STATE_RANKS` ranks.
+        ValueError: the row does not divide into ``cp_size`` shards.
     """
     length, rest = divmod(cu_seqlens[-1], cp_size)
     if rest or not length:
         raise ValueError(f"a row of {cu_seqlens[-1]} tokens has no {cp_size} equal shards")
-    if cp_size > MAX_STATE_RANKS:
-        raise ValueError(
-            f"linear attention supports at most {MAX_STATE_RANKS} context-parallel ranks, not {cp_size}"
-        )
 
     start, end = rank * length, (rank + 1) * length
     first = bisect_right(cu_seqlens, start) - 1

@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.kernels.shard_exchange import ShardRoute
 from megatron_vl.kernels.sizes import TE_HEADS
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
 from megatron_vl.models.batch import RowShard, Segments
@@ -52,9 +51,6 @@ class PackedRow(PackedSeqParams):
     """The stored keys and values during generation; otherwise None."""
     shard: RowShard | None = None
     """This rank's part of the row under context parallelism; otherwise None."""
-    shard_route: ShardRoute | None = None
-    """Under context parallelism, how sequences cross the edges of this rank's shard of the row, for layers
-    with linear attention; otherwise None."""
 
 
 def packed_row(
@@ -63,7 +59,6 @@ def packed_row(
     cos_sin: tuple[Tensor, Tensor] | None = None,
     cache: CacheUse | None = None,
     shard: RowShard | None = None,
-    shard_route: ShardRoute | None = None,
 ) -> PackedRow:
     """A :class:`PackedRow` in the format ``sbhd``.
 
@@ -76,7 +71,6 @@ def packed_row(
         cos_sin=cos_sin,
         cache=cache,
         shard=shard,
-        shard_route=shard_route,
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_vl.kernels.shard_exchange import ShardRoute
 from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.kv_cache import CacheUse
 
@@ -36,10 +37,8 @@ class RowShard:
 
     segments: Segments
     """The bounds of the row's sequences within the shard, from 0 to S / cp; those outside it are left out."""
-    continues_left: bool
-    """Whether the first of these sequences began on the rank before."""
-    continues_right: bool
-    """Whether the last of these sequences goes on on the next rank."""
+    route: ShardRoute
+    """How the row's sequences cross the edges of the shard."""
 
 
 @dataclass

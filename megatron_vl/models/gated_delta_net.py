@@ -112,7 +112,7 @@ class GatedDeltaNet(nn.Module):
         """[S (/ tp), 1, H] -> ([S (/ tp), 1, H], bias to add or None)
 
         Under context parallelism, S is the length of this rank's shard. ``packed_seq_params`` has the
-        segments of the whole row and the shard's route.
+        segments of the whole row and the shard.
         """
         assert packed_seq_params is not None and packed_seq_params.full is not None
         projected, _ = self.in_proj(hidden_states)
@@ -136,8 +136,9 @@ class GatedDeltaNet(nn.Module):
         if self.cp_group.size() == 1:
             return segment_numbers(row.full.cu_seqlens, length), None
 
-        route = row.shard_route
-        assert route is not None and route.length == length and route.rank == self.cp_group.rank()
+        assert row.shard is not None
+        route = row.shard.route
+        assert route.length == length and route.rank == self.cp_group.rank()
         segments = segment_numbers(row.full.cu_seqlens, length, route.rank * length)
         return segments, ShardExchange(route, self.cp_group) if route.any_cut else None
 

@@ -8,7 +8,6 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
-from megatron_vl.kernels.sizes import MAX_STATE_RANKS
 from megatron_vl.models.layer_specs import ACTIVATIONS
 from megatron_vl.models.moe.router import moe_settings
 from megatron_vl.platform import Platform
@@ -113,7 +112,7 @@ def language_config(
     return config
 
 
-def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool, cp: int = 1) -> None:
+def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
     """Raises RunConfigError for settings that are not supported with linear attention."""
     if fp8.recipe != "none":
         raise RunConfigError(
@@ -122,11 +121,6 @@ def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: boo
         )
     if tp_comm_overlap:
         raise RunConfigError(f"parallel.tp_comm_overlap is not supported for {spec.family}; set it to false")
-    if cp > MAX_STATE_RANKS:
-        raise RunConfigError(
-            f"parallel.cp {cp}: {spec.family} (linear attention) supports at most {MAX_STATE_RANKS};"
-            " every rank receives the states of all others"
-        )
 
 
 def vision_config(

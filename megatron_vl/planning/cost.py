@@ -183,7 +183,9 @@ class Costs:
         rest = self.moved(c.decoder_widths * h * tokens / self._shared)
         mlp, activation = self._experts() if experts else self._mlp(tokens, m.ffn_hidden_size)
         exchange = self._tensor_collectives(tokens * h)
-        if not linear:
+        if linear:
+            exchange += self._state_exchange()
+        else:
             exchange += self._head_exchange(heads, m.num_kv_heads, m.head_dim)
 
         forward = projections + attention + rest / 3 + mlp + 3 / 8 * activation + exchange
@@ -286,6 +288,18 @@ class Costs:
         size = self.element * self.seq_len * (2 * width / tp + 2 * keys)
         bandwidth = self.network.bandwidth(self.calibration, cp, tp) * self.calibration.exchange_share
         return size * (cp - 1) / cp / bandwidth + 2 * self.calibration.collective_s
+
+    def _state_exchange(self) -> float:
+        """Two all-gathers of linear attention in one pass, under context parallelism.
+
+        One gathers states and matrices, as if a sequence crossed a whole shard, the other the last inputs of
+        the convolution.
+        """
+        a, tp, cp = self.spec.language.linear_attention, self.layout.tp, self.layout.cp
+        assert a is not None
+        states = 4 * a.state_exchange_size
+        inputs = self.element * (a.conv_width - 1) * a.conv_channels
+        return sum(self.collective(cp * size / tp, cp, tp) for size in (states, inputs))
 
     def embedding(self) -> PassTime:
         """Looking up tokens, placing features; the gradient of a table is added in float32."""

@@ -381,7 +381,7 @@ class _Sizes:
             hidden * (1 + levels) + (hidden * self._shared if first else 0.0) + (2 * hidden if last else 0.0)
         )
         linear = any(m.is_linear(layer) for layer in layout.chunk_layers(stage, v))
-        rule = token * self._delta_rule(m) if linear else 0.0
+        rule = token * self._delta_rule(m) + self._gathered_states(m) if linear else 0.0
         if recompute.language == "full":
             return _Held(len(layers) * hidden + ends, max(layers, default=0.0) + rule)
 
@@ -445,6 +445,13 @@ class _Sizes:
         assert a is not None
         states = 2 * a.key_dim * a.value_dim / DELTA_CHUNK
         return a.value_heads * (states + 2 * a.key_dim + 4 * a.value_dim) / self.layout.tp
+
+    def _gathered_states(self, m: LanguageSpec) -> float:
+        """Bytes of the states and matrices that a rank receives from all ranks that share its rows."""
+        a = m.linear_attention
+        assert a is not None
+        ranks = self.layout.cp if self.layout.cp > 1 else 0
+        return 4 * ranks * a.state_exchange_size / self.layout.tp
 
     def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
         """Elements of one token: router logits, probabilities and the map in float32; inputs of the

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_vl.kernels.sizes import MAX_STATE_RANKS
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
 
@@ -162,7 +163,7 @@ def key_value_copies(key_value_heads: int, cp: int) -> int:
 
 
 def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
-    """Checks that the ranks which share a row can exchange the heads of the model's attention.
+    """Checks that the ranks which share a row can exchange what the model's attention needs.
 
     Raises:
         LayoutError: they cannot. The message says why, and which sizes would do.
@@ -170,18 +171,21 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
     if cp == 1:
         return
     language = spec.language
+    most_ranks = language.num_heads // tp
     if language.linear_attention is not None:
-        raise LayoutError(
-            f"cp={cp}: {spec.family} has linear attention, which does not support context parallelism yet;"
-            " set cp to 1"
-        )
+        most_ranks = min(most_ranks, MAX_STATE_RANKS)
+        if cp > MAX_STATE_RANKS:
+            raise LayoutError(
+                f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
+                f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
+            )
 
     def fits(size: int) -> bool:
         heads, key_value_heads = language.num_heads // tp, max(1, language.num_kv_heads // tp)
         return heads % math.lcm(key_value_heads, size) == 0
 
     if not fits(cp):
-        valid = [str(size) for size in range(1, language.num_heads // tp + 1) if fits(size)]
+        valid = [str(size) for size in range(1, most_ranks + 1) if fits(size)]
         raise LayoutError(
             f"cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
             f" {language.num_heads // tp} query heads that tp={tp} leaves to it, with their key/value heads;"

@@ -8,6 +8,7 @@ tokens and features are computed for each part before they are sent.
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.data.packing.row import Row, loss_index
+from megatron_vl.kernels.shard_exchange import shard_route
 from megatron_vl.models.batch import DeviceRow, RowShard, Segments, VisionInput
 from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
@@ -49,8 +51,8 @@ class Sharding:
             tensors: the tensors of the row by field.
         """
         length = row.seq_len // self.cp
-        bounds = row.cu_seqlens.numpy()
-        parts = [self._segments(bounds, rank * length, (rank + 1) * length) for rank in range(self.cp)]
+        bounds = row.cu_seqlens.tolist()
+        parts = [self._segments(bounds, rank) for rank in range(self.cp)]
 
         selected = [loss_index(mask) for mask in row.loss_mask.split(length)]
         for part, index in zip(parts, selected, strict=True):
@@ -73,22 +75,17 @@ class Sharding:
         tensors["feature_index"] = torch.from_numpy(by_shard)
         return {"parts": parts, "features": table.tolist()}
 
-    def _segments(self, bounds: Array, start: int, stop: int) -> dict[str, Any]:
-        """The segments that a part holds tokens of, and whether they cross its edges.
+    def _segments(self, bounds: list[int], rank: int) -> dict[str, Any]:
+        """The segments that a part holds tokens of, and how they cross its edges.
 
         Args:
             bounds: bounds of the row's segments.
-            start, stop: the part's tokens.
         """
-        first = int(np.searchsorted(bounds, start, side="right")) - 1
-        last = int(np.searchsorted(bounds, stop, side="left"))
-        longest = np.diff(bounds[first : last + 1].clip(start, stop)).max()
-        return {
-            "segments": (first, last),
-            "longest": int(longest),
-            "continues_left": bool(bounds[first] < start),
-            "continues_right": bool(bounds[last] > stop),
-        }
+        route = shard_route(bounds, self.cp, rank)
+        start, stop = rank * route.length, (rank + 1) * route.length
+        first, last = bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
+        longest = int(np.diff(np.clip(bounds[first : last + 1], start, stop)).max())
+        return {"segments": (first, last), "longest": longest, "route": route}
 
     def _encoded(self, row: Row) -> Array:
         """int64 [cp + 1]: bounds of the features that each rank has before they are exchanged."""
@@ -165,7 +162,7 @@ def as_part(row: DeviceRow, described: dict[str, Any], rank: int) -> DeviceRow:
     first, last = part["segments"]
 
     bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
-    shard = RowShard(Segments(bounds, part["longest"]), part["continues_left"], part["continues_right"])
+    shard = RowShard(Segments(bounds, part["longest"]), part["route"])
     real_tokens = min(max(row.real_tokens - start, 0), length)
     return dataclasses.replace(row, shard=shard, real_tokens=real_tokens)
 

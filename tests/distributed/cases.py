@@ -225,7 +225,7 @@ SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
 
 CONTEXT: dict[int, list[dict[str, Any]]] = {
     2: [
-        *(case(f"CP2, {family}", family, steps=SHARED) for family in (Q25, Q2, Q3)),
+        *(case(f"CP2, {family}", family, steps=SHARED) for family in (Q25, Q2, Q3, Q35)),
         case("CP2, overlap, qwen3_vl", Q3, steps=SHARED, overlap=True, bucket_size=10_000),
         case("CP2, rows without loss, overlap", steps=[WITHOUT_LOSS] * 3, overlap=True),
         case("CP2, language frozen, overlap", steps=SHARED, freeze=["language"], overlap=True),
@@ -234,11 +234,17 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         case("CP2, merger alone, qwen3_vl", Q3, steps=SHARED, freeze=["vision", "language"], overlap=True),
         case("CP2, full recompute, tied, qwen3_vl", Q3, steps=[ON_EDGES], tied=True, recompute=FULL),
         case("CP2, selective recompute", steps=[ON_EDGES], recompute=SELECTIVE),
+        case("CP2, language frozen, overlap, qwen3_5", Q35, steps=SHARED, freeze=["language"], overlap=True),
+        case("CP2, full recompute, tied, qwen3_5", Q35, steps=[ON_EDGES], tied=True, recompute=FULL),
+        case("CP2, selective recompute, qwen3_5", Q35, steps=[ON_EDGES], recompute=SELECTIVE),
         case("CP2, decoupled", steps=SHARED, decoupled=True, patches=32, kept_patches=100),
         case("CP2, decoupled, qwen3_vl", Q3, steps=SHARED, decoupled=True),
+        case("CP2, decoupled, qwen3_5", Q35, steps=SHARED, decoupled=True),
         case("CP2, decoupled, language frozen", steps=SHARED, decoupled=True, freeze=["language"]),
         case("CP2, experts", MOE, steps=[ON_EDGES]),
         case("CP2, EP2, experts, overlap", MOE, ep=2, steps=SHARED, overlap=True),
+        case("CP2, qwen3_5 with experts", MOE35, steps=[ON_EDGES]),
+        case("CP2, EP2, qwen3_5 with experts, overlap", MOE35, ep=2, steps=SHARED, overlap=True),
         case("training, CP2, overlap", steps=TRAINING, train=True, overlap=True, bucket_size=10_000),
         case(
             "training, CP2, tied, plain optimizer, qwen3_vl",
@@ -250,25 +256,43 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         ),
         case("training, CP2, decoupled, qwen3_vl", Q3, steps=TRAINING, train=True, decoupled=True),
         case("training, CP2, EP2, experts", MOE, ep=2, steps=TRAINING, train=True, overlap=True),
+        case("training, CP2, overlap, qwen3_5", Q35, steps=TRAINING, train=True, overlap=True),
     ],
     4: [
         *(
             case(f"CP4 above the key/value heads, {family}", family, cp=4, steps=SHARED)
-            for family in (Q25, Q3)
+            for family in (Q25, Q3, Q35)
         ),
         case("CP4, EP2, experts", MOE, cp=4, ep=2, steps=[ON_EDGES]),
+        case("CP4, EP2, qwen3_5 with experts", MOE35, cp=4, ep=2, steps=[ON_EDGES]),
         case("CP4, decoupled, qwen3_vl", Q3, cp=4, steps=SHARED, decoupled=True),
+        case("CP4, decoupled, qwen3_5", Q35, cp=4, steps=SHARED, decoupled=True),
         case("CP2 x TP2", tp=2, steps=SHARED),
+        case("CP2 x TP2, qwen3_5", Q35, tp=2, steps=[ON_EDGES]),
         case(
             "CP2 x TP2 + SP, overlap, qwen3_vl", Q3, tp=2, sequence_parallel=True, steps=SHARED, overlap=True
         ),
+        case(
+            "CP2 x TP2 + SP, overlap, qwen3_5", Q35, tp=2, sequence_parallel=True, steps=SHARED, overlap=True
+        ),
         case("CP2 x PP2, overlap", pp=2, steps=SHARED, overlap=True),
+        case("CP2 x PP2, overlap, qwen3_5", Q35, pp=2, steps=SHARED, overlap=True),
         case("CP2 x PP2 x VPP2, overlap, qwen3_vl", Q3, pp=2, vpp=2, steps=SHARED, overlap=True),
         case("CP2 x DP2, overlap", steps=SHARED, overlap=True),
         case("CP2 x DP2, EP4, experts", MOE, ep=4, steps=[ON_EDGES]),
         case("CP2 x TP2 + SP, EP2, experts", MOE, tp=2, sequence_parallel=True, ep=2, steps=[ON_EDGES]),
         case("CP2 x TP2 + SP, ETP2, experts", MOE, tp=2, sequence_parallel=True, etp=2, steps=[ON_EDGES]),
         case("CP2 x PP2, experts", MOE, pp=2, steps=[ON_EDGES]),
+        case(
+            "CP2 x TP2 + SP, EP2, qwen3_5 with experts",
+            MOE35,
+            tp=2,
+            sequence_parallel=True,
+            ep=2,
+            steps=[ON_EDGES],
+        ),
+        case("CP2 x PP2, qwen3_5 with experts", MOE35, pp=2, steps=[ON_EDGES]),
+        case("CP2 x PP2, decoupled, qwen3_5", Q35, pp=2, steps=SHARED, decoupled=True),
         case("CP2 x PP2, decoupled", pp=2, steps=SHARED, decoupled=True, patches=64),
         case(
             "CP2 x TP2 + SP, decoupled, qwen3_vl",
@@ -279,6 +303,9 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
             decoupled=True,
         ),
         case("training, CP2 x TP2 + SP", tp=2, sequence_parallel=True, steps=TRAINING, train=True),
+        case(
+            "training, CP2 x TP2 + SP, qwen3_5", Q35, tp=2, sequence_parallel=True, steps=TRAINING, train=True
+        ),
         case("training, CP2 x DP2, overlap, qwen3_vl", Q3, steps=TRAINING, train=True, overlap=True),
     ],
 }
@@ -293,6 +320,11 @@ CONTEXT_QUICK = {
     "CP4 above the key/value heads, qwen3_vl",
     "CP2 x TP2 + SP, overlap, qwen3_vl",
     "CP2 x PP2, overlap",
+    "CP2, qwen3_5",
+    "CP2, selective recompute, qwen3_5",
+    "CP2, EP2, qwen3_5 with experts, overlap",
+    "CP4 above the key/value heads, qwen3_5",
+    "CP2 x TP2 + SP, overlap, qwen3_5",
 }
 """Those of them that ``make test`` chooses from."""
 

@@ -23,7 +23,7 @@ def row(device: str) -> Any:
     return SimpleNamespace(
         loss_mask=mask.to(device),
         sources=sources.to(device),
-        segments=SimpleNamespace(cu_seqlens=bounds.to(device)),
+        local_segments=SimpleNamespace(cu_seqlens=bounds.to(device)),
     )
 
 

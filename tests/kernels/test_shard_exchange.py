@@ -64,11 +64,9 @@ def test_a_route_is_plain_data() -> None:
     assert hash(shard_route([0, 5, 8], 2, 1)) == hash(shard_route([0, 5, 8], 2, 1))
 
 
-def test_what_cannot_be_shared_is_refused() -> None:
+def test_a_row_without_equal_shards_is_refused() -> None:
     with pytest.raises(ValueError, match="a row of 10 tokens has no 4 equal shards"):
         shard_route([0, 10], 4, 0)
-    with pytest.raises(ValueError, match="at most 16 context-parallel ranks, not 32"):
-        shard_route([0, 64], 32, 0)
 
 
 def check(errors: dict[str, dict[str, float]], output_bound: float, gradient_bound: float) -> None:

@@ -172,7 +172,7 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
 
     from megatron_vl.kernels.shard_exchange import shard_route
     from megatron_vl.models.attention import packed_row
-    from megatron_vl.models.batch import Segments
+    from megatron_vl.models.batch import RowShard, Segments
     from megatron_vl.parallel.grid import init_distributed
     from megatron_vl.platform import get_platform
     from tests.planning.saved_by_linear_attention import layer
@@ -187,10 +187,10 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
     dout = torch.randn(bounds[-1], 1, 2 * 16)
     segments = Segments(torch.tensor(bounds, dtype=torch.int32), 160)
 
-    def results(tokens: slice, route: Any) -> dict[str, torch.Tensor]:
+    def results(tokens: slice, shard: RowShard | None) -> dict[str, torch.Tensor]:
         made.zero_grad()
         inputs = projected[tokens].clone().requires_grad_()
-        out, _ = made(inputs, packed_seq_params=packed_row(segments, shard_route=route))
+        out, _ = made(inputs, packed_seq_params=packed_row(segments, shard=shard))
         out.backward(dout[tokens])
         assert inputs.grad is not None
         gradients = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
@@ -201,7 +201,9 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
 
     made.recompute, made.cp_group = recompute, group
     route = shard_route(bounds, group.size(), group.rank())
-    ours = results(slice(route.rank * route.length, (route.rank + 1) * route.length), route)
+    start, stop = route.rank * route.length, (route.rank + 1) * route.length
+    inside = torch.tensor([start, *(bound for bound in bounds if start < bound < stop), stop]) - start
+    ours = results(slice(start, stop), RowShard(Segments(inside.int(), route.length), route))
     errors = {}
     for name, part in ours.items():
         if name in ("out", "input"):

@@ -21,9 +21,6 @@ def test_what_was_never_tried_is_refused_by_name() -> None:
         check_linear_attention(SPEC, Fp8Config(recipe="tensorwise"), tp_comm_overlap=False)
     with pytest.raises(RunConfigError, match=r"parallel\.tp_comm_overlap is not supported for qwen3_5"):
         check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=True)
-    check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=False, cp=16)
-    with pytest.raises(RunConfigError, match=r"parallel\.cp 32: qwen3_5 .* at most 16"):
-        check_linear_attention(SPEC, Fp8Config(), tp_comm_overlap=False, cp=32)
 
 
 @pytest.mark.ranks

@@ -12,6 +12,8 @@ import torch
 from converters.convert import convert
 from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, TrainConfig, validate
 from megatron_vl.data.packing.row import loss_index
+from megatron_vl.planning.cost import Costs
+from megatron_vl.planning.memory import _Sizes
 from megatron_vl.planning.predict import predict
 from megatron_vl.planning.run import run_layout
 from megatron_vl.spec.families import read_spec
@@ -61,11 +63,18 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
             inside = [start, *(bound for bound in bounds if start < bound < stop), stop]
             assert part.shard.segments.cu_seqlens.tolist() == [bound - start for bound in inside]
             assert part.shard.segments.max_seqlen == max(np.diff(inside))
-            assert part.shard.continues_left == (start not in bounds)
-            assert part.shard.continues_right == (stop not in bounds)
+            assert (part.shard.route.tokens_before > 0) == (start not in bounds)
+            assert (part.shard.route.tokens_after > 0) == (stop not in bounds)
+            assert (part.shard.route.rank, part.shard.route.length) == (rank, length)
             assert torch.equal(part.segments.cu_seqlens, row.cu_seqlens)
             selected, expected = part.loss_index, loss_index(row.loss_mask[start:stop])
             assert torch.equal(selected, expected) if expected is not None else selected is None
+
+        # Tensors without data stand for those on a GPU: nothing of a part may depend on their values.
+        without_data = {name: tensor.to("meta") for name, tensor in fields.items()}
+        for rank, part in enumerate(parts):
+            whole = feed._device_row(packed.described, text_of_part(packed.described, without_data, rank))
+            assert as_part(whole, packed.described, rank).shard.route == part.shard.route
 
         if row.num_patches:
             _check_pictures(row, sharding, packed.described, fields)
@@ -149,8 +158,31 @@ def test_models_that_cannot_share_rows_are_refused() -> None:
     assert read_layout(spec, make_layout(spec, cp=4).as_dict()) == make_layout(spec, cp=4)
     with pytest.raises(LayoutError, match=r"the 28 query heads that tp=1 leaves .* 1, 2, 4, 7, 14, 28$"):
         make_layout(spec, cp=8)
-    with pytest.raises(LayoutError, match=r"^cp=2: qwen3_5 has linear attention"):
-        make_layout(read_spec("tests/hf_configs/Qwen3.5-9B.json"), cp=2)
+
+
+def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
+    spec = read_spec("tests/hf_configs/Qwen3.5-397B-A17B.json")
+    assert make_layout(spec, cp=16).replica_ranks == 16
+    with pytest.raises(LayoutError, match=r"^cp=32: qwen3_5_moe has linear attention, .* at most 16$"):
+        make_layout(spec, cp=32)
+    with pytest.raises(LayoutError, match=r"the 32 query heads that tp=1 leaves .* 1, 2, 4, 8, 16$"):
+        make_layout(spec, cp=3)
+
+
+def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
+    """The 9B has 32 value heads; states and matrices are 128 x 128 in float32. So a rank sends 4 MiB of
+    them, beside three inputs of 8192 channels in bfloat16."""
+    spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
+    config = dataclasses.replace(_config(4, 32768), dtype="bfloat16", global_batch_size=8)
+    shared = predict(config, spec, 8, run_layout(config, spec, 8))
+    sizes = _Sizes.of(config, spec, shared.layout, 0)
+    assert sizes._gathered_states(spec.language) == 4 * 4 * 2**20
+
+    costs = Costs(config, spec, shared.layout, shared.dp, shared.rows, shared.calibration, shared.network)
+    bandwidth = shared.network.bandwidth(shared.calibration, 4, 1)
+    received = 3 * (4 * 2**20 + 3 * 8192 * 2)
+    expected = received / bandwidth + 2 * shared.calibration.collective_s
+    assert costs._state_exchange() == pytest.approx(expected)
 
 
 def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:

@@ -136,6 +136,12 @@ class LinearAttentionSpec:
         """Number of channels of the convolution: all queries, all keys, all values."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    @property
+    def state_exchange_size(self) -> int:
+        """Number of float32 elements that a context-parallel rank sends: for each value head, a state [K, V]
+        and the matrix [K, K] that its shard applies to the state of a sequence which crosses the shard."""
+        return self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
+
 
 @dataclass(frozen=True)
 class LanguageSpec:
