@@ -17,7 +17,13 @@ import torch
 from transformer_engine.pytorch.optimizers import FusedAdam
 
 from benchmarks.timing import milliseconds
-from megatron_vl.kernels.adam import Launch, Rates, StepRates, Stretch, adam_step
+from megatron_vl.kernels.adam import (
+    AdamCoefficients,
+    LaunchTables,
+    ParameterSlice,
+    StepCoefficients,
+    adam_step,
+)
 
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -42,11 +48,11 @@ def ours(tensors: int, size: int) -> Callable[[], object]:
     weight = 0.02 * torch.randn(total, dtype=torch.bfloat16, device="cuda")
     avg, square = torch.zeros_like(weight), torch.zeros_like(weight)
     low, gradient = torch.zeros_like(weight, dtype=torch.int16), 1e-3 * torch.randn(total, device="cuda")
-    stretches = [Stretch(weight, gradient, i * size, size, i * size, 0) for i in range(tensors)]
-    launch = Launch()
+    stretches = [ParameterSlice(weight, gradient, i * size, size, i * size, 0) for i in range(tensors)]
+    launch = LaunchTables()
 
     def step() -> None:
-        rates = StepRates({"all": Rates.of_group(OPTIONS, 1)}, weight.device)
+        rates = StepCoefficients({"all": AdamCoefficients.from_param_group(OPTIONS, 1)}, weight.device)
         adam_step(stretches, rates, avg, square, low, launch)
 
     return step

@@ -29,13 +29,13 @@ from pathlib import Path
 import numpy as np
 
 from megatron_vl.config import DataConfig, TrainConfig
-from megatron_vl.data.packing.fill import fill_row
+from megatron_vl.data.packing.fill_row import choose_row_samples
 from megatron_vl.data.planned_rows import BatchPlanner
 from megatron_vl.data.source.sample_order import SampleOrder
-from megatron_vl.planning.calibration import shipped
-from megatron_vl.planning.cost import Costs
-from megatron_vl.planning.predict import predict
-from megatron_vl.planning.rows import RowShape, RowStatistics
+from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.cost import StepCosts
+from megatron_vl.planning.predict import predict_layout
+from megatron_vl.planning.row_statistics import RowShape, RowStatistics
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 
@@ -95,7 +95,7 @@ def own_rows(data: Mixed, ranks: int, share: int, seq_len: int) -> Iterator[Step
             rows = []
             for _ in range(share):
                 buffer += chance.integers(0, len(sizes), BUFFER - len(buffer)).tolist()
-                chosen = fill_row([sizes[sample] for sample in buffer], seq_len)
+                chosen = choose_row_samples([sizes[sample] for sample in buffer], seq_len)
                 rows.append([buffer[i] for i in chosen])
                 taken = set(chosen)
                 buffer[:] = [sample for i, sample in enumerate(buffer) if i not in taken]
@@ -105,7 +105,7 @@ def own_rows(data: Mixed, ranks: int, share: int, seq_len: int) -> Iterator[Step
 
 def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[float]) -> Iterator[Step]:
     """Rows planned from sizes."""
-    order = SampleOrder([len(data.tokens)], [1.0], 1, shuffled=True)
+    order = SampleOrder([len(data.tokens)], [1.0], 1, is_shuffled=True)
     planner = BatchPlanner(
         order,
         lambda _, at: (data.tokens[at], data.patches[at]),
@@ -114,13 +114,13 @@ def planned(data: Mixed, ranks: int, share: int, seq_len: int, seconds: list[flo
         0,
         least_ahead=BUFFER,
     )
-    planner.next()  # the first step draws more samples than later ones
+    planner.next_batch()  # the first step draws more samples than later ones
 
     while True:
         start = time.process_time()
-        batch = planner.next().deal(ranks)
+        batch = planner.next_batch().assign_to_ranks(ranks)
         seconds.append(time.process_time() - start)
-        rows = [[place.index for place in row] for row in batch.rows()]
+        rows = [[place.index for place in row] for row in batch.rows_of_rank()]
         yield [rows[first : first + share] for first in range(0, len(rows), share)]
 
 
@@ -163,8 +163,10 @@ def step_seconds(
     data = DataConfig(seq_len=seq_len)
     config = TrainConfig(global_batch_size=ranks * share, data=data)
     layout = make_layout(spec, 1, 1, 1, None)
-    even = predict(config, spec, ranks, layout, rows=rows).step
-    tower = Costs(config, spec, layout, ranks, rows, shipped()).tower().both
+    even = predict_layout(config, spec, ranks, layout, row_statistics=rows).step_seconds
+    tower = (
+        StepCosts(config, spec, layout, ranks, rows, shipped_calibration()).vision_tower_time().total_seconds
+    )
     return even + (spread - 1) * share * tower
 
 

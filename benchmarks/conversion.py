@@ -26,12 +26,12 @@ from typing import Any
 import psutil
 import torch
 
-from converters import rules_for
-from converters.hf import INDEX
+from converters import make_conversion_rules
+from converters.hf_checkpoint import WEIGHT_INDEX_FILE
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.tensors import Cut
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.tensor_files import TensorWriter, make_header, row_regions
+from megatron_vl.spec.tensors import Sharding
+from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header, row_regions
+from megatron_vl.weights.weight_reader import WeightReader
 
 CONFIG: dict[str, Any] = {
     "model_type": "qwen2_5_vl",
@@ -72,7 +72,11 @@ def with_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for rule in rules_for(read_spec(config)) for name, shape in rule.hf.items()}
+    return {
+        name: shape
+        for rule in make_conversion_rules(read_spec(config))
+        for name, shape in rule.hf_shapes.items()
+    }
 
 
 def size_of(shapes: dict[str, tuple[int, ...]]) -> int:
@@ -107,14 +111,14 @@ def write_hf(folder: Path, config: dict[str, Any], gigabytes: float) -> int:
     for i, names in enumerate(groups, 1):
         file = f"model-{i:05d}-of-{len(groups):05d}.safetensors"
         writer = TensorWriter(
-            folder / file, make_header({name: (torch.bfloat16, shapes[name]) for name in names})
+            folder / file, make_safetensors_header({name: (torch.bfloat16, shapes[name]) for name in names})
         )
         for name in names:
-            writer.write(name, pieces(shapes[name]))
+            writer.write_tensor(name, pieces(shapes[name]))
             where[name] = file
-        writer.commit(sync=True)
+        writer.commit(sync_to_disk=True)
 
-    (folder / INDEX).write_text(
+    (folder / WEIGHT_INDEX_FILE).write_text(
         json.dumps({"metadata": {"total_size": size_of(shapes)}, "weight_map": where})
     )
     return layers
@@ -160,9 +164,9 @@ def load_rank(checkpoint: Path, verify: bool) -> Callable[[], int]:
     from any layout."""
 
     def load() -> int:
-        reader = WeightReader(checkpoint, verify=verify)
+        reader = WeightReader(checkpoint, should_verify=verify)
         ep = 2 if reader.spec.language.moe else 1
-        return sum(reader.get(name, 0, Cut(tp=2, ep=ep)).nbytes for name in reader.names())
+        return sum(reader.read_shard(name, 0, Sharding(tp=2, ep=ep)).nbytes for name in reader.tensor_names())
 
     return load
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.parallel.grid import end_distributed, init_distributed
+from megatron_vl.parallel.process_grid import end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -196,7 +196,7 @@ def compare(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
 def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> None:
     """Times one rank's copies: tokens to ranks, received rows to experts, and tokens to experts if one rank
     has all of them."""
-    from megatron_vl.kernels.token_copies import positions, scatter_rows, sum_rows
+    from megatron_vl.kernels.token_copies import make_row_ids, scatter_rows, sum_rows
 
     x, _, chosen, _ = draw(platform, tokens, options)
     x = x.detach()[:, 0]
@@ -214,7 +214,7 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
 
     for name, table in (maps | {"to all experts": chosen}).items():
         rows = x[torch.arange(table.shape[0], device=x.device) % tokens]
-        row_ids = positions(table)
+        row_ids = make_row_ids(table)
         total = int(table.sum())
         wide = scatter_rows(rows, row_ids, total)
         moved = (table.shape[0] + total) * options.hidden * x.element_size() + row_ids.numel() * 4
@@ -223,7 +223,7 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
             for function in (
                 partial(scatter_rows, rows, row_ids, total),
                 partial(sum_rows, wide, row_ids),
-                partial(positions, table),
+                partial(make_row_ids, table),
             )
         ]
 

@@ -22,18 +22,18 @@ import transformer_engine.pytorch as te  # before torch loads cuDNN: their libra
 from torch import Tensor
 
 from megatron_vl.kernels.grouped_gemm import (
-    ROWS_CONFIG,
-    WEIGHT_CONFIG,
-    Addresses,
-    Config,
-    plan,
+    ROW_TILE_CONFIG,
+    WEIGHT_TILE_CONFIG,
+    AddressTable,
+    GemmTileConfig,
+    plan_tiles,
     row_product,
     weight_product,
 )
 
 ROWS = 65_536
-ROW_CONFIGS = [ROWS_CONFIG, ROWS_CONFIG._replace(stages=4), ROWS_CONFIG._replace(k=128, stages=2)]
-WEIGHT_CONFIGS = [WEIGHT_CONFIG]
+ROW_CONFIGS = [ROW_TILE_CONFIG, ROW_TILE_CONFIG._replace(stages=4), ROW_TILE_CONFIG._replace(k=128, stages=2)]
+WEIGHT_CONFIGS = [WEIGHT_TILE_CONFIG]
 
 
 def timed(function: Callable[[], object], runs: int = 10) -> tuple[float, float]:
@@ -112,24 +112,40 @@ class Ours:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.plan = plan(case.counts, ROWS)
+        self.plan = plan_tiles(case.counts, ROWS)
         self.grads = torch.zeros(case.weights.shape, device="cuda")
-        self.addresses = Addresses().of(list(case.weights))
-        self.grad_addresses = Addresses().of(list(self.grads))
+        self.addresses = AddressTable().device_addresses(list(case.weights))
+        self.grad_addresses = AddressTable().device_addresses(list(self.grads))
 
-    def forward(self, config: Config = ROWS_CONFIG) -> Tensor:
+    def forward(self, config: GemmTileConfig = ROW_TILE_CONFIG) -> Tensor:
         return row_product(
-            self.case.x, self.addresses, self.plan, self.case.dy.shape[1], transposed=True, config=config
+            self.case.x,
+            self.addresses,
+            self.plan,
+            self.case.dy.shape[1],
+            is_transposed=True,
+            tile_config=config,
         )
 
-    def dgrad(self, config: Config = ROWS_CONFIG) -> Tensor:
+    def dgrad(self, config: GemmTileConfig = ROW_TILE_CONFIG) -> Tensor:
         return row_product(
-            self.case.dy, self.addresses, self.plan, self.case.x.shape[1], transposed=False, config=config
+            self.case.dy,
+            self.addresses,
+            self.plan,
+            self.case.x.shape[1],
+            is_transposed=False,
+            tile_config=config,
         )
 
-    def wgrad(self, config: Config = WEIGHT_CONFIG) -> Tensor:
+    def wgrad(self, config: GemmTileConfig = WEIGHT_TILE_CONFIG) -> Tensor:
         weight_product(
-            self.case.dy, self.case.x, self.grad_addresses, self.plan, self.grads, add=True, config=config
+            self.case.dy,
+            self.case.x,
+            self.grad_addresses,
+            self.plan,
+            self.grads,
+            accumulate=True,
+            tile_config=config,
         )
         return self.grads
 
@@ -147,7 +163,10 @@ def line(
 
 
 def sweep(
-    cases: list[Case], configs: list[Config], weight_configs: list[Config], late: Callable[[], bool]
+    cases: list[Case],
+    configs: list[GemmTileConfig],
+    weight_configs: list[GemmTileConfig],
+    late: Callable[[], bool],
 ) -> None:
     ours = [Ours(case) for case in cases]
     for config in configs:
@@ -237,7 +256,7 @@ def main() -> None:
             f"{shape}: {ROWS} rows, {int(counts.min())} to {int(counts.max())} per expert; "
             f"{time.monotonic() - begin:.0f} s"
         )
-        gpu, host = timed(lambda c=counts: plan(c, ROWS))
+        gpu, host = timed(lambda c=counts: plan_tiles(c, ROWS))
         print(f"  plan {gpu:.4f} ms, host {host:.4f}")
         if number < 2:
             torch_ones(cases)
@@ -245,7 +264,7 @@ def main() -> None:
 
         sweep(
             cases,
-            *(([ROWS_CONFIG], [WEIGHT_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)),
+            *(([ROW_TILE_CONFIG], [WEIGHT_TILE_CONFIG]) if args.defaults else (ROW_CONFIGS, WEIGHT_CONFIGS)),
             late,
         )
         del cases

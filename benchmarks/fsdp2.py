@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.pixels import PixelNorm
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.models.attention import make_backend
@@ -44,8 +44,8 @@ from megatron_vl.models.batch import Segments
 from megatron_vl.planning.flops import peak_tflops
 from megatron_vl.spec.families import ModelSpec
 from toolkit.bench import report
-from toolkit.bench.options import BenchRun, parse
-from toolkit.bench.workload import groups
+from toolkit.bench.options import BenchRun, parse_bench_options
+from toolkit.bench.workload import sample_groups
 from toolkit.parity.reference import hf_pixels
 
 ATTENTION = "packed_flash"
@@ -79,7 +79,7 @@ class HfRow:
         return inputs | {"labels": inputs["shift_labels"], "row_segments": segments, "use_cache": False}
 
 
-def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
+def hf_row(samples: list[TokenizedSample], spec: ModelSpec, seq_len: int) -> HfRow:
     """Packs samples as our loader does. Pixels are float patches, as from the Hugging Face processor."""
     row = pack_row(samples, spec, seq_len)
     labels = torch.where(row.loss_mask > 0, row.labels, IGNORED)
@@ -88,11 +88,13 @@ def hf_row(samples: list[Sample], spec: ModelSpec, seq_len: int) -> HfRow:
         "position_ids": row.position_ids[:, None],
         "shift_labels": labels[None],
     }
-    media = [item for sample in samples for item in sample.media]
+    media = [item for sample in samples for item in sample.media_items]
     if media:
         norm = PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3)
         inputs["pixel_values"] = torch.cat([hf_pixels(item, spec, norm) for item in media])
-        inputs["image_grid_thw"] = torch.tensor([[item.grid.t, item.grid.h, item.grid.w] for item in media])
+        inputs["image_grid_thw"] = torch.tensor(
+            [[item.grid_thw.t, item.grid_thw.h, item.grid_thw.w] for item in media]
+        )
 
     vision = (
         [t.diff().tolist() for t in (row.vision.cu_seqlens, row.vision.cu_window_seqlens)]
@@ -350,7 +352,7 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
     own.add_argument("--gradient-sync", choices=("every", "last"), default="every")
     own.add_argument("--ours", type=Path)
     given, words = own.parse_known_args(argv)
-    options = parse(words, "python -m benchmarks.fsdp2")
+    options = parse_bench_options(words, "python -m benchmarks.fsdp2")
     if "data" in options.workloads or options.calibrate or options.even_routing:
         raise UsageError("only random rows are timed here: leave out --data, --calibrate and --even-routing")
     return options, given
@@ -359,7 +361,7 @@ def read_options(argv: list[str]) -> tuple[BenchRun, argparse.Namespace]:
 def run(options: BenchRun, given: argparse.Namespace) -> None:
     """Measures the random workloads and reports them on rank 0. Collective."""
     config = options.config
-    spec = options.spec()
+    spec = options.read_model_spec()
     device = _init_distributed()
     world = dist.get_world_size()
     if config.global_batch_size % world:
@@ -382,12 +384,12 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
     figures = {
         "system": f"transformers {transformers.__version__} + FSDP2",
-        "machine": report.machine(options, device, peak),
-        "model": report.model_facts(options, spec),
+        "machine": report.describe_machine(options, device, peak),
+        "model": report.describe_model(options, spec),
         "notes": notes,
         "workloads": workloads,
     }
-    report.finish(options, figures)
+    report.finish_report(options, figures)
     if given.ours and dist.get_rank() == 0:
         ours = json.loads(given.ours.read_text())["workloads"]
         for name, mine in workloads.items():
@@ -413,7 +415,7 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
     cuda = trainer.device.type == "cuda"
     seq_len = o.config.data.seq_len
     recompute = RecomputeConfig(language="full", vision="full")
-    source = groups(spec, seq_len, images=workload == "images", seed=17 + dist.get_rank())
+    source = sample_groups(spec, seq_len, with_images=workload == "images", seed=17 + dist.get_rank())
     number = o.distinct_rows or (o.warm_up + o.timed) * per_step
     stream = itertools.cycle([hf_row(samples, spec, seq_len) for samples in itertools.islice(source, number)])
 
@@ -424,7 +426,7 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         torch.cuda.reset_peak_memory_stats()
 
     held = torch.cuda.memory_allocated() if cuda else 0
-    work = report.Work()
+    work = report.WorkCounts()
     dist.barrier()
     clock = [time.perf_counter()]
     for _ in range(o.timed):
@@ -432,11 +434,11 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         loss = trainer.step(rows)  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in rows:
-            work.add(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
-            work.images += row.images
+            work.add_row(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
+            work.image_count += row.images
 
-    figures = report.headline(
-        sum(report.gather(work), start=report.Work()),
+    figures = report.speed_figures(
+        sum(report.gather_to_all(work), start=report.WorkCounts()),
         [end - begin for begin, end in itertools.pairwise(clock)],
         dist.get_world_size(),
         peak,
@@ -452,7 +454,7 @@ def _memory(model: Any, held: int, cuda: bool) -> dict[str, Any]:
         return {"peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
     weights = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
     peak = torch.cuda.max_memory_allocated()
-    everyone = report.gather(
+    everyone = report.gather_to_all(
         {
             "peak_gib": peak / GIB,
             "weights_gib": weights / GIB,

@@ -4,7 +4,7 @@
 
 Both structures receive the same ids, whose digests are in random order; one in 1000 of them occurs twice.
 Each structure runs in its own process. ``dictionary`` is what the converter used until 2026-11-22: a
-dictionary from digest to (file, record). ``table`` is :class:`data_tools.identities.Identities`. Memory is
+dictionary from digest to (file, record). ``table`` is :class:`data_tools.record_ids.RecordIdTable`. Memory is
 the peak of RssAnon (memory that no file backs) minus its value before the first id. The page cache, which
 holds a part of the table's file while there is room, is not included.
 """
@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from data_tools.identities import Identities
+from data_tools.record_ids import RecordIdTable
 
 REPEATED = 1000
 """Every id with this interval occurs a second time, a hundred numbers later."""
@@ -51,7 +51,7 @@ def dictionary(folder: Path) -> First:
 
 
 def table(folder: Path) -> First:
-    return Identities(folder / "ids.sqlite").first
+    return RecordIdTable(folder / "ids.sqlite").first_occurrence
 
 
 def anonymous() -> int:

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vl.parallel.grid import end_distributed, init_distributed
+from megatron_vl.parallel.process_grid import end_distributed, init_distributed
 from megatron_vl.platform import get_platform
-from megatron_vl.training.mailbox import Mailbox
-from megatron_vl.training.metrics import LISTED_BYTES
-from megatron_vl.training.tally import Tally
+from megatron_vl.training.metrics import MAX_LIST_BYTES
+from megatron_vl.training.rank_0_gather import Rank0Gather
+from megatron_vl.training.step_metrics import StepMetrics
 
 
 def parse() -> argparse.Namespace:
@@ -68,17 +68,19 @@ def gathered(listed: list[dict[str, str]]) -> None:
     dist.all_gather_object(everyone, entry(listed))
 
 
-def reduced(listed: list[dict[str, str]], device: torch.device, mailbox: Mailbox) -> None:
-    mine = Tally(1.2e15, 3.4e14, 65_536, 40, 60, 90_000, len(listed), int(bool(listed)), 0.01, 71.3)
-    total = mine.reduced(device)
-    if not total.senders:
+def reduced(listed: list[dict[str, str]], device: torch.device, mailbox: Rank0Gather) -> None:
+    mine = StepMetrics(1.2e15, 3.4e14, 65_536, 40, 60, 90_000, len(listed), int(bool(listed)), 0.01, 71.3)
+    total = mine.reduce_over_ranks(device)
+    if not total.sending_ranks:
         return
-    mailbox.begin()
+    mailbox.begin_round()
     if listed:
-        mailbox.send(0, {"reasons": {"image does not decode": len(listed)}, "dropped": listed, "keys": []})
+        mailbox.send_message(
+            0, {"reasons": {"image does not decode": len(listed)}, "dropped": listed, "keys": []}
+        )
     if mailbox.rank == 0:
-        mailbox.receive(total.senders)
-    mailbox.share({"image does not decode": total.dropped})
+        mailbox.receive_messages(total.sending_ranks)
+    mailbox.share_answer({"image does not decode": total.dropped_samples})
 
 
 def timed(function: Callable[[], None], repeats: int, device: torch.device) -> float:
@@ -101,7 +103,7 @@ def main() -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
     device = platform.device
-    mailbox = Mailbox(rank)
+    mailbox = Rank0Gather(rank)
 
     rows = []
     for count in (0, arguments.listed):
@@ -119,8 +121,8 @@ def main() -> None:
             print(
                 f"{count:5} samples listed by one replica | gathered {before:7.2f} ms, "
                 f"{padded:,} bytes on every device | reduced {after:6.2f} ms, "
-                f"{8 * len(fields(Tally))} bytes on every device, "
-                f"{host:,} of at most {LISTED_BYTES:,} bytes to rank 0's host"
+                f"{8 * len(fields(StepMetrics))} bytes on every device, "
+                f"{host:,} of at most {MAX_LIST_BYTES:,} bytes to rank 0's host"
             )
     end_distributed()
 

@@ -23,15 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.spec.tensors import Cut, TensorInfo
+from megatron_vl.spec.tensors import Sharding, TensorInfo
 from megatron_vl.training import optimizer_state
 from megatron_vl.training.optimizer_state import (
-    INDEX,
-    KINDS,
-    OptimizerReader,
-    slices_of,
-    write_hashed,
-    write_index,
+    INDEX_FILE,
+    STATE_KINDS,
+    OptimizerStateReader,
+    list_index_entries,
+    write_hashed_safetensors,
+    write_slice_index,
 )
 
 LAYERS, WIDTH = 80, 64
@@ -59,7 +59,7 @@ def stage_tensors(stage: int, pp: int) -> list[TensorInfo]:
     ]
 
 
-def slices(infos: list[TensorInfo], cut: Cut, dp_rank: int, dp: int) -> Iterator[Slice]:
+def slices(infos: list[TensorInfo], cut: Sharding, dp_rank: int, dp: int) -> Iterator[Slice]:
     """A data-parallel rank's even share of the buffer of its stage's tensors."""
     counts = [torch.Size(info.shard_shape(cut)).numel() for info in infos]
     low = sum(counts) * dp_rank // dp
@@ -80,18 +80,18 @@ def write(folder: Path, tp: int, pp: int, dp: int) -> dict[str, dict[str, Any]]:
     for stage in range(pp):
         infos = stage_tensors(stage, pp)
         for dp_rank in range(dp):
-            held = list(slices(infos, Cut(tp), dp_rank, dp))
+            held = list(slices(infos, Sharding(tp), dp_rank, dp))
             for tp_rank in range(tp):
                 tensors: dict[str, Tensor] = {}
                 for info, start, end in held:
                     key = f"{info.name}[{start}:{end}]"
-                    tensors |= {f"{key}/{kind}": torch.zeros(end - start) for kind in KINDS}
+                    tensors |= {f"{key}/{kind}": torch.zeros(end - start) for kind in STATE_KINDS}
                     tensors[f"{key}/step"] = torch.tensor([100])
                 name = f"rank_{(stage * dp + dp_rank) * tp + tp_rank:05d}.safetensors"
-                files[name] = write_hashed(folder / name, tensors, {"tp": str(tp_rank)})
-                table[name] = slices_of(tensors, tp_rank, 0)
+                files[name] = write_hashed_safetensors(folder / name, tensors, {"tp": str(tp_rank)})
+                table[name] = list_index_entries(tensors, tp_rank, 0)
 
-    files[INDEX] = write_index(folder, table)
+    files[INDEX_FILE] = write_slice_index(folder, table)
     return files
 
 
@@ -100,7 +100,7 @@ class Opens:
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        safe_open, check_hash = optimizer_state.safe_open, optimizer_state.check_hash
+        safe_open, check_hash = optimizer_state.safe_open, optimizer_state.check_file_hash
 
         def open_(path: Path, **options: Any) -> Any:
             self.names.append(Path(path).name)
@@ -111,18 +111,18 @@ class Opens:
             check_hash(path, facts)
 
         optimizer_state.safe_open = open_
-        optimizer_state.check_hash = check
+        optimizer_state.check_file_hash = check
 
 
 def resume(
-    reader: OptimizerReader, infos: list[TensorInfo], cut: Cut, tp_rank: int, dp_rank: int, dp: int
+    reader: OptimizerStateReader, infos: list[TensorInfo], cut: Sharding, tp_rank: int, dp_rank: int, dp: int
 ) -> None:
-    """Reads one rank's state as :func:`megatron_vl.training.optimizer_state.restore` does."""
+    """Reads one rank's state as :func:`megatron_vl.training.optimizer_state.restore_optimizer` does."""
     for info, start, end in slices(infos, cut, dp_rank, dp):
-        for kind in KINDS:
-            found = reader.get(info, kind, tp_rank, cut, start, end)
+        for kind in STATE_KINDS:
+            found = reader.read_range(info, kind, tp_rank, cut, start, end)
             assert found is not None and len(found) == end - start
-        assert reader.step(info.name) == 100
+        assert reader.adam_step_count(info.name) == 100
     reader.close()
 
 
@@ -141,7 +141,7 @@ def main() -> None:
     try:
         begin = time.perf_counter()
         files = write(place / "optimizer", args.tp, args.pp, args.dp)
-        size = files[INDEX]["bytes"]
+        size = files[INDEX_FILE]["bytes"]
         print(
             f"{world} files in {time.perf_counter() - begin:.1f} s; the index has {size / 1e6:.2f} MB",
             flush=True,
@@ -172,8 +172,8 @@ def measure(folder: Path, files: dict[str, dict[str, Any]], args: argparse.Names
             stage = number * args.pp // args.ranks
             dp_rank = number * dp // args.ranks
             tp_rank = number % tp
-            reader = OptimizerReader(folder, files, Cut(args.tp))
-            resume(reader, stage_tensors(stage, args.pp), Cut(tp), tp_rank, dp_rank, dp)
+            reader = OptimizerStateReader(folder, files, Sharding(args.tp))
+            resume(reader, stage_tensors(stage, args.pp), Sharding(tp), tp_rank, dp_rank, dp)
 
         seconds = (time.perf_counter() - begin) / args.ranks
         line = {

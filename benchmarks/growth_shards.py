@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_tools.shards import IndexWriter, Shard
-from megatron_vl.data.source.description import read_description
+from data_tools.shards import IndexWriter, WrittenShard
+from megatron_vl.data.source.dataset_description import read_description
 
 SAMPLES = 1000
 """Samples per shard."""
@@ -44,7 +44,9 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         data = write(Path(folder) / "data", args.shards)
-        facts = measured("description, read and checked", 1, lambda: read_description(data).facts("train"))
+        facts = measured(
+            "description, read and checked", 1, lambda: read_description(data).split_facts("train")
+        )
         size = len(pickle.dumps(facts))
         print(f"  the message to the other {args.ranks - 1} ranks has {size} bytes")
 
@@ -57,7 +59,7 @@ def write(data: Path, count: int) -> Path:
     for i in range(count):
         name = f"train-{i:06d}.tar"
         (data / name).touch()
-        writer.add(Shard(name, SAMPLES, 0, f"{i:064x}"))
+        writer.add_shard(WrittenShard(name, SAMPLES, 0, f"{i:064x}"))
     writer.finish()
     return data
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl.data.packing.assemble import pack_row
+from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels import adam
 from megatron_vl.kernels.moments import round_moments
 from tests.support.tiny_trainer import ROWS, SEQ_LEN, tiny_trainer
-from toolkit.parity.batches import make_sample
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.parity.random_samples import make_sample
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 Rounding = Callable[[Tensor, Tensor, int, Tensor, Tensor], None]
 BETAS = (0.9, 0.95, 0.98, 0.99, 0.995, 0.999)

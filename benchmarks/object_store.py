@@ -40,14 +40,14 @@ from megatron.energon.epathlib import EPath
 from megatron.energon.task_encoder.cooking import basic_sample_keys
 
 from benchmarks.photographs import crop, photographs
-from data_tools.convert import ConversionOptions, convert
-from data_tools.sample_sizes import index
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RowEncoder, RowLoader, build_loader
 from megatron_vl.data.source.sample_order import BlockOrder
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 BUCKET = "store"
 SECONDS = 0.02
@@ -117,8 +117,10 @@ def make_data(out: Path, hf: Path, count: int, per_shard: int) -> None:
         turns = [asked, {"from": "gpt", "value": "word " * rng.randint(10, 60)}]
         records.append({"image": f"{rng.randrange(-(-count // 8))}.jpg", "conversations": turns})
     (out / "records.json").write_text(json.dumps(records))
-    convert([out / "records.json"], ConversionOptions(media, out / "set", samples_per_shard=per_shard))
-    index(DataConfig(path=str(out / "set")), read_spec(hf), hf)
+    convert_dataset(
+        [out / "records.json"], ConversionOptions(media, out / "set", samples_per_shard=per_shard)
+    )
+    index_datasets(DataConfig(path=str(out / "set")), read_spec(hf), hf)
 
 
 def sequence(path: str, worker: int, workers: int) -> Iterator[int]:
@@ -143,7 +145,7 @@ def planned(data: DataConfig, hf: Path, ranks: int, rows: int) -> RowLoader:
 class SizesOnly(RowEncoder):
     """Decodes and encodes nothing."""
 
-    def for_process(self) -> SizesOnly:
+    def copy_for_process(self) -> SizesOnly:
         return self
 
     def cook(self, crude: dict[str, Any]) -> Any:
@@ -153,7 +155,7 @@ class SizesOnly(RowEncoder):
     def preencode_sample(self, sample: Any) -> Any:
         return EncodedSample(**basic_sample_keys(sample), refused=("read", "and not decoded"))
 
-    def row_of(self, samples: Sequence[Any], source: int = 0) -> Any:
+    def make_row(self, samples: Sequence[Any], source: int = 0) -> Any:
         return SimpleNamespace(num_samples=len(samples), dropped={})
 
 
@@ -161,10 +163,10 @@ def loading(data: DataConfig, hf: Path, ranks: int, rows: int, decode: bool) -> 
     """Makes rows of decoded pictures, or reads their samples only."""
     loader = planned(data, hf, ranks, rows)
     if not decode:
-        loader._planning.encoder.__class__ = SizesOnly
+        loader._planning_context.row_encoder.__class__ = SizesOnly
     try:
         for row in loader:
-            assert not row.dropped, row.dropped_samples
+            assert not row.dropped_counts, row.dropped_samples
             yield row.num_samples
     finally:
         loader.close()

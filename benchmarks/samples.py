@@ -27,7 +27,7 @@ from benchmarks.photographs import crop, photographs
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder
 from megatron_vl.data.sample.pixels import image_size
-from megatron_vl.data.source.reading import with_crc
+from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.spec.families import read_spec
 from toolkit.bench.workload import COCO_SIZES
 
@@ -53,14 +53,16 @@ def stored(messages: list[dict[str, Any]], jpeg: bytes) -> RawSample:
     height, width = image_size(jpeg)
     size = {"height": height, "width": width}
     medium = {"key": "0.jpg", "kind": "image", **size, "crc32": zlib.crc32(jpeg)}
-    text = with_crc(json.dumps({"messages": messages, "media": [medium]}).encode())
-    return RawSample(__key__="0", __restore_key__=(), __subflavors__={}, text=text, members={"0.jpg": jpeg})
+    text = append_crc32(json.dumps({"messages": messages, "media": [medium]}).encode())
+    return RawSample(
+        __key__="0", __restore_key__=(), __subflavors__={}, json_bytes=text, media_bytes={"0.jpg": jpeg}
+    )
 
 
 def ours(encoder: RowEncoder, raw: RawSample) -> tuple[EncodedSample, torch.Tensor]:
     """The encoded sample and its planes."""
     encoded = encoder.preencode_sample(raw)
-    return encoded, encoder.postencode_sample(encoded).sample.media[0].planes
+    return encoded, encoder.postencode_sample(encoded).sample.media_items[0].planes
 
 
 def theirs(processor: Any, messages: list[dict[str, Any]], jpeg: bytes) -> Any:
@@ -73,10 +75,12 @@ def check(encoder: RowEncoder, processor: Any, messages: list[dict[str, Any]], j
     """Stops if tokens or pixels differ."""
     encoded, planes = ours(encoder, stored(messages, jpeg))
     found = theirs(processor, messages, jpeg)
-    side = encoder.settings.patch_size**2
+    side = encoder.pixel_settings.patch_size**2
     pixels = found["pixel_values"].view(planes.shape[1], 3, -1, side)[:, :, 0].flatten(1)
     assert torch.equal(encoded.token_ids, found["input_ids"][0]), "tokens differ"
-    assert (encoder.settings.norm.apply(planes)[0] - pixels).abs().max() < 2e-6, "pixels differ"
+    assert (encoder.pixel_settings.norm.normalize_planes(planes)[0] - pixels).abs().max() < 2e-6, (
+        "pixels differ"
+    )
 
 
 def main() -> None:
@@ -84,7 +88,7 @@ def main() -> None:
     parser.add_argument("--hf", type=Path, help="folder of tokenizer and processor; default: a small one")
     parser.add_argument("--count", type=int, default=200)
     args = parser.parse_args()
-    from toolkit.tiny import write_tiny_checkpoint
+    from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
     torch.set_num_threads(1)
     if args.hf is None:

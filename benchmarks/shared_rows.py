@@ -23,7 +23,7 @@ from timing import milliseconds
 from torch import Tensor
 
 from megatron_vl.kernels import causal_conv_triton, gated_delta_rule_triton
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, segment_numbers
+from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, make_segment_ids
 from megatron_vl.kernels.shard_exchange import ShardExchange, shard_route
 
 ROWS = {"one sequence": [8192], "eleven": [1, 63, 64, 65, 700, 129, 1500, 900, 2000, 1770, 1000]}
@@ -114,9 +114,9 @@ def kernel_results(
         exchange.add_halo_gradients(dhalo, dqkv)
 
     q, k, v = sizes.heads(qkv)
-    out, _, saved = gated_delta_rule_triton.forward(q, k, v, g, beta, segments, exchange=exchange)
+    out, _, saved = gated_delta_rule_triton.run_forward(q, k, v, g, beta, segments, exchange=exchange)
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    dg, dbeta, _ = gated_delta_rule_triton.backward(
+    dg, dbeta, _ = gated_delta_rule_triton.run_backward(
         q, k, v, g, beta, segments, saved, dout, None, grads, exchange=exchange
     )
     names = ("conv", "conv dx", "out", "dq", "dk", "dv", "dg", "dbeta")
@@ -135,7 +135,7 @@ def sharded_results(
         with threads.turn:
             route = shard_route(bounds, ranks, rank)
             tokens = slice(rank * route.length, (rank + 1) * route.length)
-            segments = segment_numbers(cu_seqlens, route.length, tokens.start)
+            segments = make_segment_ids(cu_seqlens, route.length, tokens.start)
             mine = [*(t[tokens] for t in inputs[:3]), inputs[3]]
             exchange = ThreadExchange(route, threads) if route.any_cut else None
             results[rank] = kernel_results(sizes, mine, segments, dout[tokens], exchange)
@@ -167,7 +167,7 @@ def print_errors(sizes: Sizes, name: str, lengths: list[int], ranks: tuple[int, 
     bounds = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     inputs = sizes.inputs(bounds[-1])
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=sizes.device)
-    segments = segment_numbers(cu_seqlens, bounds[-1])
+    segments = make_segment_ids(cu_seqlens, bounds[-1])
     dout = torch.randn(bounds[-1], sizes.value_heads, sizes.width, device=sizes.device).to(sizes.kind)
     exact = exact_results(sizes, inputs, segments, dout)
     for count in ranks:

@@ -26,12 +26,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from megatron_vl.kernels import tower_attention as kernels
-from megatron_vl.kernels.tower_attention import TILES, Tile
+from megatron_vl.kernels.tower_attention import DEFAULT_TILES, KernelTile
 
 LENGTHS = [900, 1600, 1250, 980, 1444, 1024, 1156, 1330, 900, 1600, 1088, 1200, 1296, 1000, 952]
-FORWARD = [TILES.forward, Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)]
-QUERY = [TILES.query, Tile(128, 32, 8, 3), Tile(64, 64, 4, 2)]
-KEY = [TILES.key, Tile(64, 32, 4, 3), Tile(128, 32, 8, 3, 128)]
+FORWARD = [DEFAULT_TILES.forward_tile, KernelTile(128, 64, 8, 2), KernelTile(64, 64, 4, 2)]
+QUERY = [DEFAULT_TILES.query_tile, KernelTile(128, 32, 8, 3), KernelTile(64, 64, 4, 2)]
+KEY = [DEFAULT_TILES.key_tile, KernelTile(64, 32, 4, 3), KernelTile(128, 32, 8, 3, 128)]
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Case:
     def ours(self, qkv: Tensor, rotated: bool) -> Tensor:
         if rotated:
             return kernels.tower_attention(qkv, self.cos, self.sin, self.cu, self.dim)
-        return kernels.attention(*self.split(qkv, False), self.cu).flatten(1)
+        return kernels.segment_attention(*self.split(qkv, False), self.cu).flatten(1)
 
     def report(
         self, name: str, function: Callable[[Tensor], Tensor], rotated: bool, once: bool = False
@@ -130,23 +130,23 @@ def transformer_engine(case: Case) -> Callable[[Tensor], Tensor]:
     return attend
 
 
-def single_kernels(case: Case) -> list[tuple[str, list[Tile], Callable[[Tile], object], int]]:
+def single_kernels(case: Case) -> list[tuple[str, list[KernelTile], Callable[[KernelTile], object], int]]:
     """(name, tiles, function that runs a kernel, its useful operations per pair and element of a head)."""
     angles = case.cos, case.sin
-    packed = kernels._pack_rotated(case.qkv, *angles, case.dim)
-    out, lse = kernels._attend(packed, case.cu, TILES.forward)
+    packed = kernels._pack_with_rope(case.qkv, *angles, case.dim)
+    out, lse = kernels._attention_forward(packed, case.cu, DEFAULT_TILES.forward_tile)
     dout = case.grad.view_as(out)
     delta = torch.empty_like(lse)
     dqkv = torch.empty_like(case.qkv)
 
-    def forward(tile: Tile) -> object:
-        return kernels._attend(packed, case.cu, tile)
+    def forward(tile: KernelTile) -> object:
+        return kernels._attention_forward(packed, case.cu, tile)
 
-    def query(tile: Tile) -> object:
-        return kernels._gradient_of_query(packed, out, dout, lse, case.cu, angles, tile, delta, dqkv)
+    def query(tile: KernelTile) -> object:
+        return kernels._launch_query_grad(packed, out, dout, lse, case.cu, angles, tile, delta, dqkv)
 
-    def key(tile: Tile) -> object:
-        return kernels._gradient_of_key(packed, dout, lse, case.cu, angles, tile, delta, dqkv)
+    def key(tile: KernelTile) -> object:
+        return kernels._launch_key_grad(packed, dout, lse, case.cu, angles, tile, delta, dqkv)
 
     return [("forward", FORWARD, forward, 4), ("dQ", QUERY, query, 6), ("dK and dV", KEY, key, 8)]
 
@@ -156,7 +156,7 @@ def sweep(case: Case) -> None:
     products, without padding."""
     runs = single_kernels(case)
 
-    def compiled(job: tuple[Callable[[Tile], object], Tile]) -> str:
+    def compiled(job: tuple[Callable[[KernelTile], object], KernelTile]) -> str:
         try:
             job[0](job[1])
             torch.cuda.synchronize()
@@ -169,14 +169,14 @@ def sweep(case: Case) -> None:
         failures = dict(zip(jobs, pool.map(compiled, jobs), strict=True))
     for name, tiles, run, operations in runs:
         for tile in tiles:
-            label = f"  {name:10s} {tile.own:3d} x {tile.step:3d}, {tile.warps} warps, {tile.stages} stages"
-            label += f", {tile.registers} registers" if tile.registers else ""
+            label = f"  {name:10s} {tile.own_rows:3d} x {tile.step_rows:3d}, {tile.num_warps} warps, {tile.num_stages} stages"
+            label += f", {tile.max_registers} registers" if tile.max_registers else ""
             failure = failures[run, tile]
             print(
                 f"{label:52s} {failure or case.rate(milliseconds(partial(run, tile)), operations)}",
                 flush=True,
             )
-    packing = milliseconds(lambda: kernels._pack_rotated(case.qkv, case.cos, case.sin, case.dim))
+    packing = milliseconds(lambda: kernels._pack_with_rope(case.qkv, case.cos, case.sin, case.dim))
     print(f"  {'pack and rotate':50s} {packing:6.3f} ms")
 
 

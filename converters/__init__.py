@@ -12,26 +12,30 @@ from collections.abc import Callable
 from megatron_vl.spec.families import ModelSpec
 
 from . import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .rules import RELEASED, ExpertStyle, Rule, check_cover
+from .rules import RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle, check_rule_coverage
 
-RULES: dict[str, Callable[..., list[Rule]]] = {
-    "qwen2_vl": qwen2_vl.rules,
-    "qwen2_5_vl": qwen2_5_vl.rules,
-    "qwen3_vl": qwen3_vl.rules,
-    "qwen3_vl_moe": qwen3_vl.rules,
-    "qwen3_5": qwen3_5.rules,
-    "qwen3_5_moe": qwen3_5.rules,
+RULES_BY_FAMILY: dict[str, Callable[..., list[ConversionRule]]] = {
+    "qwen2_vl": qwen2_vl.make_rules,
+    "qwen2_5_vl": qwen2_5_vl.make_rules,
+    "qwen3_vl": qwen3_vl.make_rules,
+    "qwen3_vl_moe": qwen3_vl.make_rules,
+    "qwen3_5": qwen3_5.make_rules,
+    "qwen3_5_moe": qwen3_5.make_rules,
 }
 """Maps each family to the function that returns its rules."""
 
 
-def rules_for(spec: ModelSpec, experts: ExpertStyle | None = None) -> list[Rule]:
+def make_conversion_rules(spec: ModelSpec, expert_style: ExpertStyle | None = None) -> list[ConversionRule]:
     """The rules of a model, one for each canonical tensor.
 
     Args:
-        experts: how the HF folder stores experts, if the model has any; None: as released.
+        expert_style: how the HF folder stores experts, if the model has any; None: as released.
     """
-    of_family = RULES[spec.family]
-    rules = of_family(spec, experts or RELEASED[spec.family]) if spec.language.moe else of_family(spec)
-    check_cover(spec, rules)
-    return rules
+    make_family_rules = RULES_BY_FAMILY[spec.family]
+    family_rules = (
+        make_family_rules(spec, expert_style or RELEASED_EXPERT_STYLE[spec.family])
+        if spec.language.moe
+        else make_family_rules(spec)
+    )
+    check_rule_coverage(spec, family_rules)
+    return family_rules

@@ -14,45 +14,45 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_vl import __version__, durable
+from megatron_vl import __version__, durable_files
 from megatron_vl.json_files import write_json
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo, tensor_table
-from megatron_vl.weights.blocks import gather, part_blocks
+from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo, tensor_table
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import EXPORTED
+from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
-    Region,
+    MatrixRegion,
     TensorWriter,
     WeightsError,
     dtype_name,
-    make_header,
+    make_safetensors_header,
     matrix_shape,
-    read_header,
+    read_safetensors_header,
 )
-from megatron_vl.weights.video_rule import exported_video_rule, rule_facts, weights_video_rule
+from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
+from megatron_vl.weights.weight_reader import WeightReader
 
-from .hf import HfCheckpoint
-from .restart import Output, writing
-from .rules import Rule
-from .stream import CopyJob, Progress, default_workers, run_jobs, verified_ahead
+from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
+from .hf_checkpoint import HfCheckpoint
+from .output_folder import ConversionOutput, open_output
+from .rules import ConversionRule
 
-FILE_BYTES = 5_000_000_000
+MAX_FILE_BYTES = 5_000_000_000
 """Largest size of a file of unsplit weights, unless a single tensor is larger."""
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Full canonical tensors, read region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
 
     spec: ModelSpec
 
-    def dtype(self, name: str) -> torch.dtype: ...
+    def dtype(self, tensor_name: str) -> torch.dtype: ...
 
-    def region(self, name: str, region: Region) -> Tensor: ...
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
 
-    def verify(self, name: str) -> None:
+    def verify_tensor(self, tensor_name: str) -> None:
         """Raises :class:`WeightsError` if a tensor is known to differ from what was written."""
 
     def fingerprint(self) -> dict[str, str]:
@@ -89,7 +89,7 @@ class WeightsReport:
 # --- To Megatron --------------------------------------------------------------------------------------------
 
 
-def convert(
+def convert_weights(
     hf: str | Path, out: str | Path, layout: dict | None = None, *, workers: int = 0, force: bool = False
 ) -> WeightsReport:
     """Converts a Hugging Face folder to Megatron weights.
@@ -105,14 +105,19 @@ def convert(
     """
     source = HfCheckpoint(hf)
     source.check_tied_output()
-    origin = {"hf": Path(hf).resolve().name, **rule_facts(exported_video_rule(Path(hf), source.spec))}
-    report = _write(source, [Path(hf)], out, layout, "convert", workers, force, origin)
-    report.carried = len(source.carried)
-    report.notes += [note for note in (source.rounded_decays(),) if note]
-    return report
+    weights_origin = {
+        "hf": Path(hf).resolve().name,
+        **video_rule_entry(exported_video_rule(Path(hf), source.spec)),
+    }
+    weights_report = _write_weights(
+        source, [Path(hf)], out, layout, "convert", workers, force, weights_origin
+    )
+    weights_report.carried = len(source.carried_names)
+    weights_report.notes += [note for note in (source.rounded_decays(),) if note]
+    return weights_report
 
 
-def reshard(
+def reshard_weights(
     checkpoint: str | Path,
     out: str | Path,
     layout: dict | None = None,
@@ -125,200 +130,272 @@ def reshard(
     Arguments and errors are those of :func:`convert`.
     """
     source = WeightReader(checkpoint)
-    what = "split" if layout else "merge"
+    command_name = "split" if layout else "merge"
     # A run's rule for videos is not stored in its weights but in the step folder.
-    rule = weights_video_rule(source.path, source.manifest, source.spec)
-    origin = {**(source.manifest.get("origin") or {}), **rule_facts(rule)}
-    return _write(source, [source.path], out, layout, what, workers, force, origin)
+    trained_rule = weights_video_rule(source.path, source.manifest, source.spec)
+    weights_origin = {**(source.manifest.get("origin") or {}), **video_rule_entry(trained_rule)}
+    return _write_weights(source, [source.path], out, layout, command_name, workers, force, weights_origin)
 
 
-def _write(
-    source: Source,
-    inputs: list[Path],
-    out: str | Path,
-    arguments: dict | None,
-    what: str,
-    workers: int,
-    force: bool,
-    origin: dict | None,
+def _write_weights(
+    source: WeightSource,
+    input_dirs: list[Path],
+    output_dir: str | Path,
+    layout_arguments: dict | None,
+    command_name: str,
+    worker_count: int,
+    force_overwrite: bool,
+    weights_origin: dict | None,
 ) -> WeightsReport:
-    out = Path(out)
-    layout = make_layout(source.spec, **arguments) if arguments else None
-    table = tensor_table(source.spec)
-    plan = _plan(source, table, layout)
-    headers = {
-        file: make_header({name: plan.stored[name] for name in names}, {"format": "pt"})
-        for file, names in plan.files.items()
+    output_dir = Path(output_dir)
+    layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
+    tensor_infos = tensor_table(source.spec)
+    file_plan = _plan_files(source, tensor_infos, layout)
+    header_by_file = {
+        file: make_safetensors_header(
+            {name: file_plan.stored_types[name] for name in names}, {"format": "pt"}
+        )
+        for file, names in file_plan.tensors_by_file.items()
     }
-    work = _work(what, source, headers, layout.as_dict() if layout else None, origin)
-    workers = workers or default_workers()
+    conversion_facts = _describe_conversion(
+        command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
+    )
+    worker_count = worker_count or default_worker_count()
 
-    with writing(out, inputs, headers, work, force=force, workers=workers, say=_say) as output:
-        seconds = _run(what, source, _jobs(source, table, plan, output), output, workers)
-        entries = [
+    with open_output(
+        output_dir,
+        input_dirs,
+        header_by_file,
+        conversion_facts,
+        force_overwrite=force_overwrite,
+        worker_count=worker_count,
+        print_line=_print_to_stderr,
+    ) as conversion_output:
+        write_seconds = _run_copy_jobs(
+            command_name,
+            source,
+            _shard_jobs(source, tensor_infos, file_plan, conversion_output),
+            conversion_output,
+            worker_count,
+        )
+        file_entries = [
             file_entry(
                 file,
-                {name: (*plan.stored[name], output.digests[file, name]) for name in names},
-                plan.ranks[file],
+                {
+                    name: (*file_plan.stored_types[name], conversion_output.sha256_by_tensor[file, name])
+                    for name in names
+                },
+                file_plan.ranks_by_file[file],
             )
-            for file, names in plan.files.items()
+            for file, names in file_plan.tensors_by_file.items()
         ]
 
-        output.commit()
-        write_manifest(out, source.spec, layout, entries, origin)
+        conversion_output.commit_files()
+        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin)
 
-    size = sum(CopyJob.size(*plan.stored[name]) for names in plan.files.values() for name in names)
+    total_bytes = sum(
+        CopyJob.tensor_bytes(*file_plan.stored_types[name])
+        for names in file_plan.tensors_by_file.values()
+        for name in names
+    )
     return WeightsReport(
-        out,
-        len(plan.stored),
-        len(plan.files),
-        size,
-        seconds,
+        output_dir,
+        len(file_plan.stored_types),
+        len(file_plan.tensors_by_file),
+        total_bytes,
+        write_seconds,
         layout,
-        kept_files=output.kept_files(),
-        kept_tensors=len(output.kept),
+        kept_files=conversion_output.count_kept_files(),
+        kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
-def _jobs(
-    source: Source, table: dict[str, TensorInfo], plan: _Plan, output: Output
+def _shard_jobs(
+    source: WeightSource,
+    tensor_infos: dict[str, TensorInfo],
+    file_plan: _FilePlan,
+    conversion_output: ConversionOutput,
 ) -> dict[str, list[CopyJob]]:
     """Tensor -> the jobs that write its shards, except for those that are kept."""
-    jobs: dict[str, list[CopyJob]] = {}
-    for name, file in plan.order():
-        if (file, name) in output.kept:
+    jobs_by_tensor: dict[str, list[CopyJob]] = {}
+    for name, file in file_plan.model_order():
+        if (file, name) in conversion_output.kept_tensors:
             continue
-        ranks = {f"{kind}_rank": rank for kind, rank in plan.ranks[file].items() if kind != "pp"}
-        part = plan.cut.part(table[name], **ranks)
-        jobs.setdefault(name, []).append(_job(source, table[name], part, plan.cut, output.writers[file]))
-    return jobs
+        ranks = {f"{kind}_rank": rank for kind, rank in file_plan.ranks_by_file[file].items() if kind != "pp"}
+        shard_index = file_plan.sharding.shard_index(tensor_infos[name], **ranks)
+        jobs_by_tensor.setdefault(name, []).append(
+            _shard_job(
+                source,
+                tensor_infos[name],
+                shard_index,
+                file_plan.sharding,
+                conversion_output.writer_by_file[file],
+            )
+        )
+    return jobs_by_tensor
 
 
-def _work(
-    what: str, source: Source, headers: dict[str, bytes], layout: dict | None, rest: Any
+def _describe_conversion(
+    command_name: str,
+    source: WeightSource,
+    header_by_file: dict[str, bytes],
+    layout: dict | None,
+    weights_origin: Any,
 ) -> dict[str, Any]:
     """Describes a conversion. An interrupted conversion continues only if its description is unchanged."""
-    files = {file: hashlib.sha256(header).hexdigest() for file, header in headers.items()}
+    files = {file: hashlib.sha256(header).hexdigest() for file, header in header_by_file.items()}
     return {
-        "command": what,
+        "command": command_name,
         "layout": layout,
         "source": source.fingerprint(),
-        "origin": rest,
+        "origin": weights_origin,
         "files": files,
         "version": __version__,
     }
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def _print_to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
-def _run(what: str, source: Source, jobs: dict[str, list[CopyJob]], output: Output, workers: int) -> float:
+def _run_copy_jobs(
+    command_name: str,
+    source: WeightSource,
+    jobs_by_tensor: dict[str, list[CopyJob]],
+    conversion_output: ConversionOutput,
+    worker_count: int,
+) -> float:
     """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took.
 
     Raises:
         WeightsError: a stored tensor is damaged, or the source changed meanwhile.
     """
-    before = source.fingerprint()
-    table = tensor_table(source.spec)
+    fingerprint_before = source.fingerprint()
+    tensor_infos = tensor_table(source.spec)
 
-    def check(name: str) -> None:
-        if name in table:  # other tensors are copied from a folder without hashes
-            source.verify(name)
+    def check(tensor_name: str) -> None:
+        if tensor_name in tensor_infos:  # other tensors are copied from a folder without hashes
+            source.verify_tensor(tensor_name)
 
-    progress = Progress(what, sum(job.bytes for some in jobs.values() for job in some))
+    progress_bar = ProgressBar(
+        command_name, sum(job.byte_count for some in jobs_by_tensor.values() for job in some)
+    )
     try:
-        run_jobs(verified_ahead(jobs, check, workers), workers, progress, output.record)
+        run_copy_tasks(
+            order_with_checks(jobs_by_tensor, check, worker_count),
+            worker_count,
+            progress_bar,
+            conversion_output.record_tensor,
+        )
     finally:
-        progress.close()
+        progress_bar.clear_line()
 
-    for name, now in source.fingerprint().items():
-        if before[name] != now:
-            raise WeightsError(f"{name} changed while it was read. The output was removed; start again")
-    return progress.seconds
+    for source_file, current_fact in source.fingerprint().items():
+        if fingerprint_before[source_file] != current_fact:
+            raise WeightsError(
+                f"{source_file} changed while it was read. The output was removed; start again"
+            )
+    return progress_bar.elapsed_seconds
 
 
 @dataclass
-class _Plan:
+class _FilePlan:
     """Which tensors go into which file."""
 
-    stored: dict[str, tuple[torch.dtype, tuple[int, ...]]]
+    stored_types: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     """Tensor -> type and shape in a file (of one shard)."""
-    files: dict[str, list[str]]
+    tensors_by_file: dict[str, list[str]]
     """File -> its tensors."""
-    ranks: dict[str, dict[str, int]]
+    ranks_by_file: dict[str, dict[str, int]]
     """File -> the ranks that it belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``."""
-    cut: Cut = WHOLE
+    sharding: Sharding = UNSHARDED
 
-    def order(self) -> list[tuple[str, str]]:
+    def model_order(self) -> list[tuple[str, str]]:
         """(tensor, file) in model order. A tensor's shards are adjacent, so that it is read only once."""
-        holders: dict[str, list[str]] = {}
-        for file, names in self.files.items():
+        files_by_tensor: dict[str, list[str]] = {}
+        for file, names in self.tensors_by_file.items():
             for name in names:
-                holders.setdefault(name, []).append(file)
-        return [(name, file) for name in self.stored for file in holders[name]]
+                files_by_tensor.setdefault(name, []).append(file)
+        return [(name, file) for name in self.stored_types for file in files_by_tensor[name]]
 
 
-def _plan(source: Source, table: dict[str, TensorInfo], layout: Layout | None) -> _Plan:
-    cut = layout.cut if layout else WHOLE
-    stored = {name: (source.dtype(name), info.shard_shape(cut)) for name, info in table.items()}
+def _plan_files(
+    source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
+) -> _FilePlan:
+    sharding = layout.sharding if layout else UNSHARDED
+    stored_types = {
+        tensor_name: (source.dtype(tensor_name), info.shard_shape(sharding))
+        for tensor_name, info in tensor_infos.items()
+    }
     if layout:
-        return _Plan(stored, *_shard_files(table, layout), cut)
+        return _FilePlan(stored_types, *_shard_files(tensor_infos, layout), sharding)
 
-    groups: list[list[str]] = [[]]
-    size = 0
-    for name, (dtype, shape) in stored.items():
-        rows, cols = matrix_shape(shape)
-        size += rows * cols * dtype.itemsize
-        if groups[-1] and size > FILE_BYTES:
-            groups.append([])
-            size = rows * cols * dtype.itemsize
-        groups[-1].append(name)
+    file_groups: list[list[str]] = [[]]
+    group_bytes = 0
+    for tensor_name, (dtype, shape) in stored_types.items():
+        row_count, col_count = matrix_shape(shape)
+        group_bytes += row_count * col_count * dtype.itemsize
+        if file_groups[-1] and group_bytes > MAX_FILE_BYTES:
+            file_groups.append([])
+            group_bytes = row_count * col_count * dtype.itemsize
+        file_groups[-1].append(tensor_name)
 
-    files = {f"weights-{i + 1:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups)}
-    return _Plan(stored, files, {file: {"tp": 0, "pp": 0} for file in files})
+    tensors_by_file = {
+        f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors": names
+        for i, names in enumerate(file_groups)
+    }
+    return _FilePlan(stored_types, tensors_by_file, {file: {"tp": 0, "pp": 0} for file in tensors_by_file})
 
 
 def _shard_files(
-    table: dict[str, TensorInfo], layout: Layout
+    tensor_infos: dict[str, TensorInfo], layout: Layout
 ) -> tuple[dict[str, list[str]], dict[str, dict[str, int]]]:
     """File -> tensors, and file -> ranks, for all ranks of a layout. A rank without experts has no file for
     them."""
-    files: dict[str, list[str]] = {}
-    ranks: dict[str, dict[str, int]] = {}
-    for p in range(layout.pp):
-        here = [info for info in table.values() if layout.stage_of(info) == p]
-        dense, experts = (
-            [info.name for info in here if bool(info.experts) is which] for which in (False, True)
+    tensors_by_file: dict[str, list[str]] = {}
+    ranks_by_file: dict[str, dict[str, int]] = {}
+    for pipeline_rank in range(layout.pp):
+        stage_infos = [
+            info for info in tensor_infos.values() if layout.owning_pipeline_rank(info) == pipeline_rank
+        ]
+        dense_tensors, expert_tensors = (
+            [info.name for info in stage_infos if bool(info.num_experts) is which] for which in (False, True)
         )
-        for t in range(layout.tp):
-            files[rank_file_name(t, p)] = dense
-            ranks[rank_file_name(t, p)] = {"tp": t, "pp": p}
-        for e in range(layout.ep if experts else 0):
-            for t in range(layout.etp):
-                file = expert_file_name(e, t, p)
-                files[file] = experts
-                ranks[file] = {"ep": e, "etp": t, "pp": p}
+        for tensor_rank in range(layout.tp):
+            tensors_by_file[rank_file_name(tensor_rank, pipeline_rank)] = dense_tensors
+            ranks_by_file[rank_file_name(tensor_rank, pipeline_rank)] = {
+                "tp": tensor_rank,
+                "pp": pipeline_rank,
+            }
+        for expert_rank in range(layout.ep if expert_tensors else 0):
+            for tensor_rank in range(layout.etp):
+                file_name = expert_file_name(expert_rank, tensor_rank, pipeline_rank)
+                tensors_by_file[file_name] = expert_tensors
+                ranks_by_file[file_name] = {"ep": expert_rank, "etp": tensor_rank, "pp": pipeline_rank}
 
-    return files, ranks
+    return tensors_by_file, ranks_by_file
 
 
-def _job(source: Source, info: TensorInfo, part: int, cut: Cut, writer: TensorWriter) -> CopyJob:
+def _shard_job(
+    source: WeightSource, tensor_info: TensorInfo, shard_index: int, sharding: Sharding, writer: TensorWriter
+) -> CopyJob:
     """The job that writes one part of a canonical tensor."""
-    dtype = source.dtype(info.name)
-    blocks = part_blocks(info, part, cut)
+    dtype = source.dtype(tensor_info.name)
+    source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
 
-    def read(region: Region) -> Tensor:
-        return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
+    def read(shard_region: MatrixRegion) -> Tensor:
+        return gather_region(
+            source_blocks, shard_region, lambda name, full: source.read_region(str(name), full), dtype
+        )
 
-    return CopyJob(writer, info.name, info.shard_shape(cut), dtype, read)
+    return CopyJob(writer, tensor_info.name, tensor_info.shard_shape(sharding), dtype, read)
 
 
 # --- To Hugging Face ----------------------------------------------------------------------------------------
 
 
-def export(
-    checkpoint: str | Path, hf: str | Path, out: str | Path, *, workers: int = 0, force: bool = False
+def export_weights(
+    checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, workers: int = 0, force: bool = False
 ) -> WeightsReport:
     """Exports Megatron weights to a folder like the original Hugging Face folder.
 
@@ -338,141 +415,187 @@ def export(
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
             HF cannot store.
-        FileExistsError: ``out`` holds something that is not to be replaced.
+        FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
     source = WeightReader(checkpoint)
-    origin = HfCheckpoint(hf)
-    out = Path(out)
-    workers = workers or default_workers()
-    _check_same_model(source, origin)
-    _check_padding(source, origin, workers)
-    rule = _video_rule(source, origin)
-    companions, skipped = origin.folder.companions()
-    headers = {file: read_header(origin.path / file) for file in origin.folder.files}
-    inputs = [source.path, origin.path]
-    work = _work("export", source, headers, None, origin.fingerprint())
+    hf_checkpoint = HfCheckpoint(hf)
+    output_dir = Path(output_dir)
+    workers = workers or default_worker_count()
+    _check_same_model(source, hf_checkpoint)
+    _check_padding(source, hf_checkpoint, workers)
+    trained_rule = _known_video_rule(source, hf_checkpoint)
+    companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
+    header_by_file = {
+        file: read_safetensors_header(hf_checkpoint.path / file)
+        for file in hf_checkpoint.tensor_folder.reader_by_file
+    }
+    input_dirs = [source.path, hf_checkpoint.path]
+    conversion_facts = _describe_conversion(
+        "export", source, header_by_file, None, hf_checkpoint.fingerprint()
+    )
 
-    with writing(out, inputs, headers, work, force=force, workers=workers, hf=True, say=_say) as output:
-        seconds = _run("export", source, _export_jobs(source, origin, output), output, workers)
-        output.commit()
-        for path in companions:
-            (out / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(origin.path / path, out / path)
+    with open_output(
+        output_dir,
+        input_dirs,
+        header_by_file,
+        conversion_facts,
+        force_overwrite=force,
+        worker_count=workers,
+        is_hf_export=True,
+        print_line=_print_to_stderr,
+    ) as conversion_output:
+        write_seconds = _run_copy_jobs(
+            "export",
+            source,
+            _export_jobs(source, hf_checkpoint, conversion_output),
+            conversion_output,
+            workers,
+        )
+        conversion_output.commit_files()
+        for companion_path in companion_files:
+            (output_dir / companion_path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(hf_checkpoint.path / companion_path, output_dir / companion_path)
 
-        _write_video_rule(rule, out)
-        for path in {out / path for path in companions} | {out / path.parent for path in companions} | {out}:
-            durable.sync(path)
+        _write_video_rule(trained_rule, output_dir)
+        for companion_path in (
+            {output_dir / companion_path for companion_path in companion_files}
+            | {output_dir / companion_path.parent for companion_path in companion_files}
+            | {output_dir}
+        ):
+            durable_files.fsync_path(companion_path)
 
-    names = [str(path) for path in skipped]
-    written = [*(origin.stored[hf] for hf in origin.in_order()), *origin.carried]
-    size = sum(CopyJob.size(origin.folder.dtype(name), origin.folder.shape(name)) for name in written)
+    skipped_names = [str(companion_path) for companion_path in skipped_files]
+    written_tensors = [
+        *(hf_checkpoint.stored_name_by_released[hf] for hf in hf_checkpoint.names_in_order()),
+        *hf_checkpoint.carried_names,
+    ]
+    total_bytes = sum(
+        CopyJob.tensor_bytes(hf_checkpoint.tensor_folder.dtype(name), hf_checkpoint.tensor_folder.shape(name))
+        for name in written_tensors
+    )
     return WeightsReport(
-        out,
-        len(written),
-        len(headers),
-        size,
-        seconds,
+        output_dir,
+        len(written_tensors),
+        len(header_by_file),
+        total_bytes,
+        write_seconds,
         None,
-        _casts(source, origin),
-        names,
-        carried=len(origin.carried),
-        kept_files=output.kept_files(),
-        kept_tensors=len(output.kept),
+        _count_casts(source, hf_checkpoint),
+        skipped_names,
+        carried=len(hf_checkpoint.carried_names),
+        kept_files=conversion_output.count_kept_files(),
+        kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
-def _export_jobs(source: WeightReader, origin: HfCheckpoint, output: Output) -> dict[str, list[CopyJob]]:
+def _export_jobs(
+    source: WeightReader, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
+) -> dict[str, list[CopyJob]]:
     """Canonical or carried tensor -> the jobs that write its HF tensors, except for those that are kept.
 
     They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
     page cache.
     """
-    jobs: dict[str, list[CopyJob]] = {}
-    for hf in origin.in_order():
-        stored = origin.stored[hf]
-        file = origin.folder.where[stored]
-        if (file, stored) not in output.kept:
-            tensor = str(origin.hf_blocks(hf)[0].part)
-            jobs.setdefault(tensor, []).append(_hf_job(source, origin, output.writers[file], hf))
+    jobs_by_tensor: dict[str, list[CopyJob]] = {}
+    for hf_name in hf_checkpoint.names_in_order():
+        stored_name = hf_checkpoint.stored_name_by_released[hf_name]
+        file_name = hf_checkpoint.tensor_folder.file_by_tensor[stored_name]
+        if (file_name, stored_name) not in conversion_output.kept_tensors:
+            canonical_name = str(hf_checkpoint.hf_blocks(hf_name)[0].part_id)
+            jobs_by_tensor.setdefault(canonical_name, []).append(
+                _hf_job(source, hf_checkpoint, conversion_output.writer_by_file[file_name], hf_name)
+            )
 
-    for name in origin.carried:
-        file = origin.folder.where[name]
-        if (file, name) not in output.kept:
-            jobs[name] = [_carried_job(origin, output.writers[file], name)]
-    return jobs
+    for carried_name in hf_checkpoint.carried_names:
+        file_name = hf_checkpoint.tensor_folder.file_by_tensor[carried_name]
+        if (file_name, carried_name) not in conversion_output.kept_tensors:
+            jobs_by_tensor[carried_name] = [
+                _carried_job(hf_checkpoint, conversion_output.writer_by_file[file_name], carried_name)
+            ]
+    return jobs_by_tensor
 
 
-def _casts(source: WeightReader, origin: HfCheckpoint) -> dict[tuple[str, str], int]:
+def _count_casts(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[tuple[str, str], int]:
     """The number of HF tensors whose type an export changes, by (from, to)."""
-    casts: Counter[tuple[str, str]] = Counter()
-    for rule in origin.rules.values():
+    cast_counts: Counter[tuple[str, str]] = Counter()
+    for rule in hf_checkpoint.rule_by_name.values():
         dtype = source.dtype(rule.name)
-        if dtype != origin.dtype(rule.name):
-            casts.update((dtype_name(dtype), dtype_name(origin.hf_dtype(hf))) for hf in rule.hf)
-    return dict(casts)
+        if dtype != hf_checkpoint.dtype(rule.name):
+            cast_counts.update(
+                (dtype_name(dtype), dtype_name(hf_checkpoint.hf_dtype(hf_name))) for hf_name in rule.hf_shapes
+            )
+    return dict(cast_counts)
 
 
-def _video_rule(source: WeightReader, origin: HfCheckpoint) -> dict[str, str]:
+def _known_video_rule(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[str, str]:
     """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
-    own = weights_video_rule(source.path, source.manifest, source.spec)
-    return own or exported_video_rule(origin.path, origin.spec)
+    weights_rule = weights_video_rule(source.path, source.manifest, source.spec)
+    return weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
 
 
-def _write_video_rule(rule: dict[str, str], out: Path) -> None:
-    """Writes the rule for videos to ``out``. If no rule is known, removes the file of an earlier export."""
-    if rule:
-        write_json(out / EXPORTED, rule_facts(rule))
+def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
+    """Writes the rule for videos to ``output_dir``. If no rule is known, removes the file of an earlier export."""
+    if trained_rule:
+        write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
     else:
-        (out / EXPORTED).unlink(missing_ok=True)
+        (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
 
 
-def _hf_job(source: WeightReader, origin: HfCheckpoint, writer: TensorWriter, hf: str) -> CopyJob:
+def _hf_job(source: WeightReader, hf_checkpoint: HfCheckpoint, writer: TensorWriter, hf_name: str) -> CopyJob:
     """The job that writes one HF tensor from canonical tensors."""
-    blocks = origin.hf_blocks(hf)
-    dtype = origin.hf_dtype(hf)
-    stored = origin.stored[hf]
+    canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
+    dtype = hf_checkpoint.hf_dtype(hf_name)
+    stored_name = hf_checkpoint.stored_name_by_released[hf_name]
 
-    def read(region: Region) -> Tensor:
-        return gather(blocks, region, lambda name, full: source.region(str(name), full), dtype)
+    def read(hf_region: MatrixRegion) -> Tensor:
+        return gather_region(
+            canonical_blocks, hf_region, lambda name, full: source.read_region(str(name), full), dtype
+        )
 
-    return CopyJob(writer, stored, origin.folder.shape(stored), dtype, read)
+    return CopyJob(writer, stored_name, hf_checkpoint.tensor_folder.shape(stored_name), dtype, read)
 
 
-def _carried_job(origin: HfCheckpoint, writer: TensorWriter, name: str) -> CopyJob:
+def _carried_job(hf_checkpoint: HfCheckpoint, writer: TensorWriter, stored_name: str) -> CopyJob:
     """The job that copies a tensor which is not part of the model from the original folder."""
 
-    def read(region: Region) -> Tensor:
-        return origin.folder.region(name, region)
+    def read(hf_region: MatrixRegion) -> Tensor:
+        return hf_checkpoint.tensor_folder.read_region(stored_name, hf_region)
 
-    return CopyJob(writer, name, origin.folder.shape(name), origin.folder.dtype(name), read)
+    return CopyJob(
+        writer,
+        stored_name,
+        hf_checkpoint.tensor_folder.shape(stored_name),
+        hf_checkpoint.tensor_folder.dtype(stored_name),
+        read,
+    )
 
 
-def _check_same_model(source: WeightReader, origin: HfCheckpoint) -> None:
-    if source.spec.family != origin.spec.family:
+def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
+    if source.spec.family != hf_checkpoint.spec.family:
         raise WeightsError(
-            f"{source.path} holds a {source.spec.family} model, but {origin.path} holds a"
-            f" {origin.spec.family} model"
+            f"{source.path} holds a {source.spec.family} model, but {hf_checkpoint.path} holds a"
+            f" {hf_checkpoint.spec.family} model"
         )
-    for name, value, other in source.spec.differences(origin.spec):
+    for name, value, origin_value in source.spec.different_fields(hf_checkpoint.spec):
         raise WeightsError(
-            f"{name} is {value} in {source.path} but {other} in {origin.path}: they are different models"
+            f"{name} is {value} in {source.path} but {origin_value} in {hf_checkpoint.path}: they are different models"
         )
 
 
-def _check_padding(source: WeightReader, origin: HfCheckpoint, workers: int) -> None:
+def _check_padding(source: WeightReader, hf_checkpoint: HfCheckpoint, worker_count: int) -> None:
     """Checks that padding is zero. Otherwise, it would be lost, and the exported model would be another one.
 
     Raises:
         WeightsError: the padding of a tensor is not zero.
     """
 
-    def check(rule: Rule) -> None:
-        for region in rule.padding:
-            if source.region(rule.name, region).count_nonzero():
+    def check(rule: ConversionRule) -> None:
+        for padding_region in rule.padding:
+            if source.read_region(rule.name, padding_region).count_nonzero():
                 raise WeightsError(
                     f"{source.path}: the padding of tensor {rule.name!r} holds values other than zero; "
                     "they cannot be exported"
                 )
 
-    with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(check, (rule for rule in origin.rules.values() if rule.padding)))
+    with ThreadPoolExecutor(worker_count) as pool:
+        list(pool.map(check, (rule for rule in hf_checkpoint.rule_by_name.values() if rule.padding)))

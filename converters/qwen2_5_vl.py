@@ -8,30 +8,39 @@ from __future__ import annotations
 from megatron_vl.spec.families import ModelSpec
 
 from .qwen2_vl import LANGUAGE, TOWER
-from .rules import Entry, Rule, as_it_is, rules_of, vision_columns, vision_gated
+from .rules import (
+    ConversionRule,
+    NameEntry,
+    rules_from_entries,
+    unchanged_tensor,
+    vision_columns,
+    vision_gated,
+)
 
 TOWER_MLP = (
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.weight",
         ("visual.blocks.*.mlp.gate_proj.weight", "visual.blocks.*.mlp.up_proj.weight"),
         vision_gated,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.bias",
         ("visual.blocks.*.mlp.gate_proj.bias", "visual.blocks.*.mlp.up_proj.bias"),
         vision_gated,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc2.weight",
         ("visual.blocks.*.mlp.down_proj.weight",),
         vision_columns,
     ),
-    Entry(
-        "vision_model.decoder.layers.*.mlp.linear_fc2.bias", ("visual.blocks.*.mlp.down_proj.bias",), as_it_is
+    NameEntry(
+        "vision_model.decoder.layers.*.mlp.linear_fc2.bias",
+        ("visual.blocks.*.mlp.down_proj.bias",),
+        unchanged_tensor,
     ),
 )
 
 
-def rules(spec: ModelSpec) -> list[Rule]:
+def make_rules(spec: ModelSpec) -> list[ConversionRule]:
     """Returns one rule for each tensor of the model."""
-    return rules_of(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))
+    return rules_from_entries(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

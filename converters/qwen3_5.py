@@ -10,17 +10,17 @@ from megatron_vl.spec.families import ModelSpec
 
 from . import qwen3_vl
 from .rules import (
-    Entry,
+    ConversionRule,
     ExpertStyle,
-    Rule,
-    as_it_is,
+    NameEntry,
     language_gated_qkv,
     linear_attention_input,
-    rules_of,
+    rules_from_entries,
     shared_gated,
+    unchanged_tensor,
 )
 
-GATED_ATTENTION = Entry(
+GATED_ATTENTION = NameEntry(
     "language_model.decoder.layers.*.self_attention.linear_qkv.weight",
     (
         "model.language_model.layers.*.self_attn.q_proj.weight",
@@ -36,12 +36,12 @@ LANGUAGE = (
 )
 
 LINEAR_ATTENTION = (
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.in_proj.layer_norm_weight",
         ("model.language_model.layers.*.input_layernorm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.in_proj.weight",
         (
             "model.language_model.layers.*.linear_attn.in_proj_qkv.weight",
@@ -51,36 +51,36 @@ LINEAR_ATTENTION = (
         ),
         linear_attention_input,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.conv1d.weight",
         ("model.language_model.layers.*.linear_attn.conv1d.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.A_log",
         ("model.language_model.layers.*.linear_attn.A_log",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.dt_bias",
         ("model.language_model.layers.*.linear_attn.dt_bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.out_norm.weight",
         ("model.language_model.layers.*.linear_attn.norm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.out_proj.weight",
         ("model.language_model.layers.*.linear_attn.out_proj.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
 )
 """Layers with linear attention have these tensors instead of those of softmax attention."""
 
 SHARED_EXPERT = (
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.shared_experts.linear_fc1.weight",
         (
             "model.language_model.layers.*.mlp.shared_expert.gate_proj.weight",
@@ -88,20 +88,26 @@ SHARED_EXPERT = (
         ),
         shared_gated,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.shared_experts.linear_fc2.weight",
         ("model.language_model.layers.*.mlp.shared_expert.down_proj.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.shared_experts.gate_weight",
         ("model.language_model.layers.*.mlp.shared_expert_gate.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
 )
 
 
-def rules(spec: ModelSpec, experts: ExpertStyle = "output_first") -> list[Rule]:
-    """Returns one rule for each tensor of the model. ``experts`` says how HF stores its experts, if any."""
-    decoder = (*LANGUAGE, *LINEAR_ATTENTION, *qwen3_vl.ROUTER, *qwen3_vl.EXPERTS[experts], *SHARED_EXPERT)
-    return rules_of(spec, (*qwen3_vl.TOWER, *decoder))
+def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "output_first") -> list[ConversionRule]:
+    """Returns one rule for each tensor of the model. ``detect_expert_style`` says how HF stores its experts, if any."""
+    decoder_entries = (
+        *LANGUAGE,
+        *LINEAR_ATTENTION,
+        *qwen3_vl.ROUTER,
+        *qwen3_vl.EXPERTS[expert_style],
+        *SHARED_EXPERT,
+    )
+    return rules_from_entries(spec, (*qwen3_vl.TOWER, *decoder_entries))

@@ -9,135 +9,149 @@ from __future__ import annotations
 from megatron_vl.spec.families import ModelSpec
 
 from .rules import (
-    Entry,
+    ConversionRule,
     ExpertStyle,
-    Rule,
-    as_it_is,
-    conv3d,
+    NameEntry,
+    conv3d_patch_embedding,
     each_expert,
     language_gated,
     language_qkv,
-    rules_of,
+    rules_from_entries,
     stack_input_first,
+    unchanged_tensor,
     vision_columns,
     vision_qkv,
     vision_rows,
 )
 
 TOWER = (
-    Entry("vision_model.patch_embed.proj.weight", ("model.visual.patch_embed.proj.weight",), conv3d),
-    Entry("vision_model.patch_embed.proj.bias", ("model.visual.patch_embed.proj.bias",), as_it_is),
-    Entry("vision_model.position_table.weight", ("model.visual.pos_embed.weight",), as_it_is),
-    Entry(
+    NameEntry(
+        "vision_model.patch_embed.proj.weight",
+        ("model.visual.patch_embed.proj.weight",),
+        conv3d_patch_embedding,
+    ),
+    NameEntry(
+        "vision_model.patch_embed.proj.bias", ("model.visual.patch_embed.proj.bias",), unchanged_tensor
+    ),
+    NameEntry("vision_model.position_table.weight", ("model.visual.pos_embed.weight",), unchanged_tensor),
+    NameEntry(
         "vision_model.decoder.layers.*.self_attention.linear_qkv.layer_norm_weight",
         ("model.visual.blocks.*.norm1.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.self_attention.linear_qkv.layer_norm_bias",
         ("model.visual.blocks.*.norm1.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.self_attention.linear_qkv.weight",
         ("model.visual.blocks.*.attn.qkv.weight",),
         vision_qkv,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.self_attention.linear_qkv.bias",
         ("model.visual.blocks.*.attn.qkv.bias",),
         vision_qkv,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.self_attention.linear_proj.weight",
         ("model.visual.blocks.*.attn.proj.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.self_attention.linear_proj.bias",
         ("model.visual.blocks.*.attn.proj.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.layer_norm_weight",
         ("model.visual.blocks.*.norm2.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.layer_norm_bias",
         ("model.visual.blocks.*.norm2.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry("vision_model.merger.norm.weight", ("model.visual.merger.norm.weight",), as_it_is),
-    Entry("vision_model.merger.norm.bias", ("model.visual.merger.norm.bias",), as_it_is),
-    Entry("vision_model.merger.linear_fc1.weight", ("model.visual.merger.linear_fc1.weight",), as_it_is),
-    Entry("vision_model.merger.linear_fc1.bias", ("model.visual.merger.linear_fc1.bias",), as_it_is),
-    Entry("vision_model.merger.linear_fc2.weight", ("model.visual.merger.linear_fc2.weight",), as_it_is),
-    Entry("vision_model.merger.linear_fc2.bias", ("model.visual.merger.linear_fc2.bias",), as_it_is),
-    Entry(
+    NameEntry("vision_model.merger.norm.weight", ("model.visual.merger.norm.weight",), unchanged_tensor),
+    NameEntry("vision_model.merger.norm.bias", ("model.visual.merger.norm.bias",), unchanged_tensor),
+    NameEntry(
+        "vision_model.merger.linear_fc1.weight", ("model.visual.merger.linear_fc1.weight",), unchanged_tensor
+    ),
+    NameEntry(
+        "vision_model.merger.linear_fc1.bias", ("model.visual.merger.linear_fc1.bias",), unchanged_tensor
+    ),
+    NameEntry(
+        "vision_model.merger.linear_fc2.weight", ("model.visual.merger.linear_fc2.weight",), unchanged_tensor
+    ),
+    NameEntry(
+        "vision_model.merger.linear_fc2.bias", ("model.visual.merger.linear_fc2.bias",), unchanged_tensor
+    ),
+    NameEntry(
         "vision_model.deepstack_mergers.*.norm.weight",
         ("model.visual.deepstack_merger_list.*.norm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.deepstack_mergers.*.norm.bias",
         ("model.visual.deepstack_merger_list.*.norm.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.deepstack_mergers.*.linear_fc1.weight",
         ("model.visual.deepstack_merger_list.*.linear_fc1.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.deepstack_mergers.*.linear_fc1.bias",
         ("model.visual.deepstack_merger_list.*.linear_fc1.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.deepstack_mergers.*.linear_fc2.weight",
         ("model.visual.deepstack_merger_list.*.linear_fc2.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.deepstack_mergers.*.linear_fc2.bias",
         ("model.visual.deepstack_merger_list.*.linear_fc2.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.weight",
         ("model.visual.blocks.*.mlp.linear_fc1.weight",),
         vision_rows,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.bias",
         ("model.visual.blocks.*.mlp.linear_fc1.bias",),
         vision_rows,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc2.weight",
         ("model.visual.blocks.*.mlp.linear_fc2.weight",),
         vision_columns,
     ),
-    Entry(
+    NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc2.bias",
         ("model.visual.blocks.*.mlp.linear_fc2.bias",),
-        as_it_is,
+        unchanged_tensor,
     ),
 )
 
 LANGUAGE = (
-    Entry(
+    NameEntry(
         "language_model.embedding.word_embeddings.weight",
         ("model.language_model.embed_tokens.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.linear_qkv.layer_norm_weight",
         ("model.language_model.layers.*.input_layernorm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.linear_qkv.weight",
         (
             "model.language_model.layers.*.self_attn.q_proj.weight",
@@ -146,27 +160,27 @@ LANGUAGE = (
         ),
         language_qkv,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.q_layernorm.weight",
         ("model.language_model.layers.*.self_attn.q_norm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.k_layernorm.weight",
         ("model.language_model.layers.*.self_attn.k_norm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.self_attention.linear_proj.weight",
         ("model.language_model.layers.*.self_attn.o_proj.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.linear_fc1.layer_norm_weight",
         ("model.language_model.layers.*.post_attention_layernorm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.linear_fc1.weight",
         (
             "model.language_model.layers.*.mlp.gate_proj.weight",
@@ -174,57 +188,61 @@ LANGUAGE = (
         ),
         language_gated,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.linear_fc2.weight",
         ("model.language_model.layers.*.mlp.down_proj.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry("language_model.decoder.final_layernorm.weight", ("model.language_model.norm.weight",), as_it_is),
-    Entry("language_model.output_layer.weight", ("lm_head.weight",), as_it_is),
+    NameEntry(
+        "language_model.decoder.final_layernorm.weight",
+        ("model.language_model.norm.weight",),
+        unchanged_tensor,
+    ),
+    NameEntry("language_model.output_layer.weight", ("lm_head.weight",), unchanged_tensor),
 )
 
 ROUTER = (
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.pre_mlp_layernorm.weight",
         ("model.language_model.layers.*.post_attention_layernorm.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
-    Entry(
+    NameEntry(
         "language_model.decoder.layers.*.mlp.router.weight",
         ("model.language_model.layers.*.mlp.gate.weight",),
-        as_it_is,
+        unchanged_tensor,
     ),
 )
 """Layers with experts have these tensors, and :data:`EXPERTS`, instead of ``mlp.linear_fc1`` and
 ``mlp.linear_fc2``."""
 
-EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
+EXPERTS: dict[ExpertStyle, tuple[NameEntry, ...]] = {
     "input_first": (
-        Entry(
+        NameEntry(
             "language_model.decoder.layers.*.mlp.experts.linear_fc1.weight",
             ("model.language_model.layers.*.mlp.experts.gate_up_proj",),
             stack_input_first,
         ),
-        Entry(
+        NameEntry(
             "language_model.decoder.layers.*.mlp.experts.linear_fc2.weight",
             ("model.language_model.layers.*.mlp.experts.down_proj",),
             stack_input_first,
         ),
     ),
     "output_first": (
-        Entry(
+        NameEntry(
             "language_model.decoder.layers.*.mlp.experts.linear_fc1.weight",
             ("model.language_model.layers.*.mlp.experts.gate_up_proj",),
-            as_it_is,
+            unchanged_tensor,
         ),
-        Entry(
+        NameEntry(
             "language_model.decoder.layers.*.mlp.experts.linear_fc2.weight",
             ("model.language_model.layers.*.mlp.experts.down_proj",),
-            as_it_is,
+            unchanged_tensor,
         ),
     ),
     "apart": (
-        Entry(
+        NameEntry(
             "language_model.decoder.layers.*.mlp.experts.linear_fc1.weight",
             (
                 "model.language_model.layers.*.mlp.experts.*.gate_proj.weight",
@@ -232,7 +250,7 @@ EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
             ),
             each_expert,
         ),
-        Entry(
+        NameEntry(
             "language_model.decoder.layers.*.mlp.experts.linear_fc2.weight",
             ("model.language_model.layers.*.mlp.experts.*.down_proj.weight",),
             each_expert,
@@ -241,6 +259,6 @@ EXPERTS: dict[ExpertStyle, tuple[Entry, ...]] = {
 }
 
 
-def rules(spec: ModelSpec, experts: ExpertStyle = "input_first") -> list[Rule]:
-    """Returns one rule for each tensor of the model. ``experts`` says how HF stores its experts, if any."""
-    return rules_of(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[experts]))
+def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "input_first") -> list[ConversionRule]:
+    """Returns one rule for each tensor of the model. ``detect_expert_style`` says how HF stores its experts, if any."""
+    return rules_from_entries(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[expert_style]))

@@ -19,31 +19,31 @@ import itertools
 import re
 from typing import Any
 
-KEYS = ("audios", "audio", "audio_url", "input_audio", "audio_path", "audio_paths", "audio_file")
+AUDIO_KEYS = ("audios", "audio", "audio_url", "input_audio", "audio_path", "audio_paths", "audio_file")
 """Fields of records, turns and content parts that hold sounds."""
-WORDS = ("sound", "sounds", "speech", "speeches")
+AMBIGUOUS_AUDIO_KEYS = ("sound", "sounds", "speech", "speeches")
 """Fields that hold sounds where their value is one; it may be a word or a speech in writing."""
-HOLDING = ("bytes", "path", "url", "array", "data", "id")
+CONTENT_KEYS = ("bytes", "path", "url", "array", "data", "id")
 """Fields of a structure that hold a sound; beside them, a rate and a format say nothing of one."""
-PARTS = ("audio", "audio_url", "input_audio")
+AUDIO_PART_TYPES = ("audio", "audio_url", "input_audio")
 """Types of content parts that are sounds."""
-TOKEN = re.compile(r"<\|audio(?:_pad|_\d{1,4})?\|>", re.IGNORECASE)
+AUDIO_TOKEN = re.compile(r"<\|audio(?:_pad|_\d{1,4})?\|>", re.IGNORECASE)
 """Placeholder for a sound or its features in Qwen2-Audio, Qwen2.5-Omni, Qwen3-Omni and Phi-4."""
-PLACEHOLDER = re.compile("<(?:audio|sound|speech)>", re.IGNORECASE)
-NUMBERED = re.compile(r"<audio_?\d{1,4}>", re.IGNORECASE)
+AUDIO_PLACEHOLDER = re.compile("<(?:audio|sound|speech)>", re.IGNORECASE)
+NUMBERED_PLACEHOLDER = re.compile(r"<audio_?\d{1,4}>", re.IGNORECASE)
 """This is not HTML: it is a placeholder anywhere except in code."""
-REFERENCE = re.compile(
+INLINE_REFERENCE = re.compile(
     r"<audio>data:audio/|<(audio|sound|speech)>([^<>\n]{1,4096}+)</(?:audio|sound|speech)>", re.IGNORECASE
 )
-SUFFIXES = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".amr", ".wma")
+AUDIO_SUFFIXES = (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".aac", ".amr", ".wma")
 """A sound's placeholder in the text, as in Qwen-Audio and early ms-swift; in HTML it is an attribute."""
-CODE = re.compile(
+CODE_SPAN = re.compile(
     r"```.*?(?:```|\Z)|`[^`\n]*`"
     r"|<(?:audio|sound|speech)>(?:(?!<(?:audio|sound|speech)>).)*?</(?:audio|sound|speech)>",
     re.DOTALL | re.IGNORECASE,
 )
 """This looks at each character only a few times, however long the text is and whatever it contains."""
-TAG = re.compile(
+PAGE_ELEMENT = re.compile(
     r"</?(?:source|track|html|head|body|main|header|footer|nav|section|article|div|figure|figcaption|table|tr"
     r"|td|ul|ol|li|form|button|script|style)\b[^<>]{0,500}>|<!(?:doctype|--)[^<>]{0,500}>",
     re.IGNORECASE,
@@ -52,76 +52,80 @@ TAG = re.compile(
 OTHER_MARKERS = re.compile("<(?:image|video)>")
 
 
-def listed_in(item: dict[str, Any]) -> str | None:
+def find_audio_field(json_object: dict[str, Any]) -> str | None:
     """The first field of a record, turn or content part that holds a sound."""
-    for key in KEYS:
-        value = item.get(key)
+    for key in AUDIO_KEYS:
+        value = json_object.get(key)
         # Some tables count sounds: 0 is none. In a list, it is silence.
-        if not _is_empty(value) and value != 0:
+        if not _is_empty_value(value) and value != 0:
             return key
-    return next((key for key in WORDS if _is_sound(item.get(key))), None)
+    return next((key for key in AMBIGUOUS_AUDIO_KEYS if _holds_audio(json_object.get(key))), None)
 
 
-def _is_empty(value: Any) -> bool:
+def _is_empty_value(field_value: Any) -> bool:
     """Exported tables fill columns and structures with empty values; a flag is not a sound."""
-    if isinstance(value, dict):
-        held = [value[key] for key in HOLDING if key in value]
-        return all(map(_is_empty, held or value.values()))
-    if isinstance(value, list):
-        return all(map(_is_empty, value))
-    return value is None or value == "" or isinstance(value, bool)
+    if isinstance(field_value, dict):
+        content_values = [field_value[key] for key in CONTENT_KEYS if key in field_value]
+        return all(map(_is_empty_value, content_values or field_value.values()))
+    if isinstance(field_value, list):
+        return all(map(_is_empty_value, field_value))
+    return field_value is None or field_value == "" or isinstance(field_value, bool)
 
 
-def _is_sound(value: Any) -> bool:
+def _holds_audio(field_value: Any) -> bool:
     """Whether a value is a sound's file, address or content, and not a word."""
-    if isinstance(value, dict):
-        return any(key in value for key in HOLDING) and not _is_empty(value)
-    if isinstance(value, list):
-        return any(map(_is_sound, value))
-    return isinstance(value, str) and _names_a_sound(value)
+    if isinstance(field_value, dict):
+        return any(key in field_value for key in CONTENT_KEYS) and not _is_empty_value(field_value)
+    if isinstance(field_value, list):
+        return any(map(_holds_audio, field_value))
+    return isinstance(field_value, str) and _is_audio_reference(field_value)
 
 
-def _names_a_sound(text: str) -> bool:
-    if text[:11].lower() == "data:audio/":
+def _is_audio_reference(reference_text: str) -> bool:
+    if reference_text[:11].lower() == "data:audio/":
         return True
-    return text.partition("?")[0].strip().lower().endswith(SUFFIXES)
+    return reference_text.partition("?")[0].strip().lower().endswith(AUDIO_SUFFIXES)
 
 
-def placeholder_in(text: str, anywhere: bool) -> str | None:
+def find_audio_placeholder(text: str, match_anywhere: bool) -> str | None:
     """Finds the placeholder of a sound in a user's text or a system prompt.
 
     Args:
-        anywhere: treat ``<audio>`` within a sentence as a placeholder too.
+        match_anywhere: treat ``<audio>`` within a sentence as a placeholder too.
     """
-    if not PLACEHOLDER.search(text) and not NUMBERED.search(text):
+    if not AUDIO_PLACEHOLDER.search(text) and not NUMBERED_PLACEHOLDER.search(text):
         return None
-    for found in REFERENCE.finditer(text):
-        if found[2] is None or _names_a_sound(found[2]):
-            return found[0]
+    for placeholder_match in INLINE_REFERENCE.finditer(text):
+        if placeholder_match[2] is None or _is_audio_reference(placeholder_match[2]):
+            return placeholder_match[0]
 
     # Code is replaced by a word, so that the text around it still counts as one sentence.
-    prose = _without_html(CODE.sub("code", text))
-    named = NUMBERED.search(prose) or (PLACEHOLDER.search(prose) if anywhere else None)
-    if named is not None:
-        return named[0]
+    prose = _without_html(CODE_SPAN.sub("code", text))
+    unambiguous_match = NUMBERED_PLACEHOLDER.search(prose) or (
+        AUDIO_PLACEHOLDER.search(prose) if match_anywhere else None
+    )
+    if unambiguous_match is not None:
+        return unambiguous_match[0]
 
     for line in prose.splitlines():
-        bare = OTHER_MARKERS.sub("", line).strip()
-        for found in PLACEHOLDER.finditer(bare):
-            if found.start() == 0 or found.end() == len(bare):
-                return found[0]
+        stripped_line = OTHER_MARKERS.sub("", line).strip()
+        for placeholder_match in AUDIO_PLACEHOLDER.finditer(stripped_line):
+            if placeholder_match.start() == 0 or placeholder_match.end() == len(stripped_line):
+                return placeholder_match[0]
     return None
 
 
 def _without_html(text: str) -> str:
     """Placeholders with nothing but white space between them and an element of a page become words."""
-    found = sorted([*TAG.finditer(text), *PLACEHOLDER.finditer(text)], key=lambda piece: piece.start())
-    is_tag = [TAG.fullmatch(piece[0]) is not None for piece in found]
+    tag_matches = sorted(
+        [*PAGE_ELEMENT.finditer(text), *AUDIO_PLACEHOLDER.finditer(text)], key=lambda piece: piece.start()
+    )
+    is_tag = [PAGE_ELEMENT.fullmatch(piece[0]) is not None for piece in tag_matches]
 
-    html = set()
-    for i, (one, other) in enumerate(itertools.pairwise(found)):
-        touching = not text[one.end() : other.start()].strip()
-        if touching and is_tag[i] != is_tag[i + 1]:
-            html.add(other.start() if is_tag[i] else one.start())
+    html_positions = set()
+    for i, (left_match, right_match) in enumerate(itertools.pairwise(tag_matches)):
+        is_adjacent = not text[left_match.end() : right_match.start()].strip()
+        if is_adjacent and is_tag[i] != is_tag[i + 1]:
+            html_positions.add(right_match.start() if is_tag[i] else left_match.start())
 
-    return PLACEHOLDER.sub(lambda piece: "code" if piece.start() in html else piece[0], text)
+    return AUDIO_PLACEHOLDER.sub(lambda piece: "code" if piece.start() in html_positions else piece[0], text)

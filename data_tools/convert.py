@@ -25,25 +25,33 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_vl import durable
-from megatron_vl.data.sample.pixels import MAX_PIXELS
+from megatron_vl import durable_files
+from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS
 from megatron_vl.errors import UserError
-from megatron_vl.journal import Journal
+from megatron_vl.journal import JsonLinesJournal
 from megatron_vl.processes import end_with_parent
 
-from .embedded import MediaFile, MediaFolder, is_embedded
+from .embedded_media import EmbeddedMediaFile, EmbeddedMediaFolder, is_embedded
 from .formats import FORMATS, RecordError, read_conversation
-from .formats.frames import Frames, may_be_folder
-from .identities import Identities
-from .inputs import InputError, Source, expand
-from .media import MediaInfo, inspect, read_media, resolve
-from .parts import Part, PartVerdicts, journal_line, missing_parts, part_journal
-from .records import BadLine, read_records
-from .resume import RECORD, ResumeError, Workspace, as_plain, make_plan, names, parse_verdicts
-from .shards import WORK, Entry, IndexWriter, Shard, finish_shard
+from .formats.frame_sequence import FrameSequence, may_be_frame_folder
+from .input_files import InputError, InputFile, find_input_files
+from .media import MediaInfo, inspect_medium, read_media, resolve_reference
+from .record_ids import RecordIdTable
+from .records import UnreadableRecord, read_records
+from .resume import (
+    CONVERSION_FILE,
+    ConversionWorkspace,
+    ResumeError,
+    input_names,
+    make_plan,
+    parse_verdicts,
+    verdicts_to_json,
+)
+from .shards import WORK_FOLDER, ConvertedSample, IndexWriter, WrittenShard, finish_shard
+from .work_parts import PartVerdicts, WorkPart, describe_missing_parts, journal_line, part_journal
 
-RECORDS_A_TASK = 16
-MOST_IGNORED_KEYS = 100
+RECORDS_PER_BATCH = 16
+MAX_IGNORED_KEYS = 100
 OTHER_KEYS = "other keys"
 
 
@@ -51,7 +59,7 @@ class ConvertError(UserError, ValueError):
     """A conversion that cannot start or continue; the message says what to do."""
 
 
-OF_A_RUN = ("seconds", "was_complete")
+RUN_DEPENDENT_FIELDS = ("seconds", "was_complete")
 """Results that differ from run to run, which ``report.json`` leaves out."""
 
 
@@ -80,34 +88,34 @@ class DataReport:
     """Whether an earlier conversion had written everything."""
 
     @classmethod
-    def read(cls, path: Path) -> DataReport:
+    def read_report(cls, report_path: Path) -> DataReport:
         """Reads the report of a complete data set."""
-        stored = json.loads(path.read_text())
-        return cls(**{name: value for name, value in stored.items() if name != "samples"})
+        report_fields = json.loads(report_path.read_text())
+        return cls(**{name: value for name, value in report_fields.items() if name != "samples"})
 
     @property
     def samples(self) -> int:
         return self.train + self.val
 
     @property
-    def quarantined(self) -> int:
+    def quarantined_records(self) -> int:
         """Number of records that could not be used."""
         return self.records - self.samples
 
-    def add(self, entry: Entry) -> None:
+    def count_sample(self, sample: ConvertedSample) -> None:
         """Counts the keys without effect in a sample."""
-        for location, key in entry.ignored:
-            counts = self.ignored.setdefault(location, {})
-            key = key if key in counts or len(counts) < MOST_IGNORED_KEYS else OTHER_KEYS
+        for key_location, key in sample.ignored_keys:
+            counts = self.ignored.setdefault(key_location, {})
+            key = key if key in counts or len(counts) < MAX_IGNORED_KEYS else OTHER_KEYS
             counts[key] = counts.get(key, 0) + 1
-        self.answer_media += entry.answer_media
-        self.assumed_fps += sum(info.assumed_fps for info in entry.infos)
+        self.answer_media += sample.answer_media
+        self.assumed_fps += sum(info.assumed_fps for info in sample.media_infos)
 
-    def refuse(self, entry: Entry | dict[str, Any]) -> None:
+    def count_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> None:
         """Counts a line of the quarantine file; entries of samples are passed over."""
-        if isinstance(entry, dict):
-            by_reason = self.refused.setdefault(entry["file"], {})
-            by_reason[entry["reason"]] = by_reason.get(entry["reason"], 0) + 1
+        if isinstance(outcome, dict):
+            by_reason = self.refused.setdefault(outcome["file"], {})
+            by_reason[outcome["reason"]] = by_reason.get(outcome["reason"], 0) + 1
 
     def as_json(self) -> dict[str, Any]:
         return {"samples": self.samples, **self.__dict__}
@@ -124,7 +132,7 @@ class ConversionOptions:
     val_fraction: float = 0.0
     samples_per_shard: int = 1000
     bytes_per_shard: int = 256 << 20
-    max_pixels: int = MAX_PIXELS
+    max_pixels: int = DEFAULT_MAX_PIXELS
     """Largest picture or video frame; larger ones are refused by their header, before decoding."""
     format: str = ""
     """Name of the format (:data:`data_tools.formats.FORMATS`) of all records; empty: each record's own."""
@@ -134,8 +142,8 @@ class ConversionOptions:
     """Delete what an earlier conversion left in ``out``."""
     datasets: list[str] | None = None
     """Data sets of an index among the inputs; None: all."""
-    part: Part | None = None
-    """Verify only this part of the records, and write no shards; see :mod:`data_tools.parts`."""
+    part: WorkPart | None = None
+    """Verify only this part of the records, and write no shards; see :mod:`data_tools.work_parts`."""
 
     @property
     def root(self) -> Path | None:
@@ -155,15 +163,15 @@ class ConversionOptions:
         return {name: getattr(self, name) for name in names}
 
 
-def convert(
-    inputs: list[Path], options: ConversionOptions, progress: Callable[[str], None] | None = None
+def convert_dataset(
+    input_paths: list[Path], options: ConversionOptions, show_progress: Callable[[str], None] | None = None
 ) -> DataReport:
     """Converts conversation files into one data set, or continues an interrupted conversion of
     the same files.
 
     Args:
-        inputs: files of records, folders of them, or an index; their samples follow each other.
-        progress: receives a line of text now and then; None: nothing is shown.
+        input_paths: files of records, folders of them, or an index; their samples follow each other.
+        show_progress: receives a line of text now and then; None: nothing is shown.
 
     Raises:
         ConvertError: the options are impossible, the output folder holds something else, the disk is full, or
@@ -171,20 +179,22 @@ def convert(
         ShardError: a medium changed while it was converted.
         ReadError: an input is not JSON.
     """
-    sources = check_inputs(inputs, options)
-    start = time.monotonic()
-    planned = options.planned()
-    if any(source.columns or source.tags or source.format for source in sources):
-        planned["index"] = [source.plan() for source in sources]
+    input_files = check_inputs(input_paths, options)
+    start_time = time.monotonic()
+    planned_options = options.planned()
+    if any(source.field_by_column or source.role_tags or source.format_name for source in input_files):
+        planned_options["index"] = [source.index_plan() for source in input_files]
     try:
-        plan = make_plan([source.path for source in sources], options.root, **planned)
+        conversion_plan = make_plan([source.path for source in input_files], options.root, **planned_options)
     except OSError as error:
         raise ConvertError(
             f"--input {error.filename} cannot be read ({error.strerror}); make it readable for this user"
         ) from error
-    part = options.part
+    work_part = options.part
     try:
-        space = Workspace(options.out, plan, options.force, part.name if part else "")
+        workspace = ConversionWorkspace(
+            options.out, conversion_plan, options.force, work_part.name if work_part else ""
+        )
     except ResumeError as error:
         raise ConvertError(str(error)) from error
     except OSError as error:
@@ -194,186 +204,205 @@ def convert(
         ) from error
 
     try:
-        if space.complete:
-            report = DataReport.read(options.out / "report.json")
+        if workspace.is_complete:
+            report = DataReport.read_report(options.out / "report.json")
             report.was_complete = True
             return report
-        if part is None:
-            report = _convert(sources, options, space, progress)
+        if work_part is None:
+            report = _convert_records(input_files, options, workspace, show_progress)
         else:
-            _remember(inputs, options, space)
-            report = _convert_part(sources, options, part, space, progress)
+            _write_arguments(input_paths, options, workspace)
+            report = _verify_part(input_files, options, work_part, workspace, show_progress)
     except (OSError, sqlite3.Error) as error:
         raise ConvertError(
             f"{error}; nothing is lost: fix this and start again with the same arguments"
         ) from error
     finally:
-        space.close()
+        workspace.close()
 
-    report.seconds = round(time.monotonic() - start, 3)
+    report.seconds = round(time.monotonic() - start_time, 3)
     return report
 
 
-ARGUMENTS = "arguments.json"
+ARGUMENTS_FILE = "arguments.json"
 
 
-def _remember(inputs: list[Path], options: ConversionOptions, space: Workspace) -> None:
+def _write_arguments(
+    input_paths: list[Path], options: ConversionOptions, workspace: ConversionWorkspace
+) -> None:
     """Notes the arguments for the process that writes the shards."""
-    arguments = {
+    part_arguments = {
         # Links stay links: those of a hub's cache lead to files whose names lack the suffix.
-        "inputs": [os.path.abspath(path) for path in inputs],
+        "inputs": [os.path.abspath(path) for path in input_paths],
         "media_root": str(options.root or ""),
         "datasets": options.datasets,
         "options": options.planned(),
     }
-    space.write_once(ARGUMENTS, json.dumps(arguments).encode())
+    workspace.write_once(ARGUMENTS_FILE, json.dumps(part_arguments).encode())
 
 
-def finished(out: Path) -> DataReport | None:
+def finished_report(dataset_dir: Path) -> DataReport | None:
     """The report of a complete data set; None if there is none in the folder."""
     try:
-        complete = (out / ".nv-meta" / RECORD).exists()
-        return DataReport.read(out / "report.json") if complete else None
+        is_complete = (dataset_dir / ".nv-meta" / CONVERSION_FILE).exists()
+        return DataReport.read_report(dataset_dir / "report.json") if is_complete else None
     except FileNotFoundError:
         return None
 
 
-def remembered(out: Path, workers: int) -> tuple[list[Path], ConversionOptions]:
+def read_part_arguments(dataset_dir: Path, num_workers: int) -> tuple[list[Path], ConversionOptions]:
     """The inputs and options with which parts were converted in a folder.
 
     Raises:
         ConvertError: there is no part, or one is not complete.
     """
-    work = out / WORK
+    work_dir = dataset_dir / WORK_FOLDER
     try:
-        arguments = json.loads((work / ARGUMENTS).read_text())
-        missing = missing_parts(work)
+        part_arguments = json.loads((work_dir / ARGUMENTS_FILE).read_text())
+        missing_part_names = describe_missing_parts(work_dir)
     except FileNotFoundError as error:
-        raise ConvertError(f"{out} holds no parts of `megatron-vl data convert --shard`") from error
+        raise ConvertError(f"{dataset_dir} holds no parts of `megatron-vl data convert --shard`") from error
 
-    if missing:
+    if missing_part_names:
         raise ConvertError(
-            f"{out}: the parts {missing} are not complete; run `megatron-vl data convert --shard` for "
+            f"{dataset_dir}: the parts {missing_part_names} are not complete; run `megatron-vl data convert --shard` for "
             "them again. Without --shard, it does all that is missing itself"
         )
 
     options = ConversionOptions(
-        Path(arguments["media_root"]) if arguments["media_root"] else None,
-        out,
-        workers,
-        datasets=arguments["datasets"],
-        **arguments["options"],
+        Path(part_arguments["media_root"]) if part_arguments["media_root"] else None,
+        dataset_dir,
+        num_workers,
+        datasets=part_arguments["datasets"],
+        **part_arguments["options"],
     )
-    return [Path(path) for path in arguments["inputs"]], options
+    return [Path(path) for path in part_arguments["inputs"]], options
 
 
-def _convert_part(
-    sources: list[Source],
+def _verify_part(
+    input_files: list[InputFile],
     options: ConversionOptions,
-    part: Part,
-    space: Workspace,
-    progress: Callable[[str], None] | None,
+    work_part: WorkPart,
+    workspace: ConversionWorkspace,
+    show_progress: Callable[[str], None] | None,
 ) -> DataReport:
     """Verifies the records of a part. The report counts only these, whether now or in an earlier run."""
-    meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
+    meter = _ProgressMeter(sum(source.path.stat().st_size for source in input_files), show_progress)
     report = DataReport()
-    journal = part_journal(space.work, part)
-    done = {batch for batch, _ in journal.known()}
-    root = options.root
-    numbers: deque[int] = deque()
+    journal = part_journal(workspace.work_dir, work_part)
+    finished_batches = {batch for batch, _ in journal.known_entries()}
+    media_root = options.root
+    pending_batches: deque[int] = deque()
 
-    def wanted(first: int, end: int) -> bool:
-        return part.wants(first, end, RECORDS_A_TASK)
+    def is_wanted(first_record: int, end_record: int) -> bool:
+        return work_part.overlaps_records(first_record, end_record, RECORDS_PER_BATCH)
 
-    def tasks() -> Iterator[tuple[Any, ...]]:
-        for number, batch in enumerate(_batches(_records(sources, meter, wanted))):
-            if part.has(number) and number not in done:
-                numbers.append(number)
-                meter.marks.append(meter.read)
-                yield batch, root, options, None, None
+    def pending_tasks() -> Iterator[tuple[Any, ...]]:
+        for number, record_batch in enumerate(
+            _record_batches(_numbered_records(input_files, meter, is_wanted))
+        ):
+            if work_part.owns_batch(number) and number not in finished_batches:
+                pending_batches.append(number)
+                meter.batch_end_bytes.append(meter.bytes_read)
+                yield record_batch, media_root, options, None, None
 
-    with _Pool(options.workers) as pool:
-        for result in pool.ordered(_verify, tasks()):
-            journal.add(journal_line(numbers.popleft(), _verdicts(result)))
-            for entry in result:
+    with _WorkerPool(options.workers) as pool:
+        for outcomes in pool.results_in_order(_verify_batch, pending_tasks()):
+            journal.append_entry(journal_line(pending_batches.popleft(), _batch_verdicts(outcomes)))
+            for outcome in outcomes:
                 report.records += 1
-                report.train += isinstance(entry, Entry)
-                report.refuse(entry)
-            meter.show(report)
-    meter.finish(report)
-    if -1 not in done:
-        journal.add(journal_line(-1, []))
-    journal.close(sync=True)
+                report.train += isinstance(outcome, ConvertedSample)
+                report.count_refusal(outcome)
+            meter.finish_batch(report)
+    meter.show_final_progress(report)
+    if -1 not in finished_batches:
+        journal.append_entry(journal_line(-1, []))
+    journal.close(sync_to_disk=True)
     return report
 
 
-def _convert(
-    sources: list[Source],
+def _convert_records(
+    input_files: list[InputFile],
     options: ConversionOptions,
-    space: Workspace,
-    progress: Callable[[str], None] | None,
+    workspace: ConversionWorkspace,
+    show_progress: Callable[[str], None] | None,
 ) -> DataReport:
-    meter = _Meter(sum(source.path.stat().st_size for source in sources), progress)
+    meter = _ProgressMeter(sum(source.path.stat().st_size for source in input_files), show_progress)
     report = DataReport()
-    journal = Journal(space.work / "journal.jsonl", parse_verdicts)
-    known = journal.known()
-    parts = PartVerdicts(space.work)
-    media = MediaFolder(space.work / "media")
-    root = options.root
-    partial = space.work / "quarantine.jsonl"
+    journal = JsonLinesJournal(workspace.work_dir / "journal.jsonl", parse_verdicts)
+    known_verdicts = journal.known_entries()
+    part_verdicts = PartVerdicts(workspace.work_dir)
+    embedded_media = EmbeddedMediaFolder(workspace.work_dir / "media")
+    media_root = options.root
+    quarantine_partial = workspace.work_dir / "quarantine.jsonl"
 
     with (
-        _Pool(options.workers) as pool,
-        partial.open("w", encoding="utf-8") as quarantine,
-        _Duplicates(options.duplicate_ids, space.work / "ids.sqlite") as duplicates,
+        _WorkerPool(options.workers) as pool,
+        quarantine_partial.open("w", encoding="utf-8") as quarantine_file,
+        _DuplicateFilter(options.duplicate_ids, workspace.work_dir / "ids.sqlite") as duplicate_filter,
     ):
-        writer = _Writer(pool, root, options, report, space, media)
-        batches = meter.mark(_batches(_records(sources, meter)))
-        tasks = (
-            (batch, root, options, next(known, None) or parts.of(number), media.path(number))
-            for number, batch in enumerate(batches)
+        writer = _ShardWriter(pool, media_root, options, report, workspace, embedded_media)
+        record_batches = meter.mark_batches(_record_batches(_numbered_records(input_files, meter)))
+        verify_tasks = (
+            (
+                batch,
+                media_root,
+                options,
+                next(known_verdicts, None) or part_verdicts.verdicts_of_batch(batch_number),
+                embedded_media.batch_path(batch_number),
+            )
+            for batch_number, batch in enumerate(record_batches)
         )
-        for number, result in enumerate(pool.ordered(_verify, tasks)):
-            if number >= journal.count:
-                journal.add(as_plain(_verdicts(result)))
-            held = [entry for entry in result if isinstance(entry, Entry)]
-            media.hold(held)
-            for entry in map(duplicates.first_or_refusal, result):
+        for batch_number, outcomes in enumerate(pool.results_in_order(_verify_batch, verify_tasks)):
+            if batch_number >= journal.num_known:
+                journal.append_entry(verdicts_to_json(_batch_verdicts(outcomes)))
+            samples = [outcome for outcome in outcomes if isinstance(outcome, ConvertedSample)]
+            embedded_media.add_references(samples)
+            for outcome in map(duplicate_filter.first_or_refusal, outcomes):
                 report.records += 1
-                if isinstance(entry, Entry):
-                    report.add(entry)
-                    writer.add(entry)
+                if isinstance(outcome, ConvertedSample):
+                    report.count_sample(outcome)
+                    writer.add_sample(outcome)
                 else:
-                    quarantine.write(json.dumps(entry, ensure_ascii=False) + "\n")
-                    report.refuse(entry)
-            media.release(held)  # the writer has counted those that it waits for
-            meter.show(report, going_on=number < journal.count)
+                    quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
+                    report.count_refusal(outcome)
+            embedded_media.release_references(samples)  # the writer has counted those that it waits for
+            meter.finish_batch(report, is_resuming=batch_number < journal.num_known)
 
-        meter.finish(report)
-        writer.finish()
+        meter.show_final_progress(report)
+        writer.finish_splits()
 
     journal.close()
-    durable.put(partial, options.out / "quarantine.jsonl")
+    durable_files.publish_file(quarantine_partial, options.out / "quarantine.jsonl")
 
     # The time it took is left out, so that the same input gives the same files.
-    stored = {name: value for name, value in report.as_json().items() if name not in OF_A_RUN}
-    durable.write(options.out / "report.json", (json.dumps(stored, indent=2) + "\n").encode())
-    space.finish(
-        {s.name: {"samples": s.samples, "bytes": s.bytes, "sha256": s.sha256} for s in writer.index.shards}
+    report_fields = {
+        name: value for name, value in report.as_json().items() if name not in RUN_DEPENDENT_FIELDS
+    }
+    durable_files.write_file(
+        options.out / "report.json", (json.dumps(report_fields, indent=2) + "\n").encode()
+    )
+    workspace.publish_dataset(
+        {
+            s.name: {"samples": s.num_samples, "bytes": s.size_bytes, "sha256": s.sha256}
+            for s in writer.index_writer.written_shards
+        }
     )
 
     return report
 
 
-def _verdicts(result: list[Entry | dict[str, Any]]) -> list[list[MediaInfo] | dict[str, Any]]:
+def _batch_verdicts(
+    outcomes: list[ConvertedSample | dict[str, Any]],
+) -> list[list[MediaInfo] | dict[str, Any]]:
     """What a journal keeps of records: the measures of media, or the line of the quarantine file."""
-    return [entry.infos if isinstance(entry, Entry) else entry for entry in result]
+    return [entry.media_infos if isinstance(entry, ConvertedSample) else entry for entry in outcomes]
 
 
-def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]:
+def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[InputFile]:
     """The files of the inputs. Raises ConvertError if an argument cannot be used."""
     try:
-        sources = expand(inputs, options.datasets)
+        input_files = find_input_files(input_paths, options.datasets)
     except InputError as error:
         raise ConvertError(str(error)) from error
 
@@ -385,41 +414,49 @@ def check_inputs(inputs: list[Path], options: ConversionOptions) -> list[Source]
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
     if options.format and options.format not in FORMATS:
         raise ConvertError(f"--format {options.format} is unknown; valid: {', '.join(FORMATS)}")
-    sizes = {
+    positive_options = {
         "--workers": options.workers,
         "--samples-per-shard": options.samples_per_shard,
         "--shard-mb": options.bytes_per_shard,
         "--max-megapixels": options.max_pixels,
     }
-    if wrong := [name for name, value in sizes.items() if value < 1]:
-        raise ConvertError(f"{' and '.join(wrong)} must be positive")
+    if invalid_options := [name for name, value in positive_options.items() if value < 1]:
+        raise ConvertError(f"{' and '.join(invalid_options)} must be positive")
 
-    return sources
+    return input_files
 
 
-def _everything(first: int, end: int) -> bool:
+def _all_wanted(first_record: int, end_record: int) -> bool:
     return True
 
 
-def _records(
-    sources: list[Source], meter: _Meter, wanted: Callable[[int, int], bool] = _everything
+def _numbered_records(
+    input_files: list[InputFile], meter: _ProgressMeter, is_wanted: Callable[[int, int], bool] = _all_wanted
 ) -> Iterator[tuple[int, str, int, Any, str]]:
     """Yields (index among all records, file, number in the file, record, format or "").
 
-    A record is None if those from its index to before the next are not ``wanted``.
+    A record is None if those from its index to before the next are not ``is_wanted``.
     """
-    index = 0
-    for name, source in zip(names([source.path for source in sources]), sources, strict=True):
+    record_index = 0
+    for file_name, input_file in zip(
+        input_names([input_file.path for input_file in input_files]), input_files, strict=True
+    ):
 
-        def here(first: int, end: int, start: int = index) -> bool:
-            return wanted(start + first, start + end)
+        def is_wanted_here(first_record: int, end_record: int, file_start: int = record_index) -> bool:
+            return is_wanted(file_start + first_record, file_start + end_record)
 
-        for number, record in read_records(source.path, meter.advance, here):
-            yield index, name, number, source.renamed(record), source.format
-            index += 1
+        for record_number, record in read_records(input_file.path, meter.add_bytes_read, is_wanted_here):
+            yield (
+                record_index,
+                file_name,
+                record_number,
+                input_file.rename_fields(record),
+                input_file.format_name,
+            )
+            record_index += 1
 
 
-class _Duplicates:
+class _DuplicateFilter:
     """Refuses records whose id occurred in an earlier usable record, if that is requested.
 
     Args:
@@ -427,147 +464,175 @@ class _Duplicates:
         path: a file that grows by about 30 bytes per record during the conversion.
     """
 
-    def __init__(self, duplicates: str, path: Path) -> None:
-        self.refuse = duplicates == "refuse"
-        self.path = path
-        self.seen: Identities | None = None
+    def __init__(self, duplicate_ids: str, table_path: Path) -> None:
+        self.refuses_duplicates = duplicate_ids == "refuse"
+        self.path = table_path
+        self.seen_ids: RecordIdTable | None = None
 
-    def __enter__(self) -> _Duplicates:
+    def __enter__(self) -> _DuplicateFilter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.seen is not None:
-            self.seen.close()
+        if self.seen_ids is not None:
+            self.seen_ids.close()
 
-    def first_or_refusal(self, entry: Entry | dict[str, Any]) -> Entry | dict[str, Any]:
+    def first_or_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> ConvertedSample | dict[str, Any]:
         """Returns the entry, or the line of the quarantine file that replaces it."""
-        if not self.refuse or not isinstance(entry, Entry) or not entry.identity:
-            return entry
-        if self.seen is None:
+        if (
+            not self.refuses_duplicates
+            or not isinstance(outcome, ConvertedSample)
+            or not outcome.record_identity
+        ):
+            return outcome
+        if self.seen_ids is None:
             # Opened late, because forked worker processes must not share the open table.
-            self.seen = Identities(self.path)
+            self.seen_ids = RecordIdTable(self.path)
 
-        here = (entry.source["file"], entry.source["record"])
-        file, record = self.seen.first(entry.identity, *here)
-        if (file, record) == here:
-            return entry
+        current_location = (outcome.record_source["file"], outcome.record_source["record"])
+        first_file, first_record = self.seen_ids.first_occurrence(outcome.record_identity, *current_location)
+        if (first_file, first_record) == current_location:
+            return outcome
 
-        shown = _printable(entry.identity[:100])
-        detail = f"{shown} is also the id of record {record} of {file}; --duplicate-ids keep accepts both"
-        return {**entry.source, "field": "id", "reason": "duplicate id", "detail": detail}
+        shown_id = _escape_invalid_unicode(outcome.record_identity[:100])
+        detail = f"{shown_id} is also the id of record {first_record} of {first_file}; --duplicate-ids keep accepts both"
+        return {**outcome.record_source, "field": "id", "reason": "duplicate id", "detail": detail}
 
 
-def _batches(records: Iterator[Any]) -> Iterator[list[Any]]:
-    batch: list[Any] = []
+def _record_batches(records: Iterator[Any]) -> Iterator[list[Any]]:
+    record_batch: list[Any] = []
     for record in records:
-        batch.append(record)
-        if len(batch) == RECORDS_A_TASK:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+        record_batch.append(record)
+        if len(record_batch) == RECORDS_PER_BATCH:
+            yield record_batch
+            record_batch = []
+    if record_batch:
+        yield record_batch
 
 
 # --- In the worker processes --------------------------------------------------------------------------------
 
 
-def _verify(
-    batch: list[tuple[int, str, int, Any, str]],
-    root: Path | None,
+def _verify_batch(
+    record_batch: list[tuple[int, str, int, Any, str]],
+    media_root: Path | None,
     options: ConversionOptions,
-    known: list[Any] | None,
-    aside: Path | None,
-) -> list[Entry | dict[str, Any]]:
+    known_verdicts: list[Any] | None,
+    embedded_media_path: Path | None,
+) -> list[ConvertedSample | dict[str, Any]]:
     """Returns samples ready for a shard; for an unusable record, its line of the quarantine file.
 
     Args:
-        known: the verdicts of an earlier run on this batch; None: decode the media now.
-        aside: file for media that records hold themselves; None: the samples are not needed later.
+        known_verdicts: the verdicts of an earlier run on this batch; None: decode the media now.
+        embedded_media_path: file for media that records hold themselves; None: the samples are not needed later.
     """
-    out: list[Entry | dict[str, Any]] = []
-    kept = MediaFile(aside) if aside is not None else None
-    for i, (index, file, number, record, format) in enumerate(batch):
-        source = {"file": file, "record": number}
-        verdict = known[i] if known is not None else None
+    outcomes: list[ConvertedSample | dict[str, Any]] = []
+    embedded_media_file = EmbeddedMediaFile(embedded_media_path) if embedded_media_path is not None else None
+    for i, (record_index, file_name, record_number, record, record_format) in enumerate(record_batch):
+        record_source = {"file": file_name, "record": record_number}
+        verdict = known_verdicts[i] if known_verdicts is not None else None
         if isinstance(verdict, dict):
-            out.append(verdict)
+            outcomes.append(verdict)
             continue
 
         try:
-            if isinstance(record, BadLine):
+            if isinstance(record, UnreadableRecord):
                 raise RecordError(record.reason, str(record))
-            conversation = read_conversation(record, options.format or format)
-            infos = (
+            conversation = read_conversation(record, options.format or record_format)
+            media_infos = (
                 verdict
                 if verdict is not None
-                else inspect_all(conversation.media, conversation.fields, root, options.max_pixels)
+                else inspect_all_media(
+                    conversation.media_references, conversation.field_paths, media_root, options.max_pixels
+                )
             )
         except RecordError as error:
-            out.append(
-                {**source, "field": error.field, "reason": error.reason, "detail": _printable(str(error))}
+            outcomes.append(
+                {
+                    **record_source,
+                    "field": error.field_path,
+                    "reason": error.reason,
+                    "detail": _escape_invalid_unicode(str(error)),
+                }
             )
         else:
             references: list[tuple[str, Any]] = []
-            if kept is not None:
+            if embedded_media_file is not None:
                 references = [
-                    (kind, kept.keep(read_media(kind, ref, root)) if is_embedded(ref) else ref)
-                    for kind, ref in conversation.media
+                    (
+                        kind,
+                        embedded_media_file.append_medium(read_media(kind, ref, media_root))
+                        if is_embedded(ref)
+                        else ref,
+                    )
+                    for kind, ref in conversation.media_references
                 ]
-            entry = Entry(
-                f"{index:09d}",
+            sample = ConvertedSample(
+                f"{record_index:09d}",
                 conversation.messages,
                 references,
-                infos,
-                source,
-                conversation.identity,
+                media_infos,
+                record_source,
+                conversation.record_identity,
             )
-            entry.ignored = [(where, _printable(key)) for where, key in conversation.ignored]
-            entry.answer_media = conversation.answer_media
-            entry.tools = conversation.tools
-            out.append(entry)
+            sample.ignored_keys = [
+                (where, _escape_invalid_unicode(key)) for where, key in conversation.ignored_keys
+            ]
+            sample.answer_media = conversation.answer_media
+            sample.tool_definitions = conversation.tool_definitions
+            outcomes.append(sample)
 
-    return out
+    return outcomes
 
 
-def _printable(detail: str) -> str:
+def _escape_invalid_unicode(detail: str) -> str:
     """Replaces invalid Unicode, which names in a record may contain, but text about them must not."""
     return detail.encode(errors="backslashreplace").decode()
 
 
-def inspect_all(
-    media: list[tuple[str, str]], fields: list[str], root: Path | None, max_pixels: int
+def inspect_all_media(
+    media_references: list[tuple[str, str]], field_paths: list[str], media_root: Path | None, max_pixels: int
 ) -> list[MediaInfo]:
-    infos = []
-    for (kind, reference), where in zip(media, fields, strict=True):
+    media_infos = []
+    for (kind, reference), field_path in zip(media_references, field_paths, strict=True):
         try:
-            infos.append(_inspect(kind, reference, root, max_pixels))
+            media_infos.append(_inspect_reference(kind, reference, media_root, max_pixels))
         except RecordError as error:
-            error.field = where
+            error.field_path = field_path
             raise
-    return infos
+    return media_infos
 
 
-def _inspect(kind: str, reference: Any, root: Path | None, max_pixels: int) -> MediaInfo:
+def _inspect_reference(
+    media_kind: str, reference: Any, media_root: Path | None, max_pixels: int
+) -> MediaInfo:
     if is_embedded(reference):
-        return inspect(kind, reference, read_media(kind, reference, root), max_pixels)
+        return inspect_medium(
+            media_kind, reference, read_media(media_kind, reference, media_root), max_pixels
+        )
     path = reference
-    if not isinstance(reference, Frames):
-        path = resolve(reference, root, folder=kind == "video" and may_be_folder(reference))
-    return _inspect_file(kind, reference, path, root, max_pixels)
+    if not isinstance(reference, FrameSequence):
+        path = resolve_reference(
+            reference, media_root, allow_folder=media_kind == "video" and may_be_frame_folder(reference)
+        )
+    return _inspect_file(media_kind, reference, path, media_root, max_pixels)
 
 
 @lru_cache(maxsize=4096)
 def _inspect_file(
-    kind: str, reference: str | Frames, path: Path | Frames, root: Path | None, max_pixels: int
+    media_kind: str,
+    reference: str | FrameSequence,
+    media_path: Path | FrameSequence,
+    media_root: Path | None,
+    max_pixels: int,
 ) -> MediaInfo:
     """Inspects a file; each process decodes a file that many records share only once."""
-    return inspect(kind, reference, read_media(kind, reference, root), max_pixels)
+    return inspect_medium(media_kind, reference, read_media(media_kind, reference, media_root), max_pixels)
 
 
 # --- In the main process ------------------------------------------------------------------------------------
 
 
-class _Writer:
+class _ShardWriter:
     """Distributes samples over train and val and writes their shards, in order.
 
     Every ``1 / val_fraction``-th sample goes to val. With two or more samples, both splits get at least one:
@@ -576,97 +641,101 @@ class _Writer:
 
     def __init__(
         self,
-        pool: _Pool,
-        root: Path | None,
+        pool: _WorkerPool,
+        media_root: Path | None,
         options: ConversionOptions,
         report: DataReport,
-        space: Workspace,
-        media: MediaFolder,
+        workspace: ConversionWorkspace,
+        embedded_media: EmbeddedMediaFolder,
     ) -> None:
-        self.pool = pool
-        self.root = root
+        self.worker_pool = pool
+        self.media_root = media_root
         self.options = options
         self.report = report
-        self.index = IndexWriter(space.meta)
-        self.open: dict[str, list[Entry]] = {"train": [], "val": []}
+        self.index_writer = IndexWriter(workspace.meta_dir)
+        self.open_samples: dict[str, list[ConvertedSample]] = {"train": [], "val": []}
         self.open_bytes = {"train": 0, "val": 0}
-        self.started: Counter[str] = Counter()
-        self.seen = self.number = 0
-        self.media = media
-        self.writing: deque[tuple[Future[Shard], list[Entry]]] = deque()
+        self.shard_counts: Counter[str] = Counter()
+        self.samples_seen = self.shard_number = 0
+        self.embedded_media = embedded_media
+        self.pending_shards: deque[tuple[Future[WrittenShard], list[ConvertedSample]]] = deque()
 
-    def add(self, entry: Entry) -> None:
-        self.media.hold([entry])
-        fraction = self.options.val_fraction
-        is_val = int((self.seen + 1) * fraction + 1e-9) > int(self.seen * fraction + 1e-9)
-        self.seen += 1
-        self._put("val" if is_val else "train", entry)
-
-    def _put(self, part: str, entry: Entry) -> None:
-        # A full shard is written when the next sample arrives; the last one stays here until the end.
-        held = self.open[part]
-        full = (
-            len(held) >= self.options.samples_per_shard
-            or self.open_bytes[part] + entry.bytes > self.options.bytes_per_shard
+    def add_sample(self, sample: ConvertedSample) -> None:
+        self.embedded_media.add_references([sample])
+        val_fraction = self.options.val_fraction
+        is_val = int((self.samples_seen + 1) * val_fraction + 1e-9) > int(
+            self.samples_seen * val_fraction + 1e-9
         )
-        if held and full:
-            self._flush(part)
-        self.open[part].append(entry)
-        self.open_bytes[part] += entry.bytes
-        setattr(self.report, part, getattr(self.report, part) + 1)
+        self.samples_seen += 1
+        self._append_sample("val" if is_val else "train", sample)
 
-    def _flush(self, part: str) -> None:
-        entries = self.open[part]
-        self.open[part] = []
-        self.open_bytes[part] = 0
-        if not entries:
+    def _append_sample(self, split_name: str, sample: ConvertedSample) -> None:
+        # A full shard is written when the next sample arrives; the last one stays here until the end.
+        open_samples = self.open_samples[split_name]
+        is_full = (
+            len(open_samples) >= self.options.samples_per_shard
+            or self.open_bytes[split_name] + sample.media_bytes > self.options.bytes_per_shard
+        )
+        if open_samples and is_full:
+            self._flush_split(split_name)
+        self.open_samples[split_name].append(sample)
+        self.open_bytes[split_name] += sample.media_bytes
+        setattr(self.report, split_name, getattr(self.report, split_name) + 1)
+
+    def _flush_split(self, split_name: str) -> None:
+        shard_samples = self.open_samples[split_name]
+        self.open_samples[split_name] = []
+        self.open_bytes[split_name] = 0
+        if not shard_samples:
             return
 
-        for entry in entries:
-            self.report.images += sum(info.kind == "image" for info in entry.infos)
-            self.report.videos += sum(info.kind == "video" for info in entry.infos)
+        for sample in shard_samples:
+            self.report.images += sum(info.kind == "image" for info in sample.media_infos)
+            self.report.videos += sum(info.kind == "video" for info in sample.media_infos)
 
-        name = f"{part}-{self.started[part]:06d}.tar"
-        self.started[part] += 1
-        future = self.pool.submit(finish_shard, name, self.number, entries, self.root, self.options.out)
-        self.writing.append((future, entries))
-        self.number += 1
-        while len(self.writing) > 2 * self.options.workers:
-            self._collect()
+        shard_name = f"{split_name}-{self.shard_counts[split_name]:06d}.tar"
+        self.shard_counts[split_name] += 1
+        shard_future = self.worker_pool.submit(
+            finish_shard, shard_name, self.shard_number, shard_samples, self.media_root, self.options.out
+        )
+        self.pending_shards.append((shard_future, shard_samples))
+        self.shard_number += 1
+        while len(self.pending_shards) > 2 * self.options.workers:
+            self._collect_shard()
 
-    def _collect(self) -> None:
-        future, entries = self.writing.popleft()
-        shard = _result(future)
-        self.media.release(entries)
-        self.index.add(shard)
+    def _collect_shard(self) -> None:
+        shard_future, entries = self.pending_shards.popleft()
+        shard = _worker_result(shard_future)
+        self.embedded_media.release_references(entries)
+        self.index_writer.add_shard(shard)
         self.report.shards += 1
-        self.report.bytes += shard.bytes
+        self.report.bytes += shard.size_bytes
 
-    def finish(self) -> None:
+    def finish_splits(self) -> None:
         if self.options.val_fraction > 0 and not self.report.val and self.report.train > 1:
-            moved = self.open["train"].pop()
+            moved_sample = self.open_samples["train"].pop()
             self.report.train -= 1
-            self._put("val", moved)
-        for part in self.open:
-            self._flush(part)
-        while self.writing:
-            self._collect()
-        self.index.finish()
+            self._append_sample("val", moved_sample)
+        for split_name in self.open_samples:
+            self._flush_split(split_name)
+        while self.pending_shards:
+            self._collect_shard()
+        self.index_writer.finish()
 
 
-class _Pool:
+class _WorkerPool:
     """Worker processes, or none for one worker. Results arrive in the order of the tasks; few
     tasks are pending."""
 
-    def __init__(self, workers: int) -> None:
-        self.workers = workers
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
         self.executor: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> _Pool:
-        if self.workers > 1:
+    def __enter__(self) -> _WorkerPool:
+        if self.num_workers > 1:
             # fork: workers share what is imported here and start at once; no threads have been started yet.
             self.executor = ProcessPoolExecutor(
-                self.workers, multiprocessing.get_context("fork"), initializer=_start_worker
+                self.num_workers, multiprocessing.get_context("fork"), initializer=_start_worker
             )
         return self
 
@@ -677,18 +746,20 @@ class _Pool:
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         if self.executor is not None:
             return self.executor.submit(function, *arguments)
-        done: Future[Any] = Future()
-        done.set_result(function(*arguments))
-        return done
+        finished_future: Future[Any] = Future()
+        finished_future.set_result(function(*arguments))
+        return finished_future
 
-    def ordered(self, function: Callable[..., Any], tasks: Iterator[tuple[Any, ...]]) -> Iterator[Any]:
-        waiting: deque[Future[Any]] = deque()
-        for arguments in tasks:
-            waiting.append(self.submit(function, *arguments))
-            if len(waiting) >= 4 * self.workers:
-                yield _result(waiting.popleft())
-        while waiting:
-            yield _result(waiting.popleft())
+    def results_in_order(
+        self, function: Callable[..., Any], task_arguments: Iterator[tuple[Any, ...]]
+    ) -> Iterator[Any]:
+        pending_futures: deque[Future[Any]] = deque()
+        for arguments in task_arguments:
+            pending_futures.append(self.submit(function, *arguments))
+            if len(pending_futures) >= 4 * self.num_workers:
+                yield _worker_result(pending_futures.popleft())
+        while pending_futures:
+            yield _worker_result(pending_futures.popleft())
 
 
 def _start_worker() -> None:
@@ -701,70 +772,76 @@ def _start_worker() -> None:
     end_with_parent()
 
 
-def _result(future: Future[Any]) -> Any:
+def _worker_result(worker_future: Future[Any]) -> Any:
     try:
-        return future.result()
+        return worker_future.result()
     except BrokenProcessPool as error:
         raise ConvertError(
             "a worker process died (out of memory, or a media file crashed its decoder); try --workers 1"
         ) from error
 
 
-class _Meter:
-    """Shows progress by input bytes of finished records, and rate and time left of the work of this run."""
+class _ProgressMeter:
+    """Shows how many input bytes are converted, with the rate of this run and the time left."""
 
-    def __init__(self, total: int, show: Callable[[str], None] | None) -> None:
-        self.total = total
-        self.write = show
-        self.read = 0
-        self.done = 0
-        self.start = self.shown = time.monotonic()
-        self.done_before = self.records_before = 0
-        self.every = 1.0 if sys.stderr.isatty() else 10.0
-        self.marks: deque[int] = deque()
+    def __init__(self, total_bytes: int, show_progress: Callable[[str], None] | None) -> None:
+        self.total_bytes = total_bytes
+        self.write_line = show_progress
+        self.bytes_read = 0
+        self.bytes_done = 0
+        self.start_time = self.last_shown_time = time.monotonic()
+        self.resumed_bytes = self.resumed_records = 0
+        self.interval_seconds = 1.0 if sys.stderr.isatty() else 10.0
+        self.batch_end_bytes: deque[int] = deque()
         """Bytes read when each pending batch was complete, because reading is ahead of the work."""
-        self.silent = True
+        self.is_silent = True
 
-    def advance(self, count: int) -> None:
-        self.read += count
+    def add_bytes_read(self, byte_count: int) -> None:
+        self.bytes_read += byte_count
 
-    def mark(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        for batch in batches:
-            self.marks.append(self.read)
-            yield batch
+    def mark_batches(self, record_batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        for record_batch in record_batches:
+            self.batch_end_bytes.append(self.bytes_read)
+            yield record_batch
 
-    def show(self, report: DataReport, going_on: bool = False) -> None:
-        """Counts one more finished batch. ``going_on``: the records so far are from an earlier run."""
-        self.done = self.marks.popleft()
-        now = time.monotonic()
-        if going_on:
-            self.start = now
-            self.done_before = self.done
-            self.records_before = report.records
-        if now - self.shown >= self.every:
-            self._say(report, now, going_on)
+    def finish_batch(self, report: DataReport, is_resuming: bool = False) -> None:
+        """Counts one more finished batch. ``is_resuming``: the records so far are from an earlier run."""
+        self.bytes_done = self.batch_end_bytes.popleft()
+        current_time = time.monotonic()
+        if is_resuming:
+            self.start_time = current_time
+            self.resumed_bytes = self.bytes_done
+            self.resumed_records = report.records
+        if current_time - self.last_shown_time >= self.interval_seconds:
+            self._show_progress(report, current_time, is_resuming)
 
-    def finish(self, report: DataReport) -> None:
+    def show_final_progress(self, report: DataReport) -> None:
         """Shows the final figures if lines were shown before."""
-        self.done = self.total
-        if not self.silent:
-            self._say(report, time.monotonic(), False)
+        self.bytes_done = self.total_bytes
+        if not self.is_silent:
+            self._show_progress(report, time.monotonic(), False)
 
-    def _say(self, report: DataReport, now: float, going_on: bool) -> None:
-        if self.write is None:
+    def _show_progress(self, report: DataReport, current_time: float, is_resuming: bool) -> None:
+        if self.write_line is None:
             return
-        self.shown = now
-        self.silent = False
-        text = (
-            f"{min(self.done / max(self.total, 1), 1.0):4.0%}  {report.records} records, "
-            f"{report.quarantined} quarantined"
+        self.last_shown_time = current_time
+        self.is_silent = False
+        progress_line = (
+            f"{min(self.bytes_done / max(self.total_bytes, 1), 1.0):4.0%}  {report.records} records, "
+            f"{report.quarantined_records} quarantined"
         )
-        if going_on:
-            self.write(f"{text}; reading what an earlier run did")
+        if is_resuming:
+            self.write_line(f"{progress_line}; reading what an earlier run did")
             return
-        left = (now - self.start) * max(self.total - self.done, 0) / max(self.done - self.done_before, 1)
-        rate = (report.records - self.records_before) / max(now - self.start, 1e-9)
-        self.write(f"{text}, {rate:.0f} records/s, {left:.0f} s left")
+        seconds_left = (
+            (current_time - self.start_time)
+            * max(self.total_bytes - self.bytes_done, 0)
+            / max(self.bytes_done - self.resumed_bytes, 1)
+        )
+        records_per_second = (report.records - self.resumed_records) / max(
+            current_time - self.start_time, 1e-9
+        )
+        self.write_line(f"{progress_line}, {records_per_second:.0f} records/s, {seconds_left:.0f} s left")
 
 
 def default_workers() -> int:

@@ -12,21 +12,27 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from megatron_vl.data.sample.frame_files import FrameFile, FrameFileInfo, Sampling, is_frame_file, pack_frames
+from megatron_vl.data.sample.frame_archive import (
+    FrameArchive,
+    FrameArchiveInfo,
+    Sampling,
+    is_frame_archive,
+    pack_frames,
+)
 from megatron_vl.data.sample.pixels import (
-    MAX_ASPECT,
+    MAX_ASPECT_RATIO,
+    PictureTooLargeError,
     PixelError,
-    TooLargeError,
     decode_image,
     open_image,
     probe_video,
 )
 
-from .embedded import Stored, is_embedded
+from .embedded_media import StoredMedium, is_embedded
 from .formats import RecordError
-from .formats.frames import VIDEO_SUFFIXES, Frames, may_be_folder
+from .formats.frame_sequence import VIDEO_SUFFIXES, FrameSequence, may_be_frame_folder
 
-SUFFIX = re.compile(r"[a-z0-9]{1,8}")
+SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
 PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
 """Of the files in a folder of frames; others are passed over."""
 ASSUMED_FPS = 2.0
@@ -40,15 +46,15 @@ class MediaInfo:
 
     kind: str
     suffix: str
-    bytes: int
+    size_bytes: int
     height: int
     width: int
     stored_height: int
     """Height in the file, before EXIF orientation."""
     stored_width: int
-    format: str = ""
-    mode: str = ""
-    frames: int = 0
+    image_format: str = ""
+    image_mode: str = ""
+    num_frames: int = 0
     fps: float = 0.0
     crc32: int = 0
     """Checksum of the file's bytes, so that what is stored and read later is what was verified."""
@@ -57,9 +63,9 @@ class MediaInfo:
     assumed_fps: bool = False
     """Whether the record of a video given as pictures does not say how many there are a second."""
 
-    def record(self, key: str) -> dict[str, object]:
+    def loader_record(self, key: str) -> dict[str, object]:
         """The fields that the loader needs to count tokens without decoding."""
-        out: dict[str, object] = {
+        record_fields: dict[str, object] = {
             "key": key,
             "kind": self.kind,
             "height": self.height,
@@ -67,152 +73,175 @@ class MediaInfo:
             "crc32": self.crc32,
         }
         if self.kind == "video":
-            out |= {"frames": self.frames, "fps": self.fps}
-        return out | {"sampling": self.sampling} if self.sampling else out
+            record_fields |= {"frames": self.num_frames, "fps": self.fps}
+        return record_fields | {"sampling": self.sampling} if self.sampling else record_fields
 
 
-def resolve(reference: str, root: Path | None, *, folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file, following links. ``root`` must be resolved; None: there is none.
+def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: bool = False) -> Path:
+    """Resolves ``reference`` to a file, following links. ``media_root`` must be resolved; None: there is none.
 
     Args:
-        folder: it may also be a folder.
+        allow_folder: it may also be a folder.
 
     Raises:
-        RecordError: the file lies outside ``root``, is missing, is remote, or is not a regular file; or there
-            is no ``root``.
+        RecordError: the file lies outside ``media_root``, is missing, is remote, or is not a regular file; or there
+            is no ``media_root``.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
             "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
         )
 
-    if root is None:
+    if media_root is None:
         raise RecordError("no media root", f"{reference[:200]!r} is a file; give its folder as --media-root")
 
     if reference.lower().startswith("file://"):
-        written = reference
-        parts = urlsplit(reference)
-        if parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
-            raise RecordError("bad media reference", f"{written}: write a path, or file:///ABSOLUTE/PATH")
-        reference = unquote(parts.path)
+        written_reference = reference
+        url_parts = urlsplit(reference)
+        if url_parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
+            raise RecordError(
+                "bad media reference", f"{written_reference}: write a path, or file:///ABSOLUTE/PATH"
+            )
+        reference = unquote(url_parts.path)
 
     try:
-        path = (root / reference).resolve()
-        inside = path.is_relative_to(root)
-        exists = inside and path.exists()
-        regular = exists and (path.is_file() or (folder and path.is_dir()))
+        media_path = (media_root / reference).resolve()
+        is_inside = media_path.is_relative_to(media_root)
+        path_exists = is_inside and media_path.exists()
+        is_regular = path_exists and (media_path.is_file() or (allow_folder and media_path.is_dir()))
     except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a name too long, a loop of links
         raise RecordError("bad media reference", f"{reference[:200]!r}: {error}") from error
 
-    if not inside:
-        raise RecordError("outside the media root", _outside(reference, root))
-    if not exists:
+    if not is_inside:
+        raise RecordError("outside the media root", _outside_message(reference, media_root))
+    if not path_exists:
         raise RecordError("medium missing", f"{reference} does not exist in the media root")
-    if not regular:
+    if not is_regular:
         raise RecordError("not a file", f"{reference} is not a regular file")
 
-    return path
+    return media_path
 
 
-def _outside(reference: str, root: Path) -> str:
+def _outside_message(reference: str, media_root: Path) -> str:
     """Says that a reference leads out of the media root, and which link does."""
-    path = root / reference
-    for link in (*reversed(path.parents), path):
-        if link.is_relative_to(root) and link.is_symlink() and not link.resolve().is_relative_to(root):
+    path = media_root / reference
+    for link_path in (*reversed(path.parents), path):
+        if (
+            link_path.is_relative_to(media_root)
+            and link_path.is_symlink()
+            and not link_path.resolve().is_relative_to(media_root)
+        ):
             return (
-                f"{reference}: the link {link} leads to {link.resolve()}, which is not inside the media root;"
+                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not inside the media root;"
                 " copy what it leads to, or give a --media-root that holds both"
             )
     return f"{reference} is not inside the media root"
 
 
-def check_reference(kind: str, reference: Any, root: Path | None) -> None:
-    """Raises :class:`RecordError` if a file of a medium is missing, or lies outside ``root``."""
-    if isinstance(reference, Frames) and not isinstance(reference.pictures, str):
-        for picture in reference.pictures:
-            check_reference("image", picture, root)
-    elif isinstance(reference, Frames) or not is_embedded(reference):
-        path = reference.pictures if isinstance(reference, Frames) else reference
-        resolve(str(path), root, folder=kind == "video" and may_be_folder(path))
+def check_reference(media_kind: str, reference: Any, media_root: Path | None) -> None:
+    """Raises :class:`RecordError` if a file of a medium is missing, or lies outside ``media_root``."""
+    if isinstance(reference, FrameSequence) and not isinstance(reference.pictures, str):
+        for picture_reference in reference.pictures:
+            check_reference("image", picture_reference, media_root)
+    elif isinstance(reference, FrameSequence) or not is_embedded(reference):
+        path = reference.pictures if isinstance(reference, FrameSequence) else reference
+        resolve_reference(
+            str(path), media_root, allow_folder=media_kind == "video" and may_be_frame_folder(path)
+        )
 
 
-def read_media(kind: str, reference: Any, root: Path | None) -> bytes:
-    """Reads a medium: a file inside ``root``, a base64 ``data:`` URI, or one that was set aside or is given
+def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
+    """Reads a medium: a file inside ``media_root``, a base64 ``data:`` URI, or one that was set aside or is given
     itself. A video that is given as pictures becomes a file of frames. Raises :class:`RecordError`."""
     if isinstance(reference, bytes):
         return reference
-    if isinstance(reference, Stored):
-        return reference.read()
-    if isinstance(reference, Frames):
-        return _read_frames(reference, root)
+    if isinstance(reference, StoredMedium):
+        return reference.read_bytes()
+    if isinstance(reference, FrameSequence):
+        return _read_frames(reference, media_root)
 
     if reference[:5].lower() == "data:":
-        head, comma, body = reference.partition(",")
-        if not comma or not head.lower().endswith(";base64"):
+        uri_header, comma, uri_body = reference.partition(",")
+        if not comma or not uri_header.lower().endswith(";base64"):
             raise RecordError("bad media reference", "a data: URI must be base64")
         try:
-            return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
+            return base64.b64decode(unquote(uri_body) if "%" in uri_body else uri_body, validate=True)
         except (binascii.Error, ValueError) as error:
             raise RecordError("bad media reference", f"a data: URI is not base64: {error}") from error
 
-    path = resolve(reference, root, folder=kind == "video" and may_be_folder(reference))
-    return _read_frames(Frames(reference), root) if path.is_dir() else _file_bytes(path, reference)
+    media_path = resolve_reference(
+        reference, media_root, allow_folder=media_kind == "video" and may_be_frame_folder(reference)
+    )
+    return (
+        _read_frames(FrameSequence(reference), media_root)
+        if media_path.is_dir()
+        else _file_bytes(media_path, reference)
+    )
 
 
-def _file_bytes(path: Path, reference: str) -> bytes:
+def _file_bytes(file_path: Path, reference: str) -> bytes:
     try:
-        return path.read_bytes()
+        return file_path.read_bytes()
     except OSError as error:
         raise RecordError("medium unreadable", f"{reference}: {error.strerror}") from error
 
 
-def _read_frames(frames: Frames, root: Path | None) -> bytes:
+def _read_frames(frame_sequence: FrameSequence, media_root: Path | None) -> bytes:
     sampling: Sampling = "whole"
-    if isinstance(frames.pictures, str):
-        path = resolve(frames.pictures, root, folder=True)
+    if isinstance(frame_sequence.pictures, str):
+        path = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
         if not path.is_dir():  # the file of a video, which has a rate of its own
-            return _file_bytes(path, frames.pictures)
+            return _file_bytes(path, frame_sequence.pictures)
         sampling = "as a file"
-    info = FrameFileInfo(frames.fps or ASSUMED_FPS, sampling, assumed_fps=frames.fps is None)
-    pictures = ((_name(picture), read_media("image", picture, root)) for picture in pictures_of(frames, root))
-    return pack_frames(pictures, info)
+    frame_file_info = FrameArchiveInfo(
+        frame_sequence.fps or ASSUMED_FPS, sampling, assumed_fps=frame_sequence.fps is None
+    )
+    named_pictures = (
+        (_picture_name(picture), read_media("image", picture, media_root))
+        for picture in list_pictures(frame_sequence, media_root)
+    )
+    return pack_frames(named_pictures, frame_file_info)
 
 
-def _name(reference: Any) -> str:
+def _picture_name(picture_reference: Any) -> str:
     """The file name of a picture; empty if it has none."""
-    return PurePosixPath(reference).name if not is_embedded(reference) else ""
+    return PurePosixPath(picture_reference).name if not is_embedded(picture_reference) else ""
 
 
-def pictures_of(frames: Frames, root: Path | None) -> list[Any]:
+def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> list[Any]:
     """The references of a video's pictures, those of a folder in the natural order of their names.
 
     Raises:
         RecordError: the folder cannot be read, has no pictures, or two with the same number.
     """
-    if not isinstance(frames.pictures, str):
-        return list(frames.pictures)
-    folder = resolve(frames.pictures, root, folder=True)
+    if not isinstance(frame_sequence.pictures, str):
+        return list(frame_sequence.pictures)
+    frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
     try:
-        names = [path.name for path in folder.iterdir() if path.suffix[1:].lower() in PICTURE_SUFFIXES]
+        picture_names = [
+            path.name for path in frame_dir.iterdir() if path.suffix[1:].lower() in PICTURE_SUFFIXES
+        ]
     except OSError as error:
-        raise RecordError("medium unreadable", f"{frames}: {error.strerror}") from error
-    ordered = sorted((natural_order(name), name) for name in names if not name.startswith("."))
-    if not ordered:
-        raise RecordError("no frames", f"the folder {frames} holds no pictures")
-    for (before, one), (after, other) in itertools.pairwise(ordered):
-        if before == after:
-            raise RecordError("two frames of one number", f"{one} and {other} in {frames}")
-    return [f"{folder}/{name}" for _, name in ordered]
+        raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
+    ordered_names = sorted((natural_order(name), name) for name in picture_names if not name.startswith("."))
+    if not ordered_names:
+        raise RecordError("no frames", f"the folder {frame_sequence} holds no pictures")
+    for (previous_key, previous_name), (next_key, next_name) in itertools.pairwise(ordered_names):
+        if previous_key == next_key:
+            raise RecordError(
+                "two frames of one number", f"{previous_name} and {next_name} in {frame_sequence}"
+            )
+    return [f"{frame_dir}/{name}" for _, name in ordered_names]
 
 
-def natural_order(name: str) -> list[tuple[int, str]]:
+def natural_order(file_name: str) -> list[tuple[int, str]]:
     """A key that sorts file names by the numbers in them: frame_2 comes before frame_10. The suffix does
     not count."""
-    pieces = re.split(r"([0-9]+)", name.rpartition(".")[0])
-    return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(pieces)]
+    name_pieces = re.split(r"([0-9]+)", file_name.rpartition(".")[0])
+    return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(name_pieces)]
 
 
-def describe(reference: Any) -> str:
+def describe_reference(reference: Any) -> str:
     """A reference in a message."""
     if isinstance(reference, bytes):
         return "bytes in the record"
@@ -222,59 +251,68 @@ def describe(reference: Any) -> str:
     return text if len(text) <= 200 else text[:60] + "..."
 
 
-def inspect(kind: str, reference: Any, data: bytes, max_pixels: int) -> MediaInfo:
+def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
     """Decodes a medium completely and measures it; ``reference`` names it in messages.
     Raises :class:`RecordError` if it is unusable."""
-    shown = describe(reference)
+    shown_reference = describe_reference(reference)
     try:
-        info = _image(data, max_pixels) if kind == "image" else _video(reference, data, max_pixels)
-    except TooLargeError as error:
+        media_info = (
+            _inspect_image(media_bytes, max_pixels)
+            if media_kind == "image"
+            else _inspect_video(reference, media_bytes, max_pixels)
+        )
+    except PictureTooLargeError as error:
         raise RecordError(
-            f"{kind} too large", f"{shown}: {error}; --max-megapixels sets the limit"
+            f"{media_kind} too large", f"{shown_reference}: {error}; --max-megapixels sets the limit"
         ) from error
     except PixelError as error:
         # A library names its in-memory source as an object; that means nothing to a reader and differs in
         # every run.
-        plain = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
-        raise RecordError(f"{kind} does not decode", f"{shown}: {plain}") from error
+        plain_message = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
+        raise RecordError(f"{media_kind} does not decode", f"{shown_reference}: {plain_message}") from error
 
-    if max(info.height, info.width) > MAX_ASPECT * min(info.height, info.width):
+    if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
         raise RecordError(
-            f"{kind} too narrow", f"{shown}: {info.height} x {info.width} is more than {MAX_ASPECT} to 1"
+            f"{media_kind} too narrow",
+            f"{shown_reference}: {media_info.height} x {media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
         )
 
-    return info
+    return media_info
 
 
-def _image(data: bytes, max_pixels: int) -> MediaInfo:
-    pixels = decode_image(data, max_pixels)
-    with open_image(data, max_pixels) as image:
+def _inspect_image(media_bytes: bytes, max_pixels: int) -> MediaInfo:
+    pixels = decode_image(media_bytes, max_pixels)
+    with open_image(media_bytes, max_pixels) as image:
         width, height = image.size
-        form = image.format or ""
+        image_format = image.format or ""
         mode = image.mode
-    suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(form, form.lower())
-    suffix = suffix if SUFFIX.fullmatch(suffix) else "img"
+    suffix = {"JPEG": "jpg", "MPO": "jpg", "TIFF": "tif", "JPEG2000": "jp2"}.get(
+        image_format, image_format.lower()
+    )
+    suffix = suffix if SAFE_SUFFIX.fullmatch(suffix) else "img"
     size = (pixels.shape[1], pixels.shape[2], height, width)
-    return MediaInfo("image", suffix, len(data), *size, form, mode, crc32=zlib.crc32(data))
+    return MediaInfo(
+        "image", suffix, len(media_bytes), *size, image_format, mode, crc32=zlib.crc32(media_bytes)
+    )
 
 
-def _video(reference: Any, data: bytes, max_pixels: int) -> MediaInfo:
-    info = probe_video(data, max_pixels)
-    written = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
-    suffix = written if written in VIDEO_SUFFIXES else "mp4"
+def _inspect_video(reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
+    video_info = probe_video(media_bytes, max_pixels)
+    written_suffix = PurePosixPath(str(reference)[-64:]).suffix[1:].lower()
+    suffix = written_suffix if written_suffix in VIDEO_SUFFIXES else "mp4"
     sampling, assumed_fps = "", False
-    if is_frame_file(data):
-        suffix, sampling = "zip", info.sampling
-        assumed_fps = FrameFile(data).info.assumed_fps
+    if is_frame_archive(media_bytes):
+        suffix, sampling = "zip", video_info.sampling
+        assumed_fps = FrameArchive(media_bytes).archive_info.assumed_fps
 
     return MediaInfo(
         "video",
         suffix,
-        len(data),
-        *(info.height, info.width, info.height, info.width),
-        frames=info.frames,
-        fps=info.fps,
-        crc32=zlib.crc32(data),
+        len(media_bytes),
+        *(video_info.height, video_info.width, video_info.height, video_info.width),
+        num_frames=video_info.frame_count,
+        fps=video_info.fps,
+        crc32=zlib.crc32(media_bytes),
         sampling=sampling,
         assumed_fps=assumed_fps,
     )

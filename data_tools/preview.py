@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .convert import ConversionOptions, check_inputs, inspect_all
+from .convert import ConversionOptions, check_inputs, inspect_all_media
 from .formats import Conversation, RecordError, read_conversation
-from .formats.canonical import text_of
-from .inputs import Source
+from .formats.conversation import message_text
+from .input_files import InputFile
 from .media import MediaInfo
-from .records import BadLine, read_records
-from .resume import names
+from .records import UnreadableRecord, read_records
+from .resume import input_names
 
-RECORDS = 200
+RECORDS_PER_FILE = 200
 """Records of each file that are looked at."""
-PATCH = 28
+TOKEN_SIDE_PIXELS = 28
 """Side in pixels of what becomes one token in Qwen2-VL and Qwen2.5-VL (32 in later families)."""
-MOST_TOKENS_A_MEDIUM = 16384
-EXAMPLES = 3
+MAX_TOKENS_PER_MEDIUM = 16384
+MAX_EXAMPLES = 3
 
 
 @dataclass
-class Preview:
+class FilePreview:
     """What was understood of a file's first records."""
 
     file: str
@@ -51,100 +51,115 @@ class Preview:
         return dict(self.__dict__)
 
 
-def preview(inputs: list[Any], options: ConversionOptions) -> list[Preview]:
+def preview_files(input_paths: list[Any], options: ConversionOptions) -> list[FilePreview]:
     """Looks at the first records of each file. Media are decoded as in a conversion.
 
     Raises:
         ConvertError, ReadError: an argument or a file cannot be used.
     """
-    sources = check_inputs(inputs, options)
-    shown = names([source.path for source in sources])
-    return [_look(name, source, options) for name, source in zip(shown, sources, strict=True)]
+    sources = check_inputs(input_paths, options)
+    file_names = input_names([source.path for source in sources])
+    return [_preview_file(name, source, options) for name, source in zip(file_names, sources, strict=True)]
 
 
-def _look(name: str, source: Source, options: ConversionOptions) -> Preview:
-    found = Preview(name)
-    root = options.root
-    seen: Counter[str] = Counter()
+def _preview_file(file_name: str, input_file: InputFile, options: ConversionOptions) -> FilePreview:
+    file_preview = FilePreview(file_name)
+    media_root = options.root
+    field_counts: Counter[str] = Counter()
 
-    for number, record in itertools.islice(read_records(source.path), RECORDS):
-        found.records += 1
+    for record_number, record in itertools.islice(read_records(input_file.path), RECORDS_PER_FILE):
+        file_preview.records += 1
         if isinstance(record, dict):
-            seen.update(map(str, record))
+            field_counts.update(map(str, record))
 
         try:
-            if isinstance(record, BadLine):
+            if isinstance(record, UnreadableRecord):
                 raise RecordError(record.reason, str(record))
-            conversation = read_conversation(source.renamed(record), options.format or source.format)
-            infos = inspect_all(conversation.media, conversation.fields, root, options.max_pixels)
+            conversation = read_conversation(
+                input_file.rename_fields(record), options.format or input_file.format_name
+            )
+            media_infos = inspect_all_media(
+                conversation.media_references, conversation.field_paths, media_root, options.max_pixels
+            )
         except RecordError as error:
-            found.refused[error.reason] += 1
-            if found.refused[error.reason] <= EXAMPLES:
-                place = f", field {error.field}" if error.field else ""
-                found.examples.append(f"record {number}{place}: {error.reason}: {error}")
+            file_preview.refused[error.reason] += 1
+            if file_preview.refused[error.reason] <= MAX_EXAMPLES:
+                field_text = f", field {error.field_path}" if error.field_path else ""
+                file_preview.examples.append(f"record {record_number}{field_text}: {error.reason}: {error}")
         else:
-            _count(found, conversation, infos)
+            _count_sample(file_preview, conversation, media_infos)
 
-    found.notes = _notes(found, source, seen, root)
-    return found
+    file_preview.notes = _argument_notes(file_preview, input_file, field_counts, media_root)
+    return file_preview
 
 
-def _notes(found: Preview, source: Source, seen: Counter[str], root: Path | None) -> list[str]:
+def _argument_notes(
+    file_preview: FilePreview, input_file: InputFile, field_counts: Counter[str], media_root: Path | None
+) -> list[str]:
     """What is probably wrong with the arguments.
 
     Args:
-        seen: the fields of the records.
+        field_counts: the fields of the records.
     """
-    notes = []
-    absent = [name for name in source.columns if found.records and not seen[name]]
-    if absent:
-        have = ", ".join(sorted(seen)) or "no fields"
-        notes.append(f"columns of the index name {', '.join(absent)}, which no record has; they have {have}")
-    if found.refused["medium missing"]:
-        notes.append(f"media were looked for in {root} (--media-root)")
-    return notes
+    argument_notes = []
+    absent_columns = [
+        name for name in input_file.field_by_column if file_preview.records and not field_counts[name]
+    ]
+    if absent_columns:
+        fields_text = ", ".join(sorted(field_counts)) or "no fields"
+        argument_notes.append(
+            f"columns of the index name {', '.join(absent_columns)}, which no record has; they have {fields_text}"
+        )
+    if file_preview.refused["medium missing"]:
+        argument_notes.append(f"media were looked for in {media_root} (--media-root)")
+    return argument_notes
 
 
-def _count(found: Preview, conversation: Conversation, infos: list[MediaInfo]) -> None:
-    found.samples += 1
-    found.formats[conversation.format] += 1
-    found.media.update(info.kind for info in infos)
-    found.ignored.update(f"{key} ({where})" for where, key in conversation.ignored)
-    found.tokens += sum(map(_media_tokens, infos))
-    has = {
-        "tools": bool(conversation.tools),
-        "tool calls": any(m.get("tool_calls") for m in conversation.messages),
+def _count_sample(
+    file_preview: FilePreview, conversation: Conversation, media_infos: list[MediaInfo]
+) -> None:
+    file_preview.samples += 1
+    file_preview.formats[conversation.format_name] += 1
+    file_preview.media.update(info.kind for info in media_infos)
+    file_preview.ignored.update(f"{key} ({where})" for where, key in conversation.ignored_keys)
+    file_preview.tokens += sum(map(_media_tokens, media_infos))
+    feature_presence = {
+        "tools": bool(conversation.tool_definitions),
+        "tool calls": any(turn_message.get("tool_calls") for turn_message in conversation.messages),
         "reasoning": any(
-            m.get("reasoning_content") or "<think>" in text_of(m) for m in conversation.messages
+            turn_message.get("reasoning_content") or "<think>" in message_text(turn_message)
+            for turn_message in conversation.messages
         ),
-        "loss weights": conversation.weighted,
+        "loss weights": conversation.has_loss_weights,
     }
-    found.features.update(name for name, there in has.items() if there)
+    file_preview.features.update(name for name, there in feature_presence.items() if there)
 
     for message in conversation.messages:
-        found.roles[message["role"]] += 1
-        text = text_of(message)
-        plain = sum(character.isascii() for character in text)
-        found.tokens += plain // 4 + len(text) - plain + 5
+        file_preview.roles[message["role"]] += 1
+        turn_text = message_text(message)
+        ascii_count = sum(character.isascii() for character in turn_text)
+        file_preview.tokens += ascii_count // 4 + len(turn_text) - ascii_count + 5
 
-    if found.samples == 1:
-        found.first = [_shown(message) for message in conversation.messages]
-
-
-def _media_tokens(info: MediaInfo) -> int:
-    tokens = max(1, info.height * info.width // PATCH**2)
-    if info.kind == "video":
-        tokens *= max(1, round(info.frames / max(info.fps, 1e-6)))  # two frames a second, two in a token
-    return min(tokens, MOST_TOKENS_A_MEDIUM)
+    if file_preview.samples == 1:
+        file_preview.first = [_shortened_turn(message) for message in conversation.messages]
 
 
-def _shown(message: dict[str, Any]) -> str:
+def _media_tokens(media_info: MediaInfo) -> int:
+    tokens = max(1, media_info.height * media_info.width // TOKEN_SIDE_PIXELS**2)
+    if media_info.kind == "video":
+        tokens *= max(
+            1, round(media_info.num_frames / max(media_info.fps, 1e-6))
+        )  # two frames a second, two in a token
+    return min(tokens, MAX_TOKENS_PER_MEDIUM)
+
+
+def _shortened_turn(message: dict[str, Any]) -> str:
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     text = "".join(part.get("text", f"<{part['type']}>") for part in parts)
     text = " ".join(text.split())
-    notes = [f"weight {message['loss_weight']:g}"] if "loss_weight" in message else []
-    notes += [f"calls {call['function']['name']}" for call in message.get("tool_calls", [])]
-    notes += ["with reasoning"] if message.get("reasoning_content") else []
-    role = f"{message['role']} ({', '.join(notes)})" if notes else message["role"]
-    return f"{role}: {text if len(text) <= 90 else text[:87] + '...'}"
+    turn_notes = [f"weight {message['loss_weight']:g}"] if "loss_weight" in message else []
+    turn_notes += [f"calls {call['function']['name']}" for call in message.get("tool_calls", [])]
+    turn_notes += ["with reasoning"] if message.get("reasoning_content") else []
+    role_text = f"{message['role']} ({', '.join(turn_notes)})" if turn_notes else message["role"]
+    return f"{role_text}: {text if len(text) <= 90 else text[:87] + '...'}"

@@ -16,12 +16,12 @@ from megatron_vl.errors import UserError
 
 from . import tables
 
-CHUNK = 1 << 20
-LARGEST_RECORD = 1 << 30
-READS_ALL = json.JSONDecoder()
-PASSES_INTEGERS_OVER = json.JSONDecoder(parse_int=len)
+CHUNK_BYTES = 1 << 20
+MAX_RECORD_BYTES = 1 << 30
+JSON_DECODER = json.JSONDecoder()
+INTEGER_SKIPPING_DECODER = json.JSONDecoder(parse_int=len)
 """Finds the end of a record with an integer that has more digits than Python reads."""
-DEEPEST = 200
+MAX_NESTING = 200
 """Levels of lists and objects in a record. Worker processes cannot receive what is nested a lot deeper."""
 
 
@@ -29,271 +29,291 @@ class ReadError(UserError, ValueError):
     """A file that cannot be read any further; the message names the file and the record."""
 
 
-class BadLine(str):
-    """Says what is wrong with a line of a JSON-lines file or a record of an array, in its place; ``reason``
-    is what it counts under."""
+class UnreadableRecord(str):
+    """Stands in place of a JSON line or a record of an array that cannot be read, and says what is wrong with it.
+    It is counted under ``reason``."""
 
     reason = "not JSON"
 
     @classmethod
-    def of(cls, reason: str, detail: object) -> BadLine:
+    def with_reason(cls, reason: str, detail: object) -> UnreadableRecord:
         line = cls(detail)
         line.reason = reason
         return line
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BadLine.of, (self.reason, str(self))
+        return UnreadableRecord.with_reason, (self.reason, str(self))
 
 
-def _all(first: int, end: int) -> bool:
+def _all_wanted(first_record: int, end_record: int) -> bool:
     return True
 
 
 def read_records(
-    path: Path,
+    records_path: Path,
     on_bytes: Callable[[int], None] = lambda n: None,
-    wanted: Callable[[int, int], bool] = _all,
+    is_wanted: Callable[[int, int], bool] = _all_wanted,
 ) -> Iterator[tuple[int, Any]]:
     """Yields ``(number, record)``: the line number in JSON lines, or the position in a JSON array or a table,
     from 1.
 
     A line that is not JSON, or a record that is nested too deeply or has an integer that Python does not
-    read, is yielded as a :class:`BadLine`, and reading continues.
+    read, is yielded as a :class:`UnreadableRecord`, and reading continues.
 
     Args:
         on_bytes: receives the number of bytes read for each record.
-        wanted: whether records from the ``first`` to before the ``end`` of those that are yielded, counted
+        is_wanted: whether records from the ``first`` to before the ``end`` of those that are yielded, counted
             from 0, are of use; the others are yielded as None, and their lines are not parsed.
 
     Raises:
         ReadError: a JSON array or a table is broken (the start of its next record is unknown), or the file
             is empty.
     """
-    if path.suffix in tables.SUFFIXES:
+    if records_path.suffix in tables.TABLE_SUFFIXES:
         try:
-            yield from tables.read_rows(path, on_bytes, wanted)
+            yield from tables.read_rows(records_path, on_bytes, is_wanted)
         except (ValueError, OSError) as error:
-            raise ReadError(f"{path} cannot be read: {error}") from error
+            raise ReadError(f"{records_path} cannot be read: {error}") from error
         return
 
-    array = is_array(path)
-    with _opened(path) as (raw, file):
-        told = 0
+    holds_array = is_json_array(records_path)
+    with _open_content(records_path) as (raw_file, content_file):
+        reported_position = 0
 
-        def tell(count: int) -> None:
-            nonlocal told
-            on_bytes(raw.tell() - told)
-            told = raw.tell()
+        def report_progress(byte_count: int) -> None:
+            nonlocal reported_position
+            on_bytes(raw_file.tell() - reported_position)
+            reported_position = raw_file.tell()
 
-        counted = on_bytes if file is raw else tell
-        yield from _array(path, file, counted) if array else _lines(file, counted, wanted)
+        count_bytes = on_bytes if content_file is raw_file else report_progress
+        yield from (
+            _read_array(records_path, content_file, count_bytes)
+            if holds_array
+            else _read_json_lines(content_file, count_bytes, is_wanted)
+        )
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], Any]]:
+def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
     """A file and its content, which may be compressed. Raises ReadError if that is damaged."""
     try:
-        with path.open("rb") as raw, _unpacked(path, raw) as file:
-            yield raw, file
+        with records_path.open("rb") as raw_file, _decompressed(records_path, raw_file) as file:
+            yield raw_file, file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ReadError(f"{path} is damaged: {error}") from error
+        raise ReadError(f"{records_path} is damaged: {error}") from error
     except OSError as error:
-        if path.suffix != ".zst" or error.errno:
+        if records_path.suffix != ".zst" or error.errno:
             raise
-        raise ReadError(f"{path} is damaged: {error}") from error
+        raise ReadError(f"{records_path} is damaged: {error}") from error
 
 
-def _unpacked(path: Path, raw: IO[bytes]) -> Any:
+def _decompressed(records_path: Path, raw_file: IO[bytes]) -> Any:
     """The content of a file that may be compressed, by its suffix."""
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=raw)
-    if path.suffix == ".zst":
+    if records_path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw_file)
+    if records_path.suffix == ".zst":
         import io
 
         import pyarrow as pa
 
-        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), CHUNK)
-    return raw
+        return io.BufferedReader(pa.CompressedInputStream(raw_file, "zstd"), CHUNK_BYTES)
+    return raw_file
 
 
-def is_array(path: Path) -> bool:
+def is_json_array(records_path: Path) -> bool:
     """Whether a file is a JSON array rather than JSON lines. Raises ReadError if it is empty."""
-    if path.suffix in tables.SUFFIXES:
+    if records_path.suffix in tables.TABLE_SUFFIXES:
         return False
-    with _opened(path) as (_, file):
-        start = file.read(CHUNK).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    with _open_content(records_path) as (_, file):
+        start = file.read(CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if not start:
-        raise ReadError(f"{path} is empty")
+        raise ReadError(f"{records_path} is empty")
     return start == b"["
 
 
-def _lines(
-    file: IO[bytes], on_bytes: Callable[[int], None], wanted: Callable[[int, int], bool]
+def _read_json_lines(
+    content_file: IO[bytes], on_bytes: Callable[[int], None], is_wanted: Callable[[int, int], bool]
 ) -> Iterator[tuple[int, Any]]:
-    number = yielded = 0
-    while line := file.readline(LARGEST_RECORD):
-        number += 1
+    line_number = num_yielded = 0
+    while line := content_file.readline(MAX_RECORD_BYTES):
+        line_number += 1
         on_bytes(len(line))
-        if len(line) == LARGEST_RECORD and not line.endswith(b"\n"):
+        if len(line) == MAX_RECORD_BYTES and not line.endswith(b"\n"):
             yield (
-                number,
-                BadLine.of("line too long", f"the line does not end within {LARGEST_RECORD >> 20} MiB"),
+                line_number,
+                UnreadableRecord.with_reason(
+                    "line too long", f"the line does not end within {MAX_RECORD_BYTES >> 20} MiB"
+                ),
             )
-            yielded += 1
+            num_yielded += 1
             while line and not line.endswith(b"\n"):
-                line = file.readline(LARGEST_RECORD)
+                line = content_file.readline(MAX_RECORD_BYTES)
                 on_bytes(len(line))
             continue
 
-        if number == 1:
+        if line_number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if line.strip():
-            yield number, _parsed(line) if wanted(yielded, yielded + 1) else None
-            yielded += 1
+            yield line_number, _parse_line(line) if is_wanted(num_yielded, num_yielded + 1) else None
+            num_yielded += 1
 
 
-def _parsed(line: bytes) -> Any:
+def _parse_line(line: bytes) -> Any:
     try:
-        opened = line.count(b"[") + line.count(b"{")
-        return _not_too_deep(json.loads(line.decode()), opened)
+        num_brackets = line.count(b"[") + line.count(b"{")
+        return _check_nesting(json.loads(line.decode()), num_brackets)
     except UnicodeDecodeError as error:
-        return BadLine.of("not UTF-8", error)
+        return UnreadableRecord.with_reason("not UTF-8", error)
     except (json.JSONDecodeError, RecursionError) as error:
-        return BadLine.of("not JSON", error)
+        return UnreadableRecord.with_reason("not JSON", error)
     except ValueError:
-        return _long_integer()
+        return _long_integer_error()
 
 
-def _long_integer() -> BadLine:
+def _long_integer_error() -> UnreadableRecord:
     """What is wrong with a record that Python's limit on the digits of an integer refuses."""
-    most = sys.get_int_max_str_digits()
-    return BadLine.of("integer too long", f"an integer has more than {most} digits; write it as a string")
+    max_digits = sys.get_int_max_str_digits()
+    return UnreadableRecord.with_reason(
+        "integer too long", f"an integer has more than {max_digits} digits; write it as a string"
+    )
 
 
-def _not_too_deep(value: Any, opened: int) -> Any:
-    """A parsed record, or what is wrong with it. ``opened``: the number of brackets and braces in its text,
+def _check_nesting(json_value: Any, num_brackets: int) -> Any:
+    """A parsed record, or what is wrong with it. ``num_brackets``: the number of brackets and braces in its text,
     which spares most records the search."""
-    if opened <= DEEPEST:
-        return value
-    level = [value]
-    for _ in range(DEEPEST):
-        held = (item.values() if isinstance(item, dict) else item for item in level)
-        level = [child for items in held for child in items if isinstance(child, (dict, list))]
-        if not level:
-            return value
-    return BadLine.of("nested too deeply", f"the record has more than {DEEPEST} levels of lists and objects")
+    if num_brackets <= MAX_NESTING:
+        return json_value
+    nesting_level = [json_value]
+    for _ in range(MAX_NESTING):
+        child_groups = (item.values() if isinstance(item, dict) else item for item in nesting_level)
+        nesting_level = [
+            child for items in child_groups for child in items if isinstance(child, (dict, list))
+        ]
+        if not nesting_level:
+            return json_value
+    return UnreadableRecord.with_reason(
+        "nested too deeply", f"the record has more than {MAX_NESTING} levels of lists and objects"
+    )
 
 
-def _array(path: Path, file: IO[bytes], on_bytes: Callable[[int], None]) -> Iterator[tuple[int, Any]]:
-    buffer = _Buffer(file, on_bytes, path)
-    buffer.skip("[")
+def _read_array(
+    records_path: Path, content_file: IO[bytes], on_bytes: Callable[[int], None]
+) -> Iterator[tuple[int, Any]]:
+    buffer = _JsonArrayBuffer(content_file, on_bytes, records_path)
+    buffer.skip_character("[")
     number = 0
-    while buffer.peek(number) != "]":
+    while buffer.peek_character(number) != "]":
         if number:
-            if buffer.peek(number) != ",":
-                raise ReadError(f"{path}: no comma after record {number}")
-            buffer.skip(",")
+            if buffer.peek_character(number) != ",":
+                raise ReadError(f"{records_path}: no comma after record {number}")
+            buffer.skip_character(",")
         number += 1
-        yield number, buffer.record(number)
-    buffer.finish()
+        yield number, buffer.read_record(number)
+    buffer.check_end()
 
 
-class _Buffer:
+class _JsonArrayBuffer:
     """The text of a file from the current position on; grows until it contains a whole record."""
 
-    def __init__(self, file: IO[bytes], on_bytes: Callable[[int], None], path: Path) -> None:
+    def __init__(self, content_file: IO[bytes], on_bytes: Callable[[int], None], records_path: Path) -> None:
         import codecs
 
-        self.file = file
+        self.content_file = content_file
         self.on_bytes = on_bytes
-        self.path = path
-        self.decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-        self.text = ""
-        self.at = 0
-        self.ended = False
-        self.told = 0
+        self.path = records_path
+        self.decode_utf8 = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.buffered_text = ""
+        self.position = 0
+        self.is_at_end = False
+        self.reported_position = 0
         """The position in the text up to which ``on_bytes`` has been informed."""
-        self.number = 0
+        self.last_record_number = 0
         """Number of the record that was read last."""
 
-    def grow(self, size: int) -> None:
-        data = self.file.read(size)
-        self.tell()
-        self.ended = len(data) < size
+    def read_chunk(self, chunk_bytes: int) -> None:
+        data = self.content_file.read(chunk_bytes)
+        self.report_progress()
+        self.is_at_end = len(data) < chunk_bytes
         try:
-            self.text = self.text[self.at :] + self.decode(data, self.ended)
+            self.buffered_text = self.buffered_text[self.position :] + self.decode_utf8(data, self.is_at_end)
         except UnicodeDecodeError as error:
-            raise ReadError(f"{self.path}: not UTF-8 after record {self.number}: {error}") from error
-        self.at = self.told = 0
+            raise ReadError(
+                f"{self.path}: not UTF-8 after record {self.last_record_number}: {error}"
+            ) from error
+        self.position = self.reported_position = 0
 
-    def tell(self) -> None:
+    def report_progress(self) -> None:
         """Reports the bytes consumed since the last call, without those that were only read ahead."""
-        self.on_bytes(len(self.text[self.told : self.at].encode()))
-        self.told = self.at
+        self.on_bytes(len(self.buffered_text[self.reported_position : self.position].encode()))
+        self.reported_position = self.position
 
-    def peek(self, number: int) -> str:
+    def peek_character(self, record_number: int) -> str:
         """The next character that is not white space."""
         while True:
-            while self.at < len(self.text) and self.text[self.at] in " \t\r\n":
-                self.at += 1
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if self.ended:
-                raise ReadError(f"{self.path} ends within its array, after record {number}")
-            self.grow(CHUNK)
+            while self.position < len(self.buffered_text) and self.buffered_text[self.position] in " \t\r\n":
+                self.position += 1
+            if self.position < len(self.buffered_text):
+                return self.buffered_text[self.position]
+            if self.is_at_end:
+                raise ReadError(f"{self.path} ends within its array, after record {record_number}")
+            self.read_chunk(CHUNK_BYTES)
 
-    def skip(self, wanted: str) -> None:
-        if self.peek(0) == wanted:
-            self.at += 1
+    def skip_character(self, expected_character: str) -> None:
+        if self.peek_character(0) == expected_character:
+            self.position += 1
 
-    def finish(self) -> None:
+    def check_end(self) -> None:
         """Checks that nothing follows the end of the array."""
-        self.skip("]")
-        while not self.text[self.at :].strip(" \t\r\n"):
-            if self.ended:
+        self.skip_character("]")
+        while not self.buffered_text[self.position :].strip(" \t\r\n"):
+            if self.is_at_end:
                 return
-            self.at = len(self.text)
-            self.grow(CHUNK)
+            self.position = len(self.buffered_text)
+            self.read_chunk(CHUNK_BYTES)
         raise ReadError(
-            f"{self.path}: something follows the end of the array, after record {self.number}; "
+            f"{self.path}: something follows the end of the array, after record {self.last_record_number}; "
             "is it two files in one?"
         )
 
-    def record(self, number: int) -> Any:
-        self.peek(number - 1)
-        size = CHUNK
-        parser, refused = READS_ALL, None
+    def read_record(self, record_number: int) -> Any:
+        self.peek_character(record_number - 1)
+        chunk_bytes = CHUNK_BYTES
+        json_decoder, refused_record = JSON_DECODER, None
         while True:
             try:
-                value, end = parser.raw_decode(self.text, self.at)
+                json_value, end_position = json_decoder.raw_decode(self.buffered_text, self.position)
                 # A number at the end of the buffer may continue in the next chunk.
-                if end < len(self.text) or self.ended:
-                    opened = self.text.count("[", self.at, end) + self.text.count("{", self.at, end)
-                    self.at = end
-                    self.number = number
-                    self.tell()
-                    return refused or _not_too_deep(value, opened)
+                if end_position < len(self.buffered_text) or self.is_at_end:
+                    num_brackets = self.buffered_text.count(
+                        "[", self.position, end_position
+                    ) + self.buffered_text.count("{", self.position, end_position)
+                    self.position = end_position
+                    self.last_record_number = record_number
+                    self.report_progress()
+                    return refused_record or _check_nesting(json_value, num_brackets)
             except RecursionError as error:
-                raise ReadError(f"{self.path}: record {number} is nested too deeply") from error
+                raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
             except json.JSONDecodeError as error:
                 # The record is cut off at the end of the buffer, or broken: a cut leaves an open string, or
                 # fails within the last characters.
-                cut = error.msg.startswith("Unterminated string") or error.pos >= len(self.text) - 12
-                if self.ended or not cut:
-                    what = error.msg.removesuffix(" starting at")
-                    near = self.text[error.pos : error.pos + 40]
+                is_cut_off = (
+                    error.msg.startswith("Unterminated string") or error.pos >= len(self.buffered_text) - 12
+                )
+                if self.is_at_end or not is_cut_off:
+                    error_text = error.msg.removesuffix(" starting at")
+                    nearby_text = self.buffered_text[error.pos : error.pos + 40]
                     raise ReadError(
-                        f"{self.path}: record {number} is not valid JSON: {what}, at {near!r}"
+                        f"{self.path}: record {record_number} is not valid JSON: {error_text}, at {nearby_text!r}"
                     ) from error
             except ValueError:  # from here on, only the end of the record is looked for
-                parser, refused = PASSES_INTEGERS_OVER, _long_integer()
+                json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()
                 continue
 
-            if len(self.text) - self.at > LARGEST_RECORD:
+            if len(self.buffered_text) - self.position > MAX_RECORD_BYTES:
                 raise ReadError(
-                    f"{self.path}: record {number} does not end within {LARGEST_RECORD >> 20} MiB; "
+                    f"{self.path}: record {record_number} does not end within {MAX_RECORD_BYTES >> 20} MiB; "
                     "is a quote missing?"
                 )
 
-            size *= 2
-            self.grow(size)
+            chunk_bytes *= 2
+            self.read_chunk(chunk_bytes)

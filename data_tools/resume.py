@@ -7,7 +7,7 @@ decoding media, derives the same shards, keeps the intact ones, and continues wh
 output equals that of an undisturbed run, byte for byte.
 
 A power cut is no worse than a kill: whatever a plan, a manifest or the finished data set mentions is on the
-disk before it (:mod:`megatron_vl.durable`). Only the journal may lose lines; lost verdicts are computed
+disk before it (:mod:`megatron_vl.durable_files`). Only the journal may lose lines; lost verdicts are computed
 again.
 """
 
@@ -24,19 +24,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_vl import durable
+from megatron_vl import durable_files
 from megatron_vl.errors import UserError
-from megatron_vl.json_files import check_version
+from megatron_vl.json_files import check_format_version
 
 from .media import MediaInfo
-from .shards import WORK
+from .shards import WORK_FOLDER
 
-FORMAT = 1
+PLAN_VERSION = 1
 """The version of a plan, and of the rules by which records are read."""
-PLAN = "plan.json"
-RECORD = "convert.json"
+PLAN_FILE = "plan.json"
+CONVERSION_FILE = "convert.json"
 """A file in ``.nv-meta`` of a complete data set: the plan by which it was made, and its shards."""
-OURS = re.compile(
+OWN_FILE_NAME = re.compile(
     r"(train|val)-\d+\.tar(\.idx)?|quarantine\.jsonl|report\.json(\.partial)?|\.nv-meta|\.convert"
 )
 """Names in an output folder that a conversion may delete."""
@@ -46,226 +46,257 @@ class ResumeError(UserError, ValueError):
     """This conversion may not write to the folder; the message says what to do."""
 
 
-def make_plan(inputs: list[Path], media_root: Path | None, **options: Any) -> dict[str, Any]:
+def make_plan(input_paths: list[Path], media_root: Path | None, **options: Any) -> dict[str, Any]:
     """Everything that determines the output: options, media root, and the content of the input files."""
     files = [
-        {"name": name, "bytes": path.stat().st_size, **_digest(path)}
-        for name, path in zip(names(inputs), inputs, strict=True)
+        {"name": name, "bytes": path.stat().st_size, **_file_digest(path)}
+        for name, path in zip(input_names(input_paths), input_paths, strict=True)
     ]
-    return {"format": FORMAT, "options": options, "inputs": files, "media_root": str(media_root or "")}
+    return {"format": PLAN_VERSION, "options": options, "inputs": files, "media_root": str(media_root or "")}
 
 
-def names(inputs: list[Path]) -> list[str]:
+def input_names(input_paths: list[Path]) -> list[str]:
     """The names of the input files in messages: the file name, or the path if two files share a name."""
-    short = [path.name for path in inputs]
-    if len(set(short)) == len(short):
-        return short
-    common = os.path.commonpath([path.resolve().parent for path in inputs])
-    return [str(path.resolve().relative_to(common)) for path in inputs]
+    file_names = [path.name for path in input_paths]
+    if len(set(file_names)) == len(file_names):
+        return file_names
+    common_dir = os.path.commonpath([path.resolve().parent for path in input_paths])
+    return [str(path.resolve().relative_to(common_dir)) for path in input_paths]
 
 
-HASHED = 4 << 30
+FULL_HASH_LIMIT = 4 << 30
 """Of a larger file, only pieces are hashed, or every node would read terabytes before it begins."""
-PIECES = 256
+HASHED_PIECES = 256
 
 
-def _digest(path: Path) -> dict[str, str]:
+def _file_digest(file_path: Path) -> dict[str, str]:
     """The SHA-256 of a file, or of evenly spaced pieces of a MiB if it is large."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= HASHED:
+    size = file_path.stat().st_size
+    with file_path.open("rb") as file:
+        if size <= FULL_HASH_LIMIT:
             return {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-        digest = hashlib.sha256()
-        for i in range(PIECES):
-            file.seek((size - (1 << 20)) * i // (PIECES - 1))
-            digest.update(file.read(1 << 20))
-        return {"sha256_of_pieces": digest.hexdigest()}
+        pieces_digest = hashlib.sha256()
+        for i in range(HASHED_PIECES):
+            file.seek((size - (1 << 20)) * i // (HASHED_PIECES - 1))
+            pieces_digest.update(file.read(1 << 20))
+        return {"sha256_of_pieces": pieces_digest.hexdigest()}
 
 
-def public(plan: dict[str, Any]) -> dict[str, Any]:
+def public_plan(full_plan: dict[str, Any]) -> dict[str, Any]:
     """The plan as it stays in the data set, without the location of the media on this machine."""
-    return {name: value for name, value in plan.items() if name != "media_root"}
+    return {name: value for name, value in full_plan.items() if name != "media_root"}
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+def describe_differences(old_plan: dict[str, Any], new_plan: dict[str, Any]) -> str:
     """Describes the differences between two plans for a message; empty if they are equal."""
-    found = []
-    for name in sorted({*old.get("options", {}), *new["options"]}):
-        before = old.get("options", {}).get(name)
-        now = new["options"].get(name)
-        if before != now and name == "index":
-            found.append("what dataset_info.json says of the inputs (or whether it is an input) has changed")
-        elif before != now:
-            found.append(f"{name} was {before}, now {now}")
+    difference_texts = []
+    for option_name in sorted({*old_plan.get("options", {}), *new_plan["options"]}):
+        old_value = old_plan.get("options", {}).get(option_name)
+        new_value = new_plan["options"].get(option_name)
+        if old_value != new_value and option_name == "index":
+            difference_texts.append(
+                "what dataset_info.json says of the inputs (or whether it is an input) has changed"
+            )
+        elif old_value != new_value:
+            difference_texts.append(f"{option_name} was {old_value}, now {new_value}")
 
-    if old.get("media_root") != new.get("media_root"):
-        found.append(f"media root was {old.get('media_root')}, now {new.get('media_root')}")
-    before = old.get("inputs", [])
-    now = new["inputs"]
-    if [file["name"] for file in before] != [file["name"] for file in now]:
-        found.append(
-            f"inputs were {', '.join(f['name'] for f in before)}, now {', '.join(f['name'] for f in now)}"
+    if old_plan.get("media_root") != new_plan.get("media_root"):
+        difference_texts.append(
+            f"media root was {old_plan.get('media_root')}, now {new_plan.get('media_root')}"
+        )
+    old_value = old_plan.get("inputs", [])
+    new_value = new_plan["inputs"]
+    if [file["name"] for file in old_value] != [file["name"] for file in new_value]:
+        difference_texts.append(
+            f"inputs were {', '.join(input_entry['name'] for input_entry in old_value)}, now {', '.join(input_entry['name'] for input_entry in new_value)}"
         )
     else:
-        found += [f"input {b['name']} has changed" for b, n in zip(before, now, strict=True) if b != n]
+        difference_texts += [
+            f"input {old_input['name']} has changed"
+            for old_input, new_input in zip(old_value, new_value, strict=True)
+            if old_input != new_input
+        ]
 
-    return "; ".join(found) or ("" if old == new else "the plan")
+    return "; ".join(difference_texts) or ("" if old_plan == new_plan else "the plan")
 
 
-class Workspace:
+class ConversionWorkspace:
     """The output folder of one conversion, held by one process at a time.
 
     Args:
-        out: folder of the data set. plan: from :func:`make_plan`. force: delete what an earlier
+        dataset_dir: folder of the data set. plan: from :func:`make_plan`. force: delete what an earlier
             conversion left there. part: name of a part of the work; parts hold the folder together.
 
     Raises:
         ResumeError: the folder holds something else, a conversion with another plan, or a running one.
     """
 
-    def __init__(self, out: Path, plan: dict[str, Any], force: bool, part: str = "") -> None:
-        self.out = out
-        self.part = part
-        self.work = out / WORK
+    def __init__(
+        self, dataset_dir: Path, plan: dict[str, Any], discard_existing: bool, part_name: str = ""
+    ) -> None:
+        self.dataset_dir = dataset_dir
+        self.part_name = part_name
+        self.work_dir = dataset_dir / WORK_FOLDER
         self.plan = plan
-        self.meta = self.work / "nv-meta"
+        self.meta_dir = self.work_dir / "nv-meta"
         self._locks: list[IO[bytes]] = []
-        if out.exists() and not out.is_dir():
-            raise ResumeError(f"--out {out} is not a folder")
+        if dataset_dir.exists() and not dataset_dir.is_dir():
+            raise ResumeError(f"--out {dataset_dir} is not a folder")
 
-        foreign = (
-            sorted(path.name for path in out.iterdir() if not OURS.fullmatch(path.name))
-            if out.exists()
+        foreign_names = (
+            sorted(path.name for path in dataset_dir.iterdir() if not OWN_FILE_NAME.fullmatch(path.name))
+            if dataset_dir.exists()
             else []
         )
-        if foreign:
+        if foreign_names:
             raise ResumeError(
-                f"--out {out} is not an empty folder (it holds {foreign[0]}); give another or remove it"
+                f"--out {dataset_dir} is not an empty folder (it holds {foreign_names[0]}); give another or remove it"
             )
 
-        durable.make_folder(out)
-        self.complete = False
-        self._take_lock()
+        durable_files.make_dirs(dataset_dir)
+        self.is_complete = False
+        self._take_locks()
         try:
-            with self._alone():
-                self._open(force)
+            with self._exclusive_access():
+                self._open_folder(discard_existing)
         except BaseException:
-            self.complete = (out / ".nv-meta" / RECORD).exists()  # a complete data set has no work folder
+            self.is_complete = (
+                dataset_dir / ".nv-meta" / CONVERSION_FILE
+            ).exists()  # a complete data set has no work folder
             self.close()
             raise
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _exclusive_access(self) -> Iterator[None]:
         """Lets one part after the other read and write what they share."""
         import fcntl
 
-        with (self.work / "shared.lock").open("ab") as lock:
-            fcntl.lockf(lock, fcntl.LOCK_EX)
+        with (self.work_dir / "shared.lock").open("ab") as lock_file:
+            fcntl.lockf(lock_file, fcntl.LOCK_EX)
             yield
 
-    def write_once(self, name: str, data: bytes) -> None:
+    def write_once(self, file_name: str, file_bytes: bytes) -> None:
         """Writes a file of the work folder, unless another part did."""
-        with self._alone():
-            if not (self.work / name).exists():
-                durable.write(self.work / name, data)
+        with self._exclusive_access():
+            if not (self.work_dir / file_name).exists():
+                durable_files.write_file(self.work_dir / file_name, file_bytes)
 
-    def _open(self, force: bool) -> None:
-        if force:
-            self._unmake()
-            for path in self.out.iterdir():
-                if path != self.work:
-                    _remove(path)
-            for path in self.work.iterdir():
-                if path.name not in ("lock", "shared.lock"):
-                    _remove(path)
+    def _open_folder(self, discard_existing: bool) -> None:
+        if discard_existing:
+            self._unmark_complete()
+            for entry_path in self.dataset_dir.iterdir():
+                if entry_path != self.work_dir:
+                    _remove_path(entry_path)
+            for entry_path in self.work_dir.iterdir():
+                if entry_path.name not in ("lock", "shared.lock"):
+                    _remove_path(entry_path)
 
-        record = _read(self.out / ".nv-meta" / RECORD)
-        old = record.get("plan") if record else _read(self.work / PLAN)
-        if old is None and any(path != self.work for path in self.out.iterdir()):
+        conversion_record = _read_plan(self.dataset_dir / ".nv-meta" / CONVERSION_FILE)
+        old_plan = (
+            conversion_record.get("plan") if conversion_record else _read_plan(self.work_dir / PLAN_FILE)
+        )
+        if old_plan is None and any(entry_path != self.work_dir for entry_path in self.dataset_dir.iterdir()):
             raise ResumeError(
-                f"--out {self.out} is not an empty folder and no conversion can continue there; give another"
+                f"--out {self.dataset_dir} is not an empty folder and no conversion can continue there; give another"
             )
 
-        if old is not None:
-            again = "give another --out, or convert again there with --force"
-            check_version(f"the data set in --out {self.out}", old.get("format"), FORMAT, again, ResumeError)
-            differ = differences(old, public(self.plan) if record else self.plan)
-            if differ:
-                state = "a complete data set made" if record else "an unfinished conversion"
+        if old_plan is not None:
+            restart_advice = "give another --out, or convert again there with --force"
+            check_format_version(
+                f"the data set in --out {self.dataset_dir}",
+                old_plan.get("format"),
+                PLAN_VERSION,
+                restart_advice,
+                ResumeError,
+            )
+            differences_text = describe_differences(
+                old_plan, public_plan(self.plan) if conversion_record else self.plan
+            )
+            if differences_text:
+                folder_state = "a complete data set made" if conversion_record else "an unfinished conversion"
                 raise ResumeError(
-                    f"--out {self.out} holds {state} with other arguments or input: {differ}. Give the same "
+                    f"--out {self.dataset_dir} holds {folder_state} with other arguments or input: {differences_text}. Give the same "
                     "arguments again, give another --out, or start over there with --force"
                 )
 
-        self.complete = record is not None
-        if not self.complete and (not self.part or old is None):
-            durable.write(self.work / PLAN, json.dumps(self.plan).encode())
-        if not self.complete and not self.part:
-            _remove(self.meta)
-            for stale in (*self.work.glob("tmp.*"), *self.out.glob("*" + durable.PARTIAL)):
-                _remove(stale)
+        self.is_complete = conversion_record is not None
+        if not self.is_complete and (not self.part_name or old_plan is None):
+            durable_files.write_file(self.work_dir / PLAN_FILE, json.dumps(self.plan).encode())
+        if not self.is_complete and not self.part_name:
+            _remove_path(self.meta_dir)
+            for stale_path in (
+                *self.work_dir.glob("tmp.*"),
+                *self.dataset_dir.glob("*" + durable_files.PARTIAL_SUFFIX),
+            ):
+                _remove_path(stale_path)
 
-    def _unmake(self) -> None:
+    def _unmark_complete(self) -> None:
         """First removes the file that marks the data set as complete, so that an interrupted removal
         never looks complete."""
-        record = self.out / ".nv-meta" / RECORD
+        record = self.dataset_dir / ".nv-meta" / CONVERSION_FILE
         if record.exists():
             record.unlink()
-            durable.sync(record.parent)
+            durable_files.fsync_path(record.parent)
 
-    def _take_lock(self) -> None:
+    def _take_locks(self) -> None:
         import fcntl
 
-        self.work.mkdir(exist_ok=True)
-        kinds = {"lock": fcntl.LOCK_SH if self.part else fcntl.LOCK_EX}
-        if self.part:
-            kinds[f"{self.part}.lock"] = fcntl.LOCK_EX
-        for name, kind in kinds.items():
-            self._locks.append((self.work / name).open("a+b"))
+        self.work_dir.mkdir(exist_ok=True)
+        lock_modes = {"lock": fcntl.LOCK_SH if self.part_name else fcntl.LOCK_EX}
+        if self.part_name:
+            lock_modes[f"{self.part_name}.lock"] = fcntl.LOCK_EX
+        for lock_name, lock_mode in lock_modes.items():
+            self._locks.append((self.work_dir / lock_name).open("a+b"))
             try:
                 # The lock is released with the process; children do not inherit it.
-                fcntl.lockf(self._locks[-1], kind | fcntl.LOCK_NB)
+                fcntl.lockf(self._locks[-1], lock_mode | fcntl.LOCK_NB)
             except OSError as error:
-                raise ResumeError(f"--out {self.out}: another conversion is writing there") from error
+                raise ResumeError(f"--out {self.dataset_dir}: another conversion is writing there") from error
 
-    def finish(self, shards: dict[str, dict[str, Any]]) -> None:
+    def publish_dataset(self, shard_records: dict[str, dict[str, Any]]) -> None:
         """Makes the data set appear in one step, and removes the work folder."""
-        (self.meta / RECORD).write_text(
-            json.dumps({"plan": public(self.plan), "shards": shards}, indent=2) + "\n"
+        (self.meta_dir / CONVERSION_FILE).write_text(
+            json.dumps({"plan": public_plan(self.plan), "shards": shard_records}, indent=2) + "\n"
         )
-        durable.sync_tree(self.meta)
-        durable.rename(self.meta, self.out / ".nv-meta")
-        self.complete = True
+        durable_files.fsync_tree(self.meta_dir)
+        durable_files.rename_path(self.meta_dir, self.dataset_dir / ".nv-meta")
+        self.is_complete = True
 
     def close(self) -> None:
-        for lock in self._locks:
-            lock.close()
-        if self.complete and not self.part:
-            _remove(self.work)
+        for lock_file in self._locks:
+            lock_file.close()
+        if self.is_complete and not self.part_name:
+            _remove_path(self.work_dir)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read_plan(plan_path: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(path.read_text())
+        return json.loads(plan_path.read_text())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ResumeError(f"{path} is damaged ({error}); start over with --force") from error
+        raise ResumeError(f"{plan_path} is damaged ({error}); start over with --force") from error
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
 
 
-def as_plain(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
+def verdicts_to_json(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
     """Verdicts as they are written: for each record, the measures of its media or its line of the
     quarantine file."""
-    return [v if isinstance(v, dict) else [dataclasses.astuple(info) for info in v] for v in verdicts]
+    return [
+        verdict if isinstance(verdict, dict) else [dataclasses.astuple(info) for info in verdict]
+        for verdict in verdicts
+    ]
 
 
-def parse_verdicts(plain: Any) -> list[Any]:
-    """The verdicts that :func:`as_plain` wrote. Raises TypeError if they are something else."""
-    return [v if isinstance(v, dict) else [MediaInfo(*info) for info in v] for v in plain]
+def parse_verdicts(json_verdicts: Any) -> list[Any]:
+    """The verdicts that :func:`verdicts_to_json` wrote. Raises TypeError if they are something else."""
+    return [
+        verdict if isinstance(verdict, dict) else [MediaInfo(*info) for info in verdict]
+        for verdict in json_verdicts
+    ]

@@ -2,7 +2,7 @@
 
 Only the text of the samples is read and tokenized. The result of each shard goes into a file of its own, so
 that a killed run continues and several nodes can share the work; at the end, they are joined into the files
-that :mod:`megatron_vl.data.source.sizes` describes.
+that :mod:`megatron_vl.data.source.sample_sizes` describes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,35 @@ import numpy as np
 from megatron.energon.errors import FatalSampleError
 from numpy.typing import NDArray
 
-from megatron_vl import durable
+from megatron_vl import durable_files
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import RawSample, RowEncoder, grid_of, stored_video
-from megatron_vl.data.sample.chat import ChatError, TemplateError
-from megatron_vl.data.source.bad_samples import NOT_IN_TEMPLATE
-from megatron_vl.data.source.description import META, SIZES, DataSet, read_description
-from megatron_vl.data.source.location import location
-from megatron_vl.data.source.sizes import MEDIUM, SAMPLE, SHARDS, Medium, data_sets, has_sizes, text_id
+from megatron_vl.data.loader import RawSample, RowEncoder, stored_media_grid, stored_video_info
+from megatron_vl.data.sample.chat import ChatError, ChatTemplateError
+from megatron_vl.data.source.bad_samples import NOT_IN_CHAT_TEMPLATE
+from megatron_vl.data.source.dataset_description import (
+    METADATA_DIR,
+    SIZES_DIR,
+    DatasetDescription,
+    read_description,
+)
+from megatron_vl.data.source.location import resolve_location
+from megatron_vl.data.source.sample_sizes import (
+    MEDIUM_DTYPE,
+    SAMPLE_DTYPE,
+    SHARDS_FILE,
+    MediumFields,
+    compute_tokenization_id,
+    has_stored_sizes,
+    list_all_datasets,
+)
 from megatron_vl.errors import UserError
 from megatron_vl.processes import end_with_parent
 from megatron_vl.spec.families import ModelSpec
 
-from .parts import Part
-from .sources import Reader, Source
+from .sample_sources import SampleReader, SampleSource
+from .work_parts import WorkPart
 
-Progress = Callable[[str], None]
+ProgressCallback = Callable[[str], None]
 
 
 class SizesWriteError(UserError, ValueError):
@@ -48,7 +61,7 @@ class SizesWriteError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Indexed:
+class IndexResult:
     """What was done for one data set."""
 
     path: Path
@@ -66,7 +79,7 @@ class Indexed:
 
 
 @dataclass(frozen=True)
-class IndexedPart:
+class IndexPartResult:
     """What one of several nodes did for one data set."""
 
     path: Path
@@ -82,13 +95,13 @@ class IndexedPart:
         return {**self.__dict__, "path": str(self.path)}
 
 
-def index(
-    data: DataConfig,
+def index_datasets(
+    data_config: DataConfig,
     spec: ModelSpec,
     hf_dir: str | Path,
-    workers: int = 1,
-    progress: Progress | None = None,
-) -> list[Indexed]:
+    num_workers: int = 1,
+    show_progress: ProgressCallback | None = None,
+) -> list[IndexResult]:
     """Writes the sizes of a data set, or of all data sets of a metadataset. Those that are there stay.
 
     Raises:
@@ -97,89 +110,114 @@ def index(
         LoaderError, DescriptionError: there is no data set.
         ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
     """
-    name = text_id(hf_dir, spec, data)
-    encoder = RowEncoder(data, spec, hf_dir)
-    return [_index(one, name, encoder, workers, progress) for one in _local_sets(data)]
+    sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
+    encoder = RowEncoder(data_config, spec, hf_dir)
+    return [
+        _index_dataset(one, sizes_name, encoder, num_workers, show_progress)
+        for one in _local_datasets(data_config)
+    ]
 
 
-def index_part(
-    data: DataConfig,
+def index_datasets_part(
+    data_config: DataConfig,
     spec: ModelSpec,
     hf_dir: str | Path,
-    part: Part,
-    workers: int = 1,
-    progress: Progress | None = None,
-) -> list[IndexedPart]:
+    work_part: WorkPart,
+    num_workers: int = 1,
+    show_progress: ProgressCallback | None = None,
+) -> list[IndexPartResult]:
     """Measures every ``part.count``-th shard; :func:`index` joins the results, and measures what is left.
 
     Raises:
         As :func:`index`.
     """
-    name = text_id(hf_dir, spec, data)
-    encoder = RowEncoder(data, spec, hf_dir)
-    return [_index_part(one, name, encoder, part, workers, progress) for one in _local_sets(data)]
+    sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
+    encoder = RowEncoder(data_config, spec, hf_dir)
+    return [
+        _index_dataset_part(one, sizes_name, encoder, work_part, num_workers, show_progress)
+        for one in _local_datasets(data_config)
+    ]
 
 
-def _local_sets(data: DataConfig) -> list[DataSet]:
-    found = data_sets(read_description(location(data.path)))
-    for one in found:
-        if not isinstance(one.path, Path):
+def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:
+    datasets = list_all_datasets(read_description(resolve_location(data_config.path)))
+    for dataset in datasets:
+        if not isinstance(dataset.path, Path):
             raise SizesWriteError(
-                f"{one.path} is in an object store; index the local folder, then copy {META} too"
+                f"{dataset.path} is in an object store; index the local folder, then copy {METADATA_DIR} too"
             )
-    return found
+    return datasets
 
 
-def _index(data: DataSet, name: str, encoder: RowEncoder, workers: int, progress: Progress | None) -> Indexed:
-    done = _folder(data, name)
-    if has_sizes(data, name):
-        return _summary(done, 0.0)
+def _index_dataset(
+    dataset: DatasetDescription,
+    sizes_name: str,
+    encoder: RowEncoder,
+    num_workers: int,
+    show_progress: ProgressCallback | None,
+) -> IndexResult:
+    sizes_dir = _sizes_dir(dataset, sizes_name)
+    if has_stored_sizes(dataset, sizes_name):
+        return _index_result(sizes_dir, 0.0)
 
-    start = time.monotonic()
-    with _work(data, name) as work:
-        tasks = _tasks_of(data, encoder, work)
-        _measure(tasks, f"shards of {data.path}", workers, progress)
+    start_time = time.monotonic()
+    with _open_work_dir(dataset, sizes_name) as work_dir:
+        tasks = _shard_tasks(dataset, encoder, work_dir)
+        _measure_shards(tasks, f"shards of {dataset.path}", num_workers, show_progress)
 
-        joined = work / f"joined-{_unique()}"
+        joined = work_dir / f"joined-{_process_suffix()}"
         joined.mkdir()
-        _join(joined, tasks, data.uuid)
-        durable.sync_tree(joined)
-        if not has_sizes(data, name):
-            shutil.rmtree(done, ignore_errors=True)  # of an earlier content
-        durable.rename(joined, done)
-        shutil.rmtree(work, ignore_errors=True)
-    return _summary(done, time.monotonic() - start)
+        _join_shards(joined, tasks, dataset.content_id)
+        durable_files.fsync_tree(joined)
+        if not has_stored_sizes(dataset, sizes_name):
+            shutil.rmtree(sizes_dir, ignore_errors=True)  # of an earlier content
+        durable_files.rename_path(joined, sizes_dir)
+        shutil.rmtree(work_dir, ignore_errors=True)
+    return _index_result(sizes_dir, time.monotonic() - start_time)
 
 
-def _index_part(
-    data: DataSet, name: str, encoder: RowEncoder, part: Part, workers: int, progress: Progress | None
-) -> IndexedPart:
-    path = _data_folder(_folder(data, name))
-    if has_sizes(data, name):
-        return IndexedPart(path, 0, 0, True, 0.0)
+def _index_dataset_part(
+    dataset: DatasetDescription,
+    sizes_name: str,
+    encoder: RowEncoder,
+    work_part: WorkPart,
+    num_workers: int,
+    show_progress: ProgressCallback | None,
+) -> IndexPartResult:
+    dataset_dir = _dataset_dir(_sizes_dir(dataset, sizes_name))
+    if has_stored_sizes(dataset, sizes_name):
+        return IndexPartResult(dataset_dir, 0, 0, True, 0.0)
 
-    start = time.monotonic()
-    measured = left = 0
-    with _work(data, name) as work:
-        tasks = _tasks_of(data, encoder, work)
-        own = tasks[part.index :: part.count]
-        measured = _measure(own, f"shards of part {part} of {data.path}", workers, progress)
-        left = sum(not task.part.is_file() for task in tasks)
-    joined = has_sizes(data, name)
-    return IndexedPart(path, measured, 0 if joined else left, joined, round(time.monotonic() - start, 3))
+    start_time = time.monotonic()
+    measured = num_left = 0
+    with _open_work_dir(dataset, sizes_name) as work_dir:
+        tasks = _shard_tasks(dataset, encoder, work_dir)
+        part_tasks = tasks[work_part.index :: work_part.num_parts]
+        measured = _measure_shards(
+            part_tasks, f"shards of part {work_part} of {dataset.path}", num_workers, show_progress
+        )
+        num_left = sum(not task.result_path.is_file() for task in tasks)
+    is_joined = has_stored_sizes(dataset, sizes_name)
+    return IndexPartResult(
+        dataset_dir,
+        measured,
+        0 if is_joined else num_left,
+        is_joined,
+        round(time.monotonic() - start_time, 3),
+    )
 
 
-def _folder(data: DataSet, name: str) -> Path:
-    assert isinstance(data.path, Path)
-    return data.path / META / SIZES / name
+def _sizes_dir(dataset: DatasetDescription, sizes_name: str) -> Path:
+    assert isinstance(dataset.path, Path)
+    return dataset.path / METADATA_DIR / SIZES_DIR / sizes_name
 
 
-def _data_folder(sizes: Path) -> Path:
-    return sizes.parents[2]
+def _dataset_dir(sizes_dir: Path) -> Path:
+    return sizes_dir.parents[2]
 
 
 @contextmanager
-def _work(data: DataSet, name: str) -> Iterator[Path]:
+def _open_work_dir(dataset: DatasetDescription, sizes_name: str) -> Iterator[Path]:
     """The folder of the shards' results; those of another content are not continued.
 
     Several processes may work in it, on one machine or several: each writes files of its own and renames them
@@ -188,148 +226,175 @@ def _work(data: DataSet, name: str) -> Iterator[Path]:
     Raises:
         SizesWriteError: something in it cannot be written.
     """
-    done = _folder(data, name)
-    work = done.with_name(f"{done.name}-{data.uuid[:8]}{durable.PARTIAL}")
+    sizes_dir = _sizes_dir(dataset, sizes_name)
+    work_dir = sizes_dir.with_name(f"{sizes_dir.name}-{dataset.content_id[:8]}{durable_files.PARTIAL_SUFFIX}")
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        yield work
+        work_dir.mkdir(parents=True, exist_ok=True)
+        yield work_dir
     except OSError as error:
-        if not has_sizes(data, name):
+        if not has_stored_sizes(dataset, sizes_name):
             raise SizesWriteError(
-                f"{done} cannot be written ({error}); nothing is lost: fix this and start again"
+                f"{sizes_dir} cannot be written ({error}); nothing is lost: fix this and start again"
             ) from error
-        shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work_dir, ignore_errors=True)
 
 
-def _unique() -> str:
+def _process_suffix() -> str:
     """A part of a name that no other process takes."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
-def _summary(folder: Path, seconds: float) -> Indexed:
-    samples, media = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
-    held = sum(file.stat().st_size for file in folder.iterdir())
-    unusable = int((samples["tokens"] == 0).sum())
-    shards = json.loads((folder / SHARDS).read_text())["shards"].values()
+def _index_result(sizes_dir: Path, seconds: float) -> IndexResult:
+    samples, media = (np.load(sizes_dir / f"{part}.npy", mmap_mode="r") for part in ("samples", "media"))
+    total_bytes = sum(file.stat().st_size for file in sizes_dir.iterdir())
+    num_unusable = int((samples["tokens"] == 0).sum())
+    shards = json.loads((sizes_dir / SHARDS_FILE).read_text())["shards"].values()
     reasons = sum((Counter(shard["unusable"]) for shard in shards), Counter[str]())
-    return Indexed(_data_folder(folder), len(samples), unusable, reasons, len(media), held, round(seconds, 3))
+    return IndexResult(
+        _dataset_dir(sizes_dir),
+        len(samples),
+        num_unusable,
+        reasons,
+        len(media),
+        total_bytes,
+        round(seconds, 3),
+    )
 
 
 # --- One shard after the other ------------------------------------------------------------------------------
 
 
 @dataclass
-class _Task:
-    source: Source
-    shard: int
+class _ShardTask:
+    sample_source: SampleSource
+    shard_index: int
     encoder: RowEncoder
-    part: Path
+    result_path: Path
     """The file of its results."""
 
     @property
     def name(self) -> str:
-        return self.source.shards[self.shard]
+        return self.sample_source.shard_names[self.shard_index]
 
     @property
-    def samples(self) -> int:
-        return self.source.starts[self.shard + 1] - self.source.starts[self.shard]
+    def num_samples(self) -> int:
+        return (
+            self.sample_source.shard_starts[self.shard_index + 1]
+            - self.sample_source.shard_starts[self.shard_index]
+        )
 
 
-_tasks: list[_Task] = []
+_current_tasks: list[_ShardTask] = []
 """What is measured now. Set before the worker processes are forked, so that none gets a tokenizer through a
 pipe."""
-_readers: dict[str, Reader] = {}
+_split_readers: dict[str, SampleReader] = {}
 """The reader of each split in this process. To make one takes as long as its split has shards."""
-PASSING = ("reading takes too long", "shard missing", "shard unreadable")
+STORAGE_REASONS = ("reading takes too long", "shard missing", "shard unreadable")
 """Reasons for which a sample cannot be read that are the storage's and not the sample's."""
 
 
-def _tasks_of(data: DataSet, encoder: RowEncoder, work: Path) -> list[_Task]:
+def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder, work_dir: Path) -> list[_ShardTask]:
     """One task for each shard, in order. A shard of two splits has one."""
-    tasks: dict[str, _Task] = {}
-    for source in [Source.whole(data, split) for split, names in data.splits.items() if names]:
-        for number, name in enumerate(source.shards):
-            tasks.setdefault(name, _Task(source, number, encoder, work / f"{len(tasks)}.npz"))
-    return list(tasks.values())
+    task_by_shard: dict[str, _ShardTask] = {}
+    for source in [
+        SampleSource.whole_split(dataset, split) for split, names in dataset.shards_by_split.items() if names
+    ]:
+        for number, name in enumerate(source.shard_names):
+            task_by_shard.setdefault(
+                name, _ShardTask(source, number, encoder, work_dir / f"{len(task_by_shard)}.npz")
+            )
+    return list(task_by_shard.values())
 
 
-def _measure(tasks: Sequence[_Task], name: str, workers: int, progress: Progress | None) -> int:
+def _measure_shards(
+    tasks: Sequence[_ShardTask], tasks_text: str, num_workers: int, show_progress: ProgressCallback | None
+) -> int:
     """Writes the files that are missing. Returns their number."""
-    _tasks[:] = [task for task in tasks if not task.part.is_file()]
-    missing = len(_tasks)
-    start = time.monotonic()
+    _current_tasks[:] = [task for task in tasks if not task.result_path.is_file()]
+    num_missing = len(_current_tasks)
+    start_time = time.monotonic()
 
     try:
-        for done, _ in enumerate(_run(missing, workers), start=1):
-            if progress:
-                rate = done / max(time.monotonic() - start, 1e-9)
-                progress(f"{done} of {missing} {name}, {(missing - done) / rate:.0f} s left")
+        for num_done, _ in enumerate(_run_tasks(num_missing, num_workers), start=1):
+            if show_progress:
+                shards_per_second = num_done / max(time.monotonic() - start_time, 1e-9)
+                show_progress(
+                    f"{num_done} of {num_missing} {tasks_text}, {(num_missing - num_done) / shards_per_second:.0f} s left"
+                )
     finally:
-        for reader in _readers.values():
-            reader.close()
-        _readers.clear()
-        _tasks.clear()
-    return missing
+        for split_reader in _split_readers.values():
+            split_reader.close()
+        _split_readers.clear()
+        _current_tasks.clear()
+    return num_missing
 
 
-def _run(missing: int, workers: int) -> Iterator[None]:
-    if workers <= 1 or missing <= 1:
-        yield from map(_measure_shard, range(missing))
+def _run_tasks(num_tasks: int, num_workers: int) -> Iterator[None]:
+    if num_workers <= 1 or num_tasks <= 1:
+        yield from map(_measure_shard, range(num_tasks))
         return
     # Forked processes would not survive the tokenizer's own threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("fork")
     # A worker whose parent was killed would wait for its next shard for ever.
-    with ProcessPoolExecutor(workers, context, initializer=end_with_parent) as pool:
-        yield from pool.map(_measure_shard, range(missing))
+    with ProcessPoolExecutor(num_workers, context, initializer=end_with_parent) as process_pool:
+        yield from process_pool.map(_measure_shard, range(num_tasks))
 
 
-def _measure_shard(number: int) -> None:
-    task = _tasks[number]
-    if task.part.is_file():  # another process was faster
+def _measure_shard(task_number: int) -> None:
+    task = _current_tasks[task_number]
+    if task.result_path.is_file():  # another process was faster
         return
-    source = task.source
-    if source.split not in _readers:
-        _readers[source.split] = Reader(source, task.encoder.data.sample_timeout_s)
-    reader = _readers[source.split]
-    samples, media, unusable = [], [np.zeros(0, MEDIUM)], []
-    count = all_turns = 0
-    for place in range(source.starts[task.shard], source.starts[task.shard + 1]):
-        tokens, turns, found, reason = measure(task.encoder, _read(reader, place))
-        all_turns += turns
-        unusable += [reason] if reason else []
-        media.append(found)
-        count += len(found)
-        samples.append((tokens, count))
-
-    partial = task.part.with_name(f"{task.part.stem}-{_unique()}{durable.PARTIAL}")
-    with partial.open("wb") as file:
-        np.savez(
-            file,
-            samples=np.array(samples, SAMPLE),
-            media=np.concatenate(media),
-            turns=all_turns,
-            unusable=np.array(unusable, str),
+    sample_source = task.sample_source
+    if sample_source.split not in _split_readers:
+        _split_readers[sample_source.split] = SampleReader(
+            sample_source, task.encoder.data_config.sample_timeout_s
         )
-    durable.put(partial, task.part)
+    split_reader = _split_readers[sample_source.split]
+    sample_rows, media_arrays, unusable_reasons = [], [np.zeros(0, MEDIUM_DTYPE)], []
+    media_count = all_turns = 0
+    for sample_index in range(
+        sample_source.shard_starts[task.shard_index], sample_source.shard_starts[task.shard_index + 1]
+    ):
+        text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(
+            task.encoder, _read_sample(split_reader, sample_index)
+        )
+        all_turns += assistant_turns
+        unusable_reasons += [unusable_reason] if unusable_reason else []
+        media_arrays.append(sample_media)
+        media_count += len(sample_media)
+        sample_rows.append((text_tokens, media_count))
+
+    partial_path = task.result_path.with_name(
+        f"{task.result_path.stem}-{_process_suffix()}{durable_files.PARTIAL_SUFFIX}"
+    )
+    with partial_path.open("wb") as partial_file:
+        np.savez(
+            partial_file,
+            samples=np.array(sample_rows, SAMPLE_DTYPE),
+            media=np.concatenate(media_arrays),
+            turns=all_turns,
+            unusable=np.array(unusable_reasons, str),
+        )
+    durable_files.publish_file(partial_path, task.result_path)
 
 
-def _read(reader: Reader, place: int) -> RawSample | None:
+def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | None:
     """A sample. Raises :class:`SizesWriteError` if the storage fails: the sample itself may be whole."""
     try:
-        sample = reader.read(place, whole=False)
+        sample = split_reader.read_sample(sample_index, with_media=False)
     except FatalSampleError as error:
         raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
-    if sample is not None and sample.broken and sample.broken[0] in PASSING:
+    if sample is not None and sample.read_failure and sample.read_failure[0] in STORAGE_REASONS:
         raise SizesWriteError(
-            f"{sample.broken[0]}: {sample.broken[1]}. Start `megatron-vl data index` again when the storage"
+            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start `megatron-vl data index` again when the storage"
             " answers: it continues"
         )
     return sample
 
 
-def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
-    """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM`, and "". If it cannot
+def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
+    """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM_DTYPE`, and "". If it cannot
     be used: no tokens, turns or media, and the reason. A fault of the machine is none of the sample.
 
     Args:
@@ -338,64 +403,78 @@ def measure(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, ND
     Raises:
         SizesWriteError: files or memory fail.
     """
-    none = np.zeros(0, MEDIUM)
+    no_media = np.zeros(0, MEDIUM_DTYPE)
     try:
-        if sample is None or sample.broken:
-            return 0, 0, none, sample.broken[0] if sample and sample.broken else ""
-        record = json.loads(sample.text or b"")
-        media = np.array([_medium(item) for item in record["media"]], MEDIUM)
-        grids = [grid_of(item, encoder.settings) for item in record["media"]]
-        token_ids, _ = encoder.chat.encode(record["messages"], grids, record.get("tools", ()))
-    except TemplateError:
-        return 0, 0, none, NOT_IN_TEMPLATE
+        if sample is None or sample.read_failure:
+            return 0, 0, no_media, sample.read_failure[0] if sample and sample.read_failure else ""
+        sample_record = json.loads(sample.json_bytes or b"")
+        media_rows = np.array([_medium_row(item) for item in sample_record["media"]], MEDIUM_DTYPE)
+        media_grids = [stored_media_grid(item, encoder.pixel_settings) for item in sample_record["media"]]
+        token_ids, _ = encoder.chat_encoder.encode(
+            sample_record["messages"], media_grids, sample_record.get("tools", ())
+        )
+    except ChatTemplateError:
+        return 0, 0, no_media, NOT_IN_CHAT_TEMPLATE
     except Exception as error:  # a sample from outside may cause any error; a run counts and lists it
-        cause = error.__cause__ if isinstance(error, ChatError) else error
-        if isinstance(cause, OSError | MemoryError):
+        root_cause = error.__cause__ if isinstance(error, ChatError) else error
+        if isinstance(root_cause, OSError | MemoryError):
             raise SizesWriteError(
-                f"sample {sample.__key__ if sample else ''}: {type(cause).__name__}: {cause}. Start"
+                f"sample {sample.__key__ if sample else ''}: {type(root_cause).__name__}: {root_cause}. Start"
                 " `megatron-vl data index` again when the machine has the files and the memory: it continues"
             ) from error
-        return 0, 0, none, "cannot be encoded"
-    turns = sum(message["role"] == "assistant" for message in record["messages"])
-    return len(token_ids) - sum(map(encoder.chat.medium_tokens, grids)), turns, media, ""
+        return 0, 0, no_media, "cannot be encoded"
+    assistant_turns = sum(message["role"] == "assistant" for message in sample_record["messages"])
+    return (
+        len(token_ids) - sum(map(encoder.chat_encoder.media_token_count, media_grids)),
+        assistant_turns,
+        media_rows,
+        "",
+    )
 
 
-def _medium(item: dict[str, Any]) -> Medium:
+def _medium_row(item: dict[str, Any]) -> MediumFields:
     height, width = item["height"], item["width"]
     if item["kind"] == "image":
         return height, width, 0, 0.0, 0
-    video = stored_video(item)
-    return height, width, video.frames, video.fps, int(video.sampling == "whole")
+    video_info = stored_video_info(item)
+    return height, width, video_info.frame_count, video_info.fps, int(video_info.sampling == "whole")
 
 
-def _join(joined: Path, tasks: Sequence[_Task], content: str) -> None:
+def _join_shards(joined: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
     """Joins the files of the shards."""
-    counts = []
+    media_counts = []
     shards = {}
     for task in tasks:
-        with np.load(task.part) as held:
-            if len(held["samples"]) != task.samples:
+        with np.load(task.result_path) as shard_arrays:
+            if len(shard_arrays["samples"]) != task.num_samples:
                 raise SizesWriteError(
-                    f"{task.part} does not hold {task.samples} samples of {task.name}; delete"
-                    f" {task.part.parent}"
+                    f"{task.result_path} does not hold {task.num_samples} samples of {task.name}; delete"
+                    f" {task.result_path.parent}"
                 )
-            counts.append(len(held["media"]))
-            reasons = Counter(held["unusable"].tolist())
-            turns = int(held["turns"])
-            shards[task.name] = {"samples": task.samples, "turns": turns, "unusable": reasons}
+            media_counts.append(len(shard_arrays["media"]))
+            reasons = Counter(shard_arrays["unusable"].tolist())
+            assistant_turns = int(shard_arrays["turns"])
+            shards[task.name] = {"samples": task.num_samples, "turns": assistant_turns, "unusable": reasons}
 
     all_samples = np.lib.format.open_memmap(
-        joined / "samples.npy", mode="w+", dtype=SAMPLE, shape=(sum(task.samples for task in tasks),)
+        joined / "samples.npy",
+        mode="w+",
+        dtype=SAMPLE_DTYPE,
+        shape=(sum(task.num_samples for task in tasks),),
     )
-    all_media = np.lib.format.open_memmap(joined / "media.npy", mode="w+", dtype=MEDIUM, shape=(sum(counts),))
-    at = before = 0
-    for task, media in zip(tasks, counts, strict=True):
-        with np.load(task.part) as held:
-            samples = held["samples"]
-            samples["media_end"] += before
-            all_samples[at : at + len(samples)] = samples
-            all_media[before : before + media] = held["media"]
-        at, before = at + len(samples), before + media
+    all_media = np.lib.format.open_memmap(
+        joined / "media.npy", mode="w+", dtype=MEDIUM_DTYPE, shape=(sum(media_counts),)
+    )
+    sample_offset = media_offset = 0
+    for task, media_count in zip(tasks, media_counts, strict=True):
+        with np.load(task.result_path) as shard_arrays:
+            shard_samples = shard_arrays["samples"]
+            shard_samples["media_end"] += media_offset
+            all_samples[sample_offset : sample_offset + len(shard_samples)] = shard_samples
+            all_media[media_offset : media_offset + media_count] = shard_arrays["media"]
+        sample_offset, media_offset = sample_offset + len(shard_samples), media_offset + media_count
     all_samples.flush()
     all_media.flush()
-    durable.write(joined / SHARDS, json.dumps({"content": content, "shards": shards}).encode())
+    durable_files.write_file(
+        joined / SHARDS_FILE, json.dumps({"content": dataset_uuid, "shards": shards}).encode()
+    )

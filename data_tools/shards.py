@@ -23,222 +23,267 @@ from typing import Any
 
 import yaml
 
-from megatron_vl import durable
-from megatron_vl.data.source.description import MOST_SHARDS
-from megatron_vl.data.source.reading import with_crc
+from megatron_vl import durable_files
+from megatron_vl.data.source.dataset_description import MAX_SHARDS
+from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.errors import UserError
 
-from .media import MediaInfo, describe, read_media
+from .media import MediaInfo, describe_reference, read_media
 
-WORK = ".convert"
+WORK_FOLDER = ".convert"
 """Folder within the data set's folder that holds what an unfinished conversion needs to continue."""
 
 
 @dataclass
-class Entry:
+class ConvertedSample:
     """One sample on its way into a shard."""
 
     key: str
     messages: list[dict[str, Any]]
     references: list[tuple[str, Any]]
-    infos: list[MediaInfo]
-    source: dict[str, Any]
-    identity: str = ""
+    media_infos: list[MediaInfo]
+    record_source: dict[str, Any]
+    record_identity: str = ""
     """The record's id, see :class:`~data_tools.formats.Conversation`, which also has the next two fields."""
-    ignored: list[tuple[str, str]] = field(default_factory=list)
+    ignored_keys: list[tuple[str, str]] = field(default_factory=list)
     answer_media: int = 0
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_definitions: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def bytes(self) -> int:
-        return sum(info.bytes for info in self.infos)
+    def media_bytes(self) -> int:
+        return sum(info.size_bytes for info in self.media_infos)
 
 
 @dataclass
-class Shard:
+class WrittenShard:
     """A written shard and its rows for the index."""
 
     name: str
-    samples: int
-    bytes: int
+    num_samples: int
+    size_bytes: int
     sha256: str
-    rows: list[Any] = field(default_factory=list, repr=False)
+    index_rows: list[Any] = field(default_factory=list, repr=False)
 
 
 class ShardError(UserError, ValueError):
     """A shard could not be written as planned; the message names the file."""
 
 
-def finish_shard(name: str, index: int, entries: list[Entry], root: Path | None, out: Path) -> Shard:
+def finish_shard(
+    shard_name: str,
+    shard_index: int,
+    shard_samples: list[ConvertedSample],
+    media_root: Path | None,
+    dataset_dir: Path,
+) -> WrittenShard:
     """Returns the shard of an earlier run if it is intact and has the same samples; otherwise writes it.
 
     Raises:
         ShardError: a medium changed after it was verified, or Energon does not find all samples.
         OSError: the shard cannot be written.
     """
-    manifest = out / WORK / f"{name}.json"
-    plan = _digest(
-        json.dumps([[e.key, e.messages, e.tools, [i.crc32 for i in e.infos]] for e in entries]).encode()
+    manifest_path = dataset_dir / WORK_FOLDER / f"{shard_name}.json"
+    content_digest = _sha256_digest(
+        json.dumps(
+            [
+                [
+                    sample.key,
+                    sample.messages,
+                    sample.tool_definitions,
+                    [media_info.crc32 for media_info in sample.media_infos],
+                ]
+                for sample in shard_samples
+            ]
+        ).encode()
     )
-    if _is_finished(manifest, plan, out / name):
-        shard = _indexed(name, index, entries, out)
-        durable.sync(_idx(out / name))
+    if _is_finished(manifest_path, content_digest, dataset_dir / shard_name):
+        shard = _index_shard(shard_name, shard_index, shard_samples, dataset_dir)
+        durable_files.fsync_path(_offsets_path(dataset_dir / shard_name))
         return shard
 
-    work = out / WORK / f"tmp.{os.getpid()}"
-    work.mkdir(exist_ok=True)
-    _write_tar(work / name, entries, root)
-    shard = _indexed(name, index, entries, work)
+    work_dir = dataset_dir / WORK_FOLDER / f"tmp.{os.getpid()}"
+    work_dir.mkdir(exist_ok=True)
+    _write_tar(work_dir / shard_name, shard_samples, media_root)
+    shard = _index_shard(shard_name, shard_index, shard_samples, work_dir)
 
-    durable.put(_idx(work / name), _idx(out / name))
-    durable.put(work / name, out / name)
-    durable.write(manifest, json.dumps({"plan": plan, "bytes": shard.bytes, "sha256": shard.sha256}).encode())
+    durable_files.publish_file(_offsets_path(work_dir / shard_name), _offsets_path(dataset_dir / shard_name))
+    durable_files.publish_file(work_dir / shard_name, dataset_dir / shard_name)
+    durable_files.write_file(
+        manifest_path,
+        json.dumps({"plan": content_digest, "bytes": shard.size_bytes, "sha256": shard.sha256}).encode(),
+    )
     return shard
 
 
-def _idx(tar: Path) -> Path:
+def _offsets_path(tar_path: Path) -> Path:
     """The path of Energon's file of offsets in a tar."""
-    return tar.with_suffix(".tar.idx")
+    return tar_path.with_suffix(".tar.idx")
 
 
-def _is_finished(manifest: Path, plan: str, tar: Path) -> bool:
+def _is_finished(manifest_path: Path, content_digest: str, tar_path: Path) -> bool:
     """Whether the shard exists, has these samples, and has the bytes that were written."""
     try:
-        written = json.loads(manifest.read_text())
-        same = written["plan"] == plan and tar.stat().st_size == written["bytes"]
-        return same and _sha256(tar) == written["sha256"]
+        manifest_fields = json.loads(manifest_path.read_text())
+        is_same = (
+            manifest_fields["plan"] == content_digest and tar_path.stat().st_size == manifest_fields["bytes"]
+        )
+        return is_same and _file_sha256(tar_path) == manifest_fields["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
 
-def _write_tar(path: Path, entries: list[Entry], root: Path | None) -> None:
+def _write_tar(tar_path: Path, shard_samples: list[ConvertedSample], media_root: Path | None) -> None:
     """Writes the media's original bytes, without times or owners in the headers."""
-    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
-        for entry in entries:
-            keys = [f"{i}.{info.suffix}" for i, info in enumerate(entry.infos)]
-            _add(tar, f"{entry.key}.json", _sample_json(entry, keys))
-            for key, info, (kind, reference) in zip(keys, entry.infos, entry.references, strict=True):
+    with tarfile.open(tar_path, "w", format=tarfile.USTAR_FORMAT) as tar_file:
+        for sample in shard_samples:
+            keys = [f"{i}.{media_info.suffix}" for i, media_info in enumerate(sample.media_infos)]
+            _add_member(tar_file, f"{sample.key}.json", _sample_json(sample, keys))
+            for key, media_info, (media_kind, reference) in zip(
+                keys, sample.media_infos, sample.references, strict=True
+            ):
                 try:
-                    data = read_media(kind, reference, root)
+                    media_bytes = read_media(media_kind, reference, media_root)
                 except ValueError as error:
                     raise ShardError(
-                        f"{_where(entry)}: {error}, but was there when it was verified; {AGAIN}"
+                        f"{_sample_origin(sample)}: {error}, but was there when it was verified; {RESTART_ADVICE}"
                     ) from error
-                if zlib.crc32(data) != info.crc32:
+                if zlib.crc32(media_bytes) != media_info.crc32:
                     raise ShardError(
-                        f"{_where(entry)}: {describe(reference)} changed after it was verified; {AGAIN}"
+                        f"{_sample_origin(sample)}: {describe_reference(reference)} changed after it was verified; {RESTART_ADVICE}"
                     )
-                _add(tar, f"{entry.key}.{key}", data)
+                _add_member(tar_file, f"{sample.key}.{key}", media_bytes)
 
 
-AGAIN = "start again with --force, or with another --out"
+RESTART_ADVICE = "start again with --force, or with another --out"
 
 
-def _where(entry: Entry) -> str:
-    return f"{entry.source['file']}: record {entry.source['record']}"
+def _sample_origin(sample: ConvertedSample) -> str:
+    return f"{sample.record_source['file']}: record {sample.record_source['record']}"
 
 
-def _indexed(name: str, index: int, entries: list[Entry], folder: Path) -> Shard:
+def _index_shard(
+    shard_name: str, shard_index: int, shard_samples: list[ConvertedSample], shard_dir: Path
+) -> WrittenShard:
     """Writes Energon's ``.idx`` beside the tar. Returns the shard with its rows for the index."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 
-    rows = list(WebdatasetPreparator._preprocess_tar(name, {name: index}, EPath(folder), max_parts=0))
-    found = next(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
-    if found != len(entries):
-        raise ShardError(f"{folder / name}: Energon finds {found} of {len(entries)} samples")
+    rows = list(
+        WebdatasetPreparator._preprocess_tar(
+            shard_name, {shard_name: shard_index}, EPath(shard_dir), max_parts=0
+        )
+    )
+    samples_found = next(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
+    if samples_found != len(shard_samples):
+        raise ShardError(
+            f"{shard_dir / shard_name}: Energon finds {samples_found} of {len(shard_samples)} samples"
+        )
     rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
-    return Shard(
-        name,
-        len(entries),
-        (folder / name).stat().st_size,
-        _sha256(folder / name),
-        rows + _media_rows(entries),
+    return WrittenShard(
+        shard_name,
+        len(shard_samples),
+        (shard_dir / shard_name).stat().st_size,
+        _file_sha256(shard_dir / shard_name),
+        rows + _media_rows(shard_samples),
     )
 
 
-def _sample_json(entry: Entry, keys: list[str]) -> bytes:
+def _sample_json(sample: ConvertedSample, keys: list[str]) -> bytes:
     """Messages whose media parts name their tar members, and the media's sizes, so that
     packing decodes nothing."""
-    names = iter(keys)
+    member_iterator = iter(keys)
 
-    def part(p: dict[str, Any]) -> dict[str, Any]:
-        return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(names)}
+    def named_part(p: dict[str, Any]) -> dict[str, Any]:
+        return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(member_iterator)}
 
     messages = [
-        m if isinstance(m["content"], str) else {**m, "content": [part(p) for p in m["content"]]}
-        for m in entry.messages
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [named_part(p) for p in message["content"]]}
+        for message in sample.messages
     ]
-    media = [info.record(key) for key, info in zip(keys, entry.infos, strict=True)]
-    tools = {"tools": entry.tools} if entry.tools else {}
-    sample = {"messages": messages, **tools, "media": media, "source": entry.source}
-    return with_crc(json.dumps(sample, ensure_ascii=False).encode())
+    media_records = [info.loader_record(key) for key, info in zip(keys, sample.media_infos, strict=True)]
+    tools_field = {"tools": sample.tool_definitions} if sample.tool_definitions else {}
+    sample_fields = {
+        "messages": messages,
+        **tools_field,
+        "media": media_records,
+        "source": sample.record_source,
+    }
+    return append_crc32(json.dumps(sample_fields, ensure_ascii=False).encode())
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    member = tarfile.TarInfo(name)
-    member.size = len(data)
-    tar.addfile(member, io.BytesIO(data))
+def _add_member(tar_file: tarfile.TarFile, member_name: str, member_bytes: bytes) -> None:
+    member_info = tarfile.TarInfo(member_name)
+    member_info.size = len(member_bytes)
+    tar_file.addfile(member_info, io.BytesIO(member_bytes))
 
 
-def _media_rows(entries: list[Entry]) -> list[Any]:
+def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
     """Sizes as Energon's own ``prepare`` would store them (images as in the file,
     before EXIF orientation)."""
     from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
     from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
 
-    rows = []
-    for entry in entries:
-        for i, info in enumerate(entry.infos):
-            if info.kind == "image":
-                meta: Any = ImageMetadata(
-                    width=info.stored_width, height=info.stored_height, format=info.format, mode=info.mode
+    metadata_rows = []
+    for sample in shard_samples:
+        for i, media_info in enumerate(sample.media_infos):
+            if media_info.kind == "image":
+                media_metadata: Any = ImageMetadata(
+                    width=media_info.stored_width,
+                    height=media_info.stored_height,
+                    format=media_info.image_format,
+                    mode=media_info.image_mode,
                 )
             else:
-                size = {"video_width": info.width, "video_height": info.height}
-                meta = AVMetadata(
-                    video_duration=info.frames / info.fps,
-                    video_num_frames=info.frames,
-                    video_fps=info.fps,
-                    **size,
+                video_size = {"video_width": media_info.width, "video_height": media_info.height}
+                media_metadata = AVMetadata(
+                    video_duration=media_info.num_frames / media_info.fps,
+                    video_num_frames=media_info.num_frames,
+                    video_fps=media_info.fps,
+                    **video_size,
                 )
 
-            kind, text = serialize_media_metadata(meta)
-            rows.append(
+            metadata_type, metadata_json = serialize_media_metadata(media_metadata)
+            metadata_rows.append(
                 IndexMediaMetadata(
-                    entry_key=f"{entry.key}.{i}.{info.suffix}", metadata_type=kind.value, metadata_json=text
+                    entry_key=f"{sample.key}.{i}.{media_info.suffix}",
+                    metadata_type=metadata_type.value,
+                    metadata_json=metadata_json,
                 )
             )
 
-    return rows
+    return metadata_rows
 
 
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def _sha256_digest(content_bytes: bytes) -> str:
+    return hashlib.sha256(content_bytes).hexdigest()
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+def _file_sha256(file_path: Path) -> str:
+    with file_path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class IndexWriter:
-    """Writes Energon's ``.nv-meta`` for shards that arrive in order, into ``meta`` (a new folder)."""
+    """Writes Energon's ``.nv-meta`` for shards that arrive in order, into ``meta_dir`` (a new folder)."""
 
-    def __init__(self, meta: Path) -> None:
+    def __init__(self, meta_dir: Path) -> None:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.indexing import SqliteIndexWriter
 
-        self.meta = meta
-        self.meta.mkdir()
-        self.sqlite = SqliteIndexWriter(EPath(self.meta / "index.sqlite"), enable_media_metadata=True)
-        self.shards: list[Shard] = []
+        self.meta_dir = meta_dir
+        self.meta_dir.mkdir()
+        self.sqlite_writer = SqliteIndexWriter(
+            EPath(self.meta_dir / "index.sqlite"), enable_media_metadata=True
+        )
+        self.written_shards: list[WrittenShard] = []
 
-    def add(self, shard: Shard) -> None:
+    def add_shard(self, shard: WrittenShard) -> None:
         """Adds a shard to the index. Raises :class:`ShardError` at a shard that no loader would read."""
-        if len(self.shards) == MOST_SHARDS:
+        if len(self.written_shards) == MAX_SHARDS:
             raise ShardError(
-                f"{shard.name} is one more than the {MOST_SHARDS} shards that the loader reads of a data "
+                f"{shard.name} is one more than the {MAX_SHARDS} shards that the loader reads of a data "
                 "set; start again with --force and larger shards (--samples-per-shard, --shard-mb), or "
                 "convert the input as several data sets"
             )
@@ -248,29 +293,32 @@ class IndexWriter:
             IndexSamplePart,
         )
 
-        def rows(kind: type) -> list[Any]:
-            return [row for row in shard.rows if isinstance(row, kind)]
+        def rows_of_type(row_type: type) -> list[Any]:
+            return [row for row in shard.index_rows if isinstance(row, row_type)]
 
-        self.sqlite.append_samples(rows(IndexSample))
-        self.sqlite.append_parts(rows(IndexSamplePart))
-        self.sqlite.append_media_metadata_batch(rows(IndexMediaMetadata))
-        shard.rows = []
-        self.shards.append(shard)
+        self.sqlite_writer.append_samples(rows_of_type(IndexSample))
+        self.sqlite_writer.append_parts(rows_of_type(IndexSamplePart))
+        self.sqlite_writer.append_media_metadata_batch(rows_of_type(IndexMediaMetadata))
+        shard.index_rows = []
+        self.written_shards.append(shard)
 
     def finish(self) -> None:
         """Closes the index and writes the data set's description, as Energon reads it."""
         from megatron.energon import __version__
 
-        self.sqlite.close()
-        digest = "".join(f"{shard.name} {shard.sha256}\n" for shard in self.shards)
-        (self.meta / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, digest)))
-        counts = {shard.name: shard.samples for shard in self.shards}
-        (self.meta / ".info.json").write_text(
-            json.dumps({"energon_version": __version__, "shard_counts": counts}, indent=2)
+        self.sqlite_writer.close()
+        shards_digest = "".join(f"{shard.name} {shard.sha256}\n" for shard in self.written_shards)
+        (self.meta_dir / "index.uuid").write_text(str(uuid.uuid5(uuid.NAMESPACE_OID, shards_digest)))
+        sample_counts = {shard.name: shard.num_samples for shard in self.written_shards}
+        (self.meta_dir / ".info.json").write_text(
+            json.dumps({"energon_version": __version__, "shard_counts": sample_counts}, indent=2)
         )
-        splits = {part: [s.name for s in self.shards if s.name.startswith(part)] for part in ("train", "val")}
-        (self.meta / "split.yaml").write_text(
-            yaml.safe_dump({"split_parts": splits, "exclude": []}, sort_keys=False)
+        split_shards = {
+            part: [s.name for s in self.written_shards if s.name.startswith(part)]
+            for part in ("train", "val")
+        }
+        (self.meta_dir / "split.yaml").write_text(
+            yaml.safe_dump({"split_parts": split_shards, "exclude": []}, sort_keys=False)
         )
-        dataset = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
-        (self.meta / "dataset.yaml").write_text(yaml.safe_dump(dataset, sort_keys=False))
+        dataset_fields = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+        (self.meta_dir / "dataset.yaml").write_text(yaml.safe_dump(dataset_fields, sort_keys=False))

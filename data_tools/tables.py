@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SUFFIXES = (".parquet", ".arrow")
-BYTES_AT_ONCE = 32 << 20
-MOST_ROWS = 64
+TABLE_SUFFIXES = (".parquet", ".arrow")
+MAX_BATCH_BYTES = 32 << 20
+MAX_BATCH_ROWS = 64
 
 
 def read_rows(
-    path: Path, on_bytes: Callable[[int], None], wanted: Callable[[int, int], bool]
+    table_path: Path, on_bytes: Callable[[int], None], is_wanted: Callable[[int, int], bool]
 ) -> Iterator[tuple[int, Any]]:
     """Yields (row number from 1, record); None in place of records that are not ``wanted(first, end)``.
 
@@ -26,69 +26,75 @@ def read_rows(
     Raises:
         ValueError: the file is damaged (pyarrow's errors are such).
     """
-    read = _parquet if path.suffix == ".parquet" else _arrow
-    size = path.stat().st_size
-    number = told = 0
-    for rows, total in read(path, wanted):
-        number += len(rows)
-        share = size * number // max(total, number, 1)
-        on_bytes(share - told)
-        told = share
-        yield from enumerate(rows, number - len(rows) + 1)
+    read_table = _read_parquet if table_path.suffix == ".parquet" else _read_arrow
+    file_size = table_path.stat().st_size
+    row_number = reported_bytes = 0
+    for table_rows, total_rows in read_table(table_path, is_wanted):
+        row_number += len(table_rows)
+        bytes_done = file_size * row_number // max(total_rows, row_number, 1)
+        on_bytes(bytes_done - reported_bytes)
+        reported_bytes = bytes_done
+        yield from enumerate(table_rows, row_number - len(table_rows) + 1)
 
 
-def _parquet(path: Path, wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
+def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
     """Yields (rows, number of rows in the file). Row groups without wanted rows are not read."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-        start = 0
-        for group in range(file.num_row_groups):
-            meta = file.metadata.row_group(group)
-            rows = meta.num_rows
-            if not wanted(start, start + rows):
+    with pq.ParquetFile(table_path, buffer_size=1 << 20, pre_buffer=False) as parquet_file:
+        row_start = 0
+        for row_group in range(parquet_file.num_row_groups):
+            group_metadata = parquet_file.metadata.row_group(row_group)
+            num_rows = group_metadata.num_rows
+            if not is_wanted(row_start, row_start + num_rows):
                 yield from (
-                    ([None] * min(MOST_ROWS, rows - i), file.metadata.num_rows)
-                    for i in range(0, rows, MOST_ROWS)
+                    ([None] * min(MAX_BATCH_ROWS, num_rows - i), parquet_file.metadata.num_rows)
+                    for i in range(0, num_rows, MAX_BATCH_ROWS)
                 )
-                start += rows
+                row_start += num_rows
                 continue
 
-            at_once = max(1, min(MOST_ROWS, BYTES_AT_ONCE * rows // max(meta.total_byte_size, 1)))
-            for batch in file.iter_batches(at_once, row_groups=[group], use_threads=False):
-                yield _records(batch, start, wanted), file.metadata.num_rows
-                start += batch.num_rows
+            rows_per_batch = max(
+                1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * num_rows // max(group_metadata.total_byte_size, 1))
+            )
+            for record_batch in parquet_file.iter_batches(
+                rows_per_batch, row_groups=[row_group], use_threads=False
+            ):
+                yield _batch_records(record_batch, row_start, is_wanted), parquet_file.metadata.num_rows
+                row_start += record_batch.num_rows
 
 
-def _arrow(path: Path, wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
+def _read_arrow(table_path: Path, is_wanted: Callable[[int, int], bool]) -> Iterator[tuple[list[Any], int]]:
     """Yields (rows, 0): a stream does not say how many rows it has."""
     import pyarrow as pa
 
-    with pa.memory_map(str(path)) as source:
+    with pa.memory_map(str(table_path)) as memory_map:
         try:
-            batches: Any = pa.ipc.open_stream(source)
+            record_batches: Any = pa.ipc.open_stream(memory_map)
         except pa.ArrowInvalid:
-            file = pa.ipc.open_file(source)
-            batches = (file.get_batch(i) for i in range(file.num_record_batches))
-        start = 0
-        for batch in batches:
-            at_once = max(1, min(MOST_ROWS, BYTES_AT_ONCE * batch.num_rows // max(batch.nbytes, 1)))
-            for i in range(0, batch.num_rows, at_once):
-                rows = batch.slice(i, at_once)
-                yield _records(rows, start, wanted), 0
-                start += rows.num_rows
+            arrow_file = pa.ipc.open_file(memory_map)
+            record_batches = (arrow_file.get_batch(i) for i in range(arrow_file.num_record_batches))
+        row_start = 0
+        for record_batch in record_batches:
+            rows_per_batch = max(
+                1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES * record_batch.num_rows // max(record_batch.nbytes, 1))
+            )
+            for i in range(0, record_batch.num_rows, rows_per_batch):
+                batch_slice = record_batch.slice(i, rows_per_batch)
+                yield _batch_records(batch_slice, row_start, is_wanted), 0
+                row_start += batch_slice.num_rows
 
 
-def _records(batch: Any, start: int, wanted: Callable[[int, int], bool]) -> list[Any]:
-    if not wanted(start, start + batch.num_rows):
-        return [None] * batch.num_rows
-    return [_filled(row) for row in batch.to_pylist()]
+def _batch_records(record_batch: Any, row_start: int, is_wanted: Callable[[int, int], bool]) -> list[Any]:
+    if not is_wanted(row_start, row_start + record_batch.num_rows):
+        return [None] * record_batch.num_rows
+    return [_without_nulls(row) for row in record_batch.to_pylist()]
 
 
-def _filled(value: Any) -> Any:
+def _without_nulls(field_value: Any) -> Any:
     """A value without the null fields of its structures."""
-    if isinstance(value, dict):
-        return {name: _filled(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_filled(item) for item in value]
-    return value
+    if isinstance(field_value, dict):
+        return {name: _without_nulls(item) for name, item in field_value.items() if item is not None}
+    if isinstance(field_value, list):
+        return [_without_nulls(item) for item in field_value]
+    return field_value

@@ -10,14 +10,16 @@ from pathlib import Path
 
 from megatron_vl.errors import UserError
 
-from .resume import RECORD
+from .resume import CONVERSION_FILE
 
 
 class VerifyError(UserError, ValueError):
     """A folder that cannot be checked; the message says why."""
 
 
-def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[int, list[str]]:
+def verify_dataset(
+    dataset_dir: Path, show_progress: Callable[[str], None] | None = None
+) -> tuple[int, list[str]]:
     """Reads all shards of a data set and compares them with the record.
 
     Returns:
@@ -26,40 +28,43 @@ def verify(path: Path, progress: Callable[[str], None] | None = None) -> tuple[i
     Raises:
         VerifyError: the folder is not a complete data set of ``megatron-vl data convert``.
     """
-    record = path / ".nv-meta" / RECORD
+    record_path = dataset_dir / ".nv-meta" / CONVERSION_FILE
     try:
-        shards = json.loads(record.read_text())["shards"]
+        shard_records = json.loads(record_path.read_text())["shards"]
     except FileNotFoundError as error:
         raise VerifyError(
-            f"{path} is not a complete data set of `megatron-vl data convert`: {record} is missing"
+            f"{dataset_dir} is not a complete data set of `megatron-vl data convert`: {record_path} is missing"
         ) from error
     except (ValueError, KeyError) as error:
-        raise VerifyError(f"{record} is damaged ({error}); convert the data again") from error
+        raise VerifyError(f"{record_path} is damaged ({error}); convert the data again") from error
 
     problems: list[str] = []
-    total = sum(shard["bytes"] for shard in shards.values())
-    done = 0
-    start = time.monotonic()
-    for name, shard in shards.items():
-        problems += _problems(path / name, shard["bytes"], shard["sha256"])
-        done += shard["bytes"]
-        rate = done / max(time.monotonic() - start, 1e-9)
-        if progress:
-            progress(
-                f"{done / max(total, 1):4.0%}  {rate / 1e6:.0f} MB/s, "
-                f"{(total - done) / max(rate, 1):.0f} s left"
+    total_bytes = sum(shard_record["bytes"] for shard_record in shard_records.values())
+    bytes_done = 0
+    start_time = time.monotonic()
+    for shard_name, shard_record in shard_records.items():
+        problems += _shard_problems(dataset_dir / shard_name, shard_record["bytes"], shard_record["sha256"])
+        bytes_done += shard_record["bytes"]
+        bytes_per_second = bytes_done / max(time.monotonic() - start_time, 1e-9)
+        if show_progress:
+            show_progress(
+                f"{bytes_done / max(total_bytes, 1):4.0%}  {bytes_per_second / 1e6:.0f} MB/s, "
+                f"{(total_bytes - bytes_done) / max(bytes_per_second, 1):.0f} s left"
             )
 
-    return len(shards), problems
+    return len(shard_records), problems
 
 
-def _problems(tar: Path, size: int, sha256: str) -> list[str]:
+def _shard_problems(tar_path: Path, expected_bytes: int, expected_sha256: str) -> list[str]:
     try:
-        index = [] if tar.with_suffix(".tar.idx").is_file() else [f"{tar}.idx is missing"]
-        if tar.stat().st_size != size:
-            return [*index, f"{tar} has {tar.stat().st_size} bytes, but {size} were written"]
-        with tar.open("rb") as file:
-            same = hashlib.file_digest(file, "sha256").hexdigest() == sha256
-        return index if same else [*index, f"{tar}: its SHA-256 differs from the recorded one"]
+        index = [] if tar_path.with_suffix(".tar.idx").is_file() else [f"{tar_path}.idx is missing"]
+        if tar_path.stat().st_size != expected_bytes:
+            return [
+                *index,
+                f"{tar_path} has {tar_path.stat().st_size} bytes, but {expected_bytes} were written",
+            ]
+        with tar_path.open("rb") as file:
+            is_same = hashlib.file_digest(file, "sha256").hexdigest() == expected_sha256
+        return index if is_same else [*index, f"{tar_path}: its SHA-256 differs from the recorded one"]
     except OSError as error:
-        return [f"{tar} cannot be read: {error.strerror}"]
+        return [f"{tar_path} cannot be read: {error.strerror}"]

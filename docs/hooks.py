@@ -23,7 +23,7 @@ if str(ROOT) not in sys.path:
 from megatron_vl.config import TrainConfig  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
 from toolkit.commands import COMMANDS  # noqa: E402
-from toolkit.options import CommandOptions, field_texts, kebab, shown_options  # noqa: E402
+from toolkit.options import CommandOptions, field_docstrings, option_flag, shown_options  # noqa: E402
 
 # --- The fields of a run ------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def section_of(field: dataclasses.Field) -> type | None:
 
 def _fields(config: type, fields: list[dataclasses.Field], prefix: str) -> list[str]:
     """A heading, a line of facts and a paragraph for each field."""
-    texts = field_texts(config)
+    texts = field_docstrings(config)
     hints = typing.get_type_hints(config)
     parts = []
     for field in fields:
@@ -78,7 +78,7 @@ def commands_reference() -> str:
     """What the site's page ``reference/commands.md`` says after its introduction."""
     parts = []
     for name, command in COMMANDS.items():
-        options = command.load_options()
+        options = command.load_options_class()
         parts += [f"## megatron-vl {name}\n", f"{as_markdown(_docstring(options))}\n"]
         if options.run_fields:
             parts.append("Takes `--config RUN.yaml` and [every field of a run](run.md) as well.\n")
@@ -89,7 +89,7 @@ def commands_reference() -> str:
 
 
 def _options(options: type[CommandOptions]) -> list[str]:
-    texts = field_texts(options)
+    texts = field_docstrings(options)
     hints = typing.get_type_hints(options)
     parts = []
     for field in shown_options(options):
@@ -105,8 +105,8 @@ def spelled(field: dataclasses.Field, hint: Any) -> str:
     if field.metadata.get("positional"):
         return metavar
     if hint is bool:
-        return kebab(field.name)
-    return f"{kebab(field.name)} {metavar}"
+        return option_flag(field.name)
+    return f"{option_flag(field.name)} {metavar}"
 
 
 def _facts(field: dataclasses.Field, hint: Any) -> list[str]:

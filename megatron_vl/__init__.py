@@ -1,8 +1,8 @@
 """Megatron-core based 3D-parallel training for Qwen-VL models."""
 
-from megatron_vl.core_fixes import compile_on_cpu, messages
+from megatron_vl.core_fixes import compile_on_cpu, silenced_messages
 
 __version__ = "0.1.0"
 
-messages.silence()
-compile_on_cpu.install()
+silenced_messages.silence_messages()
+compile_on_cpu.install_finders()

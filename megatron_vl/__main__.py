@@ -11,12 +11,12 @@ import importlib
 import os
 import sys
 
-from megatron_vl.processes import python_path_with_tools, tools_folder
+from megatron_vl.processes import python_path_with_tools, tools_dir
 
 
 def main() -> int:
     """Runs the command line. Processes that it starts find the tools too."""
-    folder = str(tools_folder())
+    folder = str(tools_dir())
     if folder not in sys.path:
         sys.path.insert(0, folder)
     os.environ["PYTHONPATH"] = python_path_with_tools()

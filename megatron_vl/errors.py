@@ -9,7 +9,7 @@ import os
 import re
 import traceback
 
-TRACEBACK = "MEGATRON_VL_TRACEBACK"
+TRACEBACK_VARIABLE = "MEGATRON_VL_TRACEBACK"
 """Environment variable: if it is set, errors that a user can fix are shown with a traceback too."""
 
 
@@ -28,15 +28,15 @@ class UsageError(UserError):
     exit_code = 2
 
 
-_OF_TORCH = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_TORCH_ERROR_NAMES = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 """Errors of torch that are about the machine.
 They are compared by name, because importing torch takes seconds."""
-_OF_LOST_RANK = {"DistBackendError", "DistNetworkError", "DistStoreError"}
-_LOST_RANK = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
+_LOST_RANK_ERROR_NAMES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_RANK_PATTERN = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
 """What a collective reports on the remaining ranks when another rank has ended."""
 
 
-def is_fixable(error: BaseException) -> bool:
+def is_user_fixable(error: BaseException) -> bool:
     """Whether a user can fix the error.
 
     Fixable errors are our own refusals, errors of files and disks,
@@ -44,38 +44,40 @@ def is_fixable(error: BaseException) -> bool:
     """
     if isinstance(error, UserError | OSError | MemoryError):
         return True
-    if type(error).__name__ in _OF_TORCH:
+    if type(error).__name__ in _TORCH_ERROR_NAMES:
         return True
-    return type(error) is RuntimeError and bool(_LOST_RANK.search(str(error)))
+    return type(error) is RuntimeError and bool(_LOST_RANK_PATTERN.search(str(error)))
 
 
 def traceback_helps(error: BaseException) -> bool:
-    """Whether the place of an error that a user can fix may say more than its message, as with errors of the
-    system. Messages of this project say all that there is to say."""
-    ours = isinstance(error, UserError) or isinstance(error, OSError) and error.errno is None
-    return is_fixable(error) and not ours
+    """Whether the traceback of a fixable error says more than its message. This holds for errors of the system.
+    Messages of this project are complete without it."""
+    is_own_message = isinstance(error, UserError) or isinstance(error, OSError) and error.errno is None
+    return is_user_fixable(error) and not is_own_message
 
 
-def follows(error: BaseException) -> bool:
+def follows_lost_rank(error: BaseException) -> bool:
     """Whether an error usually follows from the end of another rank, which then is the cause."""
-    return type(error).__name__ in _OF_LOST_RANK or bool(_LOST_RANK.search(str(error)))
+    return type(error).__name__ in _LOST_RANK_ERROR_NAMES or bool(_LOST_RANK_PATTERN.search(str(error)))
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The text to show for an error:
     its message, or for a bug its traceback and a line that says what to do."""
     message = str(error) or type(error).__name__
-    if is_fixable(error) and not os.environ.get(TRACEBACK):
+    if is_user_fixable(error) and not os.environ.get(TRACEBACK_VARIABLE):
         return message
 
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    if is_fixable(error):
-        return f"{message}\n{trace}"
-    summary = " ".join(f"{type(error).__name__}: {message}".split())
-    advice = "This is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
-    return f"{summary}\n{trace}\n{advice}"
+    traceback_text = "".join(traceback.format_exception(error)).rstrip()
+    if is_user_fixable(error):
+        return f"{message}\n{traceback_text}"
+    error_summary = " ".join(f"{type(error).__name__}: {message}".split())
+    report_advice = (
+        "This is a bug in megatron-vl, or in a library that it uses: please report it with these lines."
+    )
+    return f"{error_summary}\n{traceback_text}\n{report_advice}"
 
 
-def exit_code(error: BaseException) -> int:
+def exit_code_of_error(error: BaseException) -> int:
     """2 for an invalid command line, otherwise 1."""
     return error.exit_code if isinstance(error, UserError) else 1

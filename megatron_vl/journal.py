@@ -12,86 +12,93 @@ from pathlib import Path
 from typing import Any
 
 
-def read_lines(path: Path, parse: Callable[[Any], Any]) -> Iterator[tuple[Any, int]]:
-    """Yields what ``parse`` makes of each line's value, and the offset at which the line ends.
+def read_journal_lines(journal_path: Path, parse_entry: Callable[[Any], Any]) -> Iterator[tuple[Any, int]]:
+    """Yields what ``parse_entry`` makes of each line's value, and the offset at which the line ends.
 
-    It stops before the first line that a kill or a power cut left incomplete or damaged. ``parse`` says so by
+    It stops before the first line that a kill or a power cut left incomplete or damaged. ``parse_entry`` says so by
     a ValueError, TypeError or KeyError.
     """
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
+    line_end = 0
+    with journal_path.open("rb") as journal_file:
+        for json_line in journal_file:
             try:
-                value = parse(json.loads(line))
+                journal_entry = parse_entry(json.loads(json_line))
             except (ValueError, TypeError, KeyError):
                 return
-            if not line.endswith(b"\n"):
+            if not json_line.endswith(b"\n"):
                 return
-            end += len(line)
-            yield value, end
+            line_end += len(json_line)
+            yield journal_entry, line_end
 
 
-class Journal:
+class JsonLinesJournal:
     """Appends lines to a file, after those that were read from it.
 
     What follows the first incomplete or damaged line is dropped: that work is done again.
 
     Args:
-        parse: turns the value of a line into an entry (see :func:`read_lines`).
-        alone: keep other processes out by a lock, which ends with this process.
+        parse_entry: turns the value of a line into an entry (see :func:`read_journal_lines`).
+        is_exclusive: keep other processes out by a lock, which ends with this process.
 
     Raises:
         FileExistsError: another process has the lock, or has removed the file.
     """
 
-    def __init__(self, path: Path, parse: Callable[[Any], Any], *, alone: bool = False) -> None:
-        self.path, self._parse = path, parse
-        self._file = path.open("a+b")
-        self._between_lines = threading.Lock()
+    def __init__(
+        self, journal_path: Path, parse_entry: Callable[[Any], Any], *, is_exclusive: bool = False
+    ) -> None:
+        self.journal_path, self._parse_entry = journal_path, parse_entry
+        self._journal_file = journal_path.open("a+b")
+        self._write_lock = threading.Lock()
         try:
-            if alone:
+            if is_exclusive:
                 self._take_lock()
-            self.count = whole = 0
-            for _, end in read_lines(path, parse):
-                self.count += 1
-                whole = end
-            self._file.truncate(whole)
+            self.num_known = complete_bytes = 0
+            for _, line_end in read_journal_lines(journal_path, parse_entry):
+                self.num_known += 1
+                complete_bytes = line_end
+            self._journal_file.truncate(complete_bytes)
         except BaseException:
-            self._file.close()
+            self._journal_file.close()
             raise
 
     def _take_lock(self) -> None:
-        folder = self.path.parent
+        folder = self.journal_path.parent
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._journal_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FileExistsError(
                 f"another process is writing to {folder}; wait for it, or give another --out"
             ) from None
         except OSError:
             return  # the file system has no locks
-        if not self.path.exists() or not os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+        if not self.journal_path.exists() or not os.path.samestat(
+            os.fstat(self._journal_file.fileno()), self.journal_path.stat()
+        ):
             raise FileExistsError(f"another process has just finished writing to {folder}")
 
-    def known(self) -> Iterator[Any]:
+    def known_entries(self) -> Iterator[Any]:
         """Yields the entries that were in the file when it was opened."""
-        return (entry for entry, _ in islice(read_lines(self.path, self._parse), self.count))
+        return (
+            entry
+            for entry, _ in islice(read_journal_lines(self.journal_path, self._parse_entry), self.num_known)
+        )
 
-    def restart(self) -> None:
+    def remove_entries(self) -> None:
         """Removes all lines."""
-        self._file.truncate(0)
-        self.count = 0
+        self._journal_file.truncate(0)
+        self.num_known = 0
 
-    def add(self, value: Any) -> None:
+    def append_entry(self, entry_value: Any) -> None:
         """Appends a line. Threads may call it at the same time."""
-        with self._between_lines:
-            self._file.write(json.dumps(value).encode() + b"\n")
-            self._file.flush()
+        with self._write_lock:
+            self._journal_file.write(json.dumps(entry_value).encode() + b"\n")
+            self._journal_file.flush()
 
-    def close(self, *, remove: bool = False, sync: bool = False) -> None:
+    def close(self, *, remove_file: bool = False, sync_to_disk: bool = False) -> None:
         """Ends the writing: removes the file, or flushes it to the disk first."""
-        if sync:
-            os.fsync(self._file.fileno())
-        if remove:
-            self.path.unlink(missing_ok=True)
-        self._file.close()
+        if sync_to_disk:
+            os.fsync(self._journal_file.fileno())
+        if remove_file:
+            self.journal_path.unlink(missing_ok=True)
+        self._journal_file.close()

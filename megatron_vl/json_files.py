@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import durable
+from megatron_vl import durable_files
 from megatron_vl.errors import UserError
 
 
@@ -17,18 +17,28 @@ def manifest_digest(manifest: Mapping[str, Any]) -> str:
 
     It detects damage and manual edits but not forgery: whoever can write to the folder can write a digest.
     """
-    content = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    hashed_fields = {key: value for key, value in manifest.items() if key != "digest"}
+    return hashlib.sha256(
+        json.dumps(hashed_fields, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
-def write_json(path: Path, value: Any) -> dict[str, Any]:
+def write_json(file_path: Path, json_value: Any) -> dict[str, Any]:
     """Writes a JSON file atomically and flushes it to the disk. Returns its size in bytes and its hash."""
-    data = json.dumps(value).encode()
-    durable.write(path, data)
+    data = json.dumps(json_value).encode()
+    durable_files.write_file(file_path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def check_version(what: object, version: object, read: int, advice: str, error: type[UserError]) -> None:
-    """Raises ``error`` unless ``version`` is the one version of its format that this program reads."""
-    if version != read:
-        raise error(f"{what} has version {version!r} of its format, and this program reads {read}; {advice}")
+def check_format_version(
+    checked_file: object,
+    format_version: object,
+    readable_version: int,
+    remedy_text: str,
+    error_type: type[UserError],
+) -> None:
+    """Raises ``error_type`` unless ``format_version`` is the one version of its format that this program reads."""
+    if format_version != readable_version:
+        raise error_type(
+            f"{checked_file} has version {format_version!r} of its format, and this program reads {readable_version}; {remedy_text}"
+        )

@@ -34,12 +34,18 @@ import psutil
 
 from megatron_vl import host_memory
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.parallel.open_files import raise_open_files
-from megatron_vl.processes import children
-from megatron_vl.signals import STOP_SIGNALS, handle, note_request, outlive_readers, take_stop_signals
+from megatron_vl.parallel.open_file_limit import raise_open_file_limit
+from megatron_vl.processes import list_children
+from megatron_vl.signals import (
+    STOP_SIGNALS,
+    handle_stop_signals,
+    note_stop_request,
+    set_signal_handler,
+    survive_closed_outputs,
+)
 
 RANK_PROGRAM = "megatron_vl.train"
-STOPPED_S = 30.0
+STOPPED_GRACE_S = 30.0
 """Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped one."""
 
 
@@ -50,77 +56,85 @@ def main(argv: list[str] | None = None) -> int:
         0 when all ranks ended well, otherwise the exit code of the first that failed (128 + N if signal N
         ended it, or came before the first step).
     """
-    global _launcher
-    _launcher = os.getpid()
-    words = list(sys.argv[1:] if argv is None else argv)
-    fork = words[:1] == ["--fork"]
+    global _launcher_pid
+    _launcher_pid = os.getpid()
+    command_words = list(sys.argv[1:] if argv is None else argv)
+    should_fork = command_words[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    outlive_readers()
-    raise_open_files()  # this process serves the store of all ranks
+    survive_closed_outputs()
+    raise_open_file_limit()  # this process serves the store of all ranks
 
-    args = parse_args(words[1:] if fork else words)
-    config = _config(args.training_script, args.training_script_args)
-    fork = fork or (args.standalone and config is not None and config.platform == "cpu")
-    if fork:
-        import_stack(args.training_script)
+    torchrun_args = parse_args(command_words[1:] if should_fork else command_words)
+    run_config = _parse_run_config(torchrun_args.training_script, torchrun_args.training_script_args)
+    should_fork = should_fork or (
+        torchrun_args.standalone and run_config is not None and run_config.platform == "cpu"
+    )
+    if should_fork:
+        import_training_stack(torchrun_args.training_script)
 
-    if args.training_script == RANK_PROGRAM:
-        args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
-        handle(STOP_SIGNALS, _ask_ranks)
-        threading.Thread(target=_see_ranks, daemon=True).start()
+    if torchrun_args.training_script == RANK_PROGRAM:
+        torchrun_args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
+        set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
+        threading.Thread(target=_wait_for_ranks, daemon=True).start()
 
-    if config is not None and config.failures.timeout_s:
-        limit_s = config.failures.timeout_s + STOPPED_S
-        threading.Thread(target=kill_stopped, args=(limit_s,), daemon=True).start()
+    if run_config is not None and run_config.failures.timeout_s:
+        stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
+        threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
 
     # torchrun logs each failure and each signal that it sends,
     # but the ranks have already said what was wrong.
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
     try:
-        run_forks(args) if fork else run(args)
+        run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
         return 0
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return _code_of(rank, failure.exitcode, alone=args.nproc_per_node == "1")
+        failed_rank, first_failure = error.get_first_failure()
+        return _exit_code_of_rank(
+            failed_rank, first_failure.exitcode, is_only_rank=torchrun_args.nproc_per_node == "1"
+        )
     except SignalException as error:
         return 128 + error.sigval.value
 
 
-def _code_of(rank: int, code: int, alone: bool) -> int:
+def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     """The exit code of a run whose rank has failed. Says why if the rank could not.
 
     Args:
-        alone: whether this node has no other ranks, which would say more.
+        is_only_rank: whether this node has no other ranks, which would say more.
     """
-    if code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
-        if code < 0:  # the rank did not handle the signal yet
-            said = "megatron_vl.launch: the run had not begun; nothing was saved"
-            print(said, file=sys.stderr, flush=True)
-        return 128 + (_received[0] if _received else signal.SIGUSR1)
+    if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
+        if exit_code < 0:  # the rank did not handle the signal yet
+            not_begun_text = "megatron_vl.launch: the run had not begun; nothing was saved"
+            print(not_begun_text, file=sys.stderr, flush=True)
+        return 128 + (_received_signals[0] if _received_signals else signal.SIGUSR1)
 
-    if code < 0:
-        name = signal.Signals(-code).name
-        why = f". {host_memory.about_kill()}" if alone and name == "SIGKILL" else ""
-        print(f"megatron_vl.launch: rank {rank} was ended by {name}{why}", file=sys.stderr, flush=True)
-        return 128 - code
-    return code
+    if exit_code < 0:
+        signal_name = signal.Signals(-exit_code).name
+        kill_text = f". {host_memory.explain_kill()}" if is_only_rank and signal_name == "SIGKILL" else ""
+        print(
+            f"megatron_vl.launch: rank {rank} was ended by {signal_name}{kill_text}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 128 - exit_code
+    return exit_code
 
 
-def _config(program: str, words: list[str]) -> TrainConfig | None:
+def _parse_run_config(program_name: str, command_words: list[str]) -> TrainConfig | None:
     """The run's configuration; None if this starts something else."""
-    if program != RANK_PROGRAM:
+    if program_name != RANK_PROGRAM:
         return None
     with contextlib.suppress(Exception):  # the ranks say what is wrong with it
-        return parse_config(list(words))
+        return parse_config(list(command_words))
     return None
 
 
-def import_stack(module: str) -> None:
+def import_training_stack(module_name: str) -> None:
     """Imports what ranks on CPU need. No platform is chosen and no process group exists in this process, so a
     fork of it is as fresh as a new program."""
     # Core's imports would initialise a GPU, which forks cannot share. The ranks use none.
@@ -129,44 +143,46 @@ def import_stack(module: str) -> None:
 
     import megatron_vl.training.loop  # noqa: F401
 
-    importlib.import_module(module)
+    importlib.import_module(module_name)
     gc.collect()
     gc.freeze()  # pages that the ranks share stay shared
 
 
-def run_forks(args: argparse.Namespace) -> None:
+def run_forked_ranks(torchrun_args: argparse.Namespace) -> None:
     """Does what torchrun's ``run`` does, for a module on a single node. The ranks are forks."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
-    args.start_method = "fork"
-    args.rdzv_backend = "c10d"
-    args.rdzv_endpoint = "localhost:0"
-    args.rdzv_id = str(uuid.uuid4())
-    config, _, _ = config_from_args(args)
-    elastic_launch(config=config, entrypoint=_be_rank)(args.training_script, args.training_script_args)
+    torchrun_args.start_method = "fork"
+    torchrun_args.rdzv_backend = "c10d"
+    torchrun_args.rdzv_endpoint = "localhost:0"
+    torchrun_args.rdzv_id = str(uuid.uuid4())
+    config, _, _ = config_from_args(torchrun_args)
+    elastic_launch(config=config, entrypoint=_run_as_rank)(
+        torchrun_args.training_script, torchrun_args.training_script_args
+    )
 
 
-def _be_rank(module: str, words: list[str]) -> None:
+def _run_as_rank(module_name: str, command_words: list[str]) -> None:
     """Runs ``python -m module words`` in a fork. Exits unless all went well."""
     import torch
 
-    if module == RANK_PROGRAM:
-        take_stop_signals()
+    if module_name == RANK_PROGRAM:
+        handle_stop_signals()
     else:
-        handle((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), signal.SIG_DFL)
+        set_signal_handler((signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     os.setsid()  # Ctrl-C is for the launcher, which asks the ranks
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
-        torch.set_num_threads(int(threads.split(",")[0]))
+    if thread_count := os.environ.get("OMP_NUM_THREADS"):  # torch read another value when it was imported
+        torch.set_num_threads(int(thread_count.split(",")[0]))
 
-    sys.argv = [module, *words]
-    sys.modules.pop(module, None)  # it runs as __main__ and must not be known under its own name as well
+    sys.argv = [module_name, *command_words]
+    sys.modules.pop(module_name, None)  # it runs as __main__ and must not be known under its own name as well
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if end.code:
+        runpy.run_module(module_name, run_name="__main__", alter_sys=True)
+    except SystemExit as exit_request:
+        if exit_request.code:
             raise
     except KeyboardInterrupt:  # the launcher would wait for the result of a rank that ends without a code
         sys.exit(128 + signal.SIGINT)
@@ -176,26 +192,26 @@ def _be_rank(module: str, words: list[str]) -> None:
 
     # This process waits until the launcher has read its result. The handlers of the program do not end it.
     # The launcher's SIGUSR1 is for ranks that still run, and must not turn a success into a failure.
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+    for signal_number in STOP_SIGNALS:
+        signal.signal(signal_number, signal.SIG_IGN if signal_number == signal.SIGUSR1 else signal.SIG_DFL)
 
 
-def kill_stopped(limit_s: float, every_s: float = 5.0) -> None:
-    """Kills children that stay stopped for longer than ``limit_s``. Does not return."""
-    since: dict[int, float] = {}
-    looked = time.monotonic()
+def kill_stopped_ranks(stopped_limit_s: float, poll_interval_s: float = 5.0) -> None:
+    """Kills children that stay stopped for longer than ``stopped_limit_s``. Does not return."""
+    stopped_since: dict[int, float] = {}
+    last_poll = time.monotonic()
     while True:
-        time.sleep(every_s)
-        now = time.monotonic()
-        if now - looked > 4 * every_s:
-            since.clear()  # this process was stopped too
-        looked = now
+        time.sleep(poll_interval_s)
+        current_time = time.monotonic()
+        if current_time - last_poll > 4 * poll_interval_s:
+            stopped_since.clear()  # this process was stopped too
+        last_poll = current_time
 
-        stopped = {pid for pid in children(os.getpid()) if _is_stopped(pid)}
-        since = {pid: since.get(pid, now) for pid in stopped}
-        for pid in [pid for pid, began in since.items() if now - began > limit_s]:
+        stopped_pids = {pid for pid in list_children(os.getpid()) if _is_stopped_process(pid)}
+        stopped_since = {pid: stopped_since.get(pid, current_time) for pid in stopped_pids}
+        for pid in [pid for pid, began in stopped_since.items() if current_time - began > stopped_limit_s]:
             print(
-                f"megatron_vl.launch: process {pid} was stopped for {limit_s:.0f} s and is killed",
+                f"megatron_vl.launch: process {pid} was stopped for {stopped_limit_s:.0f} s and is killed",
                 file=sys.stderr,
                 flush=True,
             )
@@ -203,65 +219,71 @@ def kill_stopped(limit_s: float, every_s: float = 5.0) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _is_stopped(pid: int) -> bool:
+def _is_stopped_process(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.Error:
         return False
 
 
-def _ask_ranks(number: int, frame: FrameType | None) -> None:
+def _ask_ranks_to_stop(signal_number: int, frame: FrameType | None) -> None:
     """Passes the request to stop on to the ranks. The main program keeps waiting for them.
 
     Raises:
         SignalException: there are no ranks yet, or a second Ctrl-C has ended them.
     """
-    if os.getpid() != _launcher:  # a fork that does not run its program yet
-        note_request(number)
+    if os.getpid() != _launcher_pid:  # a fork that does not run its program yet
+        note_stop_request(signal_number)
         return
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
-    name = signal.Signals(number).name
-    again = number == signal.SIGINT and number in _received
-    _received.append(number)
-    ranks = _ranks()
-    if again or not (ranks or _seen.is_set()):
-        _tell_ranks(ranks, signal.SIGKILL)
-        raise SignalException(f"{name} ends the launcher", signal.Signals(number))
+    signal_name = signal.Signals(signal_number).name
+    is_repeated = signal_number == signal.SIGINT and signal_number in _received_signals
+    _received_signals.append(signal_number)
+    rank_pids = _find_rank_pids()
+    if is_repeated or not (rank_pids or _ranks_seen.is_set()):
+        _signal_ranks(rank_pids, signal.SIGKILL)
+        raise SignalException(f"{signal_name} ends the launcher", signal.Signals(signal_number))
 
-    if not ranks:  # they have ended, and their result is the exit code
+    if not rank_pids:  # they have ended, and their result is the exit code
         return
-    hint = "; Ctrl-C again ends them at once, without saving" if number == signal.SIGINT else ""
-    print(f"megatron_vl.launch: {name}: the ranks save and end{hint}", file=sys.stderr, flush=True)
-    _tell_ranks(ranks, signal.SIGUSR1)
+    ctrl_c_hint = "; Ctrl-C again ends them at once, without saving" if signal_number == signal.SIGINT else ""
+    print(
+        f"megatron_vl.launch: {signal_name}: the ranks save and end{ctrl_c_hint}", file=sys.stderr, flush=True
+    )
+    _signal_ranks(rank_pids, signal.SIGUSR1)
 
 
-_launcher = 0
+_launcher_pid = 0
 """Id of the process that has started the ranks."""
-_received: list[int] = []
+_received_signals: list[int] = []
 """Signals that this process has received, in their order."""
-_seen = threading.Event()
+_ranks_seen = threading.Event()
 """Set when this process has ranks, or had them."""
 
 
-def _see_ranks(every_s: float = 1.0) -> None:
+def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
     """Returns when there are ranks."""
-    while not _ranks():
-        time.sleep(every_s)
-    _seen.set()
+    while not _find_rank_pids():
+        time.sleep(poll_interval_s)
+    _ranks_seen.set()
 
 
-def _ranks() -> list[int]:
+def _find_rank_pids() -> list[int]:
     """The ranks among this process's children: programs of their own, or forks of it."""
-    forked = tuple(psutil.Process().cmdline())
-    everyone = children(os.getpid())
-    return [pid for pid, command in everyone.items() if RANK_PROGRAM in command or command == forked]
+    forked_command = tuple(psutil.Process().cmdline())
+    commands_by_pid = list_children(os.getpid())
+    return [
+        pid
+        for pid, command in commands_by_pid.items()
+        if RANK_PROGRAM in command or command == forked_command
+    ]
 
 
-def _tell_ranks(ranks: list[int], number: signal.Signals) -> None:
-    for pid in ranks:
+def _signal_ranks(rank_pids: list[int], signal_number: signal.Signals) -> None:
+    for pid in rank_pids:
         with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
 
 
 if __name__ == "__main__":

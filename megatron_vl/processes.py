@@ -11,25 +11,25 @@ from pathlib import Path
 import psutil
 
 
-def children(parent: int) -> dict[int, tuple[str, ...]]:
+def list_children(parent_pid: int) -> dict[int, tuple[str, ...]]:
     """The living children of a process: id -> words of the command line.
 
     A child that ends during the call is left out.
     """
-    found = {}
+    commands_by_pid = {}
     with contextlib.suppress(psutil.NoSuchProcess):
-        for process in psutil.Process(parent).children():
+        for child_process in psutil.Process(parent_pid).children():
             with contextlib.suppress(psutil.NoSuchProcess):  # also raised for a zombie
-                found[process.pid] = tuple(process.cmdline())
-    return found
+                commands_by_pid[child_process.pid] = tuple(child_process.cmdline())
+    return commands_by_pid
 
 
-def kill_children() -> None:
+def kill_descendants() -> None:
     """Sends SIGKILL to all descendants of this process."""
     with contextlib.suppress(psutil.Error):
-        for process in psutil.Process().children(recursive=True):
+        for child_process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                process.kill()
+                child_process.kill()
 
 
 _PR_SET_PDEATHSIG = 1
@@ -48,14 +48,14 @@ def end_with_parent(parent: int = 0) -> None:
         os._exit(1)
 
 
-def tools_folder() -> Path:
+def tools_dir() -> Path:
     """The folder that holds ``toolkit``."""
-    package = Path(__file__).resolve().parent
-    installed = package / "_tools"
-    return installed if installed.is_dir() else package.parent
+    package_dir = Path(__file__).resolve().parent
+    installed_tools = package_dir / "_tools"
+    return installed_tools if installed_tools.is_dir() else package_dir.parent
 
 
 def python_path_with_tools() -> str:
     """``PYTHONPATH`` of a process that is to find the tools."""
-    paths = [str(tools_folder()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(tools_dir()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     return os.pathsep.join(dict.fromkeys(paths))

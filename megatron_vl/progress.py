@@ -1,7 +1,7 @@
-"""What this rank is doing, for whoever has to say why a run does not go on.
+"""What this rank is doing: the message of a run that hangs or fails is made of it.
 
-Noting it costs an assignment. A thread sends it to rank 0 now and then (see
-:mod:`megatron_vl.parallel.signs_of_life`), and a rank that fails names it in its message.
+Recording it costs one assignment. A thread regularly sends it to rank 0 (see
+:mod:`megatron_vl.parallel.heartbeat`), and a rank that fails names it in its message.
 """
 
 from __future__ import annotations
@@ -12,90 +12,101 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SETTING_UP = "setting up"
-LOADING = "loading rows"
-SHARING = "sharing rows"
-COMPUTING = "forward and backward"
-UPDATING = "updating weights"
-SAVING = "saving a checkpoint"
-EVALUATING = "evaluating"
-ENDING = "ending"
+LOADING_ROWS = "loading rows"
+SHARING_ROWS = "sharing rows"
+FORWARD_BACKWARD = "forward and backward"
+UPDATING_WEIGHTS = "updating weights"
+SAVING_CHECKPOINT = "saving a checkpoint"
+RUNNING_EVALUATION = "evaluating"
+ENDING_RUN = "ending"
 
-PHASES = (SETTING_UP, LOADING, SHARING, COMPUTING, UPDATING, SAVING, EVALUATING, ENDING)
+PHASES = (
+    SETTING_UP,
+    LOADING_ROWS,
+    SHARING_ROWS,
+    FORWARD_BACKWARD,
+    UPDATING_WEIGHTS,
+    SAVING_CHECKPOINT,
+    RUNNING_EVALUATION,
+    ENDING_RUN,
+)
 """In the order in which a step passes through them. Of ranks that wait for each other, the one that is first
 in this order is the one that the others wait for."""
 
-WRITING = "writing its part of a checkpoint"
+WRITING_CHECKPOINT = "writing its part of a checkpoint"
 """What a rank does in the background that others may wait for."""
 
 
 @dataclass
-class Progress:
+class RankProgress:
     """What one rank is doing."""
 
-    place: str = ""
+    grid_position: str = ""
     """Its place in the layout, as in ``tp 1, pp 0, dp 1``; empty until it is known."""
     step: int = 0
     """The step under way, counted from 1; 0 before the first."""
     phase: str = SETTING_UP
-    background: str = ""
+    background_task: str = ""
     """What a thread does while training goes on; empty: nothing."""
-    syncing: str = ""
-    """The file whose content the disk is to confirm; empty: none."""
+    syncing_file: str = ""
+    """The file whose content the disk has not confirmed yet; empty: none."""
     steps_done: int = 0
     """Whole steps since this start."""
-    count: int = 0
-    """Rises with everything that goes on: a row, a micro-batch, a part of a file."""
+    progress_count: int = 0
+    """Grows with each unit of work: a row, a micro-batch, a part of a file."""
 
 
-now = Progress()
+current_progress = RankProgress()
 
 
-def enter(phase: str, step: int | None = None) -> None:
-    """The main thread begins something else."""
-    now.phase = phase
+def enter_phase(phase: str, step: int | None = None) -> None:
+    """Sets the phase that the main thread is in."""
+    current_progress.phase = phase
     if step is not None:
-        now.step = step
-    now.count += 1
+        current_progress.step = step
+    current_progress.progress_count += 1
 
 
-def tick() -> None:
-    """Something went on. Call it where a phase may take long."""
-    now.count += 1
+def note_progress() -> None:
+    """Records progress. Call it regularly in phases that may take long."""
+    current_progress.progress_count += 1
 
 
-def rows_are_read() -> None:
-    """This rank's rows are there; it now waits for those of others. An evaluation stays one."""
-    if now.phase == LOADING:
-        enter(SHARING)
+def note_rows_read() -> None:
+    """This rank's rows are there; it now waits for those of others. During an evaluation, the phase stays."""
+    if current_progress.phase == LOADING_ROWS:
+        enter_phase(SHARING_ROWS)
 
 
-def step_is_done() -> None:
-    now.steps_done += 1
-    now.count += 1
+def note_step_done() -> None:
+    current_progress.steps_done += 1
+    current_progress.progress_count += 1
 
 
-def in_background(what: str) -> None:
-    """A thread does something, or (empty) has done it."""
-    now.background = what
-    now.count += 1
+def set_background_task(task_name: str) -> None:
+    """Sets what a background thread is doing; empty: nothing."""
+    current_progress.background_task = task_name
+    current_progress.progress_count += 1
 
 
 @contextlib.contextmanager
-def syncing(path: Path) -> Iterator[None]:
-    """A context in which the disk is asked to confirm a file's content, which nothing can hurry."""
-    now.syncing = str(path)
+def waiting_for_disk(file_path: Path) -> Iterator[None]:
+    """A context in which this rank waits until the disk has confirmed a file's content."""
+    current_progress.syncing_file = str(file_path)
     try:
         yield
     finally:
-        now.syncing = ""
-        now.count += 1
+        current_progress.syncing_file = ""
+        current_progress.progress_count += 1
 
 
-def where(progress: Progress | None = None) -> str:
+def describe_progress(reported_progress: RankProgress | None = None) -> str:
     """As in ``tp 1, pp 0, dp 1; step 17, loading rows``; empty before the layout is known."""
-    p = progress or now
-    if not p.place:
+    shown_progress = reported_progress or current_progress
+    if not shown_progress.grid_position:
         return ""
-    step = f"step {p.step}, " if p.step else ""
-    also = f" (in the background: {p.background})" if p.background else ""
-    return f"{p.place}; {step}{p.phase}{also}"
+    step = f"step {shown_progress.step}, " if shown_progress.step else ""
+    background_text = (
+        f" (in the background: {shown_progress.background_task})" if shown_progress.background_task else ""
+    )
+    return f"{shown_progress.grid_position}; {step}{shown_progress.phase}{background_text}"

@@ -9,7 +9,7 @@ SIGINT ends the process at once.
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
 remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
 prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), or without one after
-``_MESSAGE_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
+``_MESSAGE_TIMEOUT_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
 """
 
 from __future__ import annotations
@@ -25,58 +25,60 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from megatron_vl.processes import children, end_with_parent
+from megatron_vl.processes import end_with_parent, list_children
 
-_MESSAGE_S = 10.0
+_MESSAGE_TIMEOUT_S = 10.0
 """Seconds that a rank whose peer is gone has to say why."""
 
-Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+SignalHandler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
-_asked: list[str] = []
+_received_stop_signals: list[str] = []
 """Names of the signals that have come, the latest last."""
 
 
-def take_stop_signals() -> None:
+def handle_stop_signals() -> None:
     """Handles the signals from now on. Call it in the main thread of a rank."""
-    handle(STOP_SIGNALS, note_request)
+    set_signal_handler(STOP_SIGNALS, note_stop_request)
 
 
-def handle(numbers: Iterable[signal.Signals], handler: Handler) -> None:
+def set_signal_handler(signal_numbers: Iterable[signal.Signals], signal_handler: SignalHandler) -> None:
     """Sets a handler for signals, except for an ignored SIGINT, as in the background of a script, and an
     ignored SIGHUP, as under nohup."""
-    for number in numbers:
+    for number in signal_numbers:
         may_be_ignored = number in (signal.SIGINT, signal.SIGHUP)
         if not may_be_ignored or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, handler)
+            signal.signal(number, signal_handler)
 
 
-def asked_to_stop() -> str:
+def requested_stop_signal() -> str:
     """The name of the signal that asked this process to stop; empty if none has."""
-    return _asked[-1] if _asked else ""
+    return _received_stop_signals[-1] if _received_stop_signals else ""
 
 
-def note_request(number: int, frame: FrameType | None = None) -> None:
+def note_stop_request(signal_number: int, frame: FrameType | None = None) -> None:
     """Handles a signal that asks this process to stop. A second SIGTERM or SIGINT ends it."""
-    name = signal.Signals(number).name
-    if number in (signal.SIGTERM, signal.SIGINT) and name in _asked:
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    if number == signal.SIGTERM and _peer_is_gone():
-        end = threading.Timer(_MESSAGE_S, os._exit, (128 + number,))
-        end.daemon = True
-        end.start()
-    if number == signal.SIGINT and _is_alone():
+    signal_name = signal.Signals(signal_number).name
+    if signal_number in (signal.SIGTERM, signal.SIGINT) and signal_name in _received_stop_signals:
+        signal.signal(signal_number, signal.SIG_DFL)
+        os.kill(os.getpid(), signal_number)
+    if signal_number == signal.SIGTERM and _peer_is_gone():
+        exit_timer = threading.Timer(_MESSAGE_TIMEOUT_S, os._exit, (128 + signal_number,))
+        exit_timer.daemon = True
+        exit_timer.start()
+    if signal_number == signal.SIGINT and _is_only_rank():
         with contextlib.suppress(OSError):  # nobody reads it
-            os.write(2, _HINT)  # print() may be what the signal has interrupted
-    _asked.append(name)
+            os.write(2, _CTRL_C_HINT)  # print() may be what the signal has interrupted
+    _received_stop_signals.append(signal_name)
 
 
-_HINT = b"megatron_vl.train: SIGINT: the run saves and ends; Ctrl-C again ends it at once, without saving\n"
+_CTRL_C_HINT = (
+    b"megatron_vl.train: SIGINT: the run saves and ends; Ctrl-C again ends it at once, without saving\n"
+)
 
 
-def _is_alone() -> bool:
+def _is_only_rank() -> bool:
     """Whether this process is the only rank of its node and no launcher started it, which would say more."""
     return os.environ.get("LOCAL_WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
 
@@ -86,12 +88,16 @@ def _peer_is_gone() -> bool:
 
     Ranks are the children of torchrun's process that have our command line.
     """
-    siblings = children(os.getppid())
-    own = siblings.get(os.getpid())
-    return list(siblings.values()).count(own) < int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if own else False
+    sibling_commands = list_children(os.getppid())
+    own_command = sibling_commands.get(os.getpid())
+    return (
+        list(sibling_commands.values()).count(own_command) < int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if own_command
+        else False
+    )
 
 
-def shield_loader_worker(seconds: int = 30) -> None:
+def shield_loader_worker(grace_s: int = 30) -> None:
     """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too, and
     after the SIGINT or SIGHUP of a terminal if the rank takes it as a request to stop.
 
@@ -99,13 +105,13 @@ def shield_loader_worker(seconds: int = 30) -> None:
     it; a stopped one would stay otherwise. Call it in a fork, which has the handlers of its rank.
     """
     end_with_parent()
-    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(seconds) and None)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(grace_s) and None)
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) not in (signal.default_int_handler, signal.SIG_DFL):
             signal.signal(number, signal.SIG_IGN)
 
 
-class _Output(io.FileIO):
+class _PipeSafeOutput(io.FileIO):
     """A standard stream that becomes /dev/null when nobody can read it any more."""
 
     def write(self, data: Any) -> int:
@@ -115,22 +121,24 @@ class _Output(io.FileIO):
             if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: the terminal was closed
                 raise
 
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self.fileno())
-        os.close(null)
+        null_descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_descriptor, self.fileno())
+        os.close(null_descriptor)
         return memoryview(data).nbytes
 
 
-def outlive_readers() -> None:
+def survive_closed_outputs() -> None:
     """From now on this process and its forks go on if a terminal is closed, or if a program that reads their
     output through a pipe ends, as in ``train ... | head``."""
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = getattr(sys, name)
-        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != number:
+        old_stream = getattr(sys, name)
+        if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:
             continue  # a test's
-        stream.flush()
-        file = io.BufferedWriter(_Output(number, "wb", closefd=False))
+        old_stream.flush()
+        file = io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False))
         # Without a buffer (`python -u`), a stream is not line-buffered but written through.
-        by_line = stream.line_buffering or stream.write_through or name == "stderr"
-        lasting = io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=by_line)
-        setattr(sys, name, lasting)
+        is_line_buffered = old_stream.line_buffering or old_stream.write_through or name == "stderr"
+        lasting_stream = io.TextIOWrapper(
+            file, old_stream.encoding, old_stream.errors, line_buffering=is_line_buffered
+        )
+        setattr(sys, name, lasting_stream)

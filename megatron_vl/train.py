@@ -14,11 +14,11 @@ import os
 import sys
 
 from megatron_vl import host_memory
-from megatron_vl.config import TrainConfig, parse, validate
+from megatron_vl.config import TrainConfig, parse_or_exit, validate_config
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.errors import exit_code
+from megatron_vl.errors import exit_code_of_error
 from megatron_vl.parallel import failures
-from megatron_vl.signals import outlive_readers, take_stop_signals
+from megatron_vl.signals import handle_stop_signals, survive_closed_outputs
 from megatron_vl.training.preflight import check_inputs
 
 
@@ -29,20 +29,20 @@ def main(argv: list[str] | None = None) -> int:
     If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
     """
-    outlive_readers()
-    take_stop_signals()
-    config = parse(argv)
+    survive_closed_outputs()
+    handle_stop_signals()
+    config = parse_or_exit(argv)
     faulthandler.enable()  # a crash in native code then prints the Python stack
     try:
         train(config)
     except Exception as error:
-        return _failed(error)
+        return _report_failure(error)
     finally:
         # If torch was not imported there is no process group, and importing it takes seconds.
         if "torch" in sys.modules:
-            from megatron_vl.parallel.groups import end_groups
+            from megatron_vl.parallel.process_groups import destroy_groups
 
-            end_groups()
+            destroy_groups()
     return 0
 
 
@@ -55,28 +55,32 @@ def train(config: TrainConfig) -> None:
     """
     # What needs no torch is refused before any process group starts.
     check_core_version()
-    validate(config, launched_world_size())
+    validate_config(config, launched_world_size())
     check_inputs(config)
 
-    from megatron_vl.parallel.groups import from_first_rank, least_of_ranks
+    from megatron_vl.parallel.process_groups import broadcast_from_rank_0, min_over_ranks
     from megatron_vl.training import loop, missing_sizes, resume, setup
-    from megatron_vl.training.out_of_memory import explained
-    from megatron_vl.training.resolve import Machine, resolve
+    from megatron_vl.training.out_of_memory import explain_memory_errors
+    from megatron_vl.training.resolve import MachineMemory, resolve_run
 
     platform = setup.join_ranks(config)
     try:
-        machine = Machine(platform.memory_gib(), least_of_ranks(host_memory.gib_per_rank(), platform.device))
+        machine_memory = MachineMemory(
+            platform.total_memory_gib(), min_over_ranks(host_memory.available_gib_per_rank(), platform.device)
+        )
         # Other nodes may see an older state of shared storage, and thousands of readers would overload it.
-        resolved = from_first_rank(lambda: resolve(config, launched_world_size(), machine))
-        missing_sizes.write_missing_sizes(resolved, platform)
-        with explained(resolved):
-            run = setup.build(resolved, platform)
-        with setup.closed_on_failure(run), explained(resolved):
-            resume.restore(run)
-            loop.run_steps(run)
-        setup.close(run)
+        resolved_run = broadcast_from_rank_0(
+            lambda: resolve_run(config, launched_world_size(), machine_memory)
+        )
+        missing_sizes.write_missing_sizes(resolved_run, platform)
+        with explain_memory_errors(resolved_run):
+            training_run = setup.build_run(resolved_run, platform)
+        with setup.close_on_failure(training_run), explain_memory_errors(resolved_run):
+            resume.restore_run(training_run)
+            loop.run_steps(training_run)
+        setup.close_run(training_run)
     finally:
-        failures.stop_alone()
+        failures.stop_single_rank_monitor()
 
 
 def launched_world_size() -> int:
@@ -84,14 +88,14 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
-def _failed(error: Exception) -> int:
+def _report_failure(error: Exception) -> int:
     """Prints why the training ends: this rank's error, or that of the rank that failed first.
 
     Returns the exit code.
     """
-    failures.tell_once(failures.report(error))
-    failures.leave()
-    return exit_code(error)
+    failures.print_failure_once(failures.report_failure(error))
+    failures.exit_after_failure()
+    return exit_code_of_error(error)
 
 
 if __name__ == "__main__":

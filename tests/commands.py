@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.errors import UserError
-from toolkit.bench.options import BenchOptions, resolve
-from toolkit.cli import find_command, read
+from toolkit.bench.options import BenchOptions, resolve_bench_run
+from toolkit.cli import find_command, read_command_line
 from toolkit.options import CommandOptions
 from toolkit.train.options import TrainOptions
 
@@ -43,9 +43,9 @@ def megatron_vl_command(line: str) -> tuple[str, CommandOptions | None]:
         return "", None
     try:
         name, rest = find_command(words[1:])
-        options = read(name, from_root(rest))[1]
+        options = read_command_line(name, from_root(rest))[1]
         if isinstance(options, BenchOptions):
-            resolve(options)
+            resolve_bench_run(options)
         elif options.run_fields and options.fields:
             config = ["--config", str(options.config)] if getattr(options, "config", None) else []
             parse_config([*config, *options.fields])
@@ -60,7 +60,7 @@ def trainer_config(line: str) -> tuple[TrainConfig, int] | None:
     if "--help" in words:
         return None
     if words[:2] == ["megatron-vl", "train"]:
-        options = read("train", from_root(words[2:]))[1]
+        options = read_command_line("train", from_root(words[2:]))[1]
         assert isinstance(options, TrainOptions)
         return parse_config(options.fields), (options.nproc_per_node or 8) * (options.nnodes or 1)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "--nproc-per-node" in words else 1

@@ -11,8 +11,15 @@ import typing
 import pytest
 
 from megatron_vl import config
-from megatron_vl.config import RunConfigError, TrainConfig, field_types, parse, parse_config, validate
-from megatron_vl.config.options import in_range
+from megatron_vl.config import (
+    RunConfigError,
+    TrainConfig,
+    field_types,
+    parse_config,
+    parse_or_exit,
+    validate_config,
+)
+from megatron_vl.config.options import is_in_range
 
 
 def test_yaml_and_overrides(tmp_path):
@@ -26,7 +33,7 @@ def test_yaml_and_overrides(tmp_path):
 
 def test_help_explains_every_field(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse(["--help"])
+        parse_or_exit(["--help"])
     assert stop.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
     parser = config.build_parser()
@@ -131,7 +138,7 @@ def test_entry_point_exits_and_only_the_first_rank_speaks(capsys, monkeypatch):
     for rank, speaks in (("0", True), ("3", False)):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as stop:
-            parse(["--stepz", "3"])
+            parse_or_exit(["--stepz", "3"])
         assert stop.value.code == 2
         assert ("stepz" in capsys.readouterr().err) == speaks
 
@@ -188,7 +195,7 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize(("arguments", "world_size", "message"), IMPOSSIBLE)
 def test_impossible(arguments, world_size, message):
     with pytest.raises(RunConfigError, match=message):
-        validate(parse_config(arguments), world_size)
+        validate_config(parse_config(arguments), world_size)
 
 
 NUMBERS_CHECKED_WITH_OTHERS = {"checkpoint.export_hf", "profile.ranks", "profile.steps", "parallel.layers"}
@@ -202,12 +209,12 @@ def test_every_number_has_a_range():
         section, _, leaf = name.rpartition(".")
         config = getattr(TrainConfig(), section) if section else TrainConfig()
         facts = {field.name: field.metadata for field in dataclasses.fields(config)}[leaf]
-        assert facts and not in_range(-math.inf, facts), f"{name} has no range"
+        assert facts and not is_in_range(-math.inf, facts), f"{name} has no range"
 
 
 def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
     at_bounds = ["--seed", str(2**32 - 1), "--data.max_bad_share", "1", "--data.video_fps", "0.1"]
-    assert validate(parse_config(at_bounds), 1) == 1
+    assert validate_config(parse_config(at_bounds), 1) == 1
     for words, message in (
         (["--seed", str(2**32)], "seed 4294967296 must be between 0 and"),
         (["--vision.encode_patches", str(2**18 + 1)], "vision.encode_patches 262145 must be between 1 and"),
@@ -218,7 +225,7 @@ def test_a_number_at_its_bound_is_valid_and_one_beyond_is_not():
         ),
     ):
         with pytest.raises(RunConfigError, match=message):
-            validate(parse_config(words), 1)
+            validate_config(parse_config(words), 1)
 
 
 def test_a_config_is_never_changed():
@@ -231,4 +238,4 @@ def test_a_config_is_never_changed():
 
 
 def test_data_parallel_size():
-    assert validate(parse_config(["--parallel.tp", "2", "--parallel.pp", "2"]), 16) == 4
+    assert validate_config(parse_config(["--parallel.tp", "2", "--parallel.pp", "2"]), 16) == 4

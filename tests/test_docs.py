@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.config import parse_config, validate
+from megatron_vl.config import parse_config, validate_config
 from tests.commands import logical_lines, megatron_vl_command, trainer_config
-from toolkit.demo.data import write_raw_data
+from toolkit.demo.demo_data import write_raw_data
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -80,7 +80,7 @@ def test_commands_are_valid(document, line):
     if "megatron_vl.train" in words or line.startswith("megatron-vl train"):
         training = trainer_config(line)
         if training is not None:
-            validate(*training)
+            validate_config(*training)
     elif program == "megatron-vl":
         megatron_vl_command(line)
     elif program == "make":

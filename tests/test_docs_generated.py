@@ -17,7 +17,7 @@ from mkdocs.structure.pages import Page
 
 import megatron_vl
 from megatron_vl import config
-from megatron_vl.core_fixes.register import TESTED_CORE
+from megatron_vl.core_fixes.register import TESTED_CORE_VERSIONS
 from megatron_vl.planning.calibration import DATA_SHEETS
 from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
@@ -158,7 +158,7 @@ def names(line: str) -> set[str]:
 def test_supported_versions_are_those_that_run_here() -> None:
     tested = docs_hooks().tested_versions()
     assert {name for name in docs_hooks().TESTED_BY if name not in tested} == {"flash-attn"}
-    assert tested["megatron-core"] in TESTED_CORE
+    assert tested["megatron-core"] in TESTED_CORE_VERSIONS
     for name in ("megatron-core", "megatron-energon", "torch"):
         assert version(name).partition("+")[0] == tested[name], name
 
@@ -216,7 +216,7 @@ def commands_page() -> str:
 def test_every_option_of_a_command_is_there(name: str) -> None:
     page = commands_page()
     section = page.partition(f"## megatron-vl {name}\n")[2].partition("\n## ")[0]
-    parser = build_parser(COMMANDS[name].load_options(), f"megatron-vl {name}")
+    parser = build_parser(COMMANDS[name].load_options_class(), f"megatron-vl {name}")
     words = [word for action in parser._actions for word in action.option_strings]
     options = {word for word in words if word.startswith("--")}
     listed = set(re.findall(r"^`(--[\w-]+)", section, re.MULTILINE))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import parse_config, validate
+from megatron_vl.config import parse_config, validate_config
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,4 +61,4 @@ def test_runs_are_valid(run: str, tmp_path: Path):
     path.write_text(run)
     config = parse_config(["--config", str(path)])
     parallel = config.parallel
-    assert validate(config, parallel.tp * parallel.cp * parallel.pp) == 1
+    assert validate_config(config, parallel.tp * parallel.cp * parallel.pp) == 1

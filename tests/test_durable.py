@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl import durable, progress
-from megatron_vl.training.optimizer_state import write_hashed
-from megatron_vl.weights.tensor_files import TensorWriter, make_header
+from megatron_vl import durable_files, progress
+from megatron_vl.training.optimizer_state import write_hashed_safetensors
+from megatron_vl.weights.tensor_files import TensorWriter, make_safetensors_header
 from tests.disk import Disk
 
 
 def bytes_of_a_file(path: Path) -> None:
-    durable.write(path, b"new")
+    durable_files.write_file(path, b"new")
 
 
 def tensors_one_by_one(path: Path) -> None:
-    writer = TensorWriter(path, make_header({"a": (torch.float32, (4,))}))
-    writer.write("a", [torch.arange(4.0)])
-    writer.commit(sync=True)
+    writer = TensorWriter(path, make_safetensors_header({"a": (torch.float32, (4,))}))
+    writer.write_tensor("a", [torch.arange(4.0)])
+    writer.commit(sync_to_disk=True)
 
 
 def optimizer_state(path: Path) -> None:
-    write_hashed(path, {"a": torch.arange(4.0)}, {"dp": "0"})
+    write_hashed_safetensors(path, {"a": torch.arange(4.0)}, {"dp": "0"})
 
 
 @pytest.mark.parametrize("write", [bytes_of_a_file, tensors_one_by_one, optimizer_state])
@@ -50,25 +50,28 @@ def test_written_files(
 
 def test_new_folders_and_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
-    durable.make_folder(tmp_path / "a" / "b")
-    durable.make_folder(tmp_path / "a" / "c")
+    durable_files.make_dirs(tmp_path / "a" / "b")
+    durable_files.make_dirs(tmp_path / "a" / "c")
     assert disk.lost(tmp_path) == []
 
     (tmp_path / "a/b/file").write_text("x")
     assert disk.lost(tmp_path / "a") == ["b: the name file", "b: the content of file"]
-    durable.sync_tree(tmp_path / "a")
+    durable_files.fsync_tree(tmp_path / "a")
     assert disk.lost(tmp_path / "a") == []
 
 
 def test_a_large_file_is_flushed_in_pieces_that_count_as_progress(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(durable, "PIECE_BYTES", 1 << 20)
-    path, disk, before = tmp_path / "file", Disk(monkeypatch), progress.now.count
+    monkeypatch.setattr(durable_files, "FLUSH_PIECE_BYTES", 1 << 20)
+    path, disk, before = tmp_path / "file", Disk(monkeypatch), progress.current_progress.progress_count
     with path.open("wb") as file:
         file.write(bytes(5 << 20))
         file.flush()
-        durable.flush(file.fileno(), path)
-    durable.sync(tmp_path)
+        durable_files.fsync_file(file.fileno(), path)
+    durable_files.fsync_path(tmp_path)
     assert disk.lost(tmp_path) == []
-    assert progress.now.count - before >= 5 and progress.now.syncing == ""
+    assert (
+        progress.current_progress.progress_count - before >= 5
+        and progress.current_progress.syncing_file == ""
+    )

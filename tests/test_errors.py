@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.errors import UsageError, UserError, describe, exit_code, is_fixable
+from megatron_vl.errors import UsageError, UserError, describe_error, exit_code_of_error, is_user_fixable
 from megatron_vl.train import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,9 +72,9 @@ class OutOfMemoryError(RuntimeError):
     ],
 )
 def test_what_a_user_can_fix(error, fixable, code):
-    assert is_fixable(error) == fixable and exit_code(error) == code
-    assert ("please report" in describe(error)) != fixable
-    assert ("\n" not in describe(error)) == fixable
+    assert is_user_fixable(error) == fixable and exit_code_of_error(error) == code
+    assert ("please report" in describe_error(error)) != fixable
+    assert ("\n" not in describe_error(error)) == fixable
 
 
 @pytest.mark.parametrize(

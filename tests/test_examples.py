@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from megatron_vl.config import validate
-from megatron_vl.planning.run import run_layout
+from megatron_vl.config import validate_config
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import FAMILIES
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.commands import logical_lines, megatron_vl_command, words_of
 from tests.examples import EXAMPLES, HF_CONFIGS, ROOT, Example, read_example
 from toolkit.weights.options import SplitOptions
@@ -52,7 +52,7 @@ def test_yaml_fits_the_released_model(example):
     config, spec = example.config, example.spec
     assert example.name.startswith(spec.family.removesuffix("_moe"))
     run_layout(config, spec, example.world)
-    assert validate(config, example.world) >= 1
+    assert validate_config(config, example.world) >= 1
     assert config.data.seq_len <= text_config(spec.hf_config)["max_position_embeddings"]
     assert config.model.checkpoint and config.data.path and config.checkpoint.dir
 
@@ -64,11 +64,11 @@ def test_split_takes_the_layout_of_the_yaml(example):
     _, options = megatron_vl_command(f"megatron-vl split --checkpoint full --config {path} --out shards")
     assert isinstance(options, SplitOptions)
     expected = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp, "layers": p.layers, "ep": p.ep, "etp": p.etp}
-    assert options.layout == expected
+    assert options.layout_arguments == expected
     _, other = megatron_vl_command(
         f"megatron-vl split --checkpoint full --config {path} --tp 16 --out shards"
     )
-    assert isinstance(other, SplitOptions) and other.layout == expected | {"tp": 16}
+    assert isinstance(other, SplitOptions) and other.layout_arguments == expected | {"tp": 16}
 
 
 # --- The numbers in the first lines, from transformers' own modules and by hand -----------------------------
@@ -381,7 +381,7 @@ def test_convert_then_split_runs(tiny_checkpoint, tmp_path):
         SHARDS=tmp_path / "shards",
     )
     assert done.returncode == 0, done.stderr
-    assert WeightReader(tmp_path / "shards").layout.layers == (10, 18)
+    assert WeightReader(tmp_path / "shards").layout.layers_per_chunk == (10, 18)
 
 
 def test_pretrain_passes_options_to_the_trainer_and_returns_its_exit_code(tmp_path):

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_vl.processes import children
-from toolkit.processes import kill_tree
+from megatron_vl.processes import list_children
+from toolkit.process_tree import kill_process_tree
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -38,14 +38,14 @@ def test_living_children_with_their_words(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     try:
         wait_until(lambda: psutil.Process(ended.pid).status() == psutil.STATUS_ZOMBIE)
-        found = children(os.getpid())
+        found = list_children(os.getpid())
         assert found[running.pid] == (str(program), "60")
         assert ended.pid not in found
     finally:
         running.kill()
         running.wait()
         ended.wait()
-    assert children(ended.pid) == {}
+    assert list_children(ended.pid) == {}
 
 
 GRANDCHILD = """
@@ -70,10 +70,10 @@ def test_a_tree_ends_whole_also_below_a_session_of_its_own() -> None:
     assert root.stdout is not None
     with root.stdout:
         below = psutil.Process(int(root.stdout.readline()))
-    kill_tree(root.pid)
+    kill_process_tree(root.pid)
     assert root.wait() == -9
     wait_until(lambda: has_ended(below))
-    kill_tree(root.pid)  # what has ended already is no error
+    kill_process_tree(root.pid)  # what has ended already is no error
 
 
 def test_no_process_lives_to_see_one_below_it_die() -> None:
@@ -83,7 +83,7 @@ def test_no_process_lives_to_see_one_below_it_die() -> None:
     with root.stdout:
         assert root.stdout.readline() == "all run\n"
         below = psutil.Process(root.pid).children()
-        kill_tree(root.pid)
+        kill_process_tree(root.pid)
         assert root.wait() == -9
         assert root.stdout.read() == ""
     assert len(below) == 100

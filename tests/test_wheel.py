@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import megatron_vl
-from megatron_vl.processes import tools_folder
+from megatron_vl.processes import tools_dir
 from toolkit.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -169,7 +169,7 @@ def test_one_package_is_put_into_site_packages(installed):
     assert names == {"megatron_vl"}
     (own,) = site.glob("megatron_vl-*.dist-info")
     assert (own / "top_level.txt").read_text() == "megatron_vl\n"
-    assert tools_folder() == ROOT  # and the checkout is the checkout
+    assert tools_dir() == ROOT  # and the checkout is the checkout
 
 
 @pytest.mark.full
@@ -204,8 +204,8 @@ from pathlib import Path
 from megatron_vl.processes import tools_folder
 import sys
 sys.path.insert(0, str(tools_folder()))
-from toolkit.demo.data import write_raw_data
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.demo.demo_data import write_raw_data
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 import torch
 write_tiny_checkpoint(Path("hf"), "qwen2_5_vl", dtype=torch.float32)
 write_raw_data(Path("raw"))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_vl.words import counted
+from megatron_vl.plurals import pluralize
 from toolkit.cli import main
 
 HF = str(Path(__file__).parent / "hf_configs" / "Qwen2-VL-2B-Instruct.json")
 
 
 def test_one_is_written_in_the_singular(capsys):
-    assert [counted(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
-    assert [counted(n, "micro-batch") for n in (1, "1 ± 0")] == ["1 micro-batch", "1 ± 0 micro-batches"]
+    assert [pluralize(n, "file") for n in (0, 1, 2)] == ["0 files", "1 file", "2 files"]
+    assert [pluralize(n, "micro-batch") for n in (1, "1 ± 0")] == ["1 micro-batch", "1 ± 0 micro-batches"]
 
     words = ["train", "--dry-run", "--model.hf", HF, "--nproc-per-node", "1", "--global_batch_size", "1"]
     assert main(words) == 0

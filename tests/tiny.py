@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.tiny import FAMILIES, TinySizes, write_tiny_checkpoint
+from toolkit.tiny_checkpoint import TINY_FAMILIES, TinySizes, write_tiny_checkpoint
 
-__all__ = ["FAMILIES", "TinySizes", "tiny_checkpoint", "write_tiny_checkpoint"]
+__all__ = ["TINY_FAMILIES", "TinySizes", "tiny_checkpoint", "write_tiny_checkpoint"]
 
 
 @cache

@@ -6,50 +6,56 @@ import difflib
 import sys
 from collections.abc import Callable
 
-from megatron_vl.errors import UsageError, describe, exit_code
-from toolkit.commands import COMMANDS, Command, groups
-from toolkit.options import CommandOptions, check_paths, parse, summary
+from megatron_vl.errors import UsageError, describe_error, exit_code_of_error
+from toolkit.commands import COMMANDS, Command, command_groups
+from toolkit.options import CommandOptions, check_paths, command_summary, parse_command_line
 
-PROGRAM = "megatron-vl"
-DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."
-HELP = ("-h", "--help")
+PROGRAM_NAME = "megatron-vl"
+PROGRAM_DESCRIPTION = "Convert, train and check Qwen-VL models with Megatron-core."
+HELP_FLAGS = ("-h", "--help")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a command. Returns its exit code: 1 for what a user can fix, 2 for an invalid command line."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    program = PROGRAM
+    program_name = PROGRAM_NAME
     try:
         if argv[:1] == ["--version"]:
             print(versions())
             return 0
-        if not argv or argv[0] in HELP or argv[0] in groups() and argv[1:2] and argv[1] in HELP:
-            print(overview(argv[0] if argv and argv[0] not in HELP else ""), end="")
+        if (
+            not argv
+            or argv[0] in HELP_FLAGS
+            or argv[0] in command_groups()
+            and argv[1:2]
+            and argv[1] in HELP_FLAGS
+        ):
+            print(commands_overview(argv[0] if argv and argv[0] not in HELP_FLAGS else ""), end="")
             return 0 if argv else UsageError.exit_code
 
-        name, words = find_command(argv)
-        program = f"{PROGRAM} {name}"
-        function, options = read(name, words)
+        command_name, option_words = find_command(argv)
+        program_name = f"{PROGRAM_NAME} {command_name}"
+        run_command, options = read_command_line(command_name, option_words)
         check_paths(options)
-        return function(options) or 0
+        return run_command(options) or 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        print(f"{program}: {describe(error)}", file=sys.stderr)
-        return exit_code(error)
+        print(f"{program_name}: {describe_error(error)}", file=sys.stderr)
+        return exit_code_of_error(error)
 
 
 def versions() -> str:
     """A line for this program and each package that decides what a run computes, without importing torch."""
     from megatron_vl import __version__
-    from toolkit.doctor.machine import TE_PARTS, installed
+    from toolkit.doctor.machine_checks import TE_DISTRIBUTIONS, installed_version
 
-    transformer_engine = next(filter(None, map(installed, TE_PARTS)), None)
+    transformer_engine = next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None)
     found = {
-        PROGRAM: __version__,
-        "megatron-core": installed("megatron-core"),
-        "torch": installed("torch"),
+        PROGRAM_NAME: __version__,
+        "megatron-core": installed_version("megatron-core"),
+        "torch": installed_version("torch"),
         "transformer-engine": transformer_engine,
     }
     return "\n".join(f"{name} {version or 'not installed'}" for name, version in found.items())
@@ -65,48 +71,50 @@ def find_command(argv: list[str]) -> tuple[str, list[str]]:
         name = " ".join(argv[:length])
         if name in COMMANDS:
             return name, argv[length:]
-    raise UsageError(_unknown(argv))
+    raise UsageError(_unknown_command_message(argv))
 
 
-def _unknown(argv: list[str]) -> str:
-    """What to say of a command that there is not."""
-    first, second = argv[0], argv[1:2]
-    within = {f"{first} {name}": name for name in groups().get(first, [])}
-    if within and not second:
-        return f"{first} needs a command after it; valid: {', '.join(within)}"
+def _unknown_command_message(argv: list[str]) -> str:
+    """Explains that a command is unknown, and names similar ones."""
+    first_word, second_words = argv[0], argv[1:2]
+    group_commands = {f"{first_word} {name}": name for name in command_groups().get(first_word, [])}
+    if group_commands and not second_words:
+        return f"{first_word} needs a command after it; valid: {', '.join(group_commands)}"
 
-    if within:
-        alike = difflib.get_close_matches(second[0], within.values(), 3)
-        near = [name for name, word in within.items() if word in alike]
+    if group_commands:
+        similar_words = difflib.get_close_matches(second_words[0], group_commands.values(), 3)
+        similar_commands = [name for name, word in group_commands.items() if word in similar_words]
     else:
-        near = difflib.get_close_matches(first, COMMANDS, 3)
-    given = " ".join([first, *second]) if within else first
-    if near:
-        return f"unknown command: {given}; did you mean {' or '.join(near)}?"
-    return f"unknown command: {given}; valid: {', '.join(within or COMMANDS)}"
+        similar_commands = difflib.get_close_matches(first_word, COMMANDS, 3)
+    given_command = " ".join([first_word, *second_words]) if group_commands else first_word
+    if similar_commands:
+        return f"unknown command: {given_command}; did you mean {' or '.join(similar_commands)}?"
+    return f"unknown command: {given_command}; valid: {', '.join(group_commands or COMMANDS)}"
 
 
-def read(name: str, words: list[str]) -> tuple[Callable[[CommandOptions], int], CommandOptions]:
+def read_command_line(
+    command_name: str, option_words: list[str]
+) -> tuple[Callable[[CommandOptions], int], CommandOptions]:
     """Returns a command's function, which imports its module when called, and its parsed options.
 
     Raises:
         UsageError: the options are invalid.
         SystemExit: ``--help`` was requested and has been printed.
     """
-    command: Command = COMMANDS[name]
-    options = command.load_options()
-    parsed = parse(options, words, f"{PROGRAM} {name}")
-    return lambda given: command.load_function()(given), parsed
+    command: Command = COMMANDS[command_name]
+    options = command.load_options_class()
+    parsed_options = parse_command_line(options, option_words, f"{PROGRAM_NAME} {command_name}")
+    return lambda given: command.load_function()(given), parsed_options
 
 
-def overview(group: str = "") -> str:
+def commands_overview(group_name: str = "") -> str:
     """Lists all commands, or those of a group, each with its first sentence."""
-    lines = [f"usage: {PROGRAM} {group or 'COMMAND'} ...", "", DESCRIPTION, ""]
+    lines = [f"usage: {PROGRAM_NAME} {group_name or 'COMMAND'} ...", "", PROGRAM_DESCRIPTION, ""]
     width = max(map(len, COMMANDS))
     for name, command in COMMANDS.items():
-        if name.startswith(group):
-            lines.append(f"  {name:<{width}}  {summary(command.load_options())}")
-    lines += ["", f"{PROGRAM} COMMAND --help explains a command's options."]
+        if name.startswith(group_name):
+            lines.append(f"  {name:<{width}}  {command_summary(command.load_options_class())}")
+    lines += ["", f"{PROGRAM_NAME} COMMAND --help explains a command's options."]
     return "\n".join(lines) + "\n"
 
 

@@ -13,18 +13,20 @@ from toolkit.options import CommandOptions
 class Command:
     """The location of a command's code. Its modules are imported only when the command is used."""
 
-    folder: str
-    """The folder of its modules, ``toolkit.FOLDER.options`` and ``toolkit.FOLDER.command``."""
-    options: str
-    """The name of the dataclass in ``options``."""
-    function: str
+    package_name: str
+    """The package of its modules, ``toolkit.PACKAGE.options`` and ``toolkit.PACKAGE.command``."""
+    options_class_name: str
+    """The name of the dataclass in ``options_class_name``."""
+    function_name: str
     """The name of the function in ``command``, which takes the options and returns the exit code."""
 
-    def load_options(self) -> type[CommandOptions]:
-        return getattr(importlib.import_module(f"toolkit.{self.folder}.options"), self.options)
+    def load_options_class(self) -> type[CommandOptions]:
+        return getattr(
+            importlib.import_module(f"toolkit.{self.package_name}.options"), self.options_class_name
+        )
 
     def load_function(self) -> Callable[[CommandOptions], int]:
-        return getattr(importlib.import_module(f"toolkit.{self.folder}.command"), self.function)
+        return getattr(importlib.import_module(f"toolkit.{self.package_name}.command"), self.function_name)
 
 
 COMMANDS = {
@@ -53,11 +55,11 @@ COMMANDS = {
 """Maps the words of the command line to the command."""
 
 
-def groups() -> dict[str, list[str]]:
+def command_groups() -> dict[str, list[str]]:
     """Maps the first word of two-word commands to their second words."""
-    found: dict[str, list[str]] = {}
+    subcommands_by_group: dict[str, list[str]] = {}
     for name in COMMANDS:
-        first, _, second = name.partition(" ")
-        if second:
-            found.setdefault(first, []).append(second)
-    return found
+        first_word, _, second_word = name.partition(" ")
+        if second_word:
+            subcommands_by_group.setdefault(first_word, []).append(second_word)
+    return subcommands_by_group

@@ -9,20 +9,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_group(
-    module: str,
-    arguments: Sequence[str | Path],
-    ranks: int,
+    module_name: str,
+    module_arguments: Sequence[str | Path],
+    world_size: int,
     *,
     show: Literal["nothing", "all", "errors"] = "nothing",
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``ranks`` processes on this machine and waits for them to end.
+    """Runs ``python -m module arguments`` in ``world_size`` processes on this machine and waits for them to end.
 
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
@@ -35,35 +35,41 @@ def run_group(
     Raises:
         subprocess.TimeoutExpired: the group was killed because of ``timeout``.
     """
-    launch: list[str] = []
-    if ranks > 1:
-        launcher = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
-        launch = ["-m", *launcher, "--standalone", "--nproc-per-node", str(ranks)]
-    variables = {
+    launcher_arguments: list[str] = []
+    if world_size > 1:
+        launcher_module = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
+        launcher_arguments = ["-m", *launcher_module, "--standalone", "--nproc-per-node", str(world_size)]
+    rank_environment = {
         "OMP_NUM_THREADS": "1",
         **(environment or {}),
         **os.environ,
         "TOKENIZERS_PARALLELISM": "false",
     }
 
-    variables["PYTHONPATH"] = os.pathsep.join(
-        part for part in (str(ROOT), os.environ.get("PYTHONPATH")) if part
+    rank_environment["PYTHONPATH"] = os.pathsep.join(
+        part for part in (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")) if part
     )
-    if ranks == 1:  # the variables that torchrun would set, without its start-up time
-        alone = {
+    if world_size == 1:  # the variables that torchrun would set, without its start-up time
+        single_rank_variables = {
             "RANK": "0",
             "LOCAL_RANK": "0",
             "WORLD_SIZE": "1",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": "127.0.0.1",
         }
-        variables |= alone | {"MASTER_PORT": str(free_port())}
+        rank_environment |= single_rank_variables | {"MASTER_PORT": str(free_port())}
 
-    kept = subprocess.PIPE if show == "nothing" else None
-    command = [sys.executable, *launch, "-m", module, *map(str, arguments)]
-    stdout = sys.stderr if show == "errors" else kept
+    captured_output = subprocess.PIPE if show == "nothing" else None
+    command_line = [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)]
+    stdout = sys.stderr if show == "errors" else captured_output
     return subprocess.run(
-        command, env=variables, stdout=stdout, stderr=kept, text=True, timeout=timeout, check=False
+        command_line,
+        env=rank_environment,
+        stdout=stdout,
+        stderr=captured_output,
+        text=True,
+        timeout=timeout,
+        check=False,
     )
 
 
@@ -71,13 +77,15 @@ def free_port() -> int:
     """Finds an unused TCP port of this machine."""
     import socket
 
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
+    with socket.socket() as server_socket:
+        server_socket.bind(("127.0.0.1", 0))
+        return server_socket.getsockname()[1]
 
 
-def end_of(done: subprocess.CompletedProcess[str], lines: int = 25) -> str:
+def last_output_lines(completed_process: subprocess.CompletedProcess[str], line_count: int = 25) -> str:
     """The last lines of a group's output, without torchrun's report."""
-    said = (done.stderr or "") + (done.stdout or "")
-    own = said.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError", 1)[0]
-    return "\n".join(own.splitlines()[-lines:])
+    whole_output = (completed_process.stderr or "") + (completed_process.stdout or "")
+    rank_output = whole_output.split("torch.distributed.elastic.multiprocessing.errors.ChildFailedError", 1)[
+        0
+    ]
+    return "\n".join(rank_output.splitlines()[-line_count:])

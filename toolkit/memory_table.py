@@ -5,28 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_vl.planning.memory import PARTS
+from megatron_vl.planning.memory import GPU_MEMORY_PARTS
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-WIDTH = 132
+TABLE_WIDTH = 132
 """Columns of a terminal in which no heading is cut off, where rich would write "wei…"."""
 
 
-def memory_table(stages: Sequence[Mapping[str, Any]], title: str) -> Table:
+def memory_table(stage_memories: Sequence[Mapping[str, Any]], title: str) -> Table:
     """One line per stage, in GiB. The column of host memory is there when optimizer state is offloaded.
 
     Args:
-        stages: what ``StageMemory.as_json`` gives, first stage first.
+        stage_memories: what ``StageMemory.as_json`` gives, first stage first.
     """
     from rich.table import Table
 
-    head = {"stage": "stage", "in_flight": "in flight", **{part: part for part in PARTS}, "total": "total"}
-    if any(stage["host"] for stage in stages):
-        head["host"] = "host"
+    column_headings = {
+        "stage": "stage",
+        "in_flight": "in flight",
+        **{part: part for part in GPU_MEMORY_PARTS},
+        "total": "total",
+    }
+    if any(stage_memory["host"] for stage_memory in stage_memories):
+        column_headings["host"] = "host"
 
-    table = Table(*head.values(), title=title)
-    for stage in stages:
-        table.add_row(*(str(stage[name]) for name in head))
+    table = Table(*column_headings.values(), title=title)
+    for stage_memory in stage_memories:
+        table.add_row(*(str(stage_memory[name]) for name in column_headings))
     return table

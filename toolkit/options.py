@@ -24,9 +24,9 @@ from typing import Any, ClassVar, Literal
 from docstring_parser import parse_from_object
 from jsonargparse import ArgumentParser
 
-from megatron_vl.config.options import MISSING, in_range
+from megatron_vl.config.options import MISSING, is_in_range
 from megatron_vl.config.options import option as option
-from megatron_vl.config.parsing import PARSER_ERRORS, explain
+from megatron_vl.config.parsing import PARSER_ERRORS, explain_parser_error
 from megatron_vl.config.parsing import build_parser as run_parser
 from megatron_vl.errors import UsageError
 
@@ -50,38 +50,50 @@ class CommandOptions:
 # --- Reading a command line ---------------------------------------------------------------------------------
 
 
-def parse[Options: CommandOptions](options: type[Options], argv: list[str], program: str) -> Options:
+def parse_command_line[Options: CommandOptions](
+    options_class: type[Options], argv: list[str], program_name: str
+) -> Options:
     """Reads the options of a command line.
 
     Args:
-        program: how the command is called, used in messages: ``megatron-vl split``.
+        program_name: how the command is called, used in messages: ``megatron-vl split``.
 
     Raises:
         UsageError: the command line is invalid. The message says why.
         SystemExit: ``--help`` was requested and has been printed.
     """
-    parser = build_parser(options, program)
-    own, run_words = _split(parser, argv) if options.run_fields else (argv, [])
-    if "-h" in own or "--help" in own:
-        print(help_text(options, program), end="")
+    parser = build_parser(options_class, program_name)
+    command_words, run_words = _split_run_words(parser, argv) if options_class.run_fields else (argv, [])
+    if "-h" in command_words or "--help" in command_words:
+        print(help_text(options_class, program_name), end="")
         raise SystemExit(0)
-    _refuse_misspelled(parser, run_words, program)
+    _refuse_misspelled(parser, run_words, program_name)
 
     try:
-        values = parser.parse_args(own)
+        parsed_values = parser.parse_args(command_words)
     except PARSER_ERRORS as error:
-        raise UsageError(f"{_explain(str(error), options)}; see {program} --help") from error
+        raise UsageError(
+            f"{_explain_parser_error(str(error), options_class)}; see {program_name} --help"
+        ) from error
 
-    given = {field.name: getattr(values, field.name) for field in shown_options(options)}
-    parsed = options(fields=run_words, **{name: value for name, value in given.items() if value is not None})
-    parsed.check()
-    return parsed
+    given_values = {field.name: getattr(parsed_values, field.name) for field in shown_options(options_class)}
+    parsed_options = options_class(
+        fields=run_words, **{name: value for name, value in given_values.items() if value is not None}
+    )
+    parsed_options.check()
+    return parsed_options
 
 
-def _explain(message: str, options: type[CommandOptions]) -> str:
+def _explain_parser_error(error_message: str, options_class: type[CommandOptions]) -> str:
     """jsonargparse's message in one line, with options spelled as on the command line."""
-    types = {name: _plain(hint) for name, hint in typing.get_type_hints(options).items()}
-    return explain(message, types, {field.name: _option_string(field) for field in shown_options(options)})[0]
+    types_by_field = {
+        name: _without_none(hint) for name, hint in typing.get_type_hints(options_class).items()
+    }
+    return explain_parser_error(
+        error_message,
+        types_by_field,
+        {field.name: _option_string(field) for field in shown_options(options_class)},
+    )[0]
 
 
 def check_paths(options: CommandOptions) -> None:
@@ -94,209 +106,221 @@ def check_paths(options: CommandOptions) -> None:
             _check_path(Path(path), is_hf=field.name in ("hf", "original"))
 
 
-def _check_path(path: Path, is_hf: bool) -> None:
+def _check_path(input_path: Path, is_hf: bool) -> None:
     # Users may give the name of a repository on the Hugging Face hub, which is not a folder.
-    advice = (
+    download_advice = (
         "; give the folder of a downloaded checkpoint (hf download REPOSITORY --local-dir FOLDER)"
         if is_hf
         else ""
     )
     try:
-        path.stat()
+        input_path.stat()
     except FileNotFoundError:
-        raise FileNotFoundError(f"{path} does not exist{advice}") from None
+        raise FileNotFoundError(f"{input_path} does not exist{download_advice}") from None
     except OSError:
         pass  # the command itself reports what is wrong
 
 
-def exactly_one(options: CommandOptions, *names: str) -> None:
+def require_exactly_one(options: CommandOptions, *option_names: str) -> None:
     """Raises UsageError unless exactly one of these options is given."""
-    given = [name for name in names if getattr(options, name)]
-    if len(given) != 1:
-        spelled = " or ".join(kebab(name) for name in names)
-        raise UsageError(f"give {spelled}" + (", not both" if given else ""))
+    given_names = [name for name in option_names if getattr(options, name)]
+    if len(given_names) != 1:
+        option_flags = " or ".join(option_flag(name) for name in option_names)
+        raise UsageError(f"give {option_flags}" + (", not both" if given_names else ""))
 
 
-def words(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
+def to_command_line(options: CommandOptions, leave_out: tuple[str, ...] = ()) -> list[str]:
     """The command line that sets these options in another process, without options at their defaults."""
     line: list[str] = []
     for field in shown_options(type(options)):
         value = getattr(options, field.name)
         if field.name in leave_out or value in (None, False, field.default):
             continue
-        line += [kebab(field.name)] if value is True else [kebab(field.name), str(value)]
+        line += [option_flag(field.name)] if value is True else [option_flag(field.name), str(value)]
     return line
 
 
 # --- The parser ---------------------------------------------------------------------------------------------
 
 
-def kebab(name: str) -> str:
+def option_flag(field_name: str) -> str:
     """Turns ``media_root`` into ``--media-root``."""
-    return "--" + name.replace("_", "-")
+    return "--" + field_name.replace("_", "-")
 
 
-def build_parser(options: type[CommandOptions], program: str) -> ArgumentParser:
+def build_parser(options_class: type[CommandOptions], program_name: str) -> ArgumentParser:
     """Builds jsonargparse's parser for a command's own options."""
     parser = ArgumentParser(
-        prog=program,
-        usage=_usage(options, program),
-        description=_description(options),
-        epilog=options.epilog or None,
+        prog=program_name,
+        usage=_usage_line(options_class, program_name),
+        description=_command_description(options_class),
+        epilog=options_class.epilog or None,
         formatter_class=_HelpFormatter,
         exit_on_error=False,
         allow_abbrev=False,  # an option that is added later must not change what an abbreviation means
     )
-    hints = typing.get_type_hints(options)
-    texts = field_texts(options)
-    for field in shown_options(options):
-        names, arguments = _argument(field, hints[field.name])
-        parser.add_argument(*names, help=_help(field, texts[field.name]), **arguments)
+    type_hints = typing.get_type_hints(options_class)
+    help_texts = field_docstrings(options_class)
+    for option_field in shown_options(options_class):
+        option_strings, argument_settings = _parser_argument(option_field, type_hints[option_field.name])
+        parser.add_argument(
+            *option_strings,
+            help=_option_help(option_field, help_texts[option_field.name]),
+            **argument_settings,
+        )
     return parser
 
 
-def summary(options: type[CommandOptions]) -> str:
+def command_summary(options_class: type[CommandOptions]) -> str:
     """The first sentence of a command's description."""
-    return _description(options).split(". ")[0].rstrip(".")
+    return _command_description(options_class).split(". ")[0].rstrip(".")
 
 
-def help_text(options: type[CommandOptions], program: str) -> str:
+def help_text(options_class: type[CommandOptions], program_name: str) -> str:
     """The help of all options of a command, including the fields of a run."""
-    text = build_parser(options, program).format_help()
-    if not options.run_fields:
+    text = build_parser(options_class, program_name).format_help()
+    if not options_class.run_fields:
         return text
     run_help = run_parser().format_help()
     fields = run_help[run_help.index("\n  --config") + 1 :]
     return f"{text}\nfields of a run, as in its YAML:\n{fields}"
 
 
-def _argument(field: dataclasses.Field, hint: Any) -> tuple[list[str], dict[str, Any]]:
+def _parser_argument(option_field: dataclasses.Field, type_hint: Any) -> tuple[list[str], dict[str, Any]]:
     """Names and keyword arguments for ``add_argument``."""
-    facts = field.metadata
-    required = _is_required(field)
-    names = [_option_string(field)]
-    if hint is bool:
-        return names, {"action": "store_true", "default": False}
+    field_metadata = option_field.metadata
+    is_required = _is_required(option_field)
+    option_strings = [_option_string(option_field)]
+    if type_hint is bool:
+        return option_strings, {"action": "store_true", "default": False}
 
-    arguments: dict[str, Any] = {"default": None, "type": _reader(hint, facts)}
-    choices = _choices(hint)
-    if facts.get("metavar") or not choices:
-        arguments["metavar"] = facts.get("metavar") or "VALUE"
-    if choices:
-        arguments |= {"type": str, "choices": choices}
-    if facts.get("repeat"):
-        arguments["action"] = "append"
-    if facts.get("several"):
-        arguments["nargs"] = "+"
-    if facts.get("positional"):
-        del arguments["default"]
-        return names, arguments | ({} if required else {"nargs": "?"})
-    return names, arguments | {"required": required}
+    argument_settings: dict[str, Any] = {"default": None, "type": _value_reader(type_hint, field_metadata)}
+    valid_values = _literal_values(type_hint)
+    if field_metadata.get("metavar") or not valid_values:
+        argument_settings["metavar"] = field_metadata.get("metavar") or "VALUE"
+    if valid_values:
+        argument_settings |= {"type": str, "choices": valid_values}
+    if field_metadata.get("repeat"):
+        argument_settings["action"] = "append"
+    if field_metadata.get("several"):
+        argument_settings["nargs"] = "+"
+    if field_metadata.get("positional"):
+        del argument_settings["default"]
+        return option_strings, argument_settings | ({} if is_required else {"nargs": "?"})
+    return option_strings, argument_settings | {"required": is_required}
 
 
-def _reader(hint: Any, facts: typing.Mapping[str, Any]) -> Any:
+def _value_reader(type_hint: Any, field_metadata: typing.Mapping[str, Any]) -> Any:
     """The function that turns one word into a value."""
-    kind = _plain(hint)
-    if kind in (int, float) and facts.get("least", -math.inf) > -math.inf:
-        return functools.partial(_number, kind, facts)
+    kind = _without_none(type_hint)
+    if kind in (int, float) and field_metadata.get("minimum", -math.inf) > -math.inf:
+        return functools.partial(_read_number, kind, field_metadata)
     if typing.get_origin(kind) is not list:
         return kind
     item = typing.get_args(kind)[0]
-    if facts.get("several"):
+    if field_metadata.get("several"):
         return item
-    return _Words(item) if facts.get("repeat") else _numbers
+    return _RepeatedValueReader(item) if field_metadata.get("repeat") else _read_number_list
 
 
-class _Words:
+class _RepeatedValueReader:
     """Reads a list that is given item by item. jsonargparse also passes it the list read so far."""
 
-    def __init__(self, item: type) -> None:
-        self.item = item
+    def __init__(self, item_type: type) -> None:
+        self.item_type = item_type
 
-    def __call__(self, word: Any) -> Any:
-        return [self.item(each) for each in word] if isinstance(word, list) else self.item(word)
+    def __call__(self, word_or_words: Any) -> Any:
+        return (
+            [self.item_type(each) for each in word_or_words]
+            if isinstance(word_or_words, list)
+            else self.item_type(word_or_words)
+        )
 
 
-def _number(kind: type, facts: typing.Mapping[str, Any], word: Any) -> Any:
+def _read_number(number_type: type, field_metadata: typing.Mapping[str, Any], option_word: Any) -> Any:
     try:
-        value = kind(word)
+        value = number_type(option_word)
     except ValueError:
         value = math.nan
-    if not in_range(value, facts):
-        least, most = facts["least"], facts["most"]
-        valid = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-        name = "whole number" if kind is int else "number"
-        raise argparse.ArgumentTypeError(f"{word!r} is not a {name} {valid}")
+    if not is_in_range(value, field_metadata):
+        least, most = field_metadata["minimum"], field_metadata["maximum"]
+        valid_range = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+        name = "whole number" if number_type is int else "number"
+        raise argparse.ArgumentTypeError(f"{option_word!r} is not a {name} {valid_range}")
     return value
 
 
-def _numbers(word: Any) -> list[int]:
+def _read_number_list(option_word: Any) -> list[int]:
     """Reads whole numbers separated by commas."""
-    if isinstance(word, list):
-        return word
+    if isinstance(option_word, list):
+        return option_word
     try:
-        return [int(part) for part in str(word).split(",")]
+        return [int(part) for part in str(option_word).split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a list of numbers such as 6,8,8,6") from None
+        raise argparse.ArgumentTypeError(
+            f"{option_word!r} is not a list of numbers such as 6,8,8,6"
+        ) from None
 
 
-def _plain(hint: Any) -> Any:
+def _without_none(type_hint: Any) -> Any:
     """A type without its ``| None``."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return next(part for part in typing.get_args(hint) if part is not type(None))
-    return hint
+    if typing.get_origin(type_hint) in (typing.Union, types.UnionType):
+        return next(part for part in typing.get_args(type_hint) if part is not type(None))
+    return type_hint
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    kind = _plain(hint)
+def _literal_values(type_hint: Any) -> tuple[Any, ...]:
+    kind = _without_none(type_hint)
     return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
 
 
-def _option_string(field: dataclasses.Field) -> str:
-    return field.name if field.metadata.get("positional") else kebab(field.name)
+def _option_string(option_field: dataclasses.Field) -> str:
+    return option_field.name if option_field.metadata.get("positional") else option_flag(option_field.name)
 
 
-def _is_required(field: dataclasses.Field) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
+def _is_required(option_field: dataclasses.Field) -> bool:
+    return option_field.default is MISSING and option_field.default_factory is MISSING
 
 
-def shown_options(options: type[CommandOptions]) -> list[dataclasses.Field]:
+def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field]:
     """The fields that are options: first those of the class itself, then those of its bases."""
-    found = [field for field in dataclasses.fields(options) if not field.metadata.get("hidden")]
-    own = set(vars(options).get("__annotations__", ()))
-    return sorted(found, key=lambda field: field.name not in own)
+    visible_fields = [
+        field for field in dataclasses.fields(options_class) if not field.metadata.get("hidden")
+    ]
+    own_field_names = set(vars(options_class).get("__annotations__", ()))
+    return sorted(visible_fields, key=lambda field: field.name not in own_field_names)
 
 
 # --- Words of the command line ------------------------------------------------------------------------------
 
 
-def _split(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
+def _split_run_words(parser: Any, argv: list[str]) -> tuple[list[str], list[str]]:
     """Separates the command's own options from the fields of a run, which may follow ``--``.
 
     The command's own options take precedence: ``--data DIR`` may be an option, although ``data`` is also a
     section of a run.
     """
-    known = parser._option_string_actions
-    before = argv[: argv.index("--")] if "--" in argv else argv
-    own: list[str] = []
-    fields: list[str] = []
-    words = [*before]
-    while words:
-        word = words.pop(0)
-        name, equals, _ = word.partition("=")
-        action = known.get(name)
-        if action is None:
-            fields.append(word)
-        elif action.nargs == 0:
-            own.append(word)
+    option_actions = parser._option_string_actions
+    words_before_separator = argv[: argv.index("--")] if "--" in argv else argv
+    command_words: list[str] = []
+    run_words: list[str] = []
+    remaining_words = [*words_before_separator]
+    while remaining_words:
+        current_word = remaining_words.pop(0)
+        option_string, equals_sign, _ = current_word.partition("=")
+        option_action = option_actions.get(option_string)
+        if option_action is None:
+            run_words.append(current_word)
+        elif option_action.nargs == 0:
+            command_words.append(current_word)
         else:
-            own += [word] if equals else [word, *words[:1]]
-            words = words if equals else words[1:]
+            command_words += [current_word] if equals_sign else [current_word, *remaining_words[:1]]
+            remaining_words = remaining_words if equals_sign else remaining_words[1:]
 
-    return own, fields + argv[len(before) + 1 :]
+    return command_words, run_words + argv[len(words_before_separator) + 1 :]
 
 
-def _refuse_misspelled(parser: Any, run_words: list[str], program: str) -> None:
+def _refuse_misspelled(parser: Any, run_words: list[str], program_name: str) -> None:
     """Refuses words that are no field of a run, but nearly one of the command's own options.
 
     ``--nprocs`` is close to the first word of ``--nproc-per-node``.
@@ -306,54 +330,62 @@ def _refuse_misspelled(parser: Any, run_words: list[str], program: str) -> None:
     """
     from megatron_vl.config import field_types
 
-    alike: dict[str, list[str]] = {}
-    for name in parser._option_string_actions:
-        for start in {name, "-".join(name.split("-")[:3])}:
-            alike.setdefault(start, []).append(name)
+    options_by_prefix: dict[str, list[str]] = {}
+    for option_string in parser._option_string_actions:
+        for option_prefix in {option_string, "-".join(option_string.split("-")[:3])}:
+            options_by_prefix.setdefault(option_prefix, []).append(option_string)
 
-    for word in run_words:
-        given = word.partition("=")[0]
-        if not given.startswith("--") or "." in given or given[2:] in (*field_types(), "config"):
+    for run_word in run_words:
+        given_option = run_word.partition("=")[0]
+        if (
+            not given_option.startswith("--")
+            or "." in given_option
+            or given_option[2:] in (*field_types(), "config")
+        ):
             continue
-        close = difflib.get_close_matches(given, alike, 1, cutoff=0.85)
-        if close:
-            near = " or ".join(alike[close[0]])
-            raise UsageError(f"option {given} is unknown; did you mean {near}? See {program} --help")
+        close_prefixes = difflib.get_close_matches(given_option, options_by_prefix, 1, cutoff=0.85)
+        if close_prefixes:
+            suggested_options = " or ".join(options_by_prefix[close_prefixes[0]])
+            raise UsageError(
+                f"option {given_option} is unknown; did you mean {suggested_options}? See {program_name} --help"
+            )
 
 
 # --- Help ---------------------------------------------------------------------------------------------------
 
 
-def _description(options: type[CommandOptions]) -> str:
-    return " ".join(inspect.cleandoc(options.__doc__ or "").split())
+def _command_description(options_class: type[CommandOptions]) -> str:
+    return " ".join(inspect.cleandoc(options_class.__doc__ or "").split())
 
 
-def _usage(options: type[CommandOptions], program: str) -> str | None:
-    if not options.run_fields:
+def _usage_line(options_class: type[CommandOptions], program_name: str) -> str | None:
+    if not options_class.run_fields:
         return None
-    required = [field for field in shown_options(options) if _is_required(field)]
-    words = [f"{kebab(field.name)} {field.metadata['metavar'] or 'VALUE'}" for field in required]
-    return " ".join([program, *words, "[options] [--config RUN.yaml] [--section.field value ...]"])
+    required_fields = [field for field in shown_options(options_class) if _is_required(field)]
+    usage_words = [
+        f"{option_flag(field.name)} {field.metadata['metavar'] or 'VALUE'}" for field in required_fields
+    ]
+    return " ".join([program_name, *usage_words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 
 
-def field_texts(options: type) -> dict[str, str]:
+def field_docstrings(options_class: type) -> dict[str, str]:
     """Maps each field to its docstring."""
-    texts: dict[str, str] = {}
-    for base in reversed(options.__mro__):
-        if dataclasses.is_dataclass(base):
-            for item in parse_from_object(base).params:
-                texts[item.arg_name] = " ".join((item.description or "").split())
-    return texts
+    texts_by_field: dict[str, str] = {}
+    for base_class in reversed(options_class.__mro__):
+        if dataclasses.is_dataclass(base_class):
+            for item in parse_from_object(base_class).params:
+                texts_by_field[item.arg_name] = " ".join((item.description or "").split())
+    return texts_by_field
 
 
-def _help(field: dataclasses.Field, text: str) -> str:
-    default = field.default
-    shown = field.metadata.get("shown_default")
-    if shown:
-        return f"{text.rstrip('.')} (default: {shown})".replace("%", "%%")
-    if default in (MISSING, None, False, ""):
-        return text.replace("%", "%%")
-    return f"{text.rstrip('.')} (default: {default})".replace("%", "%%")
+def _option_help(option_field: dataclasses.Field, field_docstring: str) -> str:
+    default_value = option_field.default
+    shown_default = option_field.metadata.get("shown_default")
+    if shown_default:
+        return f"{field_docstring.rstrip('.')} (default: {shown_default})".replace("%", "%%")
+    if default_value in (MISSING, None, False, ""):
+        return field_docstring.replace("%", "%%")
+    return f"{field_docstring.rstrip('.')} (default: {default_value})".replace("%", "%%")
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -13,34 +13,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import alpaca, llamafactory, openai, pairs, qwen, sharegpt
-from .canonical import (
+from . import alpaca, llamafactory, openai, qwen, sharegpt, turn_pairs
+from .conversation import (
     Conversation,
     RecordError,
     add_system,
     check_answers,
-    check_order,
-    check_weights,
-    identity,
+    check_loss_weights,
+    check_role_order,
+    checked_text,
+    drop_last_answer,
+    record_identity,
     refuse_audio_in,
     refuse_listed_audio,
-    shown,
-    text,
-    without_answer,
+    shorten_value,
 )
-from .content import EMPTY
-from .kind import Format
-from .tools import leave_out_fillers, read_tools
-from .weights import apply_record_weight
+from .loss_weights import apply_record_weight
+from .record_format import RecordFormat
+from .record_reader import EMPTY_VALUES
+from .tool_calls import drop_null_arguments, read_tools
 
-__all__ = ["FORMATS", "Conversation", "RecordError", "format_of", "read_conversation", "read_prompt"]
+__all__ = ["FORMATS", "Conversation", "RecordError", "detect_format", "read_conversation", "read_prompt"]
 
-FORMATS: dict[str, Format] = {
-    module.FORMAT.name: module.FORMAT for module in (llamafactory, openai, qwen, sharegpt, pairs, alpaca)
+FORMATS: dict[str, RecordFormat] = {
+    module.FORMAT.name: module.FORMAT for module in (llamafactory, openai, qwen, sharegpt, turn_pairs, alpaca)
 }
 """In the order in which they are tried: one that is a special case of another comes first."""
-CONVERSATIONS = ("messages", "conversations", "conversation")
-MEANING = {
+CONVERSATION_FIELDS = ("messages", "conversations", "conversation")
+UNSUPERVISED_FIELDS = {
     "objects": "boxes beside the text; write them into the text as the model's family does",
     "bbox": "boxes beside the text; write them into the text as the model's family does",
     "bboxes": "boxes beside the text; write them into the text as the model's family does",
@@ -54,87 +54,89 @@ MEANING = {
 """Fields that belong to the task and have no place in a supervised sample."""
 
 
-def read_prompt(record: Any, format: str = "") -> Conversation:
+def read_prompt(record: Any, format_name: str = "") -> Conversation:
     """Reads what is said before the requested answer: a record without a last turn that is the assistant's.
 
     Raises:
         RecordError: like :func:`read_conversation`, but the record need not contain anything to learn.
     """
-    conversation = read_conversation(record, format, prompt=True)
-    without_answer(conversation)
+    conversation = read_conversation(record, format_name, is_prompt=True)
+    drop_last_answer(conversation)
     if not conversation.messages or conversation.messages[-1]["role"] not in ("user", "tool"):
         raise RecordError("no user turn", "a prompt must end with a user's turn")
     return conversation
 
 
-def read_conversation(record: Any, format: str = "", *, prompt: bool = False) -> Conversation:
+def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = False) -> Conversation:
     """Reads a record.
 
     Args:
-        format: name in :data:`FORMATS`; empty: recognise it. prompt: the record needs no assistant turn.
+        format_name: name in :data:`FORMATS`; empty: recognise it. prompt: the record needs no assistant turn.
 
     Raises:
         RecordError: the record cannot be used.
     """
     if not isinstance(record, dict):
-        listed = isinstance(record, list) and any(isinstance(item, dict) for item in record)
-        advice = "; if it is a pack of conversations, write each as a record of its own" if listed else ""
+        is_record_list = isinstance(record, list) and any(isinstance(item, dict) for item in record)
+        advice = (
+            "; if it is a pack of conversations, write each as a record of its own" if is_record_list else ""
+        )
         detail = f"the record is a {type(record).__name__}, not an object{advice}"
         raise RecordError("not an object", detail)
 
     refuse_listed_audio(record, "")
-    chosen = FORMATS[format] if format else format_of(record)
-    _refuse_meaning(record)
-    reader = chosen.reader(record)
-    messages = chosen.read(record, reader)
-    reader.finish()
-    if not prompt:
-        check_answers(messages, chosen.place)
+    record_format = FORMATS[format_name] if format_name else detect_format(record)
+    _refuse_unsupervised_fields(record)
+    reader = record_format.open_reader(record)
+    messages = record_format.read_messages(record, reader)
+    reader.check_media_counts()
+    if not is_prompt:
+        check_answers(messages, record_format.turns_field)
 
     if record.get("system") not in (None, ""):
-        system = text(record["system"], "system")
-        refuse_audio_in(system, "system", anywhere=False)
-        add_system(messages, system, "system", chosen.place)
-    check_order(messages, chosen.place, prompt=prompt)
+        system_prompt = checked_text(record["system"], "system")
+        refuse_audio_in(system_prompt, "system", match_anywhere=False)
+        add_system(messages, system_prompt, "system", record_format.turns_field)
+    check_role_order(messages, record_format.turns_field, is_prompt=is_prompt)
     apply_record_weight(record, messages)
-    if not prompt:
-        check_weights(messages, chosen.place)
+    if not is_prompt:
+        check_loss_weights(messages, record_format.turns_field)
     tools = read_tools(record)
-    leave_out_fillers(messages, tools)
+    drop_null_arguments(messages, tools)
     return Conversation(
         messages,
-        reader.media,
-        reader.fields,
-        identity(record.get("id")),
-        reader.ignored,
+        reader.media_references,
+        reader.field_paths,
+        record_identity(record.get("id")),
+        reader.ignored_keys,
         tools,
-        chosen.name,
+        record_format.name,
     )
 
 
-def format_of(record: dict[str, Any]) -> Format:
+def detect_format(record: dict[str, Any]) -> RecordFormat:
     """Recognises the format of a record. Raises RecordError if it has none, or the turns of two."""
-    found = [name for name in CONVERSATIONS if record.get(name) not in EMPTY]
-    if len(found) > 1:
-        names = " and ".join(f"'{name}'" for name in found)
-        detail = f"the record has both {names}, but only one can be learnt; leave out one"
-        raise RecordError("two conversations", detail, found[1])
-    for candidate in FORMATS.values():
-        if candidate.matches(record):
-            return candidate
+    present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
+    if len(present_fields) > 1:
+        quoted_names = " and ".join(f"'{name}'" for name in present_fields)
+        detail = f"the record has both {quoted_names}, but only one can be learnt; leave out one"
+        raise RecordError("two conversations", detail, present_fields[1])
+    for candidate_format in FORMATS.values():
+        if candidate_format.matches_record(record):
+            return candidate_format
     detail = (
         "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output'; "
-        f"it has {shown(sorted(record))}"
+        f"it has {shorten_value(sorted(record))}"
     )
     raise RecordError("no conversation", detail)
 
 
-def _refuse_meaning(record: dict[str, Any]) -> None:
-    for key, what in MEANING.items():
-        if record.get(key) not in EMPTY:
-            raise RecordError("not supervised text", f"{key!r} holds {what}", key)
-    label = record.get("label")
-    if isinstance(label, bool):
+def _refuse_unsupervised_fields(record: dict[str, Any]) -> None:
+    for key, field_meaning in UNSUPERVISED_FIELDS.items():
+        if record.get(key) not in EMPTY_VALUES:
+            raise RecordError("not supervised text", f"{key!r} holds {field_meaning}", key)
+    kto_label = record.get("label")
+    if isinstance(kto_label, bool):
         raise RecordError(
             "not supervised text", "a 'label' of true or false judges the answer (KTO)", "label"
         )

@@ -8,61 +8,76 @@ from __future__ import annotations
 
 from typing import Any
 
-from .canonical import Message, RecordError, shown
-from .content import Reader
-from .kind import Format
+from .conversation import Message, RecordError, shorten_value
+from .record_format import RecordFormat
+from .record_reader import RecordReader
 
-QUESTIONS = ("instruction", "query", "prompt")
-ANSWERS = ("output", "response")
+QUESTION_FIELDS = ("instruction", "query", "prompt")
+ANSWER_FIELDS = ("output", "response")
 
 
-def _field(record: dict[str, Any], names: tuple[str, ...]) -> str | None:
+def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
     """The field of these names that has a value. Raises RecordError if several have."""
-    found = [name for name in names if record.get(name) not in (None, "")]
-    if len(found) > 1:
-        raise RecordError("two conversations", f"the record has both {found[0]!r} and {found[1]!r}", found[1])
-    return found[0] if found else None
+    filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
+    if len(filled_fields) > 1:
+        raise RecordError(
+            "two conversations",
+            f"the record has both {filled_fields[0]!r} and {filled_fields[1]!r}",
+            filled_fields[1],
+        )
+    return filled_fields[0] if filled_fields else None
 
 
-def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
-    turns: list[tuple[str, Any, str]] = []
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    role_turns: list[tuple[str, Any, str]] = []
     history = record.get("history") or []
     if not isinstance(history, list):
-        raise RecordError("bad history", f"pairs are required, but this is {shown(history)}", "history")
-    for i, pair in enumerate(history):
-        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            detail = f"a pair of question and answer is required, but this is {shown(pair)}"
+        raise RecordError(
+            "bad history", f"pairs are required, but this is {shorten_value(history)}", "history"
+        )
+    for i, history_pair in enumerate(history):
+        if not isinstance(history_pair, (list, tuple)) or len(history_pair) != 2:
+            detail = f"a pair of question and answer is required, but this is {shorten_value(history_pair)}"
             raise RecordError("bad history", detail, f"history[{i}]")
-        turns += [("user", pair[0], f"history[{i}][0]"), ("assistant", pair[1], f"history[{i}][1]")]
+        role_turns += [
+            ("user", history_pair[0], f"history[{i}][0]"),
+            ("assistant", history_pair[1], f"history[{i}][1]"),
+        ]
 
-    asked = [name for name in (_field(record, QUESTIONS), _field(record, ("input",))) if name]
-    question = [(record[name], name) for name in asked]
-    if not question:
+    question_fields = [
+        name for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))) if name
+    ]
+    question_values = [(record[name], name) for name in question_fields]
+    if not question_values:
         raise RecordError("no conversation", "'instruction' and 'input' are empty", "instruction")
-    if wrong := next((name for value, name in question if not isinstance(value, str)), None):
-        raise RecordError("bad text", f"a string is required, but this is {shown(record[wrong])}", wrong)
-    turns.append(("user", "\n".join(value for value, _ in question), question[0][1]))
-    if (answer := _field(record, ANSWERS)) is not None:
-        turns.append(("assistant", record[answer], answer))
+    if invalid_field := next((name for value, name in question_values if not isinstance(value, str)), None):
+        raise RecordError(
+            "bad text",
+            f"a string is required, but this is {shorten_value(record[invalid_field])}",
+            invalid_field,
+        )
+    role_turns.append(("user", "\n".join(value for value, _ in question_values), question_values[0][1]))
+    if (answer_field := _filled_field(record, ANSWER_FIELDS)) is not None:
+        role_turns.append(("assistant", record[answer_field], answer_field))
     elif history:  # without the empty turn, the answers of the history would hide that this one is missing
-        turns.append(("assistant", "", ANSWERS[0]))
+        role_turns.append(("assistant", "", ANSWER_FIELDS[0]))
 
     messages = []
-    for role, content, where in turns:
+    for role, content, field_path in role_turns:
         message: Message = {"role": role, "content": ""}
-        reader.fill(message, content, where)
+        reader.read_content(message, content, field_path)
         messages.append(message)
     return messages
 
 
-FORMAT = Format(
+FORMAT = RecordFormat(
     "alpaca",
     "instruction",
     "instruction, input, output, history and system (LLaMA-Factory); query and response (ms-swift)",
     lambda record: (
-        any(record.get(key) is not None for key in (*QUESTIONS, "input"))
-        and any(key in record for key in ANSWERS)
+        any(record.get(key) is not None for key in (*QUESTION_FIELDS, "input"))
+        and any(key in record for key in ANSWER_FIELDS)
     ),
-    _read,
-    fields=(*QUESTIONS, "input", *ANSWERS, "history"),
+    _read_messages,
+    read_fields=(*QUESTION_FIELDS, "input", *ANSWER_FIELDS, "history"),
 )

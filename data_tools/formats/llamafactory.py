@@ -7,28 +7,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from .canonical import Message
-from .content import Reader
-from .kind import Format, listed_turns
+from .conversation import Message
+from .record_format import RecordFormat, listed_turns
+from .record_reader import RecordReader
 
 
-def _matches(record: dict[str, Any]) -> bool:
+def _matches_record(record: dict[str, Any]) -> bool:
     turns = record.get("messages")
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], dict):
         return False
-    content = turns[0].get("content")
-    return isinstance(content, list) and any(isinstance(part, dict) and "value" in part for part in content)
+    first_content = turns[0].get("content")
+    return isinstance(first_content, list) and any(
+        isinstance(part, dict) and "value" in part for part in first_content
+    )
 
 
-def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
-    return reader.turns(listed_turns(record, "messages"))
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    return reader.read_turns(listed_turns(record, "messages"))
 
 
-FORMAT = Format(
+FORMAT = RecordFormat(
     "llamafactory-v1",
     "messages",
     "messages whose content is parts of type and value (text, image_url, reasoning, tool_call), loss_weight",
-    _matches,
-    _read,
-    fields=("extra_info", "_dataset_name"),
+    _matches_record,
+    _read_messages,
+    read_fields=("extra_info", "_dataset_name"),
 )

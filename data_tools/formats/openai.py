@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from .canonical import Message
-from .content import Reader
-from .kind import Format, listed_turns
+from .conversation import Message
+from .record_format import RecordFormat, listed_turns
+from .record_reader import RecordReader
 
 
-def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
-    return reader.turns(listed_turns(record, "messages"))
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    return reader.read_turns(listed_turns(record, "messages"))
 
 
-FORMAT = Format(
+FORMAT = RecordFormat(
     "openai",
     "messages",
     "messages with role and content (text, or parts of type text, image_url, ...), tool_calls",
     lambda record: record.get("messages") is not None,
-    _read,
-    fields=("parallel_tool_calls",),
+    _read_messages,
+    read_fields=("parallel_tool_calls",),
 )

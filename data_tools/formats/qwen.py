@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from .canonical import Message
-from .content import Reader
-from .kind import Format, listed_turns
+from .conversation import Message
+from .record_format import RecordFormat, listed_turns
+from .record_reader import RecordReader
 
 
-def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
-    return reader.turns(listed_turns(record, "conversations"))
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    return reader.read_turns(listed_turns(record, "conversations"))
 
 
-FORMAT = Format(
+FORMAT = RecordFormat(
     "qwen",
     "conversations",
     "conversations with image(s) below data_path; the user's texts are stripped",
     lambda record: record.get("conversations") is not None and isinstance(record.get("data_path"), str),
-    _read,
-    fields=("data_path",),
-    strip=True,
-    base="data_path",
+    _read_messages,
+    read_fields=("data_path",),
+    strip_user_text=True,
+    media_folder_field="data_path",
 )

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .canonical import Message
-from .content import Reader
-from .kind import Format, listed_turns
+from .conversation import Message
+from .record_format import RecordFormat, listed_turns
+from .record_reader import RecordReader
 
 
-def _read(record: dict[str, Any], reader: Reader) -> list[Message]:
-    return reader.turns(listed_turns(record, "conversations"))
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    return reader.read_turns(listed_turns(record, "conversations"))
 
 
-FORMAT = Format(
+FORMAT = RecordFormat(
     "sharegpt",
     "conversations",
     "conversations with from and value, <image> in the text for entries of image(s) (LLaVA, LLaMA-Factory)",
     lambda record: record.get("conversations") is not None,
-    _read,
+    _read_messages,
 )

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401  # other packages import these names from here
 
-from megatron_vl.config.checks import validate
+from megatron_vl.config.checks import validate_config
 from megatron_vl.config.fields import (
     CheckpointConfig,
     DataConfig,
@@ -23,4 +23,4 @@ from megatron_vl.config.fields import (
     field_types,
     video_rule,
 )
-from megatron_vl.config.parsing import build_parser, parse, parse_config
+from megatron_vl.config.parsing import build_parser, parse_config, parse_or_exit

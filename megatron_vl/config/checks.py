@@ -7,69 +7,86 @@ import math
 from typing import Any
 
 from megatron_vl.config.fields import RECOMPUTE_MODULES, RunConfigError, TrainConfig
-from megatron_vl.config.options import in_range
-from megatron_vl.words import counted
+from megatron_vl.config.options import is_in_range
+from megatron_vl.plurals import pluralize
 
 
-def validate(config: TrainConfig, world_size: int) -> int:
+def validate_config(config: TrainConfig, world_size: int) -> int:
     """Checks what needs no model and no files. Returns the data-parallel size.
 
     Raises:
         RunConfigError: names the field and what would be valid.
     """
-    _check_ranges(config)
-    dp = _check_parallel(config, world_size)
-    _check_layers(config, dp)
-    _check_steps(config)
+    _check_field_ranges(config)
+    data_parallel_size = _check_parallel_sizes(config, world_size)
+    _check_pipeline_chunks(config, data_parallel_size)
+    _check_step_counts(config)
     _check_checkpoint(config)
     _check_profile(config, world_size)
-    _check_parts(config)
-    return dp
+    _check_model_parts(config)
+    return data_parallel_size
 
 
-def _check_parallel(config: TrainConfig, world_size: int) -> int:
+def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     """The sizes of process groups, and the options that need them. Returns the data-parallel size."""
-    p = config.parallel
-    ranks = p.tp * p.cp * p.pp
-    sizes = f"tp {p.tp} x cp {p.cp} x pp {p.pp}" if p.cp > 1 else f"tp {p.tp} x pp {p.pp}"
-    if world_size % ranks:
-        change = "parallel.tp, parallel.cp or parallel.pp" if p.cp > 1 else "parallel.tp or parallel.pp"
-        raise RunConfigError(
-            f"parallel: {sizes} = {ranks} ranks do not divide the world size {world_size};"
-            f" start a multiple of {ranks} processes, or change {change}"
+    parallel = config.parallel
+    ranks_per_replica = parallel.tp * parallel.cp * parallel.pp
+    sizes = (
+        f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
+        if parallel.cp > 1
+        else f"tp {parallel.tp} x pp {parallel.pp}"
+    )
+    if world_size % ranks_per_replica:
+        change = (
+            "parallel.tp, parallel.cp or parallel.pp" if parallel.cp > 1 else "parallel.tp or parallel.pp"
         )
-    dp = world_size // ranks
-    stage_ranks = p.tp * p.cp * dp
-    if stage_ranks % (p.ep * p.etp):
-        fitting = p.pp * math.lcm(p.tp * p.cp, p.ep * p.etp)
-        stage = f"tp {p.tp} x cp {p.cp} x dp {dp}" if p.cp > 1 else f"tp {p.tp} x dp {dp}"
         raise RunConfigError(
-            f"parallel: ep {p.ep} x etp {p.etp} = {p.ep * p.etp} ranks do not divide the"
-            f" {counted(stage_ranks, 'rank')} of a pipeline stage ({stage});"
-            f" lower parallel.ep or etp, or start a multiple of {fitting} processes"
+            f"parallel: {sizes} = {ranks_per_replica} ranks do not divide the world size {world_size};"
+            f" start a multiple of {ranks_per_replica} processes, or change {change}"
         )
-    rows = config.global_batch_size
-    if rows < 1 or rows % dp:
-        near = dict.fromkeys(n for n in (rows // dp * dp, (rows // dp + 1) * dp) if n > 0)
+    data_parallel_size = world_size // ranks_per_replica
+    stage_ranks = parallel.tp * parallel.cp * data_parallel_size
+    if stage_ranks % (parallel.ep * parallel.etp):
+        fitting_multiple = parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
+        stage = (
+            f"tp {parallel.tp} x cp {parallel.cp} x dp {data_parallel_size}"
+            if parallel.cp > 1
+            else f"tp {parallel.tp} x dp {data_parallel_size}"
+        )
         raise RunConfigError(
-            f"global_batch_size {rows} must be a multiple of the data-parallel size {dp}"
-            f" ({counted(world_size, 'rank')} / ({sizes})); take {' or '.join(map(str, near))}"
+            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {parallel.ep * parallel.etp} ranks do not divide the"
+            f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage});"
+            f" lower parallel.ep or etp, or start a multiple of {fitting_multiple} processes"
+        )
+    global_batch_size = config.global_batch_size
+    if global_batch_size < 1 or global_batch_size % data_parallel_size:
+        nearest_batch_sizes = dict.fromkeys(
+            batch_size
+            for batch_size in (
+                global_batch_size // data_parallel_size * data_parallel_size,
+                (global_batch_size // data_parallel_size + 1) * data_parallel_size,
+            )
+            if batch_size > 0
+        )
+        raise RunConfigError(
+            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size {data_parallel_size}"
+            f" ({pluralize(world_size, 'rank')} / ({sizes})); take {' or '.join(map(str, nearest_batch_sizes))}"
         )
 
-    if p.sequence_parallel and p.tp == 1:
+    if parallel.sequence_parallel and parallel.tp == 1:
         raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
-    if p.sequence_parallel and config.data.seq_len % p.tp:
+    if parallel.sequence_parallel and config.data.seq_len % parallel.tp:
         raise RunConfigError(
-            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {p.tp} with"
+            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {parallel.tp} with"
             " sequence_parallel"
         )
-    if p.cp > 1:
+    if parallel.cp > 1:
         _check_context_parallel(config)
-    if p.tp_comm_overlap and not p.sequence_parallel:
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
         raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
-    if p.overlap_param_gather and not p.distributed_optimizer:
+    if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
-    return dp
+    return data_parallel_size
 
 
 def _check_context_parallel(config: TrainConfig) -> None:
@@ -92,23 +109,23 @@ def _check_context_parallel(config: TrainConfig) -> None:
         )
 
 
-def _check_layers(config: TrainConfig, dp: int) -> None:
+def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None:
     """The stages and virtual chunks of the pipeline."""
-    p = config.parallel
-    micro_batches = config.global_batch_size // dp
-    if p.vpp > 1 and (p.pp < 2 or micro_batches % p.pp):
+    parallel = config.parallel
+    micro_batches = config.global_batch_size // data_parallel_size
+    if parallel.vpp > 1 and (parallel.pp < 2 or micro_batches % parallel.pp):
         raise RunConfigError(
-            f"parallel.vpp {p.vpp} needs pp of at least 2 and a multiple of pp ({p.pp}) rows on each"
+            f"parallel.vpp {parallel.vpp} needs pp of at least 2 and a multiple of pp ({parallel.pp}) rows on each"
             f" data-parallel rank, not {micro_batches}"
         )
-    if isinstance(p.layers, list) and len(p.layers) != p.pp * p.vpp:
+    if isinstance(parallel.layers, list) and len(parallel.layers) != parallel.pp * parallel.vpp:
         raise RunConfigError(
-            f"parallel.layers {p.layers} has {len(p.layers)} entries; pp {p.pp} x vpp {p.vpp} needs"
-            f" {p.pp * p.vpp}"
+            f"parallel.layers {parallel.layers} has {len(parallel.layers)} entries; pp {parallel.pp} x vpp {parallel.vpp} needs"
+            f" {parallel.pp * parallel.vpp}"
         )
 
 
-def _check_steps(config: TrainConfig) -> None:
+def _check_step_counts(config: TrainConfig) -> None:
     """The length of the run and of its warm-up."""
     if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
         raise RunConfigError(
@@ -122,19 +139,19 @@ def _check_steps(config: TrainConfig) -> None:
 
 def _check_checkpoint(config: TrainConfig) -> None:
     """Where the run goes back to, and what it exports."""
-    c = config.checkpoint
-    if c.step is not None and not (c.dir and c.resume):
+    checkpoint = config.checkpoint
+    if checkpoint.step is not None and not (checkpoint.dir and checkpoint.resume):
         raise RunConfigError(
-            f"checkpoint.step {c.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume"
+            f"checkpoint.step {checkpoint.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume"
         )
-    if c.branch and c.step is None:
+    if checkpoint.branch and checkpoint.step is None:
         raise RunConfigError(
-            f"checkpoint.branch {c.branch} needs checkpoint.step, the step of that branch to go back to"
+            f"checkpoint.branch {checkpoint.branch} needs checkpoint.step, the step of that branch to go back to"
         )
     _check_export(config)
 
 
-def _check_parts(config: TrainConfig) -> None:
+def _check_model_parts(config: TrainConfig) -> None:
     """The vision tower, its pictures, what is recomputed, and which parts are trained."""
     if config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none":
         raise RunConfigError(
@@ -142,40 +159,40 @@ def _check_parts(config: TrainConfig) -> None:
             " number of times in a step. Set fp8.vision to false"
         )
 
-    unknown = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
-    if unknown:
+    unknown_modules = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
+    if unknown_modules:
         raise RunConfigError(
-            f"recompute.language_modules {sorted(unknown)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}"
+            f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}"
         )
 
-    low, high = config.data.min_pixels, config.data.max_pixels
-    if min(low, high) > 0 and low > high:
-        raise RunConfigError(f"data.min_pixels {low} must not be above data.max_pixels {high}")
+    min_pixels, max_pixels = config.data.min_pixels, config.data.max_pixels
+    if min(min_pixels, max_pixels) > 0 and min_pixels > max_pixels:
+        raise RunConfigError(f"data.min_pixels {min_pixels} must not be above data.max_pixels {max_pixels}")
 
-    m = config.model
-    if m.freeze_vision and m.freeze_merger and m.freeze_language:
+    model_config = config.model
+    if model_config.freeze_vision and model_config.freeze_merger and model_config.freeze_language:
         raise RunConfigError(
             "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false"
         )
 
 
 def _check_export(config: TrainConfig) -> None:
-    c = config.checkpoint
-    if not c.export_hf:
+    checkpoint = config.checkpoint
+    if not checkpoint.export_hf:
         return
-    if not c.dir:
+    if not checkpoint.dir:
         raise RunConfigError(
-            f"checkpoint.export_hf {c.export_hf} needs checkpoint.dir: what is exported is a saved step"
+            f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved step"
         )
 
-    if c.export_hf == "last":
+    if checkpoint.export_hf == "last":
         return
-    if c.export_hf < 0:
-        raise RunConfigError(f"checkpoint.export_hf {c.export_hf} must be at least 0, or last")
+    if checkpoint.export_hf < 0:
+        raise RunConfigError(f"checkpoint.export_hf {checkpoint.export_hf} must be at least 0, or last")
 
-    if not c.interval or c.export_hf % c.interval:
+    if not checkpoint.interval or checkpoint.export_hf % checkpoint.interval:
         raise RunConfigError(
-            f"checkpoint.export_hf {c.export_hf} must be a multiple of checkpoint.interval {c.interval}, as"
+            f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval {checkpoint.interval}, as"
             " saved steps alone can be exported; or give last"
         )
 
@@ -185,14 +202,14 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     if not profile.steps:
         return
 
-    steps = profile.steps
-    if len(steps) != 2 or not 1 <= steps[0] <= steps[1] <= config.steps:
+    profile_steps = profile.steps
+    if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= config.steps:
         raise RunConfigError(
-            f"profile.steps {steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
+            f"profile.steps {profile_steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
             f" steps {config.steps}"
         )
-    strange = [rank for rank in profile.ranks if not 0 <= rank < world_size]
-    if strange or not profile.ranks:
+    invalid_ranks = [rank for rank in profile.ranks if not 0 <= rank < world_size]
+    if invalid_ranks or not profile.ranks:
         raise RunConfigError(
             f"profile.ranks {profile.ranks} must be ranks of this run, 0 to {world_size - 1}, at least one"
         )
@@ -200,13 +217,25 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
         raise RunConfigError("profile.steps needs profile.dir or checkpoint.dir, to write the traces to")
 
 
-def _check_ranges(section: Any, prefix: str = "") -> None:
+def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
     """The range of each field, where it is declared. Empty fields and words such as auto are not checked."""
-    for item in dataclasses.fields(section):
-        name, value, facts = prefix + item.name, getattr(section, item.name), item.metadata
+    for item in dataclasses.fields(config_section):
+        name, value, field_metadata = (
+            name_prefix + item.name,
+            getattr(config_section, item.name),
+            item.metadata,
+        )
         if dataclasses.is_dataclass(value):
-            _check_ranges(value, f"{name}.")
-        elif facts and isinstance(value, int | float) and not in_range(value, facts):
-            low, high, above = facts["least"], facts["most"], facts["above"]
-            valid = f"between {low} and {high}" if high < math.inf else f"at least {low:g}"
-            raise RunConfigError(f"{name} {value} must be {f'above {above:g}' if above > low else valid}")
+            _check_field_ranges(value, f"{name}.")
+        elif field_metadata and isinstance(value, int | float) and not is_in_range(value, field_metadata):
+            minimum, maximum, exclusive_minimum = (
+                field_metadata["minimum"],
+                field_metadata["maximum"],
+                field_metadata["exclusive_minimum"],
+            )
+            valid_range = (
+                f"between {minimum} and {maximum}" if maximum < math.inf else f"at least {minimum:g}"
+            )
+            raise RunConfigError(
+                f"{name} {value} must be {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
+            )

@@ -45,7 +45,7 @@ class ModelConfig:
     """Do not train the merger (vision features to language width)."""
     freeze_language: bool = False
     """Do not train the language model."""
-    moe_aux_loss: float | None = option(None, least=0)
+    moe_aux_loss: float | None = option(None, minimum=0)
     """Coefficient of the experts' load-balancing loss, which is the mean of the layers' losses (transformers
     takes one loss of the layers' mean; both are equal for one layer). 0: no such loss.
     Empty: router_aux_loss_coef of the Hugging Face config if its output_router_logits is true,
@@ -68,22 +68,22 @@ class ParallelConfig:
     The data-parallel size is the world size divided by tp * cp * pp.
     """
 
-    tp: int = option(1, least=1)
+    tp: int = option(1, minimum=1)
     """Tensor parallel size (ranks)."""
-    pp: int = option(1, least=1)
+    pp: int = option(1, minimum=1)
     """Pipeline parallel size (stages)."""
-    cp: int = option(1, least=1)
+    cp: int = option(1, minimum=1)
     """Context parallel size (ranks that share a row). Each rank holds an equal, contiguous part of the row's
     tokens; attention exchanges heads between them. For rows that do not fit into the memory of one rank."""
-    vpp: int = option(1, least=1)
+    vpp: int = option(1, minimum=1)
     """Virtual chunks of each pipeline stage. Above 1, the schedule is interleaved 1F1B."""
     layers: list[int] | Literal["auto"] | None = None
     """Number of decoder layers in each of the pp * vpp chunks, in model order. Empty or auto: the split that
     `megatron-vl plan` finds, with which all stages take about equally long; on CPU an even one, unless rates
     of a CPU were measured. A run that resumes keeps the one that it was saved with."""
-    ep: int = option(1, least=1)
+    ep: int = option(1, minimum=1)
     """Expert parallel size (ranks that share a layer's experts). Leave at 1 for models without experts."""
-    etp: int = option(1, least=1)
+    etp: int = option(1, minimum=1)
     """Expert tensor parallel size (ranks that share each expert's matrices). It is independent of tp."""
     sequence_parallel: bool = False
     """Split activations between tensor-parallel blocks along the sequence (needs tp > 1)."""
@@ -96,7 +96,7 @@ class ParallelConfig:
     """Reduce gradients while the backward pass runs."""
     overlap_param_gather: bool = True
     """Gather updated parameters while the next forward pass runs (needs distributed_optimizer)."""
-    bucket_size: int | None = option(None, least=1)
+    bucket_size: int | None = option(None, minimum=1)
     """Gradient bucket size in parameters. Empty: Megatron-core's default."""
 
 
@@ -109,12 +109,12 @@ class VisionConfig:
     rank. The ranks of a data-parallel replica then encode the pictures of a step together before its pipeline
     runs, so that its stages hold decoder layers only. A run may change this when it resumes."""
     # Kernels count elements in 32 bits, which limits both numbers of patches.
-    encode_patches: int = option(131072, least=1, most=2**18)
+    encode_patches: int = option(131072, minimum=1, maximum=2**18)
     """decoupled: about how many patches a rank encodes in one call, without keeping activations."""
-    backward_patches: int = option(32768, least=1, most=2**18)
+    backward_patches: int = option(32768, minimum=1, maximum=2**18)
     """decoupled: about how many patches a rank runs forward and backward in one call. Each keeps the tower's
     activations, which limits the memory."""
-    keep_patches: int = option(0, least=0)
+    keep_patches: int = option(0, minimum=0)
     """decoupled: for about how many patches a rank keeps the tower's activations while the pipeline runs, so
     that they do not run forward a second time. 0: for none, which takes the least memory."""
 
@@ -159,25 +159,25 @@ class DataConfig:
     and says what has changed. continue: it goes on. Sources that stay continue where they were, new ones
     begin at their start, those that left are dropped, and new weights count from that step on. Without a
     change, both do the same."""
-    seq_len: int = option(4096, least=1)
+    seq_len: int = option(4096, minimum=1)
     """Tokens of a row."""
     pack: bool = True
     """Put several samples into a row. Off: one sample per row."""
-    packing_buffer: int = option(64, least=1, most=10_000)
+    packing_buffer: int = option(64, minimum=1, maximum=10_000)
     """Number of samples among which the packer chooses. The first row waits until so many are read, and their
     media stay in memory. A choice takes this many times seq_len x 4 bytes: 160 MB with 10000 samples and 4096
     tokens."""
-    max_patches: int = option(0, least=0)
+    max_patches: int = option(0, minimum=0)
     """Largest number of vision patches in a row. 0: limited by seq_len only."""
-    min_pixels: int = option(0, least=0)
+    min_pixels: int = option(0, minimum=0)
     """Smallest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
-    max_pixels: int = option(0, least=0)
+    max_pixels: int = option(0, minimum=0)
     """Largest image area in pixels after resizing. 0: the checkpoint's image processor decides."""
-    video_fps: float = option(2.0, above=0)
+    video_fps: float = option(2.0, exclusive_minimum=0)
     """Frames taken from each second of a video."""
-    video_max_frames: int = option(32, least=1)
+    video_max_frames: int = option(32, minimum=1)
     """Largest number of frames taken from a video."""
-    video_max_pixels: int = option(0, least=0)
+    video_max_pixels: int = option(0, minimum=0)
     """Largest area of a video frame in pixels after resizing (Qwen3-VL: of all frames together). 0: the same
     as for images (Qwen3-VL: the checkpoint's video processor decides)."""
     video_positions: VideoPositions = "released"
@@ -197,30 +197,30 @@ class DataConfig:
     """Loss on the answers before the last question, from which the chat templates of thinking models leave
     out the thinking. learnt: they are learnt as the template writes them, without thinking. masked: only the
     answers after the last question are learnt, which look as the served model writes them."""
-    num_workers: int = option(2, least=0)
+    num_workers: int = option(2, minimum=0)
     """Loader processes of each data-parallel rank. 0: load in the training process."""
     shuffle: bool = True
     """Draw the samples in a random order, another one in each epoch. Off: in the order of the data set."""
-    shuffle_block: int = option(16, least=1)
+    shuffle_block: int = option(16, minimum=1)
     """Samples that lie one after the other in a shard and are drawn at about the same time, so that an object
     store or a disk sees few large reads. 1: draw each sample on its own."""
-    max_bad_share: float = option(0.01, least=0, most=1)
+    max_bad_share: float = option(0.01, minimum=0, maximum=1)
     """Stop the run when more than this share of the samples could not be used (0 to 1)."""
-    sample_timeout_s: float = option(300.0, least=0)
+    sample_timeout_s: float = option(300.0, minimum=0)
     """Seconds that reading a sample, then making tokens of its text, and then decoding its pictures and
     videos may each take. A sample that takes longer cannot be used. 0: wait without end."""
-    seed: int = option(1234, least=0, most=2**32 - 1)
+    seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the sample order."""
 
 
-def video_rule(data: DataConfig, timestamps: bool) -> dict[str, str]:
+def video_rule(data: DataConfig, uses_timestamps: bool) -> dict[str, str]:
     """The field and value of the rule that a model's videos follow.
     The other rule does not apply to the model.
 
     Args:
-        timestamps: whether the family writes timestamps into the text (``VisionSpec.video_timestamps``).
+        uses_timestamps: whether the family writes timestamps into the text (``VisionSpec.video_timestamps``).
     """
-    name = "video_prompt" if timestamps else "video_positions"
+    name = "video_prompt" if uses_timestamps else "video_positions"
     return {name: getattr(data, name)}
 
 
@@ -228,34 +228,34 @@ def video_rule(data: DataConfig, timestamps: bool) -> dict[str, str]:
 class OptimizerConfig:
     """AdamW, its schedules, and the learning rates of the model's parts."""
 
-    lr: float = option(1e-5, least=0)
+    lr: float = option(1e-5, minimum=0)
     """Peak learning rate of the language model (and of the parts below when they are not set)."""
-    vision_lr: float | None = option(None, least=0)
+    vision_lr: float | None = option(None, minimum=0)
     """Peak learning rate of the vision tower. Empty: lr. 0: its weights do not change (model.freeze_vision
     also saves the memory of its gradients and moments)."""
-    merger_lr: float | None = option(None, least=0)
+    merger_lr: float | None = option(None, minimum=0)
     """Peak learning rate of the merger. Empty: lr. 0: its weights do not change."""
-    min_lr_ratio: float = option(0.1, least=0, most=1)
+    min_lr_ratio: float = option(0.1, minimum=0, maximum=1)
     """Final learning rate as a fraction of the peak (cosine)."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_steps: int = option(0, least=0)
+    warmup_steps: int = option(0, minimum=0)
     """Steps of linear warm-up: of n steps, the first has 1/n of the rate, and the last the whole."""
-    weight_decay: float = option(0.1, least=0)
+    weight_decay: float = option(0.1, minimum=0)
     """Weight decay of matrices; biases and norms have none."""
-    beta1: float = option(0.9, least=0, most=1)
+    beta1: float = option(0.9, minimum=0, maximum=1)
     """Adam: decay of the first moment."""
-    beta2: float = option(0.95, least=0, most=1)
+    beta2: float = option(0.95, minimum=0, maximum=1)
     """Adam: decay of the second moment."""
-    eps: float = option(1e-8, least=0)
+    eps: float = option(1e-8, minimum=0)
     """Adam: term added to the denominator."""
-    clip_grad: float = option(1.0, least=0)
+    clip_grad: float = option(1.0, minimum=0)
     """Largest global gradient norm. 0: no clipping."""
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which Adam's two moments are kept. bfloat16 halves the optimizer state of a bf16 model (6 bytes
     a parameter, not 12). Adam still computes in float32; moments are rounded stochastically, with the same
     bits in every layout. A run may resume with the other type: then moments are converted."""
-    offload_fraction: float | Literal["auto"] = option(0.0, least=0, most=1)
+    offload_fraction: float | Literal["auto"] = option(0.0, minimum=0, maximum=1)
     """Share of the optimizer state that is kept in host memory and streamed through the GPU when weights are
     updated (0 to 1). Numbers do not change, nor do checkpoints: a run may resume with any other share.
     auto: as little as fits by the memory estimate."""
@@ -267,16 +267,16 @@ class CheckpointConfig:
 
     dir: str = ""
     """Folder for the run's checkpoints. Empty: save nothing."""
-    interval: int = option(0, least=0)
+    interval: int = option(0, minimum=0)
     """Steps between checkpoints. 0: save at the end only."""
-    keep: int = option(2, least=0)
+    keep: int = option(2, minimum=0)
     """Number of latest checkpoints to keep. 0: keep all. Checkpoints that a roll-back abandoned are neither
     counted nor deleted, nor is the one that the last roll-back went back to."""
-    keep_every: int = option(0, least=0)
+    keep_every: int = option(0, minimum=0)
     """Never delete checkpoints of multiples of this step. 0: keep only the latest ones."""
     resume: bool = True
     """Resume from the checkpoint in dir that was saved last, if there is one."""
-    step: int | None = option(None, least=0)
+    step: int | None = option(None, minimum=0)
     """Roll back to this step's checkpoint. What the run saves from then on becomes the latest. This happens
     once: a later start with the same step resumes from what was saved since."""
     branch: str = ""
@@ -286,7 +286,7 @@ class CheckpointConfig:
     """When resuming, read the data set from its start. Use it after a change of the data set, or of what
     determines its rows (data.seq_len, data.seed). This happens once: a later start with the option on
     continues in the data, also after starts without it."""
-    attempt: int = option(1, least=1)
+    attempt: int = option(1, minimum=1)
     """Raise this number to apply step or restart_data once more."""
     background: bool = True
     """Write checkpoints while training continues. Off: wait until each is written."""
@@ -303,17 +303,17 @@ class CheckpointConfig:
 class EvalConfig:
     """Validation during training: before the first step, every `interval` steps, and at the end."""
 
-    interval: int = option(0, least=0)
+    interval: int = option(0, minimum=0)
     """Steps between evaluations. 0: do not evaluate."""
     split: str = "val"
     """Split of the data set to evaluate on (`megatron-vl data convert --val-fraction` creates val)."""
-    rows: int = option(64, least=1)
+    rows: int = option(64, minimum=1)
     """Number of rows to compute the loss on, over all ranks: the first ones of the split. They stay in host
     memory, pixels included."""
-    samples: int = option(0, least=0)
+    samples: int = option(0, minimum=0)
     """Number of prompts to answer at each evaluation: the first ones of the split. The answers go to
     eval.jsonl beside the checkpoints and to TensorBoard as text."""
-    max_new_tokens: int = option(64, least=1)
+    max_new_tokens: int = option(64, minimum=1)
     """Largest number of tokens in an answer."""
 
 
@@ -321,7 +321,7 @@ class EvalConfig:
 class LogConfig:
     """What the run prints and writes."""
 
-    interval: int = option(1, least=1)
+    interval: int = option(1, minimum=1)
     """Steps between printed lines. For models with experts, a line says for instance "busiest expert 3.44x":
     in the least even layer, the busiest expert gets 3.44 times the mean number of tokens
     (1: even; padding is not counted)."""
@@ -329,7 +329,7 @@ class LogConfig:
     """Folder for TensorBoard events. Empty: write none. The section wandb configures Weights & Biases."""
     samples: bool = False
     """Write the keys of each step's samples to samples.jsonl in checkpoint.dir."""
-    peak_tflops: float = option(0.0, least=0)
+    peak_tflops: float = option(0.0, minimum=0)
     """Peak of one accelerator in TFLOP/s, for MFU.
     0: look it up by the device's name (989 for H100 and H200 in bf16)."""
 
@@ -339,7 +339,7 @@ class FailuresConfig:
     """What ends a run that cannot continue. A rank that fails or dies always ends it."""
 
     # At most a week: sockets count milliseconds in 32 bits, and the first step may take three times as long.
-    timeout_s: float = option(600.0, least=0, most=7 * 24 * 3600)
+    timeout_s: float = option(600.0, minimum=0, maximum=7 * 24 * 3600)
     """Seconds without progress on any rank (no row, no micro-batch, no part of a file) after which the run
     ends with a message. Until the first step is done, while kernels are compiled, and while training waits
     for the disk to confirm a file of a checkpoint, the limit is three times as long and at least five
@@ -402,40 +402,42 @@ class TrainConfig:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     failures: FailuresConfig = field(default_factory=FailuresConfig)
-    steps: int = option(100, least=1)
+    steps: int = option(100, minimum=1)
     """Optimizer steps of the whole run. The schedule ends here."""
-    stop_after: int | None = option(None, least=1)
+    stop_after: int | None = option(None, minimum=1)
     """Save and stop at this step; the schedule still ends at `steps`."""
-    global_batch_size: int = option(8, least=1)
+    global_batch_size: int = option(8, minimum=1)
     """Rows in one optimizer step, over all data-parallel ranks."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of computation. With bfloat16, master weights and gradients are float32."""
     platform: Literal["auto", "cuda", "cpu"] = "auto"
     """Where to run. auto: cuda if there is a GPU, otherwise cpu."""
-    seed: int = option(1234, least=0, most=2**32 - 1)
+    seed: int = option(1234, minimum=0, maximum=2**32 - 1)
     """Seed of the random initial weights."""
-    max_bad_steps: int = option(10, least=1)
+    max_bad_steps: int = option(10, minimum=1)
     """Stop after this many consecutive steps with a non-finite loss or gradient, or without any loss token.
     Each such step is skipped: weights and moments do not change, data and schedules advance. At the end of a
     run two of them are too many."""
 
 
 @functools.cache
-def field_types(config: type = TrainConfig, prefix: str = "") -> dict[str, Any]:
+def field_types(config_class: type = TrainConfig, name_prefix: str = "") -> dict[str, Any]:
     """All fields in order: dotted name -> type."""
-    types: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(config).items():
-        nested = dataclasses.is_dataclass(hint)
-        types |= field_types(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}
-    return types
+    types_by_name: dict[str, Any] = {}
+    for name, type_hint in typing.get_type_hints(config_class).items():
+        is_section = dataclasses.is_dataclass(type_hint)
+        types_by_name |= (
+            field_types(type_hint, f"{name_prefix}{name}.") if is_section else {name_prefix + name: type_hint}
+        )
+    return types_by_name
 
 
-def sections() -> list[str]:
+def section_names() -> list[str]:
     """Fields that hold fields."""
     return list(dict.fromkeys(name.partition(".")[0] for name in field_types() if "." in name))
 
 
-_WORDS: dict[Any, str] = {
+_TYPE_DESCRIPTIONS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -446,11 +448,15 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def in_words(hint: Any) -> str:
+def describe_type(type_hint: Any) -> str:
     """A field's type in a user's words."""
-    if typing.get_origin(hint) is Literal:
-        words = typing.get_args(hint)
-        return f"one of {', '.join(map(repr, words))}" if len(words) > 1 else repr(words[0])
-    if hint in _WORDS:
-        return _WORDS[hint]
-    return " or ".join(in_words(part) for part in typing.get_args(hint))
+    if typing.get_origin(type_hint) is Literal:
+        literal_values = typing.get_args(type_hint)
+        return (
+            f"one of {', '.join(map(repr, literal_values))}"
+            if len(literal_values) > 1
+            else repr(literal_values[0])
+        )
+    if type_hint in _TYPE_DESCRIPTIONS:
+        return _TYPE_DESCRIPTIONS[type_hint]
+    return " or ".join(describe_type(part) for part in typing.get_args(type_hint))

@@ -13,9 +13,9 @@ MISSING = dataclasses.MISSING
 def option(
     default: Any = MISSING,
     *,
-    least: float = -math.inf,
-    most: float = math.inf,
-    above: float = -math.inf,
+    minimum: float = -math.inf,
+    maximum: float = math.inf,
+    exclusive_minimum: float = -math.inf,
     metavar: str = "",
     shown_default: str = "",
     positional: bool = False,
@@ -27,9 +27,9 @@ def option(
 
     Args:
         default: the value without the option. If it is left out, the option is required.
-        least: smallest valid number.
-        most: largest valid number.
-        above: bound that a valid number must exceed.
+        minimum: smallest valid number.
+        maximum: largest valid number.
+        exclusive_minimum: bound that a valid number must exceed.
         metavar: the name of the value in ``--help`` of a command.
         shown_default: the default as ``--help`` of a command shows it; empty: the value itself.
         positional: whether the value is a word without an option name.
@@ -37,15 +37,29 @@ def option(
         several: whether to make a list of all words after the option.
         must_exist: whether to refuse a path that does not exist.
     """
-    facts = {"least": least, "most": most, "above": above, "metavar": metavar, "shown_default": shown_default}
-    facts |= {"positional": positional, "repeat": repeat, "several": several, "must_exist": must_exist}
+    option_metadata = {
+        "minimum": minimum,
+        "maximum": maximum,
+        "exclusive_minimum": exclusive_minimum,
+        "metavar": metavar,
+        "shown_default": shown_default,
+    }
+    option_metadata |= {
+        "positional": positional,
+        "repeat": repeat,
+        "several": several,
+        "must_exist": must_exist,
+    }
     if default is MISSING:
-        return dataclasses.field(metadata=facts)
+        return dataclasses.field(metadata=option_metadata)
     if isinstance(default, list):
-        return dataclasses.field(default_factory=default.copy, metadata=facts)
-    return dataclasses.field(default=default, metadata=facts)
+        return dataclasses.field(default_factory=default.copy, metadata=option_metadata)
+    return dataclasses.field(default=default, metadata=option_metadata)
 
 
-def in_range(value: float, facts: Mapping[str, Any]) -> bool:
+def is_in_range(number: float, option_metadata: Mapping[str, Any]) -> bool:
     """Whether a number is in the range of an option, given its metadata. NaN is in none."""
-    return facts["least"] <= value <= facts["most"] and value > facts["above"]
+    return (
+        option_metadata["minimum"] <= number <= option_metadata["maximum"]
+        and number > option_metadata["exclusive_minimum"]
+    )

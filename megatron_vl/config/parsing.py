@@ -16,14 +16,14 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace, set_parsing_settings
 from yaml.nodes import CollectionNode, MappingNode, Node
 
-from megatron_vl.config.fields import RunConfigError, TrainConfig, field_types, in_words, sections
+from megatron_vl.config.fields import RunConfigError, TrainConfig, describe_type, field_types, section_names
 
-PROGRAM = "python -m megatron_vl.train"
+PROGRAM_NAME = "python -m megatron_vl.train"
 LAYERS_OPTION = "--parallel.layers"
-BARE_LIST = re.compile(r"\d+(,\d+)*")
+BARE_LIST_PATTERN = re.compile(r"\d+(,\d+)*")
 PARSER_ERRORS = (ArgumentError, ValueError, TypeError, OSError)
 """What jsonargparse raises for a line that it cannot read."""
-PLAIN = {
+PLAIN_YAML_TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp")
 }
@@ -41,8 +41,8 @@ def build_parser(help_texts: bool = True) -> ArgumentParser:
     # This is off by default. Without it the docstrings below the fields do not reach --help.
     set_parsing_settings(docstring_parse_attribute_docstrings=help_texts)
     parser = ArgumentParser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} --config RUN.yaml [--section.field value ...]",
+        prog=PROGRAM_NAME,
+        usage=f"{PROGRAM_NAME} --config RUN.yaml [--section.field value ...]",
         description="Train a Qwen-VL model. Start it with torchrun, one process per GPU.",
         exit_on_error=False,
         allow_abbrev=False,  # a field added later must not change what a shortened name means
@@ -67,220 +67,255 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(_shows_help(argv))
-    for path in _config_files(argv):
-        _check_file(parser, path)
+    for config_path in _config_files(argv):
+        _check_config_file(parser, config_path)
 
     try:
-        namespace = parser.parse_args(_with_brackets(argv))
+        namespace = parser.parse_args(_bracket_layer_lists(argv))
     except PARSER_ERRORS as error:
-        raise RunConfigError(_explain(str(error))[0]) from error
-    for section in sections():
-        if not isinstance(namespace.get(section), Namespace):
-            raise RunConfigError(_is_section(section))
+        raise RunConfigError(_explain_run_error(str(error))[0]) from error
+    for section_name in section_names():
+        if not isinstance(namespace.get(section_name), Namespace):
+            raise RunConfigError(_section_message(section_name))
 
     config = parser.instantiate_classes(namespace)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
 
 
-def _with_brackets(argv: Sequence[str]) -> list[str]:
+def _bracket_layer_lists(argv: Sequence[str]) -> list[str]:
     """``--parallel.layers 3,1`` as ``--parallel.layers [3,1]``, as ``split --layers`` is written too."""
-    words: list[str] = []
-    for word in argv:
-        name, equals, value = word.rpartition("=")
-        is_split = name == LAYERS_OPTION or words[-1:] == [LAYERS_OPTION]
-        words.append(f"{name}{equals}[{value}]" if is_split and BARE_LIST.fullmatch(value) else word)
-    return words
+    arguments: list[str] = []
+    for argument in argv:
+        name, equals_sign, value = argument.rpartition("=")
+        is_layers_option = name == LAYERS_OPTION or arguments[-1:] == [LAYERS_OPTION]
+        arguments.append(
+            f"{name}{equals_sign}[{value}]"
+            if is_layers_option and BARE_LIST_PATTERN.fullmatch(value)
+            else argument
+        )
+    return arguments
 
 
 def _config_files(argv: list[str]) -> list[str]:
     """The files given as ``--config``. jsonargparse also takes YAML text in place of a file name."""
-    given = [after for word, after in zip(argv, argv[1:], strict=False) if word == "--config"]
-    given += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    return [path for path in given if "\n" not in path and len(path) < 4096 and Path(path).is_file()]
+    config_paths = [after for word, after in zip(argv, argv[1:], strict=False) if word == "--config"]
+    config_paths += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
+    return [path for path in config_paths if "\n" not in path and len(path) < 4096 and Path(path).is_file()]
 
 
-def _check_file(parser: ArgumentParser, path: str) -> None:
+def _check_config_file(parser: ArgumentParser, config_path: str) -> None:
     """Reads one YAML file alone, so that an error message can name the file and the line."""
-    lines: dict[str, int] = {}
+    line_by_field: dict[str, int] = {}
     try:
-        lines = field_lines(Path(path), sections())
-        parser.parse_args(["--config", path])
+        line_by_field = field_lines(Path(config_path), section_names())
+        parser.parse_args(["--config", config_path])
     except RunConfigError:
         raise
     except PARSER_ERRORS as error:
-        message, name = _explain(str(error))
+        message, field_name = _explain_run_error(str(error))
         # jsonargparse names a section's unknown field with or without the section.
-        inner = (line for full, line in lines.items() if full.endswith(f".{name}"))
-        line = lines.get(name) or lines.get(name.partition(".")[0]) or next(inner, None)
-        raise RunConfigError(f"{path}{f', line {line}' if line else ''}: {message}") from error
+        nested_lines = (
+            line_number for full, line_number in line_by_field.items() if full.endswith(f".{field_name}")
+        )
+        line_number = (
+            line_by_field.get(field_name)
+            or line_by_field.get(field_name.partition(".")[0])
+            or next(nested_lines, None)
+        )
+        raise RunConfigError(
+            f"{config_path}{f', line {line_number}' if line_number else ''}: {message}"
+        ) from error
 
 
-def parse(argv: list[str] | None = None) -> TrainConfig:
+def parse_or_exit(argv: list[str] | None = None) -> TrainConfig:
     """:func:`parse_config` for the entry point:
     on an error, rank 0 prints it and every rank exits with code 2."""
     try:
         return parse_config(argv)
     except RunConfigError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{PROGRAM}: {error}\nAll fields: {PROGRAM} --help", file=sys.stderr)
+            print(f"{PROGRAM_NAME}: {error}\nAll fields: {PROGRAM_NAME} --help", file=sys.stderr)
         raise SystemExit(2) from error
 
 
 # --- The YAML before its values are read --------------------------------------------------------------------
 
 
-def field_lines(path: Path, sections: Collection[str]) -> dict[str, int]:
+def field_lines(config_path: Path, nested_sections: Collection[str]) -> dict[str, int]:
     """The fields that the file sets: dotted name -> line (counted from 1).
 
     Args:
-        sections: fields that hold fields.
+        nested_sections: fields that hold fields.
 
     Raises:
         RunConfigError: the YAML is broken, is not a mapping of fields, or sets a field twice.
         OSError: the file cannot be read.
     """
-    lines: dict[str, int] = {}
-    for name, line, value in _entries(_composed(path)):
-        _add(path, lines, name, line)
-        if name not in sections:
+    line_by_field: dict[str, int] = {}
+    for field_name, line_number, value_node in _mapping_entries(_compose_yaml(config_path)):
+        _add_field_line(config_path, line_by_field, field_name, line_number)
+        if field_name not in nested_sections:
             continue
-        if not isinstance(value, MappingNode):
+        if not isinstance(value_node, MappingNode):
             raise RunConfigError(
-                f"{path}, line {line}: {name!r} is a section; give fields in it, or leave it out"
+                f"{config_path}, line {line_number}: {field_name!r} is a section; give fields in it, or leave it out"
             )
-        for field, field_line, _ in _entries(value):
-            _add(path, lines, f"{name}.{field}", field_line)
-    return lines
+        for nested_field, field_line, _ in _mapping_entries(value_node):
+            _add_field_line(config_path, line_by_field, f"{field_name}.{nested_field}", field_line)
+    return line_by_field
 
 
-def yaml_fault(path: object, text: str, error: yaml.MarkedYAMLError) -> str:
-    """One line that says where the YAML ``text`` of a file is broken, and for tabs what to do."""
-    mark = error.problem_mark or error.context_mark
-    where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-    context = (
+def yaml_error_message(file_path: object, yaml_text: str, error: yaml.MarkedYAMLError) -> str:
+    """One line that says where the YAML ``yaml_text`` of a file is broken, and for tabs what to do."""
+    error_mark = error.problem_mark or error.context_mark
+    position_text = f", line {error_mark.line + 1}, column {error_mark.column + 1}" if error_mark else ""
+    context_text = (
         f" ({error.context}, from line {error.context_mark.line + 1})"
         if error.context and error.context_mark
         else ""
     )
-    line = text.splitlines()[mark.line : mark.line + 1] if mark else []
-    tab = "; indent with spaces instead of tabs" if line and "\t" in line[0] else ""
-    return f"{path}{where}: broken YAML: {error.problem}{context}{tab}"
+    line = yaml_text.splitlines()[error_mark.line : error_mark.line + 1] if error_mark else []
+    tab_advice = "; indent with spaces instead of tabs" if line and "\t" in line[0] else ""
+    return f"{file_path}{position_text}: broken YAML: {error.problem}{context_text}{tab_advice}"
 
 
-def _composed(path: Path) -> MappingNode:
+def _compose_yaml(config_path: Path) -> MappingNode:
     """The file's node tree, without constructing any values."""
-    text = ""
+    yaml_text = ""
     try:
-        text = path.read_text(encoding="utf-8")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        yaml_text = config_path.read_text(encoding="utf-8")
+        root_node = yaml.compose(yaml_text, Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:
-        raise RunConfigError(f"{path}: not UTF-8 text: {error.reason}, at byte {error.start}") from error
+        raise RunConfigError(
+            f"{config_path}: not UTF-8 text: {error.reason}, at byte {error.start}"
+        ) from error
     except yaml.MarkedYAMLError as error:
-        raise RunConfigError(yaml_fault(path, text, error)) from error
+        raise RunConfigError(yaml_error_message(config_path, yaml_text, error)) from error
     except (yaml.YAMLError, RecursionError) as error:
-        raise RunConfigError(f"{path}: broken YAML: {' '.join(str(error).split())}") from error
+        raise RunConfigError(f"{config_path}: broken YAML: {' '.join(str(error).split())}") from error
 
-    if not isinstance(root, MappingNode):
-        raise RunConfigError(f"{path}: the file has no fields; expected lines such as `steps: 100`")
-    _check_nodes(path, root, set(), set())
-    return root
+    if not isinstance(root_node, MappingNode):
+        raise RunConfigError(f"{config_path}: the file has no fields; expected lines such as `steps: 100`")
+    _check_yaml_nodes(config_path, root_node, set(), set())
+    return root_node
 
 
-def _check_nodes(path: Path, node: Node, above: set[int], seen: set[int]) -> None:
+def _check_yaml_nodes(config_path: Path, node: Node, ancestor_ids: set[int], checked_ids: set[int]) -> None:
     """Refuses tags, and aliases of a node that contains them, which jsonargparse would follow without end.
 
     Args:
-        above: ids of the nodes that contain this one.
-        seen: ids of the nodes that were already checked.
+        ancestor_ids: ids of the nodes that contain this one.
+        checked_ids: ids of the nodes that were already checked.
     """
-    where = f"{path}, line {node.start_mark.line + 1}"
-    if id(node) in above:
-        raise RunConfigError(f"{where}: broken YAML: an alias inside the value that it stands for")
-    if node.tag not in PLAIN:
-        raise RunConfigError(f"{where}: YAML tags such as {node.tag!r} are not supported")
-    if id(node) in seen or not isinstance(node, CollectionNode):
+    position_text = f"{config_path}, line {node.start_mark.line + 1}"
+    if id(node) in ancestor_ids:
+        raise RunConfigError(f"{position_text}: broken YAML: an alias inside the value that it stands for")
+    if node.tag not in PLAIN_YAML_TAGS:
+        raise RunConfigError(f"{position_text}: YAML tags such as {node.tag!r} are not supported")
+    if id(node) in checked_ids or not isinstance(node, CollectionNode):
         return
-    seen.add(id(node))
-    for item in node.value:
-        for inner in item if isinstance(item, tuple) else (item,):
-            _check_nodes(path, inner, above | {id(node)}, seen)
+    checked_ids.add(id(node))
+    for child_item in node.value:
+        for child_node in child_item if isinstance(child_item, tuple) else (child_item,):
+            _check_yaml_nodes(config_path, child_node, ancestor_ids | {id(node)}, checked_ids)
 
 
-def _entries(mapping: MappingNode) -> Iterator[tuple[str, int, Node]]:
+def _mapping_entries(mapping: MappingNode) -> Iterator[tuple[str, int, Node]]:
     """(key, line, value) of each entry in order. What a merge (``<<``) adds has no line of its own."""
     for key, value in mapping.value:
         if key.tag != "tag:yaml.org,2002:merge":
             yield str(key.value), key.start_mark.line + 1, value
 
 
-def _add(path: Path, lines: dict[str, int], name: str, line: int) -> None:
-    if name in lines:  # YAML readers silently take the last one
-        raise RunConfigError(f"{path}, line {line}: field {name!r} is in line {lines[name]} already")
-    lines[name] = line
+def _add_field_line(
+    config_path: Path, line_by_field: dict[str, int], field_name: str, line_number: int
+) -> None:
+    if field_name in line_by_field:  # YAML readers silently take the last one
+        raise RunConfigError(
+            f"{config_path}, line {line_number}: field {field_name!r} is in line {line_by_field[field_name]} already"
+        )
+    line_by_field[field_name] = line_number
 
 
 # --- Messages -----------------------------------------------------------------------------------------------
 
 
-def explain(message: str, types: Mapping[str, Any], spelled: Mapping[str, str]) -> tuple[str, str]:
+def explain_parser_error(
+    message: str, types_by_name: Mapping[str, Any], options_by_name: Mapping[str, str]
+) -> tuple[str, str]:
     """jsonargparse's message in one line, and the name of the option or field; empty if it is not known.
 
     Args:
-        types: name -> type of the options or fields.
-        spelled: name -> option as it is written on the command line; without fields of a run.
+        types_by_name: name -> type of the options or fields.
+        options_by_name: name -> option as it is written on the command line; without fields of a run.
     """
-    missing = message.partition("the following arguments are required: ")[2]
-    if missing:
-        return f"{', '.join(spelled[name] for name in missing.split(', '))} must be given", ""
+    missing_names = message.partition("the following arguments are required: ")[2]
+    if missing_names:
+        return (
+            f"{', '.join(options_by_name[field_name] for field_name in missing_names.split(', '))} must be given",
+            "",
+        )
 
     message = " ".join(message.split())
-    ill_typed = re.match(r'Parser key "([\w.]+)": ?(.*)', message)
-    if not ill_typed:
+    type_error_match = re.match(r'Parser key "([\w.]+)": ?(.*)', message)
+    if not type_error_match:
         return message, ""
-    name, rest = ill_typed.groups()
-    if name not in types:
-        return f"--{name}: {rest}", name
-    value = re.search(r".*(?:Got|Given) value: (.*)", rest)
-    given = f", got {value[1]}" if value else f"; {rest}"
-    expected = f"{in_words(types[name])}{given}"
-    if name in spelled:
-        return f"{spelled[name]}: expected {expected}", name
-    return f"field {name!r}: expected {expected}", name
+    field_name, error_detail = type_error_match.groups()
+    if field_name not in types_by_name:
+        return f"--{field_name}: {error_detail}", field_name
+    value_match = re.search(r".*(?:Got|Given) value: (.*)", error_detail)
+    given_text = f", got {value_match[1]}" if value_match else f"; {error_detail}"
+    expected_text = f"{describe_type(types_by_name[field_name])}{given_text}"
+    if field_name in options_by_name:
+        return f"{options_by_name[field_name]}: expected {expected_text}", field_name
+    return f"field {field_name!r}: expected {expected_text}", field_name
 
 
-def _explain(message: str) -> tuple[str, str]:
+def _explain_run_error(message: str) -> tuple[str, str]:
     """:func:`explain` for the fields of a run. For an unknown field it suggests the nearest names."""
-    unknown = re.search(
+    unknown_match = re.search(
         r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message
     )
-    if unknown:
-        name = next(group for group in unknown.groups() if group)
-        inside = re.search(rf"Group '([\w.]+)' does not accept option '{re.escape(name)}'", message)
-        name = f"{inside[1]}.{name}" if inside else name
-        return f"field {name!r} is unknown; {_nearest(name)}", name
+    if unknown_match:
+        field_name = next(group for group in unknown_match.groups() if group)
+        section_match = re.search(
+            rf"Group '([\w.]+)' does not accept option '{re.escape(field_name)}'", message
+        )
+        field_name = f"{section_match[1]}.{field_name}" if section_match else field_name
+        return f"field {field_name!r} is unknown; {_suggest_fields(field_name)}", field_name
 
-    positional = re.match(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)$", message)
-    if positional:
-        return f"unrecognized argument: {positional[1]}; did you mean --config {positional[1]}?", ""
+    positional_match = re.match(r"unrecognized arguments: ([^-\s]\S*\.ya?ml)$", message)
+    if positional_match:
+        return (
+            f"unrecognized argument: {positional_match[1]}; did you mean --config {positional_match[1]}?",
+            "",
+        )
 
-    empty = re.match(r"argument --([\w.]+): expected one argument", message)
-    if empty:
-        advice = f"as in --{empty[1]} VALUE (switches too: true or false)"
-        return f"--{empty[1]} needs a value after it, {advice}", empty[1]
+    missing_value_match = re.match(r"argument --([\w.]+): expected one argument", message)
+    if missing_value_match:
+        advice = f"as in --{missing_value_match[1]} VALUE (switches too: true or false)"
+        return f"--{missing_value_match[1]} needs a value after it, {advice}", missing_value_match[1]
 
-    explained, name = explain(message, field_types(), {})
-    return (_is_section(name) if name in sections() else explained), name
+    explanation, field_name = explain_parser_error(message, field_types(), {})
+    return (_section_message(field_name) if field_name in section_names() else explanation), field_name
 
 
-def _nearest(name: str) -> str:
+def _suggest_fields(unknown_name: str) -> str:
     """What an unknown field may have meant."""
-    known = field_types()
-    leaf = {field.split(".")[-1]: field for field in known}
-    near = difflib.get_close_matches(name, [*known, "config"], 3)
-    near = near or [leaf[close] for close in difflib.get_close_matches(name.split(".")[-1], leaf, 3)]
-    section = [field for field in known if field.startswith(name.split(".")[0] + ".")]
-    return f"did you mean {', '.join(near)}?" if near else f"valid: {', '.join(section or known)}"
+    known_fields = field_types()
+    field_by_leaf = {field.split(".")[-1]: field for field in known_fields}
+    near_names = difflib.get_close_matches(unknown_name, [*known_fields, "config"], 3)
+    near_names = near_names or [
+        field_by_leaf[close]
+        for close in difflib.get_close_matches(unknown_name.split(".")[-1], field_by_leaf, 3)
+    ]
+    section_fields = [field for field in known_fields if field.startswith(unknown_name.split(".")[0] + ".")]
+    return (
+        f"did you mean {', '.join(near_names)}?"
+        if near_names
+        else f"valid: {', '.join(section_fields or known_fields)}"
+    )
 
 
-def _is_section(name: str) -> str:
-    return f"field {name!r} is a section; give its fields, as in --{name}.FIELD value"
+def _section_message(section_name: str) -> str:
+    return f"field {section_name!r} is a section; give its fields, as in --{section_name}.FIELD value"

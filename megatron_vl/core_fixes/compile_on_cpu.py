@@ -18,76 +18,79 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-CORE = "megatron.core"
-SPECULATIVE = "transformers.generation.candidate_generator"
+CORE_MODULE = "megatron.core"
+SPECULATIVE_MODULE = "transformers.generation.candidate_generator"
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _OneModuleFinder(importlib.abc.MetaPathFinder):
     """Finds one module in the usual way, and lets a loader of ours load it."""
 
-    def __init__(self, module: str, loader: type[_Loader]) -> None:
-        self.module = module
-        self.loader = loader
+    def __init__(self, module_name: str, loader_class: type[_DelegatingLoader]) -> None:
+        self.module_name = module_name
+        self.loader_class = loader_class
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self.module:
+        if fullname != self.module_name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = self.loader(spec.loader)
+            spec.loader = self.loader_class(spec.loader)
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Does as the loader that it is given."""
+class _DelegatingLoader(importlib.abc.Loader):
+    """Delegates to the loader that it wraps."""
 
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self.loader = loader
+    def __init__(self, wrapped_loader: importlib.abc.Loader) -> None:
+        self.wrapped_loader = wrapped_loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)
+        return self.wrapped_loader.create_module(spec)
 
 
-class _CoreLoader(_Loader):
+class _UncompiledCoreLoader(_DelegatingLoader):
     def exec_module(self, module: ModuleType) -> None:
         import torch
 
         if torch.cuda.is_available():
-            self.loader.exec_module(module)
+            self.wrapped_loader.exec_module(module)
             return
-        compile_, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+        torch_compile, torch.compile = torch.compile, _return_unchanged  # type: ignore[assignment]
         try:
-            self.loader.exec_module(module)
+            self.wrapped_loader.exec_module(module)
         finally:
-            torch.compile = compile_
+            torch.compile = torch_compile
         # Parts of core that are imported later get the wrapper from this module.
-        sys.modules[f"{CORE}.jit"].disable_jit_fuser()
+        sys.modules[f"{CORE_MODULE}.jit"].disable_jit_fuser()
 
 
-class _SpeculativeLoader(_Loader):
+class _NoSklearnLoader(_DelegatingLoader):
     """For this one module, scikit-learn is not installed. Other modules find it."""
 
     def exec_module(self, module: ModuleType) -> None:
         import transformers.utils as utils
 
-        available, utils.is_sklearn_available = utils.is_sklearn_available, lambda: False
+        is_available, utils.is_sklearn_available = utils.is_sklearn_available, lambda: False
         try:
-            self.loader.exec_module(module)
+            self.wrapped_loader.exec_module(module)
         finally:
-            utils.is_sklearn_available = available
+            utils.is_sklearn_available = is_available
 
 
-def _as_it_is(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+def _return_unchanged(plain_function: Callable[..., Any] | None = None, **compile_options: Any) -> Any:
     """Replaces ``torch.compile``: returns the function unchanged, or a decorator that does so."""
-    return function if function is not None else _as_it_is
+    return plain_function if plain_function is not None else _return_unchanged
 
 
-def install() -> None:
+def install_finders() -> None:
     """Installs the finders. Call it before the modules are imported; afterwards, it does nothing."""
-    found = {finder.module for finder in sys.meta_path if isinstance(finder, _Finder)}
-    for module, loader in ((CORE, _CoreLoader), (SPECULATIVE, _SpeculativeLoader)):
-        if module not in sys.modules and module not in found:
-            sys.meta_path.insert(0, _Finder(module, loader))
+    watched_modules = {finder.module_name for finder in sys.meta_path if isinstance(finder, _OneModuleFinder)}
+    for module, loader_class in (
+        (CORE_MODULE, _UncompiledCoreLoader),
+        (SPECULATIVE_MODULE, _NoSklearnLoader),
+    ):
+        if module not in sys.modules and module not in watched_modules:
+            sys.meta_path.insert(0, _OneModuleFinder(module, loader_class))

@@ -1,7 +1,7 @@
 """The key-value store of the default process group, for which torch 2.11.0 has no public function.
 
 It carries messages that must reach other ranks without a collective: the failure of a rank, the start of a
-layout, letters to rank 0. A separate store would be one more server with a connection to every rank.
+layout, lists for rank 0. A separate store would be one more server with a connection to every rank.
 """
 
 from __future__ import annotations

@@ -18,15 +18,15 @@ from datetime import timedelta
 from typing import Any
 
 
-def use_one_worker() -> None:
+def use_one_gloo_worker() -> None:
     """Gives every gloo group that is made later only one worker thread. Idempotent.
 
     Megatron-core and torch make groups themselves, and torch accepts no options for gloo. The constructor is
     all that these groups have in common, so it is replaced.
     """
-    gloo = _gloo()
-    original = gloo.__init__
-    if getattr(original, "one_worker", False):
+    gloo_class = _gloo_class()
+    original_init = gloo_class.__init__
+    if getattr(original_init, "one_worker", False):
         return
 
     def __init__(
@@ -35,36 +35,36 @@ def use_one_worker() -> None:
         if isinstance(options, timedelta):
             options, timeout = None, options
         if options is None:
-            options = _options(timeout)
-        original(self, store, rank, size, options)
+            options = _gloo_options(timeout)
+        original_init(self, store, rank, size, options)
 
     __init__.one_worker = True  # type: ignore[attr-defined]
-    gloo.__init__ = __init__
+    gloo_class.__init__ = __init__
 
 
-def _gloo() -> Any:
+def _gloo_class() -> Any:
     from torch.distributed.distributed_c10d import ProcessGroupGloo
 
     return ProcessGroupGloo
 
 
-def _options(timeout: timedelta | None) -> Any:
+def _gloo_options(timeout: timedelta | None) -> Any:
     """The options that torch's own constructor uses, except for the number of threads."""
     from torch.distributed.distributed_c10d import default_pg_timeout
 
-    options = _gloo()._Options()
+    options = _gloo_class()._Options()
     options._timeout = timeout or default_pg_timeout
-    options._devices = _devices()
+    options._devices = _gloo_devices()
     options._threads = 1
     return options
 
 
-def _devices() -> list[Any]:
+def _gloo_devices() -> list[Any]:
     """A device for each network interface in ``GLOO_SOCKET_IFNAME`` (names separated by commas).
 
     If the variable is empty, the interface that the host's name resolves to is used.
     """
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not names:
-        return [_gloo().create_default_device()]
-    return [_gloo().create_device(interface=name) for name in names]
+        return [_gloo_class().create_default_device()]
+    return [_gloo_class().create_device(interface=name) for name in names]

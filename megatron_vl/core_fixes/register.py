@@ -16,11 +16,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron_vl.errors import UserError
 
-CORE = "megatron-core"
-TESTED_CORE = ("0.19.2",)
+CORE_PACKAGE = "megatron-core"
+TESTED_CORE_VERSIONS = ("0.19.2",)
 """The versions of Megatron-core with which the whole test suite and the GPU runs have passed."""
 
-AT_OWN_RISK = "MEGATRON_VL_UNTESTED_CORE"
+UNTESTED_CORE_VARIABLE = "MEGATRON_VL_UNTESTED_CORE"
 """Environment variable: if it is 1, any version of Megatron-core is accepted."""
 
 
@@ -36,639 +36,643 @@ def check_core_version() -> None:
             ``MEGATRON_VL_UNTESTED_CORE=1`` is not set.
     """
     try:
-        installed = version(CORE)
+        installed_version = version(CORE_PACKAGE)
     except PackageNotFoundError:
-        raise CoreVersionError(f"{CORE} is not installed; pip install {CORE}=={TESTED_CORE[-1]}") from None
+        raise CoreVersionError(
+            f"{CORE_PACKAGE} is not installed; pip install {CORE_PACKAGE}=={TESTED_CORE_VERSIONS[-1]}"
+        ) from None
 
-    if installed in TESTED_CORE or os.environ.get(AT_OWN_RISK) == "1":
+    if installed_version in TESTED_CORE_VERSIONS or os.environ.get(UNTESTED_CORE_VARIABLE) == "1":
         return
     raise CoreVersionError(
-        f"{CORE} {installed} was never tested with this toolkit, which replaces parts of it; "
-        f"pip install {CORE}=={TESTED_CORE[-1]}, or set {AT_OWN_RISK}=1 to continue at your own risk"
+        f"{CORE_PACKAGE} {installed_version} was never tested with this toolkit, which replaces parts of it; "
+        f"pip install {CORE_PACKAGE}=={TESTED_CORE_VERSIONS[-1]}, or set {UNTESTED_CORE_VARIABLE}=1 to continue at your own risk"
     )
 
 
 @dataclass(frozen=True)
-class Fix:
+class DependencyFix:
     """One place where this project changes a dependency or uses its internals."""
 
-    ours: str
+    fix_location: str
     """The code of the fix, as ``module:name``."""
-    touches: tuple[str, ...]
+    touched_names: tuple[str, ...]
     """Dotted names of what is replaced, of what is subclassed because of its internals, and of private names
     that are used."""
-    why: str
+    fix_reason: str
     written_for: str
     """The package and version that the fix was written for."""
-    upstream: str
+    upstream_issue: str
     """The thread that reports the fault, as ``owner/repository#number``. Without one, it is
-    :data:`NOT_REPORTED`, and ``docs/upstream.md`` has the text of a report, which names ``ours``."""
-    goes_when: str
-    test: str
+    :data:`NOT_REPORTED`, and ``docs/upstream.md`` has the text of a report, which names ``fix_location``."""
+    removal_condition: str
+    guarding_test: str
     """The ``file::test`` that fails if the fix is removed or no longer needed."""
 
 
 NOT_REPORTED = "not reported"
 """No thread about the fault was found when the entry was written."""
 
-_CORE = f"{CORE} {TESTED_CORE[-1]}"
+_CORE = f"{CORE_PACKAGE} {TESTED_CORE_VERSIONS[-1]}"
 _TE = "transformer-engine 2.20.2"
 _TORCH = "torch 2.11.0"
 _ENERGON = "megatron-energon 7.4.1"
 _TRANSFORMERS = "transformers 5.17.0"
 _PARITY = "tests/distributed/test_parity.py::test_parity"
 
-FIXES: tuple[Fix, ...] = (
+DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     # Whole processes
-    Fix(
-        ours="megatron_vl.core_fixes.compile_on_cpu:install",
-        touches=("torch.compile",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.compile_on_cpu:install_finders",
+        touched_names=("torch.compile",),
+        fix_reason=(
             "Core wraps some forty small functions in torch.compile while it is imported, which takes two"
             " seconds of every start on CPU."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core compiles when a function is first called",
-        test="tests/test_start.py::test_core_is_imported_without_inductor",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core compiles when a function is first called",
+        guarding_test="tests/test_start.py::test_core_is_imported_without_inductor",
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.compile_on_cpu:_SpeculativeLoader",
-        touches=("transformers.utils.is_sklearn_available",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.compile_on_cpu:_NoSklearnLoader",
+        touched_names=("transformers.utils.is_sklearn_available",),
+        fix_reason=(
             "transformers imports scikit-learn wherever it is installed, for speculative decoding, which is"
             " not used here: two seconds of every process that reads a tokenizer."
         ),
         written_for=_TRANSFORMERS,
-        upstream=NOT_REPORTED,
-        goes_when="transformers imports it when it is used",
-        test="tests/test_start.py::test_transformers_is_imported_without_scikit_learn",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="transformers imports it when it is used",
+        guarding_test="tests/test_start.py::test_transformers_is_imported_without_scikit_learn",
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.default_store:default_store",
-        touches=("torch.distributed.distributed_c10d._get_default_store",),
-        why=(
-            "Failures, letters to rank 0 and the start of a layout are sent without a collective; a separate"
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.default_store:default_store",
+        touched_names=("torch.distributed.distributed_c10d._get_default_store",),
+        fix_reason=(
+            "Failures, messages to rank 0 and the start of a layout are sent without a collective; a separate"
             " store would be one more connection to every rank."
         ),
         written_for=_TORCH,
-        upstream=NOT_REPORTED,
-        goes_when="torch has a public function for the default store",
-        test="tests/parallel/test_groups.py::test_ranks_begin_a_layout_together",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="torch has a public function for the default store",
+        guarding_test="tests/parallel/test_groups.py::test_ranks_begin_a_layout_together",
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.expert_swiglu:use_fused_swiglu",
-        touches=("megatron.core.transformer.moe.experts.weighted_bias_swiglu_impl",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.expert_swiglu:use_fused_swiglu",
+        touched_names=("megatron.core.transformer.moe.experts.weighted_bias_swiglu_impl",),
+        fix_reason=(
             "The backward pass of core's jitted SwiGLU of experts is several times slower than memory"
             " bandwidth allows."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core has its own kernel on this path",
-        test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core has its own kernel on this path",
+        guarding_test="tests/core_fixes/test_register.py::test_experts_take_our_swiglu",
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.gloo_threads:use_one_worker",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.gloo_threads:use_one_gloo_worker",
+        touched_names=(
             "torch.distributed.distributed_c10d.ProcessGroupGloo.__init__",
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options",
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._threads",
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._devices",
             "torch.distributed.distributed_c10d.ProcessGroupGloo._Options._timeout",
         ),
-        why=(
+        fix_reason=(
             "Two worker threads of a gloo group write one string without a lock, and the rank dies of a"
             " corrupted heap."
         ),
         written_for=_TORCH,
-        upstream=NOT_REPORTED,
-        goes_when="torch assigns the name under a lock, or no longer keeps it",
-        test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="torch assigns the name under a lock, or no longer keeps it",
+        guarding_test="tests/parallel/test_groups.py::test_gloo_groups_have_one_worker",
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.messages:silence",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.silenced_messages:silence_messages",
+        touched_names=(
             "megatron.core.models.gpt.gpt_model",
             "megatron.core.distributed.distributed_data_parallel",
             "torch.utils.cpp_extension",
         ),
-        why="Every rank would print these lines at every start, and real problems would be overlooked.",
+        fix_reason="Every rank would print these lines at every start, and real problems would be overlooked.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="a run starts without these lines",
-        test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="a run starts without these lines",
+        guarding_test="tests/core_fixes/test_register.py::test_what_is_silenced_is_still_said",
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.wgrad_fusion:fuse_weight_gradients",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.wgrad_fusion:fuse_weight_gradients",
+        touched_names=(
             "transformer_engine.pytorch.module.base.TransformerEngineBaseModule.fuse_wgrad_accumulation",
         ),
-        why=(
+        fix_reason=(
             "Core's switch applies to all linears at once, and its own output layer then needs a CUDA"
             " extension of APEX."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="GPTModel takes a Transformer Engine output layer",
-        test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="GPTModel takes a Transformer Engine output layer",
+        guarding_test="tests/core_fixes/test_register.py::test_the_fusion_of_weight_gradients_needs_apex_in_core",
     ),
-    Fix(
-        ours="megatron_vl.platform.cpu:install",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.platform.cpu:install_cpu_platform",
+        touched_names=(
             "torch.cuda",
             "megatron.core.tensor_parallel.random._get_cuda_rng_state",
             "megatron.core.tensor_parallel.random._set_cuda_rng_state",
         ),
-        why=(
+        fix_reason=(
             "Even on CPU, core asks torch.cuda for devices, streams and generators, and makes tensors on"
             " device 'cuda'."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core runs without a GPU",
-        test=_PARITY,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core runs without a GPU",
+        guarding_test=_PARITY,
     ),
-    Fix(
-        ours="megatron_vl.launch:main",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.launch:main",
+        touched_names=(
             "torch.distributed.run.run",
             "torch.distributed.elastic",
             "torch.multiprocessing.spawn",
         ),
-        why=(
+        fix_reason=(
             "torchrun kills ranks 30 seconds after SIGTERM and prints its own report after a run's message;"
             " its signals are replaced and its log is silenced."
         ),
         written_for=_TORCH,
-        upstream="pytorch/pytorch#119856",
-        goes_when="torchrun can wait for ranks that save",
-        test="tests/training/test_signals.py::test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies",
+        upstream_issue="pytorch/pytorch#119856",
+        removal_condition="torchrun can wait for ranks that save",
+        guarding_test="tests/training/test_signals.py::test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies",
     ),
     # Process groups, data parallelism and overlap
-    Fix(
-        ours="megatron_vl.parallel.groups:core_keeps_groups",
-        touches=("megatron.core.parallel_state.create_group",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.process_groups:cache_core_groups",
+        touched_names=("megatron.core.parallel_state.create_group",),
+        fix_reason=(
             "Successive layouts in one process share their groups; core makes some thirty for each layout and"
             " keeps them."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#6897",
-        goes_when="core ends the groups of a layout when the layout ends",
-        test="tests/parallel/test_groups.py::test_layouts_share_groups",
+        upstream_issue="NVIDIA/Megatron-LM#6897",
+        removal_condition="core ends the groups of a layout when the layout ends",
+        guarding_test="tests/parallel/test_groups.py::test_layouts_share_groups",
     ),
-    Fix(
-        ours="megatron_vl.parallel.groups:end_groups",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.process_groups:destroy_groups",
+        touched_names=(
             "megatron.core.parallel_state",
             "megatron.core.parallel_state.destroy_model_parallel",
         ),
-        why=(
+        fix_reason=(
             "Core drops only some of its groups; a gloo group that is still held when Python exits can abort"
             " the process."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#6897",
-        goes_when="core's destroy_model_parallel drops every group that it made",
-        test="tests/parallel/test_groups.py::test_nothing_holds_a_group_after_the_end",
+        upstream_issue="NVIDIA/Megatron-LM#6897",
+        removal_condition="core's destroy_model_parallel drops every group that it made",
+        guarding_test="tests/parallel/test_groups.py::test_nothing_holds_a_group_after_the_end",
     ),
-    Fix(
-        ours="megatron_vl.parallel.ddp:ReplicaDDP",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.ddp:ReplicaDDP",
+        touched_names=(
             "megatron.core.distributed.DistributedDataParallel",
             "megatron.core.distributed.DistributedDataParallel._make_forward_pre_hook",
         ),
-        why=(
+        fix_reason=(
             "Gradients are scaled only in the rank's own slice; gathers are found by bucket and not by"
             " parameter."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core scales only the rank's slice and looks gathers up once per module",
-        test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core scales only the rank's slice and looks gathers up once per module",
+        guarding_test="tests/parallel/test_ddp.py::test_modules_wait_for_their_parameters_as_in_core",
     ),
-    Fix(
-        ours="megatron_vl.parallel.ddp:_InOrder",
-        touches=("megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.ddp:_OrderedGradSync",
+        touched_names=(
+            "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.start_grad_sync",
+        ),
+        fix_reason=(
             "Ranks that run different graphs (a row without pictures skips the tower) would start"
             " reductions in different orders and wait for each other."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core starts reductions in a fixed order",
-        test=_PARITY,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core starts reductions in a fixed order",
+        guarding_test=_PARITY,
     ),
-    Fix(
-        ours="megatron_vl.parallel.ddp:AbsentTower",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.ddp:AbsentTower",
+        touched_names=(
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.param_gather_dispatched",
             "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGroup.register_grad_ready",
         ),
-        why=(
+        fix_reason=(
             "A row without pictures skips the tower, but takes part in the tower's collectives; core warns of"
             " gathers that were started ahead."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#1150",
-        goes_when="core lets a rank report parameters that its graph does not reach",
-        test=_PARITY,
+        upstream_issue="NVIDIA/Megatron-LM#1150",
+        removal_condition="core lets a rank report parameters that its graph does not reach",
+        guarding_test=_PARITY,
     ),
-    Fix(
-        ours="megatron_vl.parallel.tp_overlap:start",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.tp_overlap:start_overlap",
+        touched_names=(
             "transformer_engine.pytorch.module.base.initialize_ub",
             "transformer_engine.pytorch.module.base.destroy_ub",
         ),
-        why="Core starts userbuffers only in its own training program, which is not used here.",
+        fix_reason="Core starts userbuffers only in its own training program, which is not used here.",
         written_for=_TE,
-        upstream=NOT_REPORTED,
-        goes_when="core starts them with its modules",
-        test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core starts them with its modules",
+        guarding_test="tests/core_fixes/test_register.py::test_core_does_not_start_userbuffers",
     ),
-    Fix(
-        ours="megatron_vl.parallel.tp_overlap:paused",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.parallel.tp_overlap:pause_overlap",
+        touched_names=(
             "transformer_engine.pytorch.module.linear.Linear.ub_overlap_ag_fprop",
             "transformer_engine.pytorch.module.linear.Linear.ub_overlap_rs_fprop",
         ),
-        why="Userbuffers always move the whole buffer, even if the row is shorter.",
+        fix_reason="Userbuffers always move the whole buffer, even if the row is shorter.",
         written_for=_TE,
-        upstream="NVIDIA/TransformerEngine#1303",
-        goes_when="Transformer Engine checks the length",
-        test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",
+        upstream_issue="NVIDIA/TransformerEngine#1303",
+        removal_condition="Transformer Engine checks the length",
+        guarding_test="tests/training/test_generate_rows.py::test_collectives_beside_products_pause",
     ),
     # Modules
-    Fix(
-        ours="megatron_vl.models.attention:PackedRow",
-        touches=("megatron.core.packed_seq_params.PackedSeqParams.qkv_format",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.models.attention:PackedRow",
+        touched_names=("megatron.core.packed_seq_params.PackedSeqParams.qkv_format",),
+        fix_reason=(
             "With its fused kernel, core's packed path ('thd') restarts rotary frequencies at each sequence."
             " Without it, the host reads the lengths of sequences for each query, key and layer. A packed row"
             " is therefore passed as 'sbhd' with a batch of one; its segments reach our core_attention in"
             " additional fields."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's packed path takes rotary angles by token, without the host",
-        test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's packed path takes rotary angles by token, without the host",
+        guarding_test="tests/core_fixes/test_register.py::test_cores_packed_rotary_waits_for_the_host",
     ),
-    Fix(
-        ours="megatron_vl.models.build:_language",
-        touches=("megatron.core.models.gpt.gpt_model.GPTModel.rotary_pos_emb",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.models.build:_build_language_model",
+        touched_names=("megatron.core.models.gpt.gpt_model.GPTModel.rotary_pos_emb",),
+        fix_reason=(
             "Core has no interleaved M-RoPE, and computes the angles with a matrix product, which TF32"
             " settings affect."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#4853",
-        goes_when="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
-        test="tests/models/test_qwen3_vl.py::test_frequencies_take_turns_as_in_transformers",
+        upstream_issue="NVIDIA/Megatron-LM#4853",
+        removal_condition="core's MultimodalRotaryEmbedding interleaves and is exact in fp32",
+        guarding_test="tests/models/test_qwen3_vl.py::test_frequencies_take_turns_as_in_transformers",
     ),
-    Fix(
-        ours="megatron_vl.models.deepstack:DeepStackLayer",
-        touches=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
-        why=(
+    DependencyFix(
+        fix_location="megatron_vl.models.deepstack:DeepStackLayer",
+        touched_names=("megatron.core.transformer.transformer_layer.TransformerLayer.forward",),
+        fix_reason=(
             "Levels of visual features are passed on with the hidden state, and the first layers add them;"
             " core supports only one hidden state."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's decoder takes features to add after a layer, on any pipeline stage",
-        test=_PARITY,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's decoder takes features to add after a layer, on any pipeline stage",
+        guarding_test=_PARITY,
     ),
-    Fix(
-        ours="megatron_vl.models.fused_layers:TowerSelfAttention",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.fused_layers:TowerSelfAttention",
+        touched_names=(
             "megatron.core.transformer.attention.SelfAttention.forward",
             "megatron.core.transformer.attention.SelfAttention.linear_qkv",
             "megatron.core.transformer.attention.SelfAttention.linear_proj",
         ),
-        why="Towers' layers run our kernels from linear_qkv to linear_proj, including RoPE.",
+        fix_reason="Towers' layers run our kernels from linear_qkv to linear_proj, including RoPE.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's attention lets core_attention take the fused QKV",
-        test="tests/kernels/test_tower_attention.py::test_a_step_with_the_kernels_is_the_step_without",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's attention lets core_attention take the fused QKV",
+        guarding_test="tests/kernels/test_tower_attention.py::test_a_step_with_the_kernels_is_the_step_without",
     ),
-    Fix(
-        ours="megatron_vl.models.fused_layers:FusedMLP",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.fused_layers:FusedMLP",
+        touched_names=(
             "megatron.core.transformer.mlp.MLP.forward",
             "megatron.core.transformer.mlp.MLP.linear_fc1",
             "megatron.core.transformer.mlp.MLP.linear_fc2",
         ),
-        why=(
+        fix_reason=(
             "SwiGLU is one kernel, and its output can be recomputed in the backward pass; core recomputes"
             " only the activation of experts."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core recomputes the activation of a dense MLP with a fused SwiGLU",
-        test="tests/planning/test_flops.py::test_recompute_of_our_modules_equals_counted",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core recomputes the activation of a dense MLP with a fused SwiGLU",
+        guarding_test="tests/planning/test_flops.py::test_recompute_of_our_modules_equals_counted",
     ),
-    Fix(
-        ours="megatron_vl.models.fused_layers:with_bias",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.fused_layers:linear_with_bias",
+        touched_names=(
             "megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear",
             "megatron.core.extensions.transformer_engine.TERowParallelLinear",
         ),
-        why=(
+        fix_reason=(
             "Core asks linears to leave their bias to elementwise kernels, whose backward pass sums a [P, F]"
             " gradient; the matrix product computes that sum at no extra cost."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's layers let the linear add its bias",
-        test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's layers let the linear add its bias",
+        guarding_test="tests/core_fixes/test_register.py::test_linears_add_their_bias_whatever_core_asks_for",
     ),
-    Fix(
-        ours="megatron_vl.models.layer_specs:local_norm",
-        touches=("megatron.core.transformer.torch_norm.WrappedTorchNorm",),
-        why="Without Transformer Engine, core's norm refuses sequence parallelism.",
+    DependencyFix(
+        fix_location="megatron_vl.models.layer_specs:local_norm_class",
+        touched_names=("megatron.core.transformer.torch_norm.WrappedTorchNorm",),
+        fix_reason="Without Transformer Engine, core's norm refuses sequence parallelism.",
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#1448",
-        goes_when="WrappedTorchNorm supports sequence parallelism",
-        test="tests/core_fixes/test_register.py::test_cores_norm_refuses_sequence_parallelism",
+        upstream_issue="NVIDIA/Megatron-LM#1448",
+        removal_condition="WrappedTorchNorm supports sequence parallelism",
+        guarding_test="tests/core_fixes/test_register.py::test_cores_norm_refuses_sequence_parallelism",
     ),
-    Fix(
-        ours="megatron_vl.models.head:_whole_input",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.head:_accept_whole_row",
+        touched_names=(
             "megatron.core.tensor_parallel.ColumnParallelLinear.sequence_parallel",
             "megatron.core.tensor_parallel.ColumnParallelLinear.allreduce_dgrad",
         ),
-        why=(
+        fix_reason=(
             "Logits are computed only for loss tokens, which are not distributed evenly over"
             " sequence-parallel ranks; the output layer therefore takes inputs of the whole row."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's output layer takes a selection of tokens under sequence parallelism",
-        test=_PARITY,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's output layer takes a selection of tokens under sequence parallelism",
+        guarding_test=_PARITY,
     ),
     # Experts
-    Fix(
-        ours="megatron_vl.models.moe.router:CountingRouter",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.router:CountingRouter",
+        touched_names=(
             "megatron.core.transformer.moe.router.TopKRouter.routing",
             "megatron.core.transformer.moe.router.TopKRouter._apply_aux_loss",
         ),
-        why=(
+        fix_reason=(
             "Padding goes to no expert, tokens are counted by expert, and the load-balancing loss is divided"
             " by the same number as gradients; core divides it by all tokens of the batch."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#5542",
-        goes_when="core's load-balancing loss supports loss masks and uneven padding",
-        test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
+        upstream_issue="NVIDIA/Megatron-LM#5542",
+        removal_condition="core's load-balancing loss supports loss masks and uneven padding",
+        guarding_test="tests/models/moe/test_router.py::test_balancing_loss_of_one_layer_is_that_of_transformers",
     ),
-    Fix(
-        ours="megatron_vl.models.moe.router:moe_layer",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.router:moe_layer",
+        touched_names=(
             "megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear",
             "megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear",
         ),
-        why=(
+        fix_reason=(
             "Transformer Engine's grouped linears launch one product per expert, and wait for row counts on"
             " the host."
         ),
         written_for=_TE,
-        upstream="NVIDIA/TransformerEngine#2360",
-        goes_when="Transformer Engine's grouped linears take row counts on the device",
-        test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
+        upstream_issue="NVIDIA/TransformerEngine#2360",
+        removal_condition="Transformer Engine's grouped linears take row counts on the device",
+        guarding_test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
     ),
-    Fix(
-        ours="megatron_vl.models.moe.experts:GroupedExperts",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.experts:GroupedExperts",
+        touched_names=(
             "megatron.core.transformer.moe.experts.TEGroupedMLP.forward",
             "megatron.core.transformer.moe.experts.TEGroupedMLP.activation_recompute",
         ),
-        why="Row counts stay on the device, and DDP is notified of all weights of a layer at once.",
+        fix_reason="Row counts stay on the device, and DDP is notified of all weights of a layer at once.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's grouped experts take counts on the device and report gradients together",
-        test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's grouped experts take counts on the device and report gradients together",
+        guarding_test="tests/models/moe/test_experts.py::test_grouped_experts_equal_one_expert_after_another",
     ),
-    Fix(
-        ours="megatron_vl.models.moe.dispatch:ExpertsLayer",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.dispatch:ExpertsLayer",
+        touched_names=(
             "megatron.core.transformer.moe.moe_layer.MoELayer.token_dispatcher",
             "megatron.core.transformer.moe.moe_layer.MoELayer.route",
         ),
-        why=(
+        fix_reason=(
             "Core chooses a dispatcher by name; ours depend on what the experts support and on whether a row"
             " has padding."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core takes the class of a dispatcher in its spec",
-        test=_PARITY,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core takes the class of a dispatcher in its spec",
+        guarding_test=_PARITY,
     ),
-    Fix(
-        ours="megatron_vl.models.moe.dispatch:OncePerRankDispatcher",
-        touches=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
-        why="Core's alltoall sends a token once for each of its experts; here, each rank gets it once.",
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.dispatch:OncePerRankDispatcher",
+        touched_names=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
+        fix_reason="Core's alltoall sends a token once for each of its experts; here, each rank gets it once.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core has a dispatcher without DeepEP that sends a token to each rank once",
-        test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core has a dispatcher without DeepEP that sends a token to each rank once",
+        guarding_test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
-    Fix(
-        ours="megatron_vl.models.moe.dispatch:PaddingDispatcher",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.dispatch:PaddingDispatcher",
+        touched_names=(
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.preprocess",
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
         ),
-        why="Core assumes that every token has experts; padding has none.",
+        fix_reason="Core assumes that every token has experts; padding has none.",
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#5542",
-        goes_when="core's alltoall supports a padding mask",
-        test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
+        upstream_issue="NVIDIA/Megatron-LM#5542",
+        removal_condition="core's alltoall supports a padding mask",
+        guarding_test="tests/models/moe/test_experts.py::test_dispatched_tokens_come_back_as_if_they_had_stayed",
     ),
-    Fix(
-        ours="megatron_vl.models.moe.dispatch:DeviceCountsDispatcher",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.models.moe.dispatch:DeviceCountsDispatcher",
+        touched_names=(
             "megatron.core.transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
         ),
-        why="Core copies the experts' token counts to the host, where our products do not need them.",
+        fix_reason="Core copies the experts' token counts to the host, where our products do not need them.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core can leave them on the device",
-        test="tests/core_fixes/test_register.py::test_core_brings_counts_of_experts_to_the_host",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core can leave them on the device",
+        guarding_test="tests/core_fixes/test_register.py::test_core_brings_counts_of_experts_to_the_host",
     ),
     # Optimizer
-    Fix(
-        ours="megatron_vl.training.optimizer:update",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.optimizer:clip_and_update",
+        touched_names=(
             "megatron.core.optimizer.optimizer.ChainedOptimizer.prepare_grads",
             "megatron.core.optimizer.optimizer.ChainedOptimizer.step_with_ready_grads",
         ),
-        why=(
+        fix_reason=(
             "Core's step updates weights even if the gradient norm is NaN; its parts are called one by one,"
             " so that the norm is checked first."
         ),
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core's step skips a norm that is not finite",
-        test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core's step skips a norm that is not finite",
+        guarding_test="tests/training/test_optimizer.py::test_non_finite_step_is_skipped_and_the_next_one_taken",
     ),
-    Fix(
-        ours="megatron_vl.training.weight_copy:copy_weights_together",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.weight_copy:copy_weights_together",
+        touched_names=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._copy_main_params_to_model_params",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
         ),
-        why="Core copies each parameter's weights in a separate launch: 1,650 per step with experts.",
+        fix_reason="Core copies each parameter's weights in a separate launch: 1,650 per step with experts.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core copies them together",
-        test=(
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core copies them together",
+        guarding_test=(
             "tests/training/test_optimizer.py::"
             "test_weights_copied_together_are_those_that_core_copies_one_by_one"
         ),
     ),
-    Fix(
-        ours="megatron_vl.training.weight_copy:_Copy",
-        touches=("torch._foreach_copy_",),
-        why="It makes many copies in one launch, and torch has no public name for it.",
+    DependencyFix(
+        fix_location="megatron_vl.training.weight_copy:_BatchedWeightCopy",
+        touched_names=("torch._foreach_copy_",),
+        fix_reason="It makes many copies in one launch, and torch has no public name for it.",
         written_for=_TORCH,
-        upstream="pytorch/pytorch#145355",
-        goes_when="torch has a public name for it",
-        test=(
+        upstream_issue="pytorch/pytorch#145355",
+        removal_condition="torch has a public name for it",
+        guarding_test=(
             "tests/training/test_optimizer.py::"
             "test_weights_copied_together_are_those_that_core_copies_one_by_one"
         ),
     ),
-    Fix(
-        ours="megatron_vl.core_fixes.mixed_groups:number_as_listed",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.core_fixes.mixed_dtype_groups:renumber_mixed_groups",
+        touched_names=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
         ),
-        why=(
+        fix_reason=(
             "In a group of float32 and bfloat16 parameters, core saves optimizer state under the names of"
             " other parameters."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#2777",
-        goes_when="core numbers the parameters of a group in the order in which it lists them",
-        test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
+        upstream_issue="NVIDIA/Megatron-LM#2777",
+        removal_condition="core numbers the parameters of a group in the order in which it lists them",
+        guarding_test="tests/training/test_mixed_types.py::test_state_is_filed_under_its_own_parameter",
     ),
-    Fix(
-        ours="megatron_vl.training.offload.build:keep_in_chunks",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.offload.build:move_state_to_chunks",
+        touched_names=(
             "torch.optim.Optimizer.step",
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.float16_groups",
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params.fp32_from_float16_groups",
         ),
-        why=(
+        fix_reason=(
             "Core's HybridDeviceOptimizer updates on the CPU, which made a step 1.9 times as long, and its"
             " moments are not saved in checkpoints."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#2811",
-        goes_when="core streams offloaded state through the GPU and saves it",
-        test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
+        upstream_issue="NVIDIA/Megatron-LM#2811",
+        removal_condition="core streams offloaded state through the GPU and saves it",
+        guarding_test="tests/training/test_offload.py::test_all_shares_give_the_same_bits",
     ),
-    Fix(
-        ours="megatron_vl.training.offload.build:LaterMasters",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.offload.build:DeferredMasterWeights",
+        touched_names=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer."
             "_build_model_and_main_param_groups",
             "torch.Tensor.float",
         ),
-        why="Core makes all master weights on the device before any of them can be moved.",
+        fix_reason="Core makes all master weights on the device before any of them can be moved.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core makes master weights where they are kept",
-        test="tests/training/test_offload.py::test_master_weights_that_leave_the_device_are_never_all_on_it",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core makes master weights where they are kept",
+        guarding_test="tests/training/test_offload.py::test_master_weights_that_leave_the_device_are_never_all_on_it",
     ),
-    Fix(
-        ours="megatron_vl.training.offload.build:_leave_to_chunks",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.offload.build:_skip_in_core_copy",
+        touched_names=(
             "megatron.core.optimizer.optimizer.Float16OptimizerWithFloat16Params."
             "_get_model_and_main_params_data_float16",
         ),
-        why="Core would copy master weights that are not on the device into the model.",
+        fix_reason="Core would copy master weights that are not on the device into the model.",
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#2811",
-        goes_when="core streams offloaded state through the GPU and saves it",
-        test="tests/training/test_offload.py::test_a_state_that_is_not_spread_gives_the_same_bits",
+        upstream_issue="NVIDIA/Megatron-LM#2811",
+        removal_condition="core streams offloaded state through the GPU and saves it",
+        guarding_test="tests/training/test_offload.py::test_a_state_that_is_not_spread_gives_the_same_bits",
     ),
-    Fix(
-        ours="megatron_vl.training.weight_copy:places_of_shards",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.weight_copy:shard_destinations",
+        touched_names=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
         ),
-        why="Only core's optimizer knows which part of the model's buffers a shard belongs to.",
+        fix_reason="Only core's optimizer knows which part of the model's buffers a shard belongs to.",
         written_for=_CORE,
-        upstream=NOT_REPORTED,
-        goes_when="core has a public function for this",
-        test=(
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core has a public function for this",
+        guarding_test=(
             "tests/training/test_optimizer.py::"
             "test_weights_copied_together_are_those_that_core_copies_one_by_one"
         ),
     ),
-    Fix(
-        ours="megatron_vl.training.optimizer_state:optimizer_slices",
-        touches=(
+    DependencyFix(
+        fix_location="megatron_vl.training.optimizer_state:optimizer_slices",
+        touched_names=(
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer._get_model_param_range_map",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_gbuf_map",
             "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.model_param_group_index_map",
         ),
-        why=(
+        fix_reason=(
             "Core writes optimizer state without bucket padding but slices it with padding, so moments end up"
             " at wrong offsets without a message; its files are pickled."
         ),
         written_for=_CORE,
-        upstream="NVIDIA/Megatron-LM#5077",
-        goes_when="core's checkpoints hold every moment and need no pickle",
-        test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
+        upstream_issue="NVIDIA/Megatron-LM#5077",
+        removal_condition="core's checkpoints hold every moment and need no pickle",
+        guarding_test="tests/training/test_run.py::test_moments_in_the_checkpoint_are_of_every_trained_parameter",
     ),
     # Loader
-    Fix(
-        ours="megatron_vl.data.planned_rows:PlannedRankRows",
-        touches=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
-        why="Torch does not end loader processes on request.",
+    DependencyFix(
+        fix_location="megatron_vl.data.planned_rows:PlannedRankRows",
+        touched_names=("torch.utils.data.dataloader._MultiProcessingDataLoaderIter._shutdown_workers",),
+        fix_reason="Torch does not end loader processes on request.",
         written_for=_TORCH,
-        upstream="pytorch/pytorch#64766",
-        goes_when="torch's iterator has a close()",
-        test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
+        upstream_issue="pytorch/pytorch#64766",
+        removal_condition="torch's iterator has a close()",
+        guarding_test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
     ),
     # Commands
-    Fix(
-        ours="toolkit.plan.dry_build:_build_rank",
-        touches=("torch.testing._internal.distributed.fake_pg.FakeStore",),
-        why="One process acts as every rank of a run in turn; torch has fake groups only for its own tests.",
+    DependencyFix(
+        fix_location="toolkit.plan.dry_build:_build_rank",
+        touched_names=("torch.testing._internal.distributed.fake_pg.FakeStore",),
+        fix_reason="One process acts as every rank of a run in turn; torch has fake groups only for its own tests.",
         written_for=_TORCH,
-        upstream=NOT_REPORTED,
-        goes_when="torch has a public fake process group",
-        test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
+        upstream_issue=NOT_REPORTED,
+        removal_condition="torch has a public fake process group",
+        guarding_test="tests/toolkit/test_plan.py::test_example_builds_under_its_layout",
     ),
-    Fix(
-        ours="toolkit.bench.parts:_hook",
-        touches=("torch.autograd.Variable._execution_engine",),
-        why="Only autograd's engine knows when a backward pass ends.",
+    DependencyFix(
+        fix_location="toolkit.bench.step_parts:_hook_module",
+        touched_names=("torch.autograd.Variable._execution_engine",),
+        fix_reason="Only autograd's engine knows when a backward pass ends.",
         written_for=_TORCH,
-        upstream="pytorch/pytorch#66199",
-        goes_when="torch has a public call for the end of a backward pass",
-        test="tests/toolkit/test_bench.py::test_parts_add_up_to_the_step",
+        upstream_issue="pytorch/pytorch#66199",
+        removal_condition="torch has a public call for the end of a backward pass",
+        guarding_test="tests/toolkit/test_bench.py::test_parts_add_up_to_the_step",
     ),
-    Fix(
-        ours="data_tools.shards:_indexed",
-        touches=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
-        why="Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written.",
+    DependencyFix(
+        fix_location="data_tools.shards:_index_shard",
+        touched_names=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
+        fix_reason="Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written.",
         written_for=_ENERGON,
-        upstream=NOT_REPORTED,
-        goes_when="Energon can prepare one shard",
-        test=(
+        upstream_issue=NOT_REPORTED,
+        removal_condition="Energon can prepare one shard",
+        guarding_test=(
             "tests/data/test_description.py::"
             "test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more"
         ),
     ),
 )
 
-FREE_TO_USE = {
+PUBLIC_BASE_CLASSES = {
     "megatron_vl.models.vision_language:VisionLanguageModel": (
         "MegatronModule is the base class that core requires of every model"
     ),

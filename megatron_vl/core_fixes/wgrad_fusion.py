@@ -19,12 +19,12 @@ def fuse_weight_gradients(model: nn.Module) -> int:
     Returns:
         The number of these linears.
     """
-    count = 0
+    linear_count = 0
     for module in model.modules():
-        origins = tuple(kind.__module__ for kind in type(module).__mro__)
+        base_modules = tuple(kind.__module__ for kind in type(module).__mro__)
         if hasattr(module, "fuse_wgrad_accumulation") and any(
-            o.startswith("transformer_engine.") for o in origins
+            base_module.startswith("transformer_engine.") for base_module in base_modules
         ):
             module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
-            count += 1
-    return count
+            linear_count += 1
+    return linear_count

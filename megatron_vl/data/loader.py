@@ -4,7 +4,7 @@ A loader process first computes tokens, loss mask and grids from the stored size
 (``preencode_sample``). It then decodes pixels and makes one :class:`Row` (``row_of``). Which samples share a
 row of training is planned before they are read (:mod:`megatron_vl.data.planned_rows`); rows of validation are
 packed in the data set's order. No sample is lost silently: one that cannot be used is logged, counted in
-``Row.dropped`` of the next row and listed in its ``Row.dropped_samples``.
+``TrainingRow.dropped`` of the next row and listed in its ``TrainingRow.dropped_samples``.
 
 If a medium does not decode after packing, its sample stays in the row, grey and without loss, so that all
 ranks see the same row. One loader serves a data-parallel replica. (A validation pass ends: samples dropped
@@ -34,13 +34,13 @@ from megatron.energon.task_encoder.cooking import basic_sample_keys
 from torch import Tensor
 
 from megatron_vl.config import DataConfig, video_rule
-from megatron_vl.data.packing import assemble
-from megatron_vl.data.packing.fill import fill_row, pack_greedily
-from megatron_vl.data.packing.row import Row
-from megatron_vl.data.planned_rows import Planning, open_reader
+from megatron_vl.data.packing import assemble_row
+from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.planned_rows import PlanningContext, open_sample_reader
 from megatron_vl.data.row_loader import PIXEL_FIELDS, STATE_VERSION, RowLoader
-from megatron_vl.data.sample.chat import ChatEncoder, TemplateError
-from megatron_vl.data.sample.deadline import UNLIMITED, Deadline, OutOfTimeError
+from megatron_vl.data.sample.chat import ChatEncoder, ChatTemplateError
+from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.pixels import (
     PixelSettings,
     VideoInfo,
@@ -52,22 +52,22 @@ from megatron_vl.data.sample.pixels import (
 )
 from megatron_vl.data.sample.thinking import ThinkingRule
 from megatron_vl.data.source.bad_samples import (
-    LIMITS,
-    LISTED_PER_ROW,
-    NOT_IN_TEMPLATE,
+    LIMIT_BY_REASON,
+    MAX_LISTED_PER_ROW,
+    NOT_IN_CHAT_TEMPLATE,
     TEMPLATE_ADVICE,
     TOO_LONG,
     TOO_MANY_PATCHES,
     BadSampleMeter,
     DroppedSample,
 )
-from megatron_vl.data.source.blend import SOURCE, Source, named, sources_of
-from megatron_vl.data.source.description import LoaderError, SplitFacts, read_description
-from megatron_vl.data.source.location import location
-from megatron_vl.data.source.reading import BROKEN, crc_differs
-from megatron_vl.data.source.sizes import text_id
+from megatron_vl.data.source.blend import SOURCE_FIELD, BlendSource, list_names, read_blend_sources
+from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, read_description
+from megatron_vl.data.source.location import resolve_location
+from megatron_vl.data.source.sample_sizes import compute_tokenization_id
 from megatron_vl.data.source.store_reading import ReadAhead
-from megatron_vl.data.state import StateError
+from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, is_crc32_wrong
+from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -78,44 +78,44 @@ __all__ = [
     "DroppedSample",
     "LoaderError",
     "RowLoader",
-    "StateError",
+    "LoaderStateError",
     "build_loader",
-    "pack_greedily",
+    "pack_first_fit",
     "validation_rows",
 ]
 
-MOST_REFUSED_IN_A_ROW = 1000
+MAX_CONSECUTIVE_REFUSALS = 1000
 """Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
 READ_AHEAD, READ_TOGETHER = 256, 16
 """Number of samples of a validation split that are read ahead from an object store, and with one request."""
-MOST_LOGGED = 10
+MAX_LOGGED_PER_REASON = 10
 """Number of unusable samples of one reason that a process logs."""
-GREY = 128
+GREY_VALUE = 128
 
 
-class UnusableError(Exception):
+class UnusableSampleError(Exception):
     """A sample that is left out.
 
     Args:
         reason: what the sample is counted under.
         detail: what is wrong with it.
-        size: its number of tokens or patches, if that is too large.
+        sample_size: its number of tokens or patches, if that is too large.
     """
 
-    def __init__(self, reason: str, detail: str, size: int = 0) -> None:
+    def __init__(self, reason: str, detail: str, sample_size: int = 0) -> None:
         super().__init__(detail)
-        self.reason, self.size = reason, size
+        self.reason, self.sample_size = reason, sample_size
 
 
 @dataclasses.dataclass(kw_only=True)
 class RawSample(Sample):
     """A sample as the shard stores it: its JSON and the bytes of its media, not decoded."""
 
-    text: bytes | None
-    members: dict[str, bytes]
-    shard: str = ""
-    broken: tuple[str, str] | None = None
+    json_bytes: bytes | None
+    media_bytes: dict[str, bytes]
+    shard_name: str = ""
+    read_failure: tuple[str, str] | None = None
     """Reason and detail if the sample could not be read."""
 
 
@@ -136,315 +136,377 @@ class EncodedSample(Sample):
     """Number of tokens or patches if the sample is refused for it."""
 
     @property
-    def size(self) -> tuple[int, int]:
+    def token_and_patch_count(self) -> tuple[int, int]:
         """Number of tokens and of patches."""
-        return len(self.token_ids), sum(grid.patches for grid in self.grids)
+        return len(self.token_ids), sum(grid.num_patches for grid in self.grids)
 
 
 @dataclasses.dataclass(kw_only=True)
 class DecodedSample(Sample):
     """A sample that is ready for a row."""
 
-    sample: assemble.Sample
+    sample: assemble_row.TokenizedSample
 
 
-def cook(crude: dict[str, Any]) -> RawSample:
+def cook_sample(crude_sample: dict[str, Any]) -> RawSample:
     """Turns Energon's crude sample into a :class:`RawSample`.
 
     It never fails: missing parts are found and counted when encoding.
     """
-    members = {name: data for name, data in crude.items() if not name.startswith("__") and name != "json"}
-    shard, broken = crude.get("__shard__", ""), crude.get(BROKEN)
+    media_bytes = {
+        name: data for name, data in crude_sample.items() if not name.startswith("__") and name != "json"
+    }
+    shard, read_failure = crude_sample.get("__shard__", ""), crude_sample.get(BROKEN_FIELD)
     return RawSample(
-        **basic_sample_keys(crude), text=crude.get("json"), members=members, shard=shard, broken=broken
+        **basic_sample_keys(crude_sample),
+        json_bytes=crude_sample.get("json"),
+        media_bytes=media_bytes,
+        shard_name=shard,
+        read_failure=read_failure,
     )
 
 
 class RowEncoder:
     """Turns samples into rows inside a loader process."""
 
-    cook = staticmethod(cook)
+    cook = staticmethod(cook_sample)
 
-    def __init__(self, data: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
-        self.data, self.spec = data, spec
-        self.chat = ChatEncoder(hf_dir, spec, data.video_prompt, ThinkingRule.of(data))
-        self.settings = read_pixel_settings(hf_dir, data)
-        self.dropped: Counter[str] = Counter()
+    def __init__(self, data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> None:
+        self.data_config, self.spec = data_config, spec
+        self.chat_encoder = ChatEncoder(
+            hf_dir, spec, data_config.video_prompt, ThinkingRule.from_data_config(data_config)
+        )
+        self.pixel_settings = read_pixel_settings(hf_dir, data_config)
+        self.dropped_counts: Counter[str] = Counter()
         self.dropped_samples: list[DroppedSample] = []
-        self.logged: Counter[str] = Counter()
-        self.shown: dict[str, set[tuple[str, ...]]] = {}
+        self.refusal_counts: Counter[str] = Counter()
+        self.logged_samples: dict[str, set[tuple[str, ...]]] = {}
         """The samples whose message was logged, by reason."""
-        self.refused_in_a_row = 0
-        self.smallest: dict[str, int] = {}
+        self.consecutive_refusals = 0
+        self.smallest_oversized: dict[str, int] = {}
         """The smallest number of tokens or patches, by reason,
         of the too large samples since the last usable one."""
-        self.most_refused = MOST_REFUSED_IN_A_ROW
+        self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
         self.source_names: tuple[str, ...] = ()
         """Names of the sources of a blend. If there are some, rows say which source each sample is from."""
 
-    def for_process(self) -> RowEncoder:
+    def copy_for_process(self) -> RowEncoder:
         """A copy with counts of its own, for one process."""
-        own = copy.copy(self)
-        own.dropped, own.logged = Counter(), Counter()
-        own.dropped_samples, own.smallest, own.shown = [], {}, {}
-        return own
+        process_encoder = copy.copy(self)
+        process_encoder.dropped_counts, process_encoder.refusal_counts = Counter(), Counter()
+        (
+            process_encoder.dropped_samples,
+            process_encoder.smallest_oversized,
+            process_encoder.logged_samples,
+        ) = [], {}, {}
+        return process_encoder
 
-    def preencode_sample(self, sample: RawSample) -> EncodedSample:
-        size = 0
+    def preencode_sample(self, raw_sample: RawSample) -> EncodedSample:
+        oversize = 0
         try:
-            encoded = self._encode(sample)
-        except UnusableError as error:
-            refused, size = (error.reason, str(error)), error.size
-            if size:
-                self.smallest[error.reason] = min(size, self.smallest.get(error.reason, size))
-        except TemplateError as error:
-            refused = (NOT_IN_TEMPLATE, str(error))
+            encoded_sample = self._encode_sample(raw_sample)
+        except UnusableSampleError as error:
+            refusal, oversize = (error.reason, str(error)), error.sample_size
+            if oversize:
+                self.smallest_oversized[error.reason] = min(
+                    oversize, self.smallest_oversized.get(error.reason, oversize)
+                )
+        except ChatTemplateError as error:
+            refusal = (NOT_IN_CHAT_TEMPLATE, str(error))
         except Exception as error:  # a sample from outside may cause any error
-            refused = ("cannot be encoded", f"{type(error).__name__}: {error}")
+            refusal = ("cannot be encoded", f"{type(error).__name__}: {error}")
         else:
-            self.refused_in_a_row = 0
-            self.smallest.clear()
-            return encoded
+            self.consecutive_refusals = 0
+            self.smallest_oversized.clear()
+            return encoded_sample
 
-        self.refused_in_a_row += 1
-        self.logged[refused[0]] += 1
-        if self.refused_in_a_row >= self.most_refused:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.logged.most_common())
-            detail = " ".join(refused[1].split())  # of one line, as the reader of this message expects
+        self.consecutive_refusals += 1
+        self.refusal_counts[refusal[0]] += 1
+        if self.consecutive_refusals >= self.max_consecutive_refusals:
+            reason_counts = ", ".join(
+                f"{count} {reason}" for reason, count in self.refusal_counts.most_common()
+            )
+            refusal_detail = " ".join(
+                refusal[1].split()
+            )  # of one line, as the reader of this message expects
             raise FatalSampleError(
-                f"{self.refused_in_a_row} samples in a row cannot be used ({reasons}); the last:"
-                f" {sample.__key__}: {detail}{self._advice()}"
+                f"{self.consecutive_refusals} samples in a row cannot be used ({reason_counts}); the last:"
+                f" {raw_sample.__key__}: {refusal_detail}{self._oversize_advice()}"
             )
 
-        self._log(sample, *refused)
+        self._log_bad_sample(raw_sample, *refusal)
         return EncodedSample.derive_from(
-            sample, shard=sample.shard, source=_source(sample.text), refused=refused, refused_size=size
+            raw_sample,
+            shard=raw_sample.shard_name,
+            source=_source_text(raw_sample.json_bytes),
+            refused=refusal,
+            refused_size=oversize,
         )
 
-    def _encode(self, sample: RawSample) -> EncodedSample:
-        if sample.broken:
-            raise UnusableError(*sample.broken)
-        if sample.text is None:
+    def _encode_sample(self, raw_sample: RawSample) -> EncodedSample:
+        if raw_sample.read_failure:
+            raise UnusableSampleError(*raw_sample.read_failure)
+        if raw_sample.json_bytes is None:
             raise LoaderError(
                 "the sample has no .json member; was the data set written by `megatron-vl data convert`?"
             )
-        if crc_differs(sample.text):
-            raise UnusableError("text changed since conversion", "the CRC-32 of the sample's JSON differs")
-
-        record = json.loads(sample.text)
-        media = record["media"]
-        missing = [item["key"] for item in media if item["key"] not in sample.members]
-        if missing:
-            raise UnusableError("medium missing", f"the shard has no {', '.join(missing)} of the sample")
-
-        grids = [grid_of(item, self.settings) for item in media]
-        deadline = Deadline(self.data.sample_timeout_s)
-        try:
-            token_ids, loss_mask = self.chat.encode(
-                record["messages"], grids, record.get("tools", ()), deadline
+        if is_crc32_wrong(raw_sample.json_bytes):
+            raise UnusableSampleError(
+                "text changed since conversion", "the CRC-32 of the sample's JSON differs"
             )
-        except OutOfTimeError as error:
-            raise UnusableError("encoding takes too long", str(error)) from error
-        encoded = EncodedSample.derive_from(
-            sample,
+
+        conversation_record = json.loads(raw_sample.json_bytes)
+        media_records = conversation_record["media"]
+        missing_keys = [item["key"] for item in media_records if item["key"] not in raw_sample.media_bytes]
+        if missing_keys:
+            raise UnusableSampleError(
+                "medium missing", f"the shard has no {', '.join(missing_keys)} of the sample"
+            )
+
+        media_grids = [stored_media_grid(item, self.pixel_settings) for item in media_records]
+        deadline = SampleDeadline(self.data_config.sample_timeout_s)
+        try:
+            token_ids, loss_mask = self.chat_encoder.encode(
+                conversation_record["messages"], media_grids, conversation_record.get("tools", ()), deadline
+            )
+        except SampleTimeoutError as error:
+            raise UnusableSampleError("encoding takes too long", str(error)) from error
+        encoded_sample = EncodedSample.derive_from(
+            raw_sample,
             token_ids=token_ids,
             loss_mask=loss_mask,
-            grids=grids,
-            media=media,
-            data=[sample.members[item["key"]] for item in media],
-            shard=sample.shard,
-            source=_source(sample.text),
+            grids=media_grids,
+            media=media_records,
+            data=[raw_sample.media_bytes[item["key"]] for item in media_records],
+            shard=raw_sample.shard_name,
+            source=_source_text(raw_sample.json_bytes),
         )
-        self._check_size(*encoded.size)
-        return encoded
+        self._check_size(*encoded_sample.token_and_patch_count)
+        return encoded_sample
 
-    def _check_size(self, tokens: int, patches: int) -> None:
-        if not tokens:
-            raise UnusableError("no tokens", "the chat template renders nothing")
-        if tokens > self.data.seq_len:
-            detail = f"{tokens} tokens do not fit into data.seq_len {self.data.seq_len}"
-            raise UnusableError(TOO_LONG, detail, tokens)
-        if self.data.max_patches and patches > self.data.max_patches:
-            detail = f"{patches} patches do not fit into data.max_patches {self.data.max_patches}"
-            raise UnusableError(TOO_MANY_PATCHES, detail, patches)
+    def _check_size(self, token_count: int, patch_count: int) -> None:
+        if not token_count:
+            raise UnusableSampleError("no tokens", "the chat template renders nothing")
+        if token_count > self.data_config.seq_len:
+            problem_text = f"{token_count} tokens do not fit into data.seq_len {self.data_config.seq_len}"
+            raise UnusableSampleError(TOO_LONG, problem_text, token_count)
+        if self.data_config.max_patches and patch_count > self.data_config.max_patches:
+            problem_text = (
+                f"{patch_count} patches do not fit into data.max_patches {self.data_config.max_patches}"
+            )
+            raise UnusableSampleError(TOO_MANY_PATCHES, problem_text, patch_count)
 
-    def _advice(self) -> str:
+    def _oversize_advice(self) -> str:
         """For samples that were too large: the field to raise, and the value that is needed at least; and
         what to do about those that the chat template cannot write."""
-        if NOT_IN_TEMPLATE in self.logged and not self.smallest:
+        if NOT_IN_CHAT_TEMPLATE in self.refusal_counts and not self.smallest_oversized:
             return f". Note: {TEMPLATE_ADVICE}"
-        if not self.smallest:
+        if not self.smallest_oversized:
             return ""
 
-        found = [
-            f"the smallest {reason} has {size} {LIMITS[reason][0]}" for reason, size in self.smallest.items()
+        smallest_texts = [
+            f"the smallest {reason} has {size} {LIMIT_BY_REASON[reason][0]}"
+            for reason, size in self.smallest_oversized.items()
         ]
-        fields = " and ".join(LIMITS[reason][1] for reason in self.smallest)
-        return f". Of these, {', '.join(found)}: raise {fields}, or lower data.max_pixels if pictures fill it"
+        fields = " and ".join(LIMIT_BY_REASON[reason][1] for reason in self.smallest_oversized)
+        return f". Of these, {', '.join(smallest_texts)}: raise {fields}, or lower data.max_pixels if pictures fill it"
 
-    def _data_set(self, sample: Sample) -> str:
+    def _dataset_name(self, sample: Sample) -> str:
         """The name of a sample's source in a blend; empty without a blend."""
-        return self.source_names[(sample.__subflavors__ or {})[SOURCE]] if self.source_names else ""
+        return self.source_names[(sample.__subflavors__ or {})[SOURCE_FIELD]] if self.source_names else ""
 
-    def _log(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
+    def _log_bad_sample(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
         """Logs the first ten samples of a reason, each once, however often the data set is repeated."""
-        shown = self.shown.setdefault(reason, set())
-        data_set = self._data_set(sample)
-        name = (data_set, sample.shard, sample.__key__)
-        if len(shown) == MOST_LOGGED or name in shown:
+        shown_samples = self.logged_samples.setdefault(reason, set())
+        dataset_name = self._dataset_name(sample)
+        name = (dataset_name, sample.shard_name, sample.__key__)
+        if len(shown_samples) == MAX_LOGGED_PER_REASON or name in shown_samples:
             return
-        shown.add(name)
-        last = " (further ones are counted, not logged)" if len(shown) == MOST_LOGGED else ""
-        whose = f" of {data_set}" if data_set else ""
-        log.warning("sample %s%s: %s: %s%s", sample.__key__, whose, reason, detail, last)
+        shown_samples.add(name)
+        last_note = (
+            " (further ones are counted, not logged)" if len(shown_samples) == MAX_LOGGED_PER_REASON else ""
+        )
+        dataset_note = f" of {dataset_name}" if dataset_name else ""
+        log.warning("sample %s%s: %s: %s%s", sample.__key__, dataset_note, reason, detail, last_note)
 
-    def _drop(self, sample: EncodedSample, reason: str, detail: str) -> None:
+    def _record_dropped(self, sample: EncodedSample, drop_reason: str, drop_detail: str) -> None:
         """Counts and lists a sample as dropped; the next row reports it."""
-        self.dropped[reason] += 1
-        if len(self.dropped_samples) < LISTED_PER_ROW:
+        self.dropped_counts[drop_reason] += 1
+        if len(self.dropped_samples) < MAX_LISTED_PER_ROW:
             self.dropped_samples.append(
                 DroppedSample(
                     sample.__key__,
                     sample.shard,
                     sample.source,
-                    self._data_set(sample),
-                    reason,
-                    detail,
+                    self._dataset_name(sample),
+                    drop_reason,
+                    drop_detail,
                     sample.refused_size,
                 )
             )
 
-    def _usable(self, samples: Sequence[EncodedSample]) -> list[EncodedSample]:
+    def _usable_samples(self, encoded_samples: Sequence[EncodedSample]) -> list[EncodedSample]:
         """The samples that can be used; the others are counted as dropped."""
-        for sample in samples:
+        for sample in encoded_samples:
             if sample.refused:
-                self._drop(sample, *sample.refused)
-        return [sample for sample in samples if not sample.refused]
+                self._record_dropped(sample, *sample.refused)
+        return [sample for sample in encoded_samples if not sample.refused]
 
     def select_rows(
-        self, samples: list[EncodedSample], last: bool
+        self, encoded_samples: list[EncodedSample], is_last: bool
     ) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
         """From samples in order: the rows to make now, and the samples that wait.
 
         Args:
-            last: whether no samples follow. None wait then.
+            is_last: whether no samples follow. None wait then.
         """
-        usable = self._usable(samples)
-        sizes = [sample.size for sample in usable]
-        if not self.data.pack:
-            return [[sample] for sample in usable], []
-        if last or not usable:
-            bins = pack_greedily(sizes, self.data.seq_len, self.data.max_patches)
-            return [[usable[i] for i in bin_] for bin_ in bins], []
+        usable_samples = self._usable_samples(encoded_samples)
+        sample_sizes = [sample.token_and_patch_count for sample in usable_samples]
+        if not self.data_config.pack:
+            return [[sample] for sample in usable_samples], []
+        if is_last or not usable_samples:
+            packed_indices = pack_first_fit(
+                sample_sizes, self.data_config.seq_len, self.data_config.max_patches
+            )
+            return [[usable_samples[i] for i in bin_] for bin_ in packed_indices], []
 
-        row = fill_row(sizes, self.data.seq_len, self.data.max_patches)
-        taken = set(row)
-        return [[usable[i] for i in row]], [sample for i, sample in enumerate(usable) if i not in taken]
+        row_indices_taken = choose_row_samples(
+            sample_sizes, self.data_config.seq_len, self.data_config.max_patches
+        )
+        taken_indices = set(row_indices_taken)
+        return [[usable_samples[i] for i in row_indices_taken]], [
+            sample for i, sample in enumerate(usable_samples) if i not in taken_indices
+        ]
 
-    def postencode_sample(self, sample: EncodedSample) -> DecodedSample:
+    def postencode_sample(self, encoded_sample: EncodedSample) -> DecodedSample:
         """The sample with its media decoded. It must not be refused."""
-        problem: tuple[str, str] | None = None
-        items = []
-        deadline = Deadline(self.data.sample_timeout_s)
-        for grid, item, data in zip(sample.grids, sample.media, sample.data, strict=True):
+        first_problem: tuple[str, str] | None = None
+        media_items = []
+        deadline = SampleDeadline(self.data_config.sample_timeout_s)
+        for media_grid, media_record, media_bytes in zip(
+            encoded_sample.grids, encoded_sample.media, encoded_sample.data, strict=True
+        ):
             try:
-                planes = self._planes(item, data, grid, deadline)
-            except UnusableError as error:
-                problem = problem or (error.reason, str(error))
-                shape = (1, grid.h * grid.w, 3 * self.settings.patch_size**2)
-                planes = torch.full(shape, GREY, dtype=torch.uint8)
-            items.append(assemble.MediaItem(grid, planes))
+                pixel_planes = self._decode_planes(media_record, media_bytes, media_grid, deadline)
+            except UnusableSampleError as error:
+                first_problem = first_problem or (error.reason, str(error))
+                plane_shape = (1, media_grid.h * media_grid.w, 3 * self.pixel_settings.patch_size**2)
+                pixel_planes = torch.full(plane_shape, GREY_VALUE, dtype=torch.uint8)
+            media_items.append(assemble_row.MediaItem(media_grid, pixel_planes))
 
-        loss_mask = sample.loss_mask
-        if problem:
+        loss_mask = encoded_sample.loss_mask
+        if first_problem:
             loss_mask = torch.zeros_like(loss_mask)
-            self._drop(sample, *problem)
-            self.logged[problem[0]] += 1
-            self._log(sample, *problem)
-        return DecodedSample.derive_from(sample, sample=assemble.Sample(sample.token_ids, loss_mask, items))
+            self._record_dropped(encoded_sample, *first_problem)
+            self.refusal_counts[first_problem[0]] += 1
+            self._log_bad_sample(encoded_sample, *first_problem)
+        return DecodedSample.derive_from(
+            encoded_sample,
+            sample=assemble_row.TokenizedSample(encoded_sample.token_ids, loss_mask, media_items),
+        )
 
-    def _planes(self, item: dict[str, Any], data: bytes, grid: GridTHW, deadline: Deadline) -> Tensor:
-        name = f"{item['kind']} {item['key']}"
-        if "crc32" in item and item["crc32"] != zlib.crc32(data):
-            raise UnusableError(f"{item['kind']} changed since conversion", f"the CRC-32 of {name} differs")
+    def _decode_planes(
+        self, media_record: dict[str, Any], media_bytes: bytes, media_grid: GridTHW, deadline: SampleDeadline
+    ) -> Tensor:
+        name = f"{media_record['kind']} {media_record['key']}"
+        if "crc32" in media_record and media_record["crc32"] != zlib.crc32(media_bytes):
+            raise UnusableSampleError(
+                f"{media_record['kind']} changed since conversion", f"the CRC-32 of {name} differs"
+            )
         try:
-            deadline.check()
-            return planes_of(item, data, grid, self.settings, deadline)
-        except OutOfTimeError as error:
-            raise UnusableError("decoding takes too long", f"{name}: {error}") from error
+            deadline.check_time()
+            return decode_media_planes(media_record, media_bytes, media_grid, self.pixel_settings, deadline)
+        except SampleTimeoutError as error:
+            raise UnusableSampleError("decoding takes too long", f"{name}: {error}") from error
         except Exception as error:  # decoders raise all kinds of errors on invalid bytes
-            raise UnusableError(f"{item['kind']} does not decode", f"{name}: {error}") from error
+            raise UnusableSampleError(
+                f"{media_record['kind']} does not decode", f"{name}: {error}"
+            ) from error
 
-    def row_of(self, samples: Sequence[EncodedSample], source: int = 0) -> Row:
+    def make_row(self, encoded_samples: Sequence[EncodedSample], source_index: int = 0) -> TrainingRow:
         """Decodes samples and packs them into a row; one of padding if none of them can be used.
 
         Args:
-            source: number of the source in the blend for which a row of padding counts.
+            source_index: number of the source in the blend for which a row of padding counts.
         """
-        used = [self.postencode_sample(sample) for sample in self._usable(samples)]
-        if not used:
-            return self.empty_row(source)
+        decoded_samples = [self.postencode_sample(sample) for sample in self._usable_samples(encoded_samples)]
+        if not decoded_samples:
+            return self.empty_row(source_index)
 
-        rule = self.data.video_positions
-        row = assemble.pack_row(
-            [s.sample for s in used], self.spec, self.data.seq_len, self.chat.pad_token_id, rule
+        video_positions = self.data_config.video_positions
+        packed_row = assemble_row.pack_row(
+            [decoded_sample.sample for decoded_sample in decoded_samples],
+            self.spec,
+            self.data_config.seq_len,
+            self.chat_encoder.pad_token_id,
+            video_positions,
         )
-        row.keys = [s.__key__ for s in used]
+        packed_row.sample_keys = [decoded_sample.__key__ for decoded_sample in decoded_samples]
         if self.source_names:
-            row.sources = [(s.__subflavors__ or {})[SOURCE] for s in used]
-        return self._reporting(row)
+            packed_row.source_indices = [
+                (decoded_sample.__subflavors__ or {})[SOURCE_FIELD] for decoded_sample in decoded_samples
+            ]
+        return self._attach_dropped(packed_row)
 
-    def empty_row(self, source: int = 0) -> Row:
+    def empty_row(self, source_index: int = 0) -> TrainingRow:
         """A row of padding without loss, in place of one of which no sample can be used.
 
         It counts one sample of one token, so that nothing divides by zero.
 
         Args:
-            source: number of the source in the blend for which it counts.
+            source_index: number of the source in the blend for which it counts.
         """
-        pad = assemble.pad_token(self.spec) if self.chat.pad_token_id is None else self.chat.pad_token_id
-        nothing = assemble.Sample(torch.tensor([pad]), torch.zeros(1, dtype=torch.bool))
-        row = assemble.pack_row([nothing], self.spec, self.data.seq_len, pad)
-        row.sources = [source] if self.source_names else []
-        return self._reporting(row)
+        pad_token_id = (
+            assemble_row.padding_token(self.spec)
+            if self.chat_encoder.pad_token_id is None
+            else self.chat_encoder.pad_token_id
+        )
+        padding_sample = assemble_row.TokenizedSample(
+            torch.tensor([pad_token_id]), torch.zeros(1, dtype=torch.bool)
+        )
+        row = assemble_row.pack_row([padding_sample], self.spec, self.data_config.seq_len, pad_token_id)
+        row.source_indices = [source_index] if self.source_names else []
+        return self._attach_dropped(row)
 
-    def _reporting(self, row: Row) -> Row:
+    def _attach_dropped(self, packed_row: TrainingRow) -> TrainingRow:
         """The row with the samples that were dropped since the last one."""
-        row.dropped = dict(self.dropped)
-        row.dropped_samples = self.dropped_samples
-        self.dropped = Counter()
+        packed_row.dropped_counts = dict(self.dropped_counts)
+        packed_row.dropped_samples = self.dropped_samples
+        self.dropped_counts = Counter()
         self.dropped_samples = []
-        return row
+        return packed_row
 
 
-def _source(text: bytes | None) -> str:
+def _source_text(json_bytes: bytes | None) -> str:
     """The input file and record that a stored sample was converted from; empty if it does not name them."""
     try:
-        source = json.loads(text or b"")["source"]
+        source = json.loads(json_bytes or b"")["source"]
         return f"{source['file']} record {source['record']}"
     except Exception:  # a damaged shard may hold any text
         return ""
 
 
-def grid_of(item: dict[str, Any], settings: PixelSettings) -> GridTHW:
+def stored_media_grid(media_record: dict[str, Any], pixel_settings: PixelSettings) -> GridTHW:
     """The grid of a stored medium, from its stored size."""
-    if item["kind"] == "image":
-        return image_grid(item["height"], item["width"], settings)
-    return video_grid(stored_video(item), settings)
+    if media_record["kind"] == "image":
+        return image_grid(media_record["height"], media_record["width"], pixel_settings)
+    return video_grid(stored_video_info(media_record), pixel_settings)
 
 
-def stored_video(item: dict[str, Any]) -> VideoInfo:
+def stored_video_info(media_record: dict[str, Any]) -> VideoInfo:
     """The facts of a stored video. Raises KeyError if one is missing."""
-    sampling = item.get("sampling", "as a file")
-    return VideoInfo(item["frames"], item["fps"], item["height"], item["width"], sampling)
+    sampling = media_record.get("sampling", "as a file")
+    return VideoInfo(
+        media_record["frames"], media_record["fps"], media_record["height"], media_record["width"], sampling
+    )
 
 
-def planes_of(
-    item: dict[str, Any],
-    data: bytes,
-    grid: GridTHW,
-    settings: PixelSettings,
-    deadline: Deadline = UNLIMITED,
+def decode_media_planes(
+    media_record: dict[str, Any],
+    media_bytes: bytes,
+    media_grid: GridTHW,
+    pixel_settings: PixelSettings,
+    deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
     """Decodes a stored medium. A picture larger than its stored size is refused.
 
@@ -452,30 +514,32 @@ def planes_of(
         PixelError: the medium does not decode.
         OutOfTimeError: the deadline has passed while a video was decoded.
     """
-    if item["kind"] == "image":
-        return image_planes(data, grid, settings, item["height"] * item["width"])
-    return video_planes(data, stored_video(item), grid, settings, deadline)
+    if media_record["kind"] == "image":
+        return image_planes(
+            media_bytes, media_grid, pixel_settings, media_record["height"] * media_record["width"]
+        )
+    return video_planes(media_bytes, stored_video_info(media_record), media_grid, pixel_settings, deadline)
 
 
 # --- The loader
 
 
 def build_loader(
-    data: DataConfig,
+    data_config: DataConfig,
     spec: ModelSpec,
     hf_dir: str | Path,
     *,
     dp_rank: int = 0,
     dp_size: int = 1,
-    facts: SplitFacts | None = None,
+    split_facts: SplitFacts | None = None,
     rows_per_step: int = 0,
 ) -> RowLoader:
     """The loader of data-parallel rank ``dp_rank``: rows of the split ``train``, without end.
 
     Args:
-        data: the data set, and how rows are made from it.
+        data_config: the data set, and how rows are made from it.
         hf_dir: folder of the tokenizer, chat template and image processor.
-        facts: facts of the split if another rank has read and checked the description; None: read it here.
+        split_facts: facts of the split if another rank has read and checked the description; None: read it here.
         rows_per_step: rows of all ranks between two saves, a multiple of ``dp_size``; 0: one of each rank.
 
     Raises:
@@ -484,109 +548,137 @@ def build_loader(
         DescriptionError: the data set's description could run code or leads out of its folder.
         PixelError, ChatError, FileNotFoundError: as their readers raise them.
     """
-    facts = facts or read_description(location(data.path)).facts("train")
+    split_facts = split_facts or read_description(resolve_location(data_config.path)).split_facts("train")
     # Workers are forked, which the tokenizer's own threads would not survive.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    encoder = _encoder(data, spec, hf_dir, facts)
-    blend, datasets = _data_sets(data, facts, "train")
-    if empty := [source.name for source in blend if source.share and not source.samples]:
-        raise LoaderError(f"{data.path}: {named(empty)} has no samples; widen its subset, or leave it out")
-    if len(blend) > 1:
-        encoder.source_names = tuple(source.name for source in blend)
+    row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
+    blend_sources, datasets = _load_datasets(data_config, split_facts, "train")
+    if empty_sources := [
+        source.source_name for source in blend_sources if source.sample_share and not source.sample_count
+    ]:
+        raise LoaderError(
+            f"{data_config.path}: {list_names(empty_sources)} has no samples; widen its subset, or leave it out"
+        )
+    if len(blend_sources) > 1:
+        row_encoder.source_names = tuple(source.source_name for source in blend_sources)
 
-    identity = {
+    loader_identity = {
         "version": STATE_VERSION,
-        "dataset": facts.identity,
-        "seed": data.seed,
-        "seq_len": data.seq_len,
-        "shuffle": data.shuffle,
-        **({"shuffle_block": data.shuffle_block} if data.shuffle else {}),
-        "pack": data.pack,
-        **({"packing_buffer": data.packing_buffer} if data.pack else {}),
-        "max_patches": data.max_patches,
+        "dataset": split_facts.dataset_identity,
+        "seed": data_config.seed,
+        "seq_len": data_config.seq_len,
+        "shuffle": data_config.shuffle,
+        **({"shuffle_block": data_config.shuffle_block} if data_config.shuffle else {}),
+        "pack": data_config.pack,
+        **({"packing_buffer": data_config.packing_buffer} if data_config.pack else {}),
+        "max_patches": data_config.max_patches,
         # These determine the lengths of samples, and so the rows.
-        "pixels": [getattr(encoder.settings, name) for name in PIXEL_FIELDS],
-        "chat_template": zlib.crc32(encoder.chat.template.encode()),
-        **video_rule(data, spec.vision.video_timestamps),
-        **(dataclasses.asdict(encoder.chat.thinking) if encoder.chat.writes_thinking else {}),
+        "pixels": [getattr(row_encoder.pixel_settings, name) for name in PIXEL_FIELDS],
+        "chat_template": zlib.crc32(row_encoder.chat_encoder.chat_template.encode()),
+        **video_rule(data_config, spec.vision.video_timestamps),
+        **(
+            dataclasses.asdict(row_encoder.chat_encoder.thinking_rule)
+            if row_encoder.chat_encoder.template_writes_thinking
+            else {}
+        ),
     }
-    planning = Planning(datasets, blend, text_id(hf_dir, spec, data), encoder, rows_per_step or dp_size)
-    return RowLoader(planning, identity, facts, dp_rank, dp_size, data)
+    planning_context = PlanningContext(
+        datasets,
+        blend_sources,
+        compute_tokenization_id(hf_dir, spec, data_config),
+        row_encoder,
+        rows_per_step or dp_size,
+    )
+    return RowLoader(planning_context, loader_identity, split_facts, dp_rank, dp_size, data_config)
 
 
 def validation_rows(
-    data: DataConfig,
+    data_config: DataConfig,
     spec: ModelSpec,
     hf_dir: str | Path,
-    split: str = "val",
-    facts: SplitFacts | None = None,
-) -> Iterator[Row]:
+    split_name: str = "val",
+    split_facts: SplitFacts | None = None,
+) -> Iterator[TrainingRow]:
     """The rows of one pass through a split, in its order. They are packed as samples are read, so that no
     sizes are needed.
 
     Args:
-        facts: as for :func:`build_loader`.
+        split_facts: as for :func:`build_loader`.
 
     Raises:
         As :func:`build_loader`.
     """
-    facts = facts or read_description(location(data.path)).facts(split)
-    encoder = _encoder(data, spec, hf_dir, facts)
-    choices = data.packing_buffer if data.pack else 1
+    split_facts = split_facts or read_description(resolve_location(data_config.path)).split_facts(split_name)
+    row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
+    buffer_size = data_config.packing_buffer if data_config.pack else 1
 
-    waiting: list[EncodedSample] = []
-    for sample in _in_order(encoder, *_data_sets(data, facts, split)):
-        waiting.append(sample)
-        if len(waiting) == choices:
-            rows, waiting = encoder.select_rows(waiting, last=False)
-            yield from map(encoder.row_of, rows)
-    rows, _ = encoder.select_rows(waiting, last=True)
-    yield from map(encoder.row_of, rows)
+    waiting_samples: list[EncodedSample] = []
+    for encoded_sample in _samples_in_order(
+        row_encoder, *_load_datasets(data_config, split_facts, split_name)
+    ):
+        waiting_samples.append(encoded_sample)
+        if len(waiting_samples) == buffer_size:
+            selected_rows, waiting_samples = row_encoder.select_rows(waiting_samples, is_last=False)
+            yield from map(row_encoder.make_row, selected_rows)
+    selected_rows, _ = row_encoder.select_rows(waiting_samples, is_last=True)
+    yield from map(row_encoder.make_row, selected_rows)
 
 
-def _in_order(
-    encoder: RowEncoder, blend: Sequence[Source], datasets: Sequence[LoadedDataset]
+def _samples_in_order(
+    row_encoder: RowEncoder, blend_sources: Sequence[BlendSource], loaded_datasets: Sequence[LoadedDataset]
 ) -> Iterator[EncodedSample]:
     """All samples of all sources, one after the other."""
-    for source, loaded in zip(blend, datasets, strict=True):
-        ahead = ReadAhead([loaded.dataset], READ_TOGETHER, blocks=1, ranks=1)
-        reader = open_reader(loaded.dataset, encoder.data.sample_timeout_s, partial(ahead.take, 0))
-        end = source.first + source.samples
-        for index in range(source.first, end):
-            if (index - source.first) % READ_AHEAD == 0:
-                ahead.expect((0, each) for each in range(index, min(index + READ_AHEAD, end)))
-            crude = reader[index]
-            if crude is not None:  # the data set's description excludes it
-                yield encoder.preencode_sample(encoder.cook(crude))
+    for blend_source, loaded_dataset in zip(blend_sources, loaded_datasets, strict=True):
+        ahead = ReadAhead([loaded_dataset.dataset], READ_TOGETHER, blocks=1, ranks=1)
+        sample_reader = open_sample_reader(
+            loaded_dataset.dataset, row_encoder.data_config.sample_timeout_s, partial(ahead.take, 0)
+        )
+        end = blend_source.first_sample + blend_source.sample_count
+        for sample_index in range(blend_source.first_sample, end):
+            if (sample_index - blend_source.first_sample) % READ_AHEAD == 0:
+                ahead.expect((0, each) for each in range(sample_index, min(sample_index + READ_AHEAD, end)))
+            crude_sample = sample_reader[sample_index]
+            if crude_sample is not None:  # the data set's description excludes it
+                yield row_encoder.preencode_sample(row_encoder.cook(crude_sample))
 
 
-def _encoder(data: DataConfig, spec: ModelSpec, hf_dir: str | Path, facts: SplitFacts) -> RowEncoder:
-    encoder = RowEncoder(data, spec, hf_dir)
-    encoder.most_refused = max(MOST_REFUSED_IN_A_ROW, 3 * facts.largest_shard)
-    _check_patches(encoder.settings, spec, hf_dir)
-    return encoder
+def _make_row_encoder(
+    data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path, split_facts: SplitFacts
+) -> RowEncoder:
+    row_encoder = RowEncoder(data_config, spec, hf_dir)
+    row_encoder.max_consecutive_refusals = max(MAX_CONSECUTIVE_REFUSALS, 3 * split_facts.largest_shard)
+    _check_patch_sizes(row_encoder.pixel_settings, spec, hf_dir)
+    return row_encoder
 
 
-def _data_sets(
-    data: DataConfig, facts: SplitFacts, split: str
-) -> tuple[tuple[Source, ...], list[LoadedDataset]]:
+def _load_datasets(
+    data_config: DataConfig, split_facts: SplitFacts, split_name: str
+) -> tuple[tuple[BlendSource, ...], list[LoadedDataset]]:
     """The sources of a split, and Energon's data sets that they are."""
-    blend = sources_of(facts.identity, location(data.path).name)
-    alone = WorkerConfig(rank=0, world_size=1, num_workers=0)
-    loaded = load_dataset(data.path).get_datasets(
-        training=False, split_part=split, worker_config=alone, decoder=None
+    blend_sources = read_blend_sources(split_facts.dataset_identity, resolve_location(data_config.path).name)
+    single_worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    loaded_split = load_dataset(data_config.path).get_datasets(
+        training=False, split_part=split_name, worker_config=single_worker, decoder=None
     )
-    if [len(one.dataset) for one in loaded.datasets] != [source.length for source in blend]:
-        raise RuntimeError(f"Energon reads other data sets than {[source.name for source in blend]}")
-    return blend, loaded.datasets
+    if [len(one.dataset) for one in loaded_split.datasets] != [
+        source.full_sample_count for source in blend_sources
+    ]:
+        raise RuntimeError(
+            f"Energon reads other data sets than {[source.source_name for source in blend_sources]}"
+        )
+    return blend_sources, loaded_split.datasets
 
 
-def _check_patches(settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:
-    vision = spec.vision
-    ours = (settings.patch_size, settings.merge_size, settings.temporal_patch_size)
-    model = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-    if ours != model:
+def _check_patch_sizes(pixel_settings: PixelSettings, spec: ModelSpec, hf_dir: str | Path) -> None:
+    vision_spec = spec.vision
+    processor_sizes = (
+        pixel_settings.patch_size,
+        pixel_settings.merge_size,
+        pixel_settings.temporal_patch_size,
+    )
+    model = (vision_spec.patch_size, vision_spec.spatial_merge_size, vision_spec.temporal_patch_size)
+    if processor_sizes != model:
         raise LoaderError(
-            f"{hf_dir}: patch, merge and temporal patch size are {ours} in the image processor, {model} in"
+            f"{hf_dir}: patch, merge and temporal patch size are {processor_sizes} in the image processor, {model} in"
             " config.json"
         )

@@ -14,14 +14,14 @@ from typing import Any
 from megatron.energon.errors import FatalSampleError
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.packing.row import Row
-from megatron_vl.data.planned_rows import PlannedRankRows, Planning
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.data.planned_rows import PlannedRankRows, PlanningContext
 from megatron_vl.data.sample.thinking import ThinkingRule
-from megatron_vl.data.source.blend import BlendError, Source, sources_of, summary
-from megatron_vl.data.source.changed_blend import BlendChange
-from megatron_vl.data.source.description import LoaderError, SplitFacts, difference
-from megatron_vl.data.state import StateError, from_json, to_json
-from megatron_vl.json_files import check_version
+from megatron_vl.data.source.blend import BlendError, BlendSource, read_blend_sources, summarize_blend
+from megatron_vl.data.source.blend_change import BlendChange
+from megatron_vl.data.source.dataset_description import LoaderError, SplitFacts, compare_identities
+from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
+from megatron_vl.json_files import check_format_version
 
 STATE_VERSION = 1
 """Version of the form of a state, of the order of samples and of the planning of rows."""
@@ -33,13 +33,15 @@ PIXEL_FIELDS = (
     "video_fps",
     "video_max_frames",
 )
-BACK = "give the data set that the run began with"
-CONTINUE = "go on with the changed blend with --data.on_changed_blend continue"
-RESTART = "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
-RESUME_THERE = f"resume with the program that saved it, {RESTART}"
-EARLIER = f"resume from an earlier checkpoint, {RESTART}"
-WAYS_OUT = {
-    "dataset": f"{BACK}, {RESTART}",
+GIVE_ORIGINAL_DATASET = "give the data set that the run began with"
+CONTINUE_ADVICE = "go on with the changed blend with --data.on_changed_blend continue"
+RESTART_DATA_ADVICE = (
+    "or keep weights and optimizer and read the data from its start with --checkpoint.restart_data true"
+)
+RESUME_WITH_SAVER = f"resume with the program that saved it, {RESTART_DATA_ADVICE}"
+RESUME_EARLIER_ADVICE = f"resume from an earlier checkpoint, {RESTART_DATA_ADVICE}"
+ADVICE_BY_FIELD = {
+    "dataset": f"{GIVE_ORIGINAL_DATASET}, {RESTART_DATA_ADVICE}",
     "pixels": f"set data.{', data.'.join(f for f in PIXEL_FIELDS if f != 'video_min_pixels')} back",
     "chat_template": "give the chat template that the run began with",
     "video_positions": "resume with the rule that the run began with: set data.video_positions to that",
@@ -59,53 +61,59 @@ class RowLoader:
 
     def __init__(
         self,
-        planning: Planning,
-        identity: dict[str, Any],
-        facts: SplitFacts,
+        planning_context: PlanningContext,
+        loader_identity: dict[str, Any],
+        split_facts: SplitFacts,
         dp_rank: int,
-        ranks: int,
-        data: DataConfig,
+        dp_size: int,
+        data_config: DataConfig,
     ) -> None:
-        self._planning, self._identity, self._data = planning, identity, data
-        self._dp_rank, self._ranks = dp_rank, ranks
-        self.samples = facts.samples
+        self._planning_context, self._identity, self._data_config = (
+            planning_context,
+            loader_identity,
+            data_config,
+        )
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self.sample_count = split_facts.sample_count
         """Number of samples in the split, over all ranks; None for a metadataset."""
-        self._changes: list[str] = []
-        self._begun = {source.key for source in planning.blend}
+        self._change_lines: list[str] = []
+        self._known_source_keys = {source.source_key for source in planning_context.blend_sources}
         """What all sources are known by that were ever in the run's blend."""
-        self._start = 0
-        self._rows: PlannedRankRows | None = None
-        self._closed = False
+        self._start_row = 0
+        self._rank_rows: PlannedRankRows | None = None
+        self._is_closed = False
 
     def __iter__(self) -> RowLoader:
         return self
 
-    def __next__(self) -> Row:
-        if self._closed:
+    def __next__(self) -> TrainingRow:
+        if self._is_closed:
             raise LoaderError("the loader is closed")
-        if self._rows is None:
-            workers = self._data.num_workers
-            self._rows = PlannedRankRows(self._planning, self._dp_rank, self._ranks, workers, self._start)
+        if self._rank_rows is None:
+            worker_count = self._data_config.num_workers
+            self._rank_rows = PlannedRankRows(
+                self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
+            )
         try:
-            return next(self._rows)
+            return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
             raise LoaderError(_without_traceback(str(error))) from error
 
     @property
-    def dataset(self) -> Any:
+    def dataset_identity(self) -> Any:
         """The data set's identity in this loader's states."""
         return self._identity["dataset"]
 
     @property
-    def thinking(self) -> dict[str, str]:
+    def thinking_rule(self) -> dict[str, str]:
         """The rule of what is learnt of thinking; empty if the chat template writes none."""
         names = (field.name for field in dataclasses.fields(ThinkingRule))
         return {name: self._identity[name] for name in names if name in self._identity}
 
     @property
-    def notes(self) -> list[str]:
+    def start_notes(self) -> list[str]:
         """Lines to print once at the start of a run."""
-        return [*summary(tuple(self._planning.blend)), *self._changes]
+        return [*summarize_blend(tuple(self._planning_context.blend_sources)), *self._change_lines]
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state as JSON values. Rank 0 saves where the data stand, for all.
@@ -115,136 +123,156 @@ class RowLoader:
         Raises:
             StateError: this rank has not taken all its rows of a step.
         """
-        rows, state = self._start, self._planning.state
-        if self._rows is not None:
-            rows, state = self._rows.rows, self._rows.state
+        row_count, planner_state = self._start_row, self._planning_context.planner_state
+        if self._rank_rows is not None:
+            row_count, planner_state = self._rank_rows.total_rows_taken, self._rank_rows.planner_state
         return {
             "identity": self._identity,
-            "begun": sorted(self._begun),
-            "num_workers": self._data.num_workers,
-            "ranks": self._ranks,
+            "begun": sorted(self._known_source_keys),
+            "num_workers": self._data_config.num_workers,
+            "ranks": self._dp_size,
             "rank": self._dp_rank,
-            "rows_per_step": self._planning.rows_per_step,
-            "rows": rows,
-            "planner": to_json(state) if self._dp_rank == 0 else None,
+            "rows_per_step": self._planning_context.rows_per_step,
+            "rows": row_count,
+            "planner": state_to_json(planner_state) if self._dp_rank == 0 else None,
         }
 
     def load_state_dict(
-        self, state: dict[str, Any], read: Callable[[int], dict[str, Any]] | None = None
+        self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None = None
     ) -> None:
         """Continues where states were saved, on any number of ranks and workers.
 
         Call it before the first row.
 
         Args:
-            state: the state of one data-parallel rank of then.
-            read: gives the state of another rank of then. It is needed if ``state`` is not that of rank 0.
+            saved_state: the state of one data-parallel rank of then.
+            read_rank_state: gives the state of another rank of then. It is needed if ``save_and_read_state`` is not that of rank 0.
 
         Raises:
             StateError: the state belongs to another data set or to other packing, or rows were already read.
         """
-        if self._rows is not None:
-            raise StateError("a loader state must be loaded before the first row is read")
+        if self._rank_rows is not None:
+            raise LoaderStateError("a loader state must be loaded before the first row is read")
 
         try:
-            self._check(state)
-            self._begun |= set(state["begun"])
-            state = self._of_rank_0(state, read)
-            self._planning.state = from_json(state["planner"])
+            self._check_saved_state(saved_state)
+            self._known_source_keys |= set(saved_state["begun"])
+            saved_state = self._rank_0_state(saved_state, read_rank_state)
+            self._planning_context.planner_state = state_from_json(saved_state["planner"])
             # Damage is found here, and not by the processes that plan.
-            self._planning.planner()
-            self._start = int(state["rows"])
-            self._changes += self._moves(state)
+            self._planning_context.make_planner()
+            self._start_row = int(saved_state["rows"])
+            self._change_lines += self._parallelism_changes(saved_state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, StateError) and "damaged" not in str(error):
+            if isinstance(error, LoaderStateError) and "damaged" not in str(error):
                 raise
-            damage = (
-                str(error) if isinstance(error, StateError) else f"the loader state is damaged ({error!r})"
+            damage_text = (
+                str(error)
+                if isinstance(error, LoaderStateError)
+                else f"the loader state is damaged ({error!r})"
             )
-            raise StateError(f"{damage}; {EARLIER}") from error
+            raise LoaderStateError(f"{damage_text}; {RESUME_EARLIER_ADVICE}") from error
 
-    def _of_rank_0(
-        self, state: dict[str, Any], read: Callable[[int], dict[str, Any]] | None
+    def _rank_0_state(
+        self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None
     ) -> dict[str, Any]:
         """The state of the rank that saved for all."""
-        if state["rank"] == 0:
-            return state
-        if read is None:
-            raise StateError("the state of data-parallel rank 0 is needed too: it says where data stand")
-        first = read(0)
-        if first.get("rows") != state["rows"]:
-            raise StateError("the loader state of data-parallel rank 0 is of another step")
-        return first
+        if saved_state["rank"] == 0:
+            return saved_state
+        if read_rank_state is None:
+            raise LoaderStateError(
+                "the state of data-parallel rank 0 is needed too: it says where data stand"
+            )
+        rank_0_state = read_rank_state(0)
+        if rank_0_state.get("rows") != saved_state["rows"]:
+            raise LoaderStateError("the loader state of data-parallel rank 0 is of another step")
+        return rank_0_state
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check_saved_state(self, saved_state: dict[str, Any]) -> None:
         """Refuses a state that does not belong to this loader."""
-        saved = state.get("identity", {})
-        now = self._identity["version"]
-        check_version("the loader state", saved.get("version"), now, RESUME_THERE, StateError)
-        if changed := difference(saved.get("dataset"), self._identity["dataset"]):
-            before, begun = _read_sources(saved.get("dataset")), frozenset(state["begun"])
-            self._change_blend(BlendChange(before, tuple(self._planning.blend), begun), changed)
-        for name, value in self._identity.items():
-            before = saved.get(name)
-            if name != "dataset" and before != value:
-                raise StateError(
-                    f"the loader state was saved with {name} = {before!r}, this loader has {value!r} "
-                    f"and would not make the same rows; {WAYS_OUT.get(name, f'set data.{name} back')}"
+        saved_identity = saved_state.get("identity", {})
+        current_version = self._identity["version"]
+        check_format_version(
+            "the loader state",
+            saved_identity.get("version"),
+            current_version,
+            RESUME_WITH_SAVER,
+            LoaderStateError,
+        )
+        if dataset_difference := compare_identities(saved_identity.get("dataset"), self._identity["dataset"]):
+            saved_value, known_keys = (
+                _saved_sources(saved_identity.get("dataset")),
+                frozenset(saved_state["begun"]),
+            )
+            self._note_blend_change(
+                BlendChange(saved_value, tuple(self._planning_context.blend_sources), known_keys),
+                dataset_difference,
+            )
+        for field_name, current_value in self._identity.items():
+            saved_value = saved_identity.get(field_name)
+            if field_name != "dataset" and saved_value != current_value:
+                raise LoaderStateError(
+                    f"the loader state was saved with {field_name} = {saved_value!r}, this loader has {current_value!r} "
+                    f"and would not make the same rows; {ADVICE_BY_FIELD.get(field_name, f'set data.{field_name} back')}"
                 )
 
-    def _change_blend(self, change: BlendChange, first: str) -> None:
+    def _note_blend_change(self, blend_change: BlendChange, first_difference: str) -> None:
         """Notes what changes in the blend.
 
         Args:
-            first: the first difference, as a clause.
+            first_difference: the first difference, as a clause.
 
         Raises:
             StateError: the run was not told to go on with another blend, or no source of before stays.
         """
-        problem = f"the loader state was saved with another data set: {first}"
-        if not change.stays:
-            raise StateError(f"{problem}; {WAYS_OUT['dataset']}")
-        if self._data.on_changed_blend != "continue":
-            changes = "; ".join(change.told())
-            raise StateError(f"{problem}; {BACK}, {CONTINUE} ({changes}), {RESTART}")
-        lines = [f"  {line}" for line in change.told()]
-        self._changes += [f"the blend has changed ({first}); from here on:", *lines]
-
-    def _moves(self, saved: dict[str, Any]) -> list[str]:
-        """What differs from the run that saved."""
-        lines = []
-        workers, rows = self._data.num_workers, self._planning.rows_per_step
-        if (saved["ranks"], saved["num_workers"]) != (self._ranks, workers):
-            lines.append(
-                f"the data continue on {self._ranks} data-parallel ranks x {workers} workers, after"
-                f" {saved['ranks']} x {saved['num_workers']}: every step takes the same samples as before"
+        problem_text = f"the loader state was saved with another data set: {first_difference}"
+        if not blend_change.keeps_any_source:
+            raise LoaderStateError(f"{problem_text}; {ADVICE_BY_FIELD['dataset']}")
+        if self._data_config.on_changed_blend != "continue":
+            change_text = "; ".join(blend_change.change_lines())
+            raise LoaderStateError(
+                f"{problem_text}; {GIVE_ORIGINAL_DATASET}, {CONTINUE_ADVICE} ({change_text}), {RESTART_DATA_ADVICE}"
             )
-        if saved["rows_per_step"] != rows:
-            lines.append(
-                f"each step takes {rows} rows, after {saved['rows_per_step']}: samples keep their order, and"
+        change_lines = [f"  {line}" for line in blend_change.change_lines()]
+        self._change_lines += [f"the blend has changed ({first_difference}); from here on:", *change_lines]
+
+    def _parallelism_changes(self, saved_state: dict[str, Any]) -> list[str]:
+        """What differs from the run that saved."""
+        change_lines = []
+        worker_count, rows_per_step = self._data_config.num_workers, self._planning_context.rows_per_step
+        if (saved_state["ranks"], saved_state["num_workers"]) != (self._dp_size, worker_count):
+            change_lines.append(
+                f"the data continue on {self._dp_size} data-parallel ranks x {worker_count} workers, after"
+                f" {saved_state['ranks']} x {saved_state['num_workers']}: every step takes the same samples as before"
+            )
+        if saved_state["rows_per_step"] != rows_per_step:
+            change_lines.append(
+                f"each step takes {rows_per_step} rows, after {saved_state['rows_per_step']}: samples keep their order, and"
                 " none is repeated or left out"
             )
-        return lines
+        return change_lines
 
     def close(self) -> None:
         """Ends the worker processes. The loader cannot be used afterwards."""
-        self._closed = True
-        if self._rows is not None:
-            self._rows.close()
+        self._is_closed = True
+        if self._rank_rows is not None:
+            self._rank_rows.close()
 
 
-def _without_traceback(message: str) -> str:
+def _without_traceback(error_message: str) -> str:
     """The message of an error without the lines that torch adds, which hold a traceback."""
-    search = re.search(r"\d+ samples in a row cannot be used\b[^\n]*", message)
-    if search:
-        return search.group()
-    raised = re.findall(r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", message, re.MULTILINE)
-    return str(raised[-1]) if raised else message
+    refusal_match = re.search(r"\d+ samples in a row cannot be used\b[^\n]*", error_message)
+    if refusal_match:
+        return refusal_match.group()
+    raised_messages = re.findall(
+        r"^[\w.]*(?:FatalSampleError|LoaderError): ([^\n]+)", error_message, re.MULTILINE
+    )
+    return str(raised_messages[-1]) if raised_messages else error_message
 
 
-def _read_sources(identity: Any) -> tuple[Source, ...]:
+def _saved_sources(saved_identity: Any) -> tuple[BlendSource, ...]:
     """The sources of a saved identity; none if it cannot be read."""
     try:
-        return sources_of(identity, "the former data set")
+        return read_blend_sources(saved_identity, "the former data set")
     except (BlendError, KeyError, TypeError, ValueError, AttributeError):
         return ()

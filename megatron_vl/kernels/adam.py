@@ -22,175 +22,223 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves import join_master, on_kernels, split_master
-from megatron_vl.kernels.moments import hash_of_step, round_moments
+from megatron_vl.kernels.master_halves import join_master, runs_on_kernels, split_master
+from megatron_vl.kernels.moments import round_moments, step_hash
 
 
-class Rates(NamedTuple):
+class AdamCoefficients(NamedTuple):
     """The numbers of a step of some parameters; all but the last are rounded to fp32 before they are used."""
 
     beta1: float
-    rest1: float
+    one_minus_beta1: float
     """1 - beta1."""
     beta2: float
-    rest2: float
+    one_minus_beta2: float
     """1 - beta2."""
-    scale1: float
-    """1 / (1 - beta1 to the power of ``step``), which corrects the first moment's bias."""
-    scale2: float
+    bias_correction1: float
+    """1 / (1 - beta1 to the power of ``step_count``), which corrects the first moment's bias."""
+    bias_correction2: float
     eps: float
     lr: float
     weight_decay: float
-    step: int
+    step_count: int
     """Adam's step count after this step."""
 
     @classmethod
-    def of_group(cls, group: dict[str, Any], step: int) -> Rates:
+    def from_param_group(cls, param_group: dict[str, Any], step_count: int) -> AdamCoefficients:
         """The rates of a torch optimizer's group, which has lr, betas, eps and weight_decay."""
-        beta1, beta2 = group["betas"]
-        scales = (1 / (1 - beta1**step), 1 / (1 - beta2**step))
+        beta1, beta2 = param_group["betas"]
+        bias_corrections = (1 / (1 - beta1**step_count), 1 / (1 - beta2**step_count))
         return cls(
-            beta1, 1 - beta1, beta2, 1 - beta2, *scales, group["eps"], group["lr"],
-            group["weight_decay"], step,
+            beta1, 1 - beta1, beta2, 1 - beta2, *bias_corrections, param_group["eps"], param_group["lr"],
+            param_group["weight_decay"], step_count,
         )  # fmt: skip
 
 
-class StepRates:
+class StepCoefficients:
     """The rates of one step, on a device.
 
     Args:
         rates: of the parameters that have the same, by a key of the caller's choice.
     """
 
-    def __init__(self, rates: Mapping[Any, Rates], device: torch.device) -> None:
-        self.index = {key: index for index, key in enumerate(rates)}
-        self.steps = [one.step for one in rates.values()]
-        table = torch.tensor([[*one[:-1], 0.0] for one in rates.values()], dtype=torch.float32)
-        table.view(torch.int32)[:, -1] = torch.tensor([hash_of_step(step) for step in self.steps])
+    def __init__(self, coefficients_by_key: Mapping[Any, AdamCoefficients], device: torch.device) -> None:
+        self.index_by_key = {key: index for index, key in enumerate(coefficients_by_key)}
+        self.step_counts = [one.step_count for one in coefficients_by_key.values()]
+        table = torch.tensor([[*one[:-1], 0.0] for one in coefficients_by_key.values()], dtype=torch.float32)
+        table.view(torch.int32)[:, -1] = torch.tensor([step_hash(step) for step in self.step_counts])
         on_gpu = device.type == "cuda"
-        self.table = table.pin_memory().to(device, non_blocking=True) if on_gpu else table
+        self.device_table = table.pin_memory().to(device, non_blocking=True) if on_gpu else table
         """fp32 [rates, 10]: the numbers, and the bits of the step's part of the hash."""
 
 
 @dataclass(frozen=True, eq=False)
-class Stretch:
+class ParameterSlice:
     """Consecutive elements of one parameter."""
 
     weight: Tensor
-    """bf16 [N], or fp32 [N] if it is its own master. The parameter's tensor; N elements of it from ``start``
+    """bf16 [N], or fp32 [N] if it is its own master. The parameter's tensor; N elements of it from ``start_element``
     on are the stretch."""
     gradient: Tensor
     """fp32 [N], contiguous, with the elements of ``weight``."""
-    start: int
-    size: int
-    offset: int
+    start_element: int
+    num_elements: int
+    state_offset: int
     """Where their state begins in the chunk."""
-    rates: int
+    coefficients_index: int
     """Index of the :class:`Rates` of the step."""
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice_of(self, tensor: Tensor) -> Tensor:
         """The stretch of ``weight`` or ``gradient``."""
-        return tensor.detach().view(-1)[self.start : self.start + self.size]
+        return tensor.detach().view(-1)[self.start_element : self.start_element + self.num_elements]
 
 
 @dataclass(eq=False)
-class Launch:
+class LaunchTables:
     """What the kernel needs to know of a chunk's stretches, on the device. It is kept from step to step."""
 
-    known: list[tuple[int, ...]] = field(default_factory=list)
+    slice_records: list[tuple[int, ...]] = field(default_factory=list)
     """Of each stretch: addresses of weight and gradient, offset, size, first block, index of its rates."""
-    parts: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
+    launch_tables: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
     """One launch each, of the aligned stretches and of the others: int64 [stretches, 6] with the numbers of
-    ``known``, int32 [blocks] with the index of each block's stretch, and whether they are aligned."""
+    ``slice_records``, int32 [blocks] with the index of each block's stretch, and whether they are aligned."""
 
-    def follow(self, stretches: Sequence[Stretch], block: int, device: torch.device) -> None:
+    def update_tables(
+        self, parameter_slices: Sequence[ParameterSlice], block_size: int, device: torch.device
+    ) -> None:
         """Brings the parts up to date. It copies to the device only if an address or an index differs.
 
         Args:
-            block: elements of a block.
+            block_size: elements of a block.
         """
-        found = [_numbers(stretch) for stretch in stretches]
-        if found == self.known:
+        new_records = [_slice_record(stretch) for stretch in parameter_slices]
+        if new_records == self.slice_records:
             return
 
-        self.known, self.parts = found, []
-        for aligned in (True, False):
-            table = torch.tensor([one for one in found if _is_aligned(one) == aligned], dtype=torch.int64)
-            if not len(table):
+        self.slice_records, self.launch_tables = new_records, []
+        for is_aligned in (True, False):
+            slice_table = torch.tensor(
+                [one for one in new_records if _is_slice_aligned(one) == is_aligned], dtype=torch.int64
+            )
+            if not len(slice_table):
                 continue
-            blocks = (table[:, 3] + block - 1) // block
-            table[:, 4] = blocks.cumsum(0) - blocks
-            owners = torch.repeat_interleave(torch.arange(len(table), dtype=torch.int32), blocks)
-            self.parts.append((table.to(device), owners.to(device), aligned))
+            blocks_per_slice = (slice_table[:, 3] + block_size - 1) // block_size
+            slice_table[:, 4] = blocks_per_slice.cumsum(0) - blocks_per_slice
+            slice_of_block = torch.repeat_interleave(
+                torch.arange(len(slice_table), dtype=torch.int32), blocks_per_slice
+            )
+            self.launch_tables.append((slice_table.to(device), slice_of_block.to(device), is_aligned))
 
 
-def _numbers(stretch: Stretch) -> tuple[int, ...]:
-    """The numbers of a stretch in :class:`Launch`, with 0 for its first block."""
+def _slice_record(parameter_slice: ParameterSlice) -> tuple[int, ...]:
+    """The numbers of a stretch in :class:`LaunchTables`, with 0 for its first block."""
     addresses = [
-        tensor.data_ptr() + tensor.itemsize * stretch.start for tensor in (stretch.weight, stretch.gradient)
+        tensor.data_ptr() + tensor.itemsize * parameter_slice.start_element
+        for tensor in (parameter_slice.weight, parameter_slice.gradient)
     ]
-    return *addresses, stretch.offset, stretch.size, 0, stretch.rates
+    return (
+        *addresses,
+        parameter_slice.state_offset,
+        parameter_slice.num_elements,
+        0,
+        parameter_slice.coefficients_index,
+    )
 
 
-def _is_aligned(numbers: tuple[int, ...]) -> bool:
+def _is_slice_aligned(slice_record: tuple[int, ...]) -> bool:
     """Whether the kernel can load 8 elements of a stretch at once."""
-    weight, gradient, _, size, *_ = numbers
-    return not (weight % 16 or gradient % 16 or size % 8)
+    weight, gradient_address, _, size, *_ = slice_record
+    return not (weight % 16 or gradient_address % 16 or size % 8)
 
 
 def adam_step(
-    stretches: Sequence[Stretch],
-    rates: StepRates,
+    parameter_slices: Sequence[ParameterSlice],
+    step_coefficients: StepCoefficients,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    low: Tensor,
-    launch: Launch,
+    low_bits: Tensor,
+    launch_tables: LaunchTables,
 ) -> None:
     """Updates weights and state of a chunk in place.
 
     Args:
         exp_avg: bf16 [chunk].
         exp_avg_sq: bf16 [chunk]. Its signs mark ties of master weights.
-        low: int16 [chunk], or empty if the weights are fp32.
-        launch: of this chunk, empty before its first step.
+        low_bits: int16 [chunk], or empty if the weights are fp32.
+        launch_tables: of this chunk, empty before its first step.
     """
-    if on_kernels(exp_avg):
+    if runs_on_kernels(exp_avg):
         from megatron_vl.kernels import adam_triton
 
-        launch.follow(stretches, adam_triton.BLOCK, exp_avg.device)
-        halves = bool(stretches) and stretches[0].weight.dtype == torch.bfloat16
-        for table, owners, aligned in launch.parts:
+        launch_tables.update_tables(parameter_slices, adam_triton.BLOCK_ELEMENTS, exp_avg.device)
+        has_split_master = bool(parameter_slices) and parameter_slices[0].weight.dtype == torch.bfloat16
+        for slice_table, slice_of_block, is_aligned in launch_tables.launch_tables:
             adam_triton.adam_step(
-                table, owners, rates.table, exp_avg, exp_avg_sq, low, halves=halves, aligned=aligned
+                slice_table,
+                slice_of_block,
+                step_coefficients.device_table,
+                exp_avg,
+                exp_avg_sq,
+                low_bits,
+                has_split_master=has_split_master,
+                is_aligned=is_aligned,
             )
         return
 
-    for stretch in stretches:
-        weight, gradient = stretch.of(stretch.weight), stretch.of(stretch.gradient)
-        own = slice(stretch.offset, stretch.offset + stretch.size)
-        avg, square = exp_avg[own].float(), exp_avg_sq[own].float()
-        halves = weight.dtype == torch.bfloat16
-        master = torch.empty_like(avg) if halves else weight
-        if halves:
-            join_master(weight, low[own], square, master)
+    for parameter_slice in parameter_slices:
+        weight, gradient = (
+            parameter_slice.slice_of(parameter_slice.weight),
+            parameter_slice.slice_of(parameter_slice.gradient),
+        )
+        state_slice = slice(
+            parameter_slice.state_offset, parameter_slice.state_offset + parameter_slice.num_elements
+        )
+        first_moment, second_moment = exp_avg[state_slice].float(), exp_avg_sq[state_slice].float()
+        has_split_master = weight.dtype == torch.bfloat16
+        master = torch.empty_like(first_moment) if has_split_master else weight
+        if has_split_master:
+            join_master(weight, low_bits[state_slice], second_moment, master)
 
-        avg, square = _update(master, gradient, avg, square, rates.table[stretch.rates])
-        if halves:
-            split_master(master, weight, low[own], square)
-        round_moments(avg, square, rates.steps[stretch.rates], exp_avg[own], exp_avg_sq[own])
+        first_moment, second_moment = _adamw_update(
+            master,
+            gradient,
+            first_moment,
+            second_moment,
+            step_coefficients.device_table[parameter_slice.coefficients_index],
+        )
+        if has_split_master:
+            split_master(master, weight, low_bits[state_slice], second_moment)
+        round_moments(
+            first_moment,
+            second_moment,
+            step_coefficients.step_counts[parameter_slice.coefficients_index],
+            exp_avg[state_slice],
+            exp_avg_sq[state_slice],
+        )
 
 
-def _update(
-    master: Tensor, gradient: Tensor, avg: Tensor, square: Tensor, rates: Tensor
+def _adamw_update(
+    master_weight: Tensor, gradient: Tensor, first_moment: Tensor, second_moment: Tensor, coefficients: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Updates ``master`` and returns the new moments; all fp32 [N]."""
-    beta1, rest1, beta2, rest2, scale1, scale2, eps, lr, decay, _ = rates.unbind()
-    avg = beta1 * avg + rest1 * gradient
-    square = beta2 * square + rest2 * (gradient * gradient)
+    """Updates ``master_weight`` and returns the new moments; all fp32 [N]."""
+    (
+        beta1,
+        one_minus_beta1,
+        beta2,
+        one_minus_beta2,
+        bias_correction1,
+        bias_correction2,
+        eps,
+        learning_rate,
+        weight_decay,
+        _,
+    ) = coefficients.unbind()
+    first_moment = beta1 * first_moment + one_minus_beta1 * gradient
+    second_moment = beta2 * second_moment + one_minus_beta2 * (gradient * gradient)
 
     # torch's root of fp32 numbers is not rounded to the nearest on a CPU, and depends on their place.
-    root = (square * scale2).double().sqrt().float()
-    update = avg * scale1 / (root + eps) + decay * master
-    if lr != 0:  # With a rate of 0, -0 would become 0.
-        master.copy_(master - lr * update)
-    return avg, square
+    corrected_root = (second_moment * bias_correction2).double().sqrt().float()
+    weight_update = first_moment * bias_correction1 / (corrected_root + eps) + weight_decay * master_weight
+    if learning_rate != 0:  # With a rate of 0, -0 would become 0.
+        master_weight.copy_(master_weight - learning_rate * weight_update)
+    return first_moment, second_moment

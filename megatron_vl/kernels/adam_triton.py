@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_vl.kernels.master_halves_triton import halves_of, joined
+from megatron_vl.kernels.master_halves_triton import join_bits, split_bits
 
-BLOCK = 2048
+BLOCK_ELEMENTS = 2048
 """Elements of a program."""
 _SIGN = tl.constexpr(-0x80000000)
 # The factors of the hash in :mod:`megatron_vl.kernels.moments`.
@@ -23,104 +23,123 @@ _MIX_0, _MIX_1 = tl.constexpr(0x85EBCA6B - (1 << 32)), tl.constexpr(0xC2B2AE35 -
 
 
 @triton.jit
-def _random_bits(avg, square, step_hash):
-    bits = avg + (square & 0x7FFFFFFF) * _SECOND + step_hash
-    bits = (bits ^ (bits >> 16 & 0xFFFF)) * _MIX_0
-    bits = (bits ^ (bits >> 13 & 0x7FFFF)) * _MIX_1
-    return bits ^ (bits >> 16 & 0xFFFF)
+def _random_bits(first_bits, second_bits, step_hash):
+    hashed_bits = first_bits + (second_bits & 0x7FFFFFFF) * _SECOND + step_hash
+    hashed_bits = (hashed_bits ^ (hashed_bits >> 16 & 0xFFFF)) * _MIX_0
+    hashed_bits = (hashed_bits ^ (hashed_bits >> 13 & 0x7FFFF)) * _MIX_1
+    return hashed_bits ^ (hashed_bits >> 16 & 0xFFFF)
 
 
 @triton.jit
-def _step(
-    stretches,
-    owners,
-    rates,
+def _adam_step_kernel(
+    slice_table,
+    slice_of_block,
+    coefficient_table,
     exp_avg,
     exp_avg_sq,
-    low,
+    low_bits,
     HALVES: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    row = stretches + tl.load(owners + block) * 6
-    weights = tl.load(row).to(tl.pointer_type(tl.int16 if HALVES else tl.int32))
-    gradients = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    offset = tl.multiple_of(tl.load(row + 2).to(tl.int32), 64)
-    size = tl.load(row + 3).to(tl.int32)
+    block_index = tl.program_id(0)
+    slice_record = slice_table + tl.load(slice_of_block + block_index) * 6
+    weight_pointer = tl.load(slice_record).to(tl.pointer_type(tl.int16 if HALVES else tl.int32))
+    gradient_pointer = tl.load(slice_record + 1).to(tl.pointer_type(tl.float32))
+    state_offset = tl.multiple_of(tl.load(slice_record + 2).to(tl.int32), 64)
+    num_elements = tl.load(slice_record + 3).to(tl.int32)
     if ALIGNED:  # 16 bytes are loaded at once, which the mask must allow, too.
-        weights = tl.multiple_of(weights, 16)
-        gradients = tl.multiple_of(gradients, 16)
-        size = tl.multiple_of(size, 8)
-    numbers = rates + tl.load(row + 5) * 10
+        weight_pointer = tl.multiple_of(weight_pointer, 16)
+        gradient_pointer = tl.multiple_of(gradient_pointer, 16)
+        num_elements = tl.multiple_of(num_elements, 8)
+    coefficients = coefficient_table + tl.load(slice_record + 5) * 10
 
-    index = (block - tl.load(row + 4).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < size
-    gradient = tl.load(gradients + index, mask=mask, other=0)
-    avg = tl.load(exp_avg + offset + index, mask=mask, other=0).to(tl.int32) << 16
-    square = tl.load(exp_avg_sq + offset + index, mask=mask, other=0).to(tl.int32) << 16
-    bits = tl.load(weights + index, mask=mask, other=0).to(tl.int32)
+    element_index = (block_index - tl.load(slice_record + 4).to(tl.int32)) * BLOCK + tl.arange(0, BLOCK)
+    mask = element_index < num_elements
+    gradient = tl.load(gradient_pointer + element_index, mask=mask, other=0)
+    first_moment = tl.load(exp_avg + state_offset + element_index, mask=mask, other=0).to(tl.int32) << 16
+    second_bits = tl.load(exp_avg_sq + state_offset + element_index, mask=mask, other=0).to(tl.int32) << 16
+    master_bits = tl.load(weight_pointer + element_index, mask=mask, other=0).to(tl.int32)
     if HALVES:
-        bits = joined(bits, tl.load(low + offset + index, mask=mask, other=0).to(tl.int32), square)
-        square = square & 0x7FFFFFFF
+        master_bits = join_bits(
+            master_bits,
+            tl.load(low_bits + state_offset + element_index, mask=mask, other=0).to(tl.int32),
+            second_bits,
+        )
+        second_bits = second_bits & 0x7FFFFFFF
 
-    avg = tl.load(numbers) * avg.to(tl.float32, bitcast=True) + tl.load(numbers + 1) * gradient
-    second = tl.load(numbers + 2) * square.to(tl.float32, bitcast=True)
-    second = second + tl.load(numbers + 3) * (gradient * gradient)
+    first_moment = (
+        tl.load(coefficients) * first_moment.to(tl.float32, bitcast=True)
+        + tl.load(coefficients + 1) * gradient
+    )
+    second_moment = tl.load(coefficients + 2) * second_bits.to(tl.float32, bitcast=True)
+    second_moment = second_moment + tl.load(coefficients + 3) * (gradient * gradient)
 
-    lr = tl.load(numbers + 7)
-    master = bits.to(tl.float32, bitcast=True)
-    root = tl.sqrt_rn(second * tl.load(numbers + 5))
-    update = tl.div_rn(avg * tl.load(numbers + 4), root + tl.load(numbers + 6))
-    update = update + tl.load(numbers + 8) * master
-    master = tl.where(lr == 0, master, master - lr * update)
+    learning_rate = tl.load(coefficients + 7)
+    master_weight = master_bits.to(tl.float32, bitcast=True)
+    corrected_root = tl.sqrt_rn(second_moment * tl.load(coefficients + 5))
+    weight_update = tl.div_rn(
+        first_moment * tl.load(coefficients + 4), corrected_root + tl.load(coefficients + 6)
+    )
+    weight_update = weight_update + tl.load(coefficients + 8) * master_weight
+    master_weight = tl.where(learning_rate == 0, master_weight, master_weight - learning_rate * weight_update)
 
-    bits = master.to(tl.int32, bitcast=True)
-    square = second.to(tl.int32, bitcast=True)
+    master_bits = master_weight.to(tl.int32, bitcast=True)
+    second_bits = second_moment.to(tl.int32, bitcast=True)
     if HALVES:
-        bits, rest = halves_of(bits)
-        tl.store(weights + index, bits.to(tl.int16), mask=mask)
-        tl.store(low + offset + index, rest.to(tl.int16), mask=mask)
-        square = tl.where(rest == 0x8000, square | _SIGN, square)
+        master_bits, low_difference = split_bits(master_bits)
+        tl.store(weight_pointer + element_index, master_bits.to(tl.int16), mask=mask)
+        tl.store(low_bits + state_offset + element_index, low_difference.to(tl.int16), mask=mask)
+        second_bits = tl.where(low_difference == 0x8000, second_bits | _SIGN, second_bits)
     else:
-        tl.store(weights + index, bits, mask=mask)
+        tl.store(weight_pointer + element_index, master_bits, mask=mask)
 
-    avg = avg.to(tl.int32, bitcast=True)
-    noise = _random_bits(avg, square, tl.load(numbers + 9).to(tl.int32, bitcast=True))
-    tl.store(exp_avg + offset + index, ((avg + (noise & 0xFFFF)) >> 16).to(tl.int16), mask=mask)
-    tl.store(exp_avg_sq + offset + index, ((square + (noise >> 16 & 0xFFFF)) >> 16).to(tl.int16), mask=mask)
+    first_moment = first_moment.to(tl.int32, bitcast=True)
+    rounding_noise = _random_bits(
+        first_moment, second_bits, tl.load(coefficients + 9).to(tl.int32, bitcast=True)
+    )
+    tl.store(
+        exp_avg + state_offset + element_index,
+        ((first_moment + (rounding_noise & 0xFFFF)) >> 16).to(tl.int16),
+        mask=mask,
+    )
+    tl.store(
+        exp_avg_sq + state_offset + element_index,
+        ((second_bits + (rounding_noise >> 16 & 0xFFFF)) >> 16).to(tl.int16),
+        mask=mask,
+    )
 
 
 def adam_step(
-    stretches: Tensor,
-    owners: Tensor,
-    rates: Tensor,
+    slice_table: Tensor,
+    slice_of_block: Tensor,
+    coefficient_table: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    low: Tensor,
+    low_bits: Tensor,
     *,
-    halves: bool,
-    aligned: bool,
+    has_split_master: bool,
+    is_aligned: bool,
 ) -> None:
     """Updates some stretches of a chunk of less than 2^31 elements.
 
     Args:
-        stretches: int64 [N, 6], as :class:`megatron_vl.kernels.adam.Launch` says.
-        owners: int32 [blocks].
-        rates: fp32 [rates, 10], as :class:`megatron_vl.kernels.adam.StepRates` says.
-        halves: whether weights are bf16.
-        aligned: whether addresses are multiples of 16 bytes and sizes of 8 elements, which is faster.
+        slice_table: int64 [N, 6], as :class:`megatron_vl.kernels.adam.LaunchTables` says.
+        slice_of_block: int32 [blocks].
+        coefficient_table: fp32 [rates, 10], as :class:`megatron_vl.kernels.adam.StepCoefficients` says.
+        has_split_master: whether weights are bf16.
+        is_aligned: whether addresses are multiples of 16 bytes and sizes of 8 elements, which is faster.
     """
-    _step[(len(owners),)](
-        stretches,
-        owners,
-        rates,
+    _adam_step_kernel[(len(slice_of_block),)](
+        slice_table,
+        slice_of_block,
+        coefficient_table,
         exp_avg.view(torch.int16),
         exp_avg_sq.view(torch.int16),
-        low,
-        HALVES=halves,
-        ALIGNED=aligned,
-        BLOCK=BLOCK,
+        low_bits,
+        HALVES=has_split_master,
+        ALIGNED=is_aligned,
+        BLOCK=BLOCK_ELEMENTS,
         num_warps=8,
         enable_fp_fusion=False,
     )

@@ -19,25 +19,25 @@ from torch import Tensor
 
 from megatron_vl.kernels.shard_exchange import ShardExchange
 
-_CHANNELS = 256
+_BLOCK_CHANNELS = 256
 """Channels of one program."""
-_TOKENS = 16
+_BLOCK_TOKENS = 16
 """Tokens of one program."""
-_WIDTH = 4
+_CONV_WIDTH = 4
 """The only width that the kernels support. Every released model's convolution has it."""
 
 
 @triton.jit
-def _number(segments, token, length, HALO: tl.constexpr):
+def _segment_id(segments, token, length, HALO: tl.constexpr):
     """The sequence number of a token; -1 outside the row, except for tokens of the halo."""
     if HALO:
         token = tl.maximum(token, 0)
-    inside = (token >= 0) & (token < length)
-    return tl.load(segments + token, mask=inside, other=-1)
+    is_inside = (token >= 0) & (token < length)
+    return tl.load(segments + token, mask=is_inside, other=-1)
 
 
 @triton.jit(do_not_specialize=["length"])
-def _forward(
+def _forward_kernel(
     x,
     weight,
     segments,
@@ -56,74 +56,82 @@ def _forward(
     sequences, and w0 to w3 their weights.
     """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    known = channel < WIDTH
-    first = tl.program_id(1).to(tl.int64) * TOKENS
-    w0 = tl.load(weight + channel * 4 + 3, mask=known, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + channel * 4 + 2, mask=known, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + channel * 4 + 1, mask=known, other=0.0).to(tl.float32)
-    w3 = tl.load(weight + channel * 4, mask=known, other=0.0).to(tl.float32)
+    channel_mask = channel < WIDTH
+    first_token = tl.program_id(1).to(tl.int64) * TOKENS
+    w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + channel * 4, mask=channel_mask, other=0.0).to(tl.float32)
 
     s1, s2, s3 = (
-        _number(segments, first - 1, length, HALO),
-        _number(segments, first - 2, length, HALO),
-        _number(segments, first - 3, length, HALO),
+        _segment_id(segments, first_token - 1, length, HALO),
+        _segment_id(segments, first_token - 2, length, HALO),
+        _segment_id(segments, first_token - 3, length, HALO),
     )
-    at = x + first * x_stride + channel
-    x1 = tl.load(at - x_stride, mask=known & (first >= 1), other=0.0).to(tl.float32)
-    x2 = tl.load(at - 2 * x_stride, mask=known & (first >= 2), other=0.0).to(tl.float32)
-    x3 = tl.load(at - 3 * x_stride, mask=known & (first >= 3), other=0.0).to(tl.float32)
+    input_pointer = x + first_token * x_stride + channel
+    x1 = tl.load(input_pointer - x_stride, mask=channel_mask & (first_token >= 1), other=0.0).to(tl.float32)
+    x2 = tl.load(input_pointer - 2 * x_stride, mask=channel_mask & (first_token >= 2), other=0.0).to(
+        tl.float32
+    )
+    x3 = tl.load(input_pointer - 3 * x_stride, mask=channel_mask & (first_token >= 3), other=0.0).to(
+        tl.float32
+    )
     if HALO:
-        there = known & (first == 0)
+        there = channel_mask & (first_token == 0)
         x1 += tl.load(halo + 2 * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
         x2 += tl.load(halo + WIDTH + channel, mask=there, other=0.0).to(tl.float32)
         x3 += tl.load(halo + channel, mask=there, other=0.0).to(tl.float32)
 
-    for step in tl.static_range(0, TOKENS):
-        token = first + step
-        s0 = _number(segments, token, length, HALO)
-        x0 = tl.load(x + token * x_stride + channel, mask=known & (token < length), other=0.0).to(tl.float32)
+    for token_in_block in tl.static_range(0, TOKENS):
+        token = first_token + token_in_block
+        s0 = _segment_id(segments, token, length, HALO)
+        x0 = tl.load(x + token * x_stride + channel, mask=channel_mask & (token < length), other=0.0).to(
+            tl.float32
+        )
 
         y = w0 * x0
         y += tl.where(s1 == s0, w1 * x1, 0.0)
         y += tl.where(s2 == s0, w2 * x2, 0.0)
         y += tl.where(s3 == s0, w3 * x3, 0.0)
         y *= tl.sigmoid(y)
-        tl.store(out + token * WIDTH + channel, y.to(out.dtype.element_ty), mask=known & (token < length))
+        tl.store(
+            out + token * WIDTH + channel, y.to(out.dtype.element_ty), mask=channel_mask & (token < length)
+        )
 
         x1, x2, x3 = x0, x1, x2
         s1, s2, s3 = s0, s1, s2
 
 
 @triton.jit(do_not_specialize=["length"])
-def _backward(
+def _backward_kernel(
     x,
     weight,
     segments,
     halo,
-    dout,
-    dx,
-    dweight,
+    output_grad,
+    input_grad_pointer,
+    weight_grads,
     dhalo,
     length,
     x_stride,
-    dout_stride,
+    output_grad_stride,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     HALO: tl.constexpr,
 ):
-    """The gradients of :func:`_forward`.
+    """The gradients of :func:`_forward_kernel`.
 
     The gradient of an input depends on the outputs of its token and of the three tokens after it. The program
     walks backwards and starts three tokens after its own.
     """
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    known = channel < WIDTH
-    first = tl.program_id(1).to(tl.int64) * TOKENS
-    w0 = tl.load(weight + channel * 4 + 3, mask=known, other=0.0).to(tl.float32)
-    w1 = tl.load(weight + channel * 4 + 2, mask=known, other=0.0).to(tl.float32)
-    w2 = tl.load(weight + channel * 4 + 1, mask=known, other=0.0).to(tl.float32)
-    w3 = tl.load(weight + channel * 4, mask=known, other=0.0).to(tl.float32)
+    channel_mask = channel < WIDTH
+    first_token = tl.program_id(1).to(tl.int64) * TOKENS
+    w0 = tl.load(weight + channel * 4 + 3, mask=channel_mask, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + channel * 4 + 2, mask=channel_mask, other=0.0).to(tl.float32)
+    w2 = tl.load(weight + channel * 4 + 1, mask=channel_mask, other=0.0).to(tl.float32)
+    w3 = tl.load(weight + channel * 4, mask=channel_mask, other=0.0).to(tl.float32)
     dw0, dw1, dw2, dw3 = (
         tl.zeros((CHANNELS,), tl.float32),
         tl.zeros((CHANNELS,), tl.float32),
@@ -133,7 +141,7 @@ def _backward(
 
     # x0 to x3 are the inputs of a token and of the three tokens before it, s0 to s3 their sequences. d1 to d3
     # are the gradients before SiLU of the three tokens after it, n1 to n3 their sequences (-2: none yet).
-    last = first + TOKENS + 2
+    last_token = first_token + TOKENS + 2
     d1, d2, d3 = (
         tl.zeros((CHANNELS,), tl.float32),
         tl.zeros((CHANNELS,), tl.float32),
@@ -141,43 +149,51 @@ def _backward(
     )
     n1, n2, n3 = tl.full((), -2, tl.int32), tl.full((), -2, tl.int32), tl.full((), -2, tl.int32)
     s0, s1, s2 = (
-        _number(segments, last, length, HALO),
-        _number(segments, last - 1, length, HALO),
-        _number(segments, last - 2, length, HALO),
+        _segment_id(segments, last_token, length, HALO),
+        _segment_id(segments, last_token - 1, length, HALO),
+        _segment_id(segments, last_token - 2, length, HALO),
     )
-    at = x + last * x_stride + channel
-    x0 = tl.load(at, mask=known & (last < length), other=0.0).to(tl.float32)
-    x1 = tl.load(at - x_stride, mask=known & (last - 1 < length), other=0.0).to(tl.float32)
-    x2 = tl.load(at - 2 * x_stride, mask=known & (last - 2 < length), other=0.0).to(tl.float32)
+    pointers = x + last_token * x_stride + channel
+    x0 = tl.load(pointers, mask=channel_mask & (last_token < length), other=0.0).to(tl.float32)
+    x1 = tl.load(pointers - x_stride, mask=channel_mask & (last_token - 1 < length), other=0.0).to(tl.float32)
+    x2 = tl.load(pointers - 2 * x_stride, mask=channel_mask & (last_token - 2 < length), other=0.0).to(
+        tl.float32
+    )
 
-    for step in tl.static_range(0, TOKENS + 3):
-        token = last - step
-        s3 = _number(segments, token - 3, length, HALO)
-        there = known & (token >= 3) & (token - 3 < length)
-        x3 = tl.load(x + (token - 3) * x_stride + channel, mask=there, other=0.0).to(tl.float32)
+    for steps_back in tl.static_range(0, TOKENS + 3):
+        token = last_token - steps_back
+        s3 = _segment_id(segments, token - 3, length, HALO)
+        load_mask = channel_mask & (token >= 3) & (token - 3 < length)
+        x3 = tl.load(x + (token - 3) * x_stride + channel, mask=load_mask, other=0.0).to(tl.float32)
         if HALO:
-            there = known & (token >= 0) & (token < 3)
-            x3 += tl.load(halo + token * WIDTH + channel, mask=there, other=0.0).to(tl.float32)
+            load_mask = channel_mask & (token >= 0) & (token < 3)
+            x3 += tl.load(halo + token * WIDTH + channel, mask=load_mask, other=0.0).to(tl.float32)
 
         # Inputs of other sequences count as zero.
         y1, y2, y3 = tl.where(s1 == s0, x1, 0.0), tl.where(s2 == s0, x2, 0.0), tl.where(s3 == s0, x3, 0.0)
         y = w0 * x0 + w1 * y1 + w2 * y2 + w3 * y3
 
-        there = known & (token < length)
-        d0 = tl.load(dout + token * dout_stride + channel, mask=there, other=0.0).to(tl.float32)
+        load_mask = channel_mask & (token < length)
+        d0 = tl.load(output_grad + token * output_grad_stride + channel, mask=load_mask, other=0.0).to(
+            tl.float32
+        )
         sigmoid = tl.sigmoid(y)
         d0 *= sigmoid * (1 + y * (1 - sigmoid))
 
-        if step >= 3:  # this program's own tokens
+        if steps_back >= 3:  # this program's own tokens
             dw0 += d0 * x0
             dw1 += d0 * y1
             dw2 += d0 * y2
             dw3 += d0 * y3
-            grad = w0 * d0
-            grad += tl.where(n1 == s0, w1 * d1, 0.0)
-            grad += tl.where(n2 == s0, w2 * d2, 0.0)
-            grad += tl.where(n3 == s0, w3 * d3, 0.0)
-            tl.store(dx + token * WIDTH + channel, grad.to(dx.dtype.element_ty), mask=there)
+            input_grad = w0 * d0
+            input_grad += tl.where(n1 == s0, w1 * d1, 0.0)
+            input_grad += tl.where(n2 == s0, w2 * d2, 0.0)
+            input_grad += tl.where(n3 == s0, w3 * d3, 0.0)
+            tl.store(
+                input_grad_pointer + token * WIDTH + channel,
+                input_grad.to(input_grad_pointer.dtype.element_ty),
+                mask=load_mask,
+            )
 
         d1, d2, d3 = d0, d1, d2
         n1, n2, n3 = s0, n1, n2
@@ -186,30 +202,30 @@ def _backward(
 
     if HALO:
         # d1 to d3 are now the gradients of the program's first three tokens.
-        there = known & (first == 0)
+        load_mask = channel_mask & (first_token == 0)
         h3 = w1 * d1 + tl.where(n2 == n1, w2 * d2, 0.0) + tl.where(n3 == n1, w3 * d3, 0.0)
         h2 = w2 * d1 + tl.where(n2 == n1, w3 * d2, 0.0)
-        tl.store(dhalo + 2 * WIDTH + channel, h3.to(dhalo.dtype.element_ty), mask=there)
-        tl.store(dhalo + WIDTH + channel, h2.to(dhalo.dtype.element_ty), mask=there)
-        tl.store(dhalo + channel, (w3 * d1).to(dhalo.dtype.element_ty), mask=there)
+        tl.store(dhalo + 2 * WIDTH + channel, h3.to(dhalo.dtype.element_ty), mask=load_mask)
+        tl.store(dhalo + WIDTH + channel, h2.to(dhalo.dtype.element_ty), mask=load_mask)
+        tl.store(dhalo + channel, (w3 * d1).to(dhalo.dtype.element_ty), mask=load_mask)
 
-    at = dweight + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel
-    tl.store(at, dw3, mask=known)
-    tl.store(at + WIDTH, dw2, mask=known)
-    tl.store(at + 2 * WIDTH, dw1, mask=known)
-    tl.store(at + 3 * WIDTH, dw0, mask=known)
+    pointers = weight_grads + tl.program_id(1).to(tl.int64) * 4 * WIDTH + channel
+    tl.store(pointers, dw3, mask=channel_mask)
+    tl.store(pointers + WIDTH, dw2, mask=channel_mask)
+    tl.store(pointers + 2 * WIDTH, dw1, mask=channel_mask)
+    tl.store(pointers + 3 * WIDTH, dw0, mask=channel_mask)
 
 
-def _grid(x: Tensor) -> tuple[int, int]:
-    return triton.cdiv(x.shape[1], _CHANNELS), triton.cdiv(x.shape[0], _TOKENS)
+def _launch_grid(x: Tensor) -> tuple[int, int]:
+    return triton.cdiv(x.shape[1], _BLOCK_CHANNELS), triton.cdiv(x.shape[0], _BLOCK_TOKENS)
 
 
 def forward(x: Tensor, weight: Tensor, segments: Tensor, halo: Tensor | None = None) -> Tensor:
     """Runs the forward kernel on x [S, C], weight [C, 4], segments [S] and perhaps halo [3, C]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _forward[_grid(x)](
+    _forward_kernel[_launch_grid(x)](
         x, weight, segments, halo, out, x.shape[0], x.stride(0),
-        WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, HALO=halo is not None, num_warps=4,
+        WIDTH=x.shape[1], TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -220,39 +236,39 @@ def backward(
     """Returns the gradients of x, weight and halo. The channels of ``dout`` [S, C] are contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dhalo = None if halo is None else torch.empty_like(halo)
-    grid = _grid(x)
+    grid = _launch_grid(x)
     dweight = torch.empty(grid[1], 4, x.shape[1], dtype=torch.float32, device=x.device)
-    _backward[grid](
+    _backward_kernel[grid](
         x, weight, segments, halo, dout, dx, dweight, dhalo, x.shape[0], x.stride(0), dout.stride(0),
-        WIDTH=x.shape[1], TOKENS=_TOKENS, CHANNELS=_CHANNELS, HALO=halo is not None, num_warps=4,
+        WIDTH=x.shape[1], TOKENS=_BLOCK_TOKENS, CHANNELS=_BLOCK_CHANNELS, HALO=halo is not None, num_warps=4,
     )  # fmt: skip
     return dx, dweight.sum(0).t().to(weight.dtype), dhalo
 
 
-class _Convolution(torch.autograd.Function):
+class _CausalConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange | None) -> Tensor:
-        halo = None if exchange is None else exchange.halo(x, _WIDTH - 1)
+        halo = None if exchange is None else exchange.halo(x, _CONV_WIDTH - 1)
         ctx.save_for_backward(x, weight, segments, halo)
         ctx.exchange = exchange
         return forward(x, weight, segments, halo)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
+    def backward(ctx, output_grad: Tensor):
         x, weight, segments, halo = ctx.saved_tensors
-        dout = dout if dout.stride(1) == 1 else dout.contiguous()
-        dx, dweight, dhalo = backward(x, weight, segments, dout, halo)
+        output_grad = output_grad if output_grad.stride(1) == 1 else output_grad.contiguous()
+        input_grad, weight_grads, dhalo = backward(x, weight, segments, output_grad, halo)
         if dhalo is not None:
-            ctx.exchange.add_halo_gradients(dhalo, dx)
-        return dx, dweight, None, None
+            ctx.exchange.add_halo_gradients(dhalo, input_grad)
+        return input_grad, weight_grads, None, None
 
 
-def fits(x: Tensor, weight: Tensor) -> bool:
+def is_supported(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels support this convolution of x [S, C] with a weight [C, W]."""
-    return weight.shape[1] == _WIDTH and x.shape[0] > 0
+    return weight.shape[1] == _CONV_WIDTH and x.shape[0] > 0
 
 
 def causal_conv(x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange | None = None) -> Tensor:
     """x [S, C] with any stride between tokens; weight [C, 4]; segments [S] -> [S, C]."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    return _Convolution.apply(x, weight.contiguous(), segments.contiguous(), exchange)
+    return _CausalConv.apply(x, weight.contiguous(), segments.contiguous(), exchange)

@@ -29,42 +29,44 @@ from torch import Tensor
 from megatron_vl.kernels.shard_exchange import ShardExchange
 from megatron_vl.kernels.sizes import DELTA_CHUNK
 
-CHUNK = DELTA_CHUNK
+CHUNK_TOKENS = DELTA_CHUNK
 """Number of tokens that are computed together."""
 
 
-def segment_numbers(cu_seqlens: Tensor, length: int, first_token: int = 0) -> Tensor:
+def make_segment_ids(cu_seqlens: Tensor, num_tokens: int, first_token: int = 0) -> Tensor:
     """The sequence number of each token, int32 [length], from ``cu_seqlens``, int32 [sequences + 1].
 
     The tokens are those of the row from ``first_token`` on.
     """
-    tokens = torch.arange(first_token, first_token + length, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    tokens = torch.arange(
+        first_token, first_token + num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device
+    )
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
 
 
 def causal_conv(
-    x: Tensor, weight: Tensor, segments: Tensor, *, exchange: ShardExchange | None = None
+    x: Tensor, weight: Tensor, segment_ids: Tensor, *, exchange: ShardExchange | None = None
 ) -> Tensor:
     """Depthwise causal convolution and SiLU.
 
     Args:
         x: [S, C].
         weight: [C, W]; the last column belongs to the token itself.
-        segments: sequence number of each token, [S]. A token does not see other sequences.
+        segment_ids: sequence number of each token, [S]. A token does not see other sequences.
         exchange: with the ranks that hold the other shards of the row. The call is then collective, its
             backward pass too.
 
     Returns:
         [S, C].
     """
-    if _has_kernels(x):
+    if _uses_kernels(x):
         from megatron_vl.kernels import causal_conv_triton
 
-        if causal_conv_triton.fits(x, weight):
-            return causal_conv_triton.causal_conv(x, weight, segments, exchange)
+        if causal_conv_triton.is_supported(x, weight):
+            return causal_conv_triton.causal_conv(x, weight, segment_ids, exchange)
     if exchange is not None:
-        return _ShardConvolution.apply(x, weight, segments, exchange)
-    return _torch_conv(x, weight, segments)
+        return _ShardConvolution.apply(x, weight, segment_ids, exchange)
+    return _torch_conv(x, weight, segment_ids)
 
 
 def _torch_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
@@ -114,9 +116,9 @@ def _with_graph(function: Callable, inputs: Sequence[Tensor]) -> tuple[Any, list
         return function(*leaves), leaves
 
 
-def _has_kernels(x: Tensor) -> bool:
-    runs = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
-    return runs and x.dtype != torch.float64
+def _uses_kernels(x: Tensor) -> bool:
+    kernels_run_here = x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    return kernels_run_here and x.dtype != torch.float64
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -129,18 +131,18 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         [S, heads, V] in the type of ``x``.
     """
-    if _has_kernels(x):
+    if _uses_kernels(x):
         from megatron_vl.kernels import gated_norm_triton
 
-        if gated_norm_triton.fits(x):
+        if gated_norm_triton.is_supported(x):
             return gated_norm_triton.gated_norm(x, gate, weight, eps)
 
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return (weight * wide.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+    normalized_fp32 = x.float()
+    normalized_fp32 = normalized_fp32 * torch.rsqrt(normalized_fp32.square().mean(-1, keepdim=True) + eps)
+    return (weight * normalized_fp32.to(x.dtype) * F.silu(gate.float())).to(x.dtype)
 
 
-def normalized(x: Tensor) -> Tensor:
+def l2_normalized(x: Tensor) -> Tensor:
     """x / |x| along the last axis, as transformers computes it for queries and keys."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
@@ -149,9 +151,9 @@ def gated_delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    g: Tensor,
+    log_decay: Tensor,
     beta: Tensor,
-    segments: Tensor,
+    segment_ids: Tensor,
     *,
     initial_state: Tensor | None = None,
     exchange: ShardExchange | None = None,
@@ -163,9 +165,9 @@ def gated_delta_rule(
     Args:
         query, key: [S, Kh, K], not normalised.
         value: [S, Vh, V].
-        g: logarithm of the decay, float32 [S, Vh].
+        log_decay: logarithm of the decay, float32 [S, Vh].
         beta: [S, Vh].
-        segments: sequence number of each token, [S], ascending.
+        segment_ids: sequence number of each token, [S], ascending.
         initial_state: the state before the first token, [Vh, K, V] in the type of the computation, if the
             first sequence began before the row; None: it begins with the row.
         exchange: with the ranks that hold the other shards of the row. It supplies the initial state and the
@@ -176,16 +178,16 @@ def gated_delta_rule(
         ``exchange``, autograd does not follow the state.
     """
     assert initial_state is None or exchange is None, "the exchange supplies the initial state"
-    if _has_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
+    if _uses_kernels(query) and not (query.is_cuda and query.dtype == torch.float32):
         from megatron_vl.kernels import gated_delta_rule_triton
 
-        if gated_delta_rule_triton.fits(query, key, value):
+        if gated_delta_rule_triton.is_supported(query, key, value):
             return gated_delta_rule_triton.gated_delta_rule(
-                query, key, value, g, beta, segments, initial_state, exchange
+                query, key, value, log_decay, beta, segment_ids, initial_state, exchange
             )
     if exchange is not None:
-        return _ShardRule.apply(query, key, value, g, beta, segments, exchange)
-    return _torch_rule(query, key, value, g, beta, segments, initial_state)
+        return _ShardRule.apply(query, key, value, log_decay, beta, segment_ids, exchange)
+    return _torch_rule(query, key, value, log_decay, beta, segment_ids, initial_state)
 
 
 def _torch_rule(
@@ -200,15 +202,17 @@ def _torch_rule(
     length, kind = query.shape[0], value.dtype
     wide = torch.promote_types(query.dtype, torch.float32)
     repeats = value.shape[1] // key.shape[1]
-    q = normalized(query.to(wide)) * query.shape[-1] ** -0.5
-    k = normalized(key.to(wide))
+    q = l2_normalized(query.to(wide)) * query.shape[-1] ** -0.5
+    k = l2_normalized(key.to(wide))
     q, k = (t.repeat_interleave(repeats, dim=1) for t in (q, k))
 
     # The last chunk is padded with tokens that change nothing: their key, beta and decay are zero.
-    padding = -length % CHUNK
+    padding = -length % CHUNK_TOKENS
     segments = torch.cat((segments, segments[-1:].expand(padding)))
-    q, k, v, g, beta = (_chunks(t.to(wide), padding) for t in (q, k, value, g[..., None], beta[..., None]))
-    out, state = _over_chunks(q, k, v, g, beta, segments.view(-1, CHUNK), initial_state)
+    q, k, v, g, beta = (
+        _split_into_chunks(t.to(wide), padding) for t in (q, k, value, g[..., None], beta[..., None])
+    )
+    out, state = _scan_chunks(q, k, v, g, beta, segments.view(-1, CHUNK_TOKENS), initial_state)
     out = out.movedim(1, 2).flatten(0, 1)[:length]
     return out.to(kind), state
 
@@ -264,78 +268,92 @@ class _ShardRule(torch.autograd.Function):
         return (*torch.autograd.grad(results, leaves[:5], gradients), None, None)
 
 
-def _chunks(x: Tensor, padding: int) -> Tensor:
+def _split_into_chunks(x: Tensor, num_padding: int) -> Tensor:
     """[S, heads, d] -> [chunks, heads, CHUNK, d], where S + padding = chunks * CHUNK"""
-    return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(0, (-1, CHUNK)).movedim(2, 1)
+    return F.pad(x, (0, 0, 0, 0, 0, num_padding)).unflatten(0, (-1, CHUNK_TOKENS)).movedim(2, 1)
 
 
-def _over_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, segments: Tensor, initial_state: Tensor | None
+def _scan_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    segment_ids: Tensor,
+    initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Applies the rule chunk by chunk. Returns the outputs in the same shape, and the final state.
 
     Args:
         q, k, v, g, beta: [chunks, heads, CHUNK, d], with d = 1 for g and beta.
-        segments: [chunks, CHUNK].
+        segment_ids: [chunks, CHUNK].
         initial_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
     # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
     # within the sequence, so that other sequences do not change its rounding.
-    same = segments[:, :, None] == segments[:, None, :]
-    earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    keep = (same & earlier)[:, None]
-    decay = keep.to(g.dtype) @ g
+    in_same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+    causal_mask = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).tril()
+    visible_pairs = (in_same_segment & causal_mask)[:, None]
+    cumulative_decay = visible_pairs.to(log_decay.dtype) @ log_decay
 
     # Masked before exp, so that neither values nor gradients of other pairs overflow.
-    pairs = (decay - decay.transpose(-1, -2)).masked_fill(~keep, -torch.inf).exp()
-    before = F.pad(segments[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
+    pair_decay = (
+        (cumulative_decay - cumulative_decay.transpose(-1, -2)).masked_fill(~visible_pairs, -torch.inf).exp()
+    )
+    previous_segment = F.pad(segment_ids[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
     if initial_state is not None:
-        before = torch.cat((segments[:1, 0], segments[:-1, -1]))
-    carried = (segments == before[:, None])[:, None, :, None]
-    read = decay.exp() * carried
-    last = (segments == segments[:, -1:])[:, None, :, None]
-    write = (decay[:, :, -1:] - decay).masked_fill(~last, -torch.inf).exp()
-    survives = read[:, :, -1:]
+        previous_segment = torch.cat((segment_ids[:1, 0], segment_ids[:-1, -1]))
+    continues_previous = (segment_ids == previous_segment[:, None])[:, None, :, None]
+    read_decay = cumulative_decay.exp() * continues_previous
+    in_last_segment = (segment_ids == segment_ids[:, -1:])[:, None, :, None]
+    write_decay = (
+        (cumulative_decay[:, :, -1:] - cumulative_decay).masked_fill(~in_last_segment, -torch.inf).exp()
+    )
+    state_decay = read_decay[:, :, -1:]
 
     # d_i = beta_i (v_i - read_i k_i S - sum over earlier j of pairs_ij (k_i k_j) d_j) is a triangular system
     # for all d of a chunk.
-    mixing = beta * (k @ k.transpose(-1, -2)) * pairs
-    right = torch.cat((beta * v, beta * read * k), dim=-1)
-    solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
-    values, keys = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
-    scores = (q @ k.transpose(-1, -2)) * pairs
-    queries, written = q * read, (k * write).transpose(-1, -2)
+    system_matrix = beta * (k @ k.transpose(-1, -2)) * pair_decay
+    right_hand_side = torch.cat((beta * v, beta * read_decay * k), dim=-1)
+    system_solution = torch.linalg.solve_triangular(
+        system_matrix, right_hand_side, upper=False, unitriangular=True
+    )
+    chunk_values, chunk_keys = system_solution.split((v.shape[-1], k.shape[-1]), dim=-1)
+    attention_scores = (q @ k.transpose(-1, -2)) * pair_decay
+    chunk_queries, transposed_write_keys = q * read_decay, (k * write_decay).transpose(-1, -2)
 
     state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
-    out = []
+    chunk_outputs = []
     for i in range(q.shape[0]):
-        d = values[i] - keys[i] @ state
-        out.append(queries[i] @ state + scores[i] @ d)
-        state = survives[i] * state + written[i] @ d
-    return torch.stack(out), state
+        delta_values = chunk_values[i] - chunk_keys[i] @ state
+        chunk_outputs.append(chunk_queries[i] @ state + attention_scores[i] @ delta_values)
+        state = state_decay[i] * state + transposed_write_keys[i] @ delta_values
+    return torch.stack(chunk_outputs), state
 
 
-def one_token(
-    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, state: Tensor
+def gated_delta_step(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Applies the rule to the next token of each of N sequences.
 
     Args:
         query, key: [N, Kh, K], not normalised.
         value: [N, Vh, V].
-        g, beta: [N, Vh].
+        log_decay, beta: [N, Vh].
         state: float32 [N, Vh, K, V].
 
     Returns:
         The outputs [N, Vh, V] in the values' type, and the new states.
     """
-    wide = state.dtype
-    repeats = value.shape[1] // key.shape[1]
-    q = (normalized(query.to(wide)) * query.shape[-1] ** -0.5).repeat_interleave(repeats, dim=1)
-    k = normalized(key.to(wide)).repeat_interleave(repeats, dim=1)
+    compute_dtype = state.dtype
+    value_heads_per_key_head = value.shape[1] // key.shape[1]
+    scaled_queries = (l2_normalized(query.to(compute_dtype)) * query.shape[-1] ** -0.5).repeat_interleave(
+        value_heads_per_key_head, dim=1
+    )
+    normalized_keys = l2_normalized(key.to(compute_dtype)).repeat_interleave(value_heads_per_key_head, dim=1)
 
-    state = state * g.to(wide).exp()[..., None, None]
-    held = (state * k[..., None]).sum(-2)
-    d = beta.to(wide)[..., None] * (value.to(wide) - held)
-    state = state + k[..., None] * d[..., None, :]
-    return (state * q[..., None]).sum(-2).to(value.dtype), state
+    state = state * log_decay.to(compute_dtype).exp()[..., None, None]
+    stored_values = (state * normalized_keys[..., None]).sum(-2)
+    delta_values = beta.to(compute_dtype)[..., None] * (value.to(compute_dtype) - stored_values)
+    state = state + normalized_keys[..., None] * delta_values[..., None, :]
+    return (state * scaled_queries[..., None]).sum(-2).to(value.dtype), state

@@ -52,52 +52,52 @@ from torch import Tensor
 
 from megatron_vl.kernels.shard_exchange import ShardExchange
 
-CHUNK = 64
-_BASE = 16
+CHUNK_TOKENS = 64
+_BASE_BLOCK = 16
 """Size of the diagonal blocks that are inverted row by row."""
 
 
 @dataclass(frozen=True)
-class Config:
+class DeltaRuleConfig:
     """How the kernels divide their work. It is fixed, so that all ranks compute the same bits.
 
-    ``solve`` to ``keys`` are the numbers of warps of the kernels.
+    ``solve_warps`` to ``key_warps`` are the numbers of warps of the kernels.
     """
 
-    solve: int = 4
-    scan: int = 4
-    out: int = 4
-    prepare: int = 4
-    queries: int = 8
-    pairs: int = 8
-    keys: int = 8
-    columns: int = 64
+    solve_warps: int = 4
+    scan_warps: int = 4
+    output_warps: int = 4
+    prepare_warps: int = 4
+    query_warps: int = 8
+    pair_warps: int = 8
+    key_warps: int = 8
+    scan_columns: int = 64
     """Number of the state's V columns that one program of a scan keeps."""
-    stages: int = 3
+    scan_stages: int = 3
     """Stages of a scan's software pipeline."""
-    precision: str = "tf32"
+    solve_precision: str = "tf32"
     """Input precision of products of float32 operands: those that invert the triangular system."""
 
 
-CONFIG = Config()
+DELTA_RULE_CONFIG = DeltaRuleConfig()
 
 
 @triton.jit
-def _tile(base, chunk, stride, head, length, C: tl.constexpr, D: tl.constexpr):
-    """Loads [C, D] of a tensor [S, heads, D] whose tokens are ``stride`` apart; zero after the row."""
+def _load_tile(base_pointer, chunk, token_stride, head, length, C: tl.constexpr, D: tl.constexpr):
+    """Loads [C, D] of a tensor [S, heads, D] whose tokens are ``token_stride`` apart; zero after the row."""
     token = chunk * C + tl.arange(0, C)
-    at = base + token[:, None] * stride + head * D + tl.arange(0, D)[None, :]
-    return tl.load(at, mask=(token < length)[:, None], other=0.0)
+    pointers = base_pointer + token[:, None] * token_stride + head * D + tl.arange(0, D)[None, :]
+    return tl.load(pointers, mask=(token < length)[:, None], other=0.0)
 
 
 @triton.jit
 def _inverse_length(x):
-    wide = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(wide * wide, 1) + 1e-6)
+    x_fp32 = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x_fp32 * x_fp32, 1) + 1e-6)
 
 
 @triton.jit
-def _sequences(segments, chunk, length, C: tl.constexpr, INITIAL: tl.constexpr):
+def _segment_ids(segments, chunk, length, C: tl.constexpr, INITIAL: tl.constexpr):
     """The sequence numbers of a chunk's tokens [C], and of the token before the chunk (-1: there is none).
 
     With INITIAL, the token before the row belongs to the row's first sequence.
@@ -106,96 +106,100 @@ def _sequences(segments, chunk, length, C: tl.constexpr, INITIAL: tl.constexpr):
     """
     token = chunk * C + tl.arange(0, C)
     segment = tl.load(segments + tl.minimum(token, length - 1))
-    before = tl.load(segments + tl.maximum(chunk * C - 1, 0))
+    previous_segment = tl.load(segments + tl.maximum(chunk * C - 1, 0))
     if INITIAL:
-        return segment, before
-    return segment, tl.where(chunk > 0, before, -1)
+        return segment, previous_segment
+    return segment, tl.where(chunk > 0, previous_segment, -1)
 
 
 @triton.jit
-def _pairs(segment, C: tl.constexpr):
+def _visible_pairs(segment_ids, C: tl.constexpr):
     """Whether token i (row) sees token j (column)."""
     i = tl.arange(0, C)
-    return (segment[:, None] == segment[None, :]) & (i[:, None] >= i[None, :])
+    return (segment_ids[:, None] == segment_ids[None, :]) & (i[:, None] >= i[None, :])
 
 
 @triton.jit
-def _pairs_transposed(segment, C: tl.constexpr):
+def _visible_pairs_transposed(segment_ids, C: tl.constexpr):
     """Whether token j (row) is seen by token i (column)."""
     i = tl.arange(0, C)
-    return (segment[:, None] == segment[None, :]) & (i[:, None] <= i[None, :])
+    return (segment_ids[:, None] == segment_ids[None, :]) & (i[:, None] <= i[None, :])
 
 
 @triton.jit
-def _decay(g, keep, chunk, head, length, heads, C: tl.constexpr):
+def _cumulative_decay(log_decay, visible_pairs, chunk, head, length, heads, C: tl.constexpr):
     """c [C]. It is summed within each sequence, so that other sequences do not change its rounding."""
     token = chunk * C + tl.arange(0, C)
-    own = tl.load(g + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
-    return tl.sum(tl.where(keep, own[None, :], 0.0), 1)
+    token_decay = tl.load(log_decay + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
+    return tl.sum(tl.where(visible_pairs, token_decay[None, :], 0.0), 1)
 
 
 @triton.jit
-def _borders(c, segment, before, C: tl.constexpr):
+def _border_factors(cumulative_decay, segment_ids, previous_segment, C: tl.constexpr):
     """read [C], write [C], and the factor by which the chunk multiplies the state."""
     i = tl.arange(0, C)
-    final = tl.sum(tl.where(i == C - 1, segment, 0), 0)
-    end = tl.sum(tl.where(i == C - 1, c, 0.0), 0)
-    read = tl.where(segment == before, tl.exp(c), 0.0)
-    write = tl.exp(tl.where(segment == final, end - c, float("-inf")))
-    return read, write, tl.where(final == before, tl.exp(end), 0.0)
+    last_segment = tl.sum(tl.where(i == C - 1, segment_ids, 0), 0)
+    end = tl.sum(tl.where(i == C - 1, cumulative_decay, 0.0), 0)
+    read_decay = tl.where(segment_ids == previous_segment, tl.exp(cumulative_decay), 0.0)
+    write_decay = tl.exp(tl.where(segment_ids == last_segment, end - cumulative_decay, float("-inf")))
+    return read_decay, write_decay, tl.where(last_segment == previous_segment, tl.exp(end), 0.0)
 
 
 @triton.jit
-def _beta(beta, chunk, head, length, heads, C: tl.constexpr):
+def _load_beta(beta, chunk, head, length, heads, C: tl.constexpr):
     token = chunk * C + tl.arange(0, C)
     return tl.load(beta + token * heads + head, mask=token < length, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _join(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
+def _join_inverse_blocks(x, a, C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr):
     """The inverses of diagonal blocks of size 2 WIDTH, from those of size WIDTH."""
     i = tl.arange(0, C)
-    pair, half = i // (2 * WIDTH), i // WIDTH
-    off = (pair[:, None] == pair[None, :]) & (half[:, None] != half[None, :])
-    left = tl.dot(x, tl.where(off, a, 0.0), input_precision=PRECISION)
-    return x - tl.dot(left, x, input_precision=PRECISION)
+    pair_index, half_index = i // (2 * WIDTH), i // WIDTH
+    is_off_diagonal = (pair_index[:, None] == pair_index[None, :]) & (
+        half_index[:, None] != half_index[None, :]
+    )
+    left_product = tl.dot(x, tl.where(is_off_diagonal, a, 0.0), input_precision=PRECISION)
+    return x - tl.dot(left_product, x, input_precision=PRECISION)
 
 
 @triton.jit
-def _inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
+def _unit_lower_inverse(a, C: tl.constexpr, BASE: tl.constexpr, PRECISION: tl.constexpr):
     """(1 + a)^-1 for a strictly lower triangular a [C, C], where C is 4 BASE.
 
     Diagonal blocks are inverted row by row, and larger blocks are joined from them. The product (1 - a)
     (1 + a^2) (1 + a^4) ... would be shorter, but its terms cancel if keys are alike.
     """
     B: tl.constexpr = C // BASE
-    block, row = tl.arange(0, B), tl.arange(0, BASE)
-    diagonal = block[:, None, None, None] == block[None, None, :, None]
-    blocks = tl.sum(tl.where(diagonal, tl.reshape(a, (B, BASE, B, BASE)), 0.0), 2)
-    x = tl.where(row[None, :, None] == row[None, None, :], 1.0, tl.zeros((B, BASE, BASE), tl.float32))
+    block_index, row_index = tl.arange(0, B), tl.arange(0, BASE)
+    is_diagonal = block_index[:, None, None, None] == block_index[None, None, :, None]
+    diagonal_blocks = tl.sum(tl.where(is_diagonal, tl.reshape(a, (B, BASE, B, BASE)), 0.0), 2)
+    x = tl.where(
+        row_index[None, :, None] == row_index[None, None, :], 1.0, tl.zeros((B, BASE, BASE), tl.float32)
+    )
     for i in tl.static_range(1, BASE):
-        of_row = tl.sum(tl.where(row[None, :, None] == i, blocks, 0.0), 1)
-        change = tl.sum(of_row[:, :, None] * x, 1)
-        x = tl.where(row[None, :, None] == i, x - change[:, None, :], x)
+        row_values = tl.sum(tl.where(row_index[None, :, None] == i, diagonal_blocks, 0.0), 1)
+        row_update = tl.sum(row_values[:, :, None] * x, 1)
+        x = tl.where(row_index[None, :, None] == i, x - row_update[:, None, :], x)
 
     x = tl.broadcast_to(x[:, :, None, :], (B, BASE, B, BASE))
-    x = tl.reshape(tl.where(diagonal, x, 0.0), (C, C))
-    x = _join(x, a, C, BASE, PRECISION)
-    return _join(x, a, C, 2 * BASE, PRECISION)
+    x = tl.reshape(tl.where(is_diagonal, x, 0.0), (C, C))
+    x = _join_inverse_blocks(x, a, C, BASE, PRECISION)
+    return _join_inverse_blocks(x, a, C, 2 * BASE, PRECISION)
 
 
 @triton.jit(do_not_specialize=["length"])
-def _solve(
+def _solve_kernel(
     k,
     v,
     g,
     beta,
     segments,
-    inverse,
+    inverse_pointer,
     w,
     u,
     write_scale,
-    survives,
+    state_decay,
     length,
     k_stride,
     v_stride,
@@ -210,36 +214,40 @@ def _solve(
 ):
     """Stores T, w = T (beta read k), u = T (beta v) and the scan's factors of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, INITIAL)
-    keep = _pairs(segment, C)
-    c = _decay(g, keep, chunk, head, length, heads, C)
-    read, write, alive = _borders(c, segment, before, C)
-    b = _beta(beta, chunk, head, length, heads, C)
-    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
-    scale = _inverse_length(keys)
+    input_dtype: tl.constexpr = k.dtype.element_ty
+    segment_ids, previous_segment = _segment_ids(segments, chunk, length, C, INITIAL)
+    visible_pairs = _visible_pairs(segment_ids, C)
+    cumulative_decay = _cumulative_decay(g, visible_pairs, chunk, head, length, heads, C)
+    read_decay, write_decay, chunk_decay = _border_factors(cumulative_decay, segment_ids, previous_segment, C)
+    beta_tile = _load_beta(beta, chunk, head, length, heads, C)
+    key_tile = _load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+    key_scale = _inverse_length(key_tile)
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    strict = keep & (i[:, None] > i[None, :])
-    pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
-    a = (
-        tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
-        * scale[None, :]
-        * (b * scale)[:, None]
-        * pairs
+    strictly_lower = visible_pairs & (i[:, None] > i[None, :])
+    pair_decay = tl.exp(
+        tl.where(strictly_lower, cumulative_decay[:, None] - cumulative_decay[None, :], float("-inf"))
     )
-    t = _inverse(a, C, BASE, PRECISION)
+    system_matrix = (
+        tl.dot(key_tile, tl.trans(key_tile), input_precision=PRECISION)
+        * key_scale[None, :]
+        * (beta_tile * key_scale)[:, None]
+        * pair_decay
+    )
+    system_inverse = _unit_lower_inverse(system_matrix, C, BASE, PRECISION)
 
-    here = (chunk * heads + head) * C
-    tl.store(inverse + (here + i[:, None]) * C + i[None, :], t.to(kind))
-    by_key = (t * (b * read * scale)[None, :]).to(kind)
-    wide = tl.dot(by_key, keys, input_precision=PRECISION)
-    tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
-    values = _tile(v, chunk, v_stride, head, length, C, V)
-    wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
-    tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
-    tl.store(write_scale + here + i, write * scale)
-    tl.store(survives + chunk * heads + head, alive)
+    chunk_offset = (chunk * heads + head) * C
+    tl.store(inverse_pointer + (chunk_offset + i[:, None]) * C + i[None, :], system_inverse.to(input_dtype))
+    scaled_inverse = (system_inverse * (beta_tile * read_decay * key_scale)[None, :]).to(input_dtype)
+    product = tl.dot(scaled_inverse, key_tile, input_precision=PRECISION)
+    tl.store(w + (chunk_offset + i[:, None]) * K + j[None, :], product.to(input_dtype))
+    value_tile = _load_tile(v, chunk, v_stride, head, length, C, V)
+    product = tl.dot(
+        (system_inverse * beta_tile[None, :]).to(input_dtype), value_tile, input_precision=PRECISION
+    )
+    tl.store(u + (chunk_offset + i[:, None]) * V + n[None, :], product.to(input_dtype))
+    tl.store(write_scale + chunk_offset + i, write_decay * key_scale)
+    tl.store(state_decay + chunk * heads + head, chunk_decay)
 
 
 @triton.jit
@@ -248,13 +256,13 @@ def _scan_forward(
     w,
     u,
     write_scale,
-    survives,
-    states,
-    d,
+    state_decay,
+    state_pointer,
+    delta_pointer,
     initial,
-    final,
+    final_pointer,
     head,
-    part,
+    column_block,
     length,
     chunks,
     k_stride,
@@ -272,27 +280,34 @@ def _scan_forward(
 
     The state is kept as [V, K], so that products take it from registers.
     """
-    kind: tl.constexpr = w.dtype.element_ty
-    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
+    input_dtype: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), column_block * COLUMNS + tl.arange(0, COLUMNS)
     state = tl.zeros((COLUMNS, K), tl.float32)
     if INITIAL:
         state += tl.load(initial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None])
     for chunk_id in tl.range(0, chunks, num_stages=STAGES):
         chunk = tl.cast(chunk_id, tl.int64)
-        here = (chunk * heads + head) * C
-        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
-        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
-        of_values = tl.load(u + (here + i[None, :]) * V + n[:, None])
-        scale = tl.load(write_scale + here + i)
-        alive = tl.load(survives + chunk * heads + head)
+        chunk_offset = (chunk * heads + head) * C
+        key_tile = _load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+        w_tile = tl.load(w + (chunk_offset + i[:, None]) * K + j[None, :])
+        u_tile = tl.load(u + (chunk_offset + i[None, :]) * V + n[:, None])
+        write_factor = tl.load(write_scale + chunk_offset + i)
+        chunk_decay = tl.load(state_decay + chunk * heads + head)
 
-        rounded = state.to(kind)
-        tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
-        new = of_values.to(tl.float32) - tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
-        tl.store(d + (here + i[None, :]) * V + n[:, None], new.to(kind))
-        state = state * alive
-        state = tl.dot((new * scale[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
-    tl.store(final + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
+        rounded_state = state.to(input_dtype)
+        tl.store(state_pointer + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded_state)
+        delta_values = u_tile.to(tl.float32) - tl.dot(
+            rounded_state, tl.trans(w_tile), input_precision=PRECISION
+        )
+        tl.store(delta_pointer + (chunk_offset + i[None, :]) * V + n[:, None], delta_values.to(input_dtype))
+        state = state * chunk_decay
+        state = tl.dot(
+            (delta_values * write_factor[None, :]).to(input_dtype),
+            key_tile,
+            acc=state,
+            input_precision=PRECISION,
+        )
+    tl.store(final_pointer + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
 
 
 @triton.jit
@@ -301,16 +316,16 @@ def _scan_backward(
     k,
     w,
     z,
-    dout,
+    output_grad_pointer,
     read_scale,
     beta_scale,
-    survives,
-    states,
-    e,
+    state_decay,
+    state_grad_pointer,
+    delta_grad_pointer,
     dinitial,
-    dfinal,
+    final_state_grad,
     head,
-    part,
+    column_block,
     length,
     chunks,
     q_stride,
@@ -331,50 +346,61 @@ def _scan_backward(
 
     With INITIAL, it also stores the gradient of the state before the row; without STORE, only that.
     """
-    kind: tl.constexpr = w.dtype.element_ty
-    i, j, n = tl.arange(0, C), tl.arange(0, K), part * COLUMNS + tl.arange(0, COLUMNS)
-    state = tl.zeros((COLUMNS, K), tl.float32)
+    input_dtype: tl.constexpr = w.dtype.element_ty
+    i, j, n = tl.arange(0, C), tl.arange(0, K), column_block * COLUMNS + tl.arange(0, COLUMNS)
+    state_grad = tl.zeros((COLUMNS, K), tl.float32)
     if OF_FINAL:
-        state += tl.load(dfinal + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None]).to(tl.float32)
-    for step in tl.range(0, chunks, num_stages=STAGES):
-        chunk = tl.cast(chunks - 1 - step, tl.int64)
-        here = (chunk * heads + head) * C
+        state_grad += tl.load(final_state_grad + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None]).to(
+            tl.float32
+        )
+    for chunks_done in tl.range(0, chunks, num_stages=STAGES):
+        chunk = tl.cast(chunks - 1 - chunks_done, tl.int64)
+        chunk_offset = (chunk * heads + head) * C
         token = chunk * C + i
-        queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
-        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
-        of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
-        of_out = tl.load(z + (here + i[None, :]) * V + n[:, None])
-        at = (token[None, :] * heads + head) * V + n[:, None]
-        grad = tl.load(dout + at, mask=(token < length)[None, :], other=0.0)
-        by_query = tl.load(read_scale + here + i)
-        by_key = tl.load(beta_scale + here + i)
-        alive = tl.load(survives + chunk * heads + head)
+        query_tile = _load_tile(q, chunk, q_stride, head // repeats, length, C, K)
+        key_tile = _load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+        w_tile = tl.load(w + (chunk_offset + i[:, None]) * K + j[None, :])
+        z_tile = tl.load(z + (chunk_offset + i[None, :]) * V + n[:, None])
+        output_offsets = (token[None, :] * heads + head) * V + n[:, None]
+        output_grad = tl.load(output_grad_pointer + output_offsets, mask=(token < length)[None, :], other=0.0)
+        read_factor = tl.load(read_scale + chunk_offset + i)
+        beta_factor = tl.load(beta_scale + chunk_offset + i)
+        chunk_decay = tl.load(state_decay + chunk * heads + head)
 
-        rounded = state.to(kind)
+        rounded_grad = state_grad.to(input_dtype)
         if STORE:
-            tl.store(states + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded)
-        new = of_out.to(tl.float32) + tl.dot(rounded, tl.trans(of_keys), input_precision=PRECISION)
+            tl.store(
+                state_grad_pointer + ((chunk * heads + head) * V + n[:, None]) * K + j[None, :], rounded_grad
+            )
+        delta_grad = z_tile.to(tl.float32) + tl.dot(rounded_grad, tl.trans(w_tile), input_precision=PRECISION)
         if STORE:
-            tl.store(e + (here + i[None, :]) * V + n[:, None], new.to(kind))
-        state = state * alive
-        scaled = (grad.to(tl.float32) * by_query[None, :]).to(kind)
-        state = tl.dot(scaled, queries, acc=state, input_precision=PRECISION)
-        state = tl.dot((new * -by_key[None, :]).to(kind), keys, acc=state, input_precision=PRECISION)
+            tl.store(
+                delta_grad_pointer + (chunk_offset + i[None, :]) * V + n[:, None], delta_grad.to(input_dtype)
+            )
+        state_grad = state_grad * chunk_decay
+        scaled_output_grad = (output_grad.to(tl.float32) * read_factor[None, :]).to(input_dtype)
+        state_grad = tl.dot(scaled_output_grad, query_tile, acc=state_grad, input_precision=PRECISION)
+        state_grad = tl.dot(
+            (delta_grad * -beta_factor[None, :]).to(input_dtype),
+            key_tile,
+            acc=state_grad,
+            input_precision=PRECISION,
+        )
     if INITIAL:
-        tl.store(dinitial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state)
+        tl.store(dinitial + (head.to(tl.int64) * K + j[None, :]) * V + n[:, None], state_grad)
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def _scan(
+def _scan_kernel(
     k,
     w,
     u,
     write_scale,
-    survives,
-    states,
-    d,
+    state_decay,
+    state_pointer,
+    delta_pointer,
     initial,
-    final,
+    final_pointer,
     length,
     chunks,
     k_stride,
@@ -389,34 +415,34 @@ def _scan(
     INITIAL: tl.constexpr,
 ):
     """Runs :func:`_scan_forward` for one value head and COLUMNS columns of its state."""
-    part, head = tl.program_id(0), tl.program_id(1)
+    column_block, head = tl.program_id(0), tl.program_id(1)
     _scan_forward(
-        k, w, u, write_scale, survives, states, d, initial, final, head, part, length, chunks, k_stride,
+        k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, head, column_block, length, chunks, k_stride,
         heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])
-def _both_scans(
+def _both_scans_kernel(
     q,
     k,
     w,
     u,
     w_back,
     z,
-    dout,
+    output_grad_pointer,
     write_scale,
     read_scale,
     beta_scale,
-    survives,
-    states,
-    grads,
-    d,
-    e,
+    state_decay,
+    state_pointer,
+    state_grad_pointer,
+    delta_pointer,
+    delta_grad_pointer,
     initial,
-    final,
+    final_pointer,
     dinitial,
-    dfinal,
+    final_state_grad,
     length,
     chunks,
     q_stride,
@@ -433,15 +459,15 @@ def _both_scans(
     INITIAL: tl.constexpr,
 ):
     """Runs the forward scan again, or the backward scan. Neither needs the other, so they run in parallel."""
-    part, head = tl.program_id(0), tl.program_id(1)
+    column_block, head = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 0:
         _scan_forward(
-            k, w, u, write_scale, survives, states, d, initial, final, head, part, length, chunks, k_stride,
+            k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, head, column_block, length, chunks, k_stride,
             heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
         )  # fmt: skip
     else:
         _scan_backward(
-            q, k, w_back, z, dout, read_scale, beta_scale, survives, grads, e, dinitial, dfinal, head, part,
+            q, k, w_back, z, output_grad_pointer, read_scale, beta_scale, state_decay, state_grad_pointer, delta_grad_pointer, dinitial, final_state_grad, head, column_block,
             length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL,
             INITIAL, True,
         )  # fmt: skip
@@ -482,7 +508,7 @@ def _shard_map(
     for chunk_id in tl.range(first_chunk, chunks, num_stages=STAGES):
         chunk = tl.cast(chunk_id, tl.int64)
         here = (chunk * heads + head) * C
-        keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
+        keys = _load_tile(k, chunk, k_stride, head // repeats, length, C, K)
         of_keys = tl.load(w + (here + i[:, None]) * K + j[None, :])
         of_values = tl.load(u + (here + i[None, :]) * V + n[:, None], mask=has_values[:, None], other=0.0)
         scale = tl.load(write_scale + here + i)
@@ -533,14 +559,14 @@ def _initial_gradient(
 
 
 @triton.jit(do_not_specialize=["length"])
-def _out(
+def _output_kernel(
     q,
     k,
-    g,
+    log_decay,
     segments,
-    states,
-    d,
-    out,
+    state_pointer,
+    delta_pointer,
+    output_pointer,
     length,
     q_stride,
     k_stride,
@@ -555,41 +581,45 @@ def _out(
 ):
     """Stores read q S + M d of one chunk and value head."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = q.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, INITIAL)
-    keep = _pairs(segment, C)
-    c = _decay(g, keep, chunk, head, length, heads, C)
-    queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
-    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
-    of_query = _inverse_length(queries) * SCALE
-    of_key = _inverse_length(keys)
+    input_dtype: tl.constexpr = q.dtype.element_ty
+    segment_ids, previous_segment = _segment_ids(segments, chunk, length, C, INITIAL)
+    visible_pairs = _visible_pairs(segment_ids, C)
+    cumulative_decay = _cumulative_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+    query_tile = _load_tile(q, chunk, q_stride, head // repeats, length, C, K)
+    key_tile = _load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+    query_scale = _inverse_length(query_tile) * SCALE
+    key_scale = _inverse_length(key_tile)
 
-    pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-    scores = scores * of_query[:, None] * of_key[None, :] * pairs
+    pair_decay = tl.exp(
+        tl.where(visible_pairs, cumulative_decay[:, None] - cumulative_decay[None, :], float("-inf"))
+    )
+    attention_scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    attention_scores = attention_scores * query_scale[:, None] * key_scale[None, :] * pair_decay
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    here = chunk * heads + head
-    state = tl.load(states + (here * V + n[:, None]) * K + j[None, :])
-    new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
-    read = tl.where(segment == before, tl.exp(c), 0.0) * of_query
-    y = tl.dot(queries, tl.trans(state), input_precision=PRECISION) * read[:, None]
-    y = tl.dot(scores.to(kind), new, acc=y, input_precision=PRECISION)
+    chunk_offset = chunk * heads + head
+    state = tl.load(state_pointer + (chunk_offset * V + n[:, None]) * K + j[None, :])
+    delta_values = tl.load(delta_pointer + (chunk_offset * C + i[:, None]) * V + n[None, :])
+    read_decay = tl.where(segment_ids == previous_segment, tl.exp(cumulative_decay), 0.0) * query_scale
+    output_tile = tl.dot(query_tile, tl.trans(state), input_precision=PRECISION) * read_decay[:, None]
+    output_tile = tl.dot(
+        attention_scores.to(input_dtype), delta_values, acc=output_tile, input_precision=PRECISION
+    )
     token = chunk * C + i
-    at = (token[:, None] * heads + head) * V + n[None, :]
-    tl.store(out + at, y.to(kind), mask=(token < length)[:, None])
+    output_offsets = (token[:, None] * heads + head) * V + n[None, :]
+    tl.store(output_pointer + output_offsets, output_tile.to(input_dtype), mask=(token < length)[:, None])
 
 
 @triton.jit(do_not_specialize=["length"])
-def _prepare(
+def _prepare_backward_kernel(
     q,
     k,
     v,
-    g,
+    log_decay,
     beta,
     segments,
-    dout,
-    inverse,
+    output_grad_pointer,
+    inverse_pointer,
     w,
     u,
     w_back,
@@ -597,7 +627,7 @@ def _prepare(
     write_scale,
     read_scale,
     beta_scale,
-    survives,
+    state_decay,
     length,
     q_stride,
     k_stride,
@@ -613,76 +643,90 @@ def _prepare(
 ):
     """Stores the inputs of both scans: w and u again, T^T (write k), T^T M^T dout, and factors of tokens."""
     head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, INITIAL)
-    c = _decay(g, _pairs(segment, C), chunk, head, length, heads, C)
-    read, write, alive = _borders(c, segment, before, C)
-    b = _beta(beta, chunk, head, length, heads, C)
-    queries = _tile(q, chunk, q_stride, head // repeats, length, C, K)
-    keys = _tile(k, chunk, k_stride, head // repeats, length, C, K)
-    of_query = _inverse_length(queries) * SCALE
-    of_key = _inverse_length(keys)
+    input_dtype: tl.constexpr = k.dtype.element_ty
+    segment_ids, previous_segment = _segment_ids(segments, chunk, length, C, INITIAL)
+    cumulative_decay = _cumulative_decay(
+        log_decay, _visible_pairs(segment_ids, C), chunk, head, length, heads, C
+    )
+    read_decay, write_decay, chunk_decay = _border_factors(cumulative_decay, segment_ids, previous_segment, C)
+    beta_tile = _load_beta(beta, chunk, head, length, heads, C)
+    query_tile = _load_tile(q, chunk, q_stride, head // repeats, length, C, K)
+    key_tile = _load_tile(k, chunk, k_stride, head // repeats, length, C, K)
+    query_scale = _inverse_length(query_tile) * SCALE
+    key_scale = _inverse_length(key_tile)
 
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    here = (chunk * heads + head) * C
-    t = tl.load(inverse + (here + i[:, None]) * C + i[None, :]).to(tl.float32)
-    wide = tl.dot((t * (b * read * of_key)[None, :]).to(kind), keys, input_precision=PRECISION)
-    tl.store(w + (here + i[:, None]) * K + j[None, :], wide.to(kind))
-    values = _tile(v, chunk, v_stride, head, length, C, V)
-    wide = tl.dot((t * b[None, :]).to(kind), values, input_precision=PRECISION)
-    tl.store(u + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+    chunk_offset = (chunk * heads + head) * C
+    system_inverse = tl.load(inverse_pointer + (chunk_offset + i[:, None]) * C + i[None, :]).to(tl.float32)
+    product = tl.dot(
+        (system_inverse * (beta_tile * read_decay * key_scale)[None, :]).to(input_dtype),
+        key_tile,
+        input_precision=PRECISION,
+    )
+    tl.store(w + (chunk_offset + i[:, None]) * K + j[None, :], product.to(input_dtype))
+    value_tile = _load_tile(v, chunk, v_stride, head, length, C, V)
+    product = tl.dot(
+        (system_inverse * beta_tile[None, :]).to(input_dtype), value_tile, input_precision=PRECISION
+    )
+    tl.store(u + (chunk_offset + i[:, None]) * V + n[None, :], product.to(input_dtype))
 
-    flipped = tl.load(inverse + (here + i[None, :]) * C + i[:, None])
-    scaled = (flipped.to(tl.float32) * (write * of_key)[None, :]).to(kind)
-    wide = tl.dot(scaled, keys, input_precision=PRECISION)
-    tl.store(w_back + (here + i[:, None]) * K + j[None, :], wide.to(kind))
-    seen = _pairs_transposed(segment, C)
-    pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
-    scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-    scores = scores * of_key[:, None] * of_query[None, :] * pairs
-    both = tl.dot(flipped, scores.to(kind), input_precision=PRECISION)
-    grad = _tile(dout, chunk, heads * V, head, length, C, V)
-    wide = tl.dot(both.to(kind), grad, input_precision=PRECISION)
-    tl.store(z + (here + i[:, None]) * V + n[None, :], wide.to(kind))
+    transposed_inverse = tl.load(inverse_pointer + (chunk_offset + i[None, :]) * C + i[:, None])
+    scaled_inverse = (transposed_inverse.to(tl.float32) * (write_decay * key_scale)[None, :]).to(input_dtype)
+    product = tl.dot(scaled_inverse, key_tile, input_precision=PRECISION)
+    tl.store(w_back + (chunk_offset + i[:, None]) * K + j[None, :], product.to(input_dtype))
+    visible_transposed = _visible_pairs_transposed(segment_ids, C)
+    pair_decay = tl.exp(
+        tl.where(visible_transposed, cumulative_decay[None, :] - cumulative_decay[:, None], float("-inf"))
+    )
+    attention_scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
+    attention_scores = attention_scores * key_scale[:, None] * query_scale[None, :] * pair_decay
+    inverse_times_scores = tl.dot(
+        transposed_inverse, attention_scores.to(input_dtype), input_precision=PRECISION
+    )
+    output_grad = _load_tile(output_grad_pointer, chunk, heads * V, head, length, C, V)
+    product = tl.dot(inverse_times_scores.to(input_dtype), output_grad, input_precision=PRECISION)
+    tl.store(z + (chunk_offset + i[:, None]) * V + n[None, :], product.to(input_dtype))
 
-    tl.store(write_scale + here + i, write * of_key)
-    tl.store(read_scale + here + i, read * of_query)
-    tl.store(beta_scale + here + i, b * read * of_key)
-    tl.store(survives + chunk * heads + head, alive)
+    tl.store(write_scale + chunk_offset + i, write_decay * key_scale)
+    tl.store(read_scale + chunk_offset + i, read_decay * query_scale)
+    tl.store(beta_scale + chunk_offset + i, beta_tile * read_decay * key_scale)
+    tl.store(state_decay + chunk * heads + head, chunk_decay)
 
 
 @triton.jit
-def _through_length(x, grad, scale, factor):
-    """The gradient of x, from ``grad``, that of factor * x * scale. ``scale`` is 1 / |x|."""
-    unit = x.to(tl.float32) * scale[:, None]
-    along = tl.sum(unit * grad, 1)
-    return (grad - unit * along[:, None]) * (scale * factor)[:, None]
+def _gradient_through_normalization(x, scaled_grad, inverse_length, factor):
+    """The gradient of x, from ``scaled_grad``, that of factor * x * scale. ``inverse_length`` is 1 / |x|."""
+    unit_vector = x.to(tl.float32) * inverse_length[:, None]
+    radial_grad = tl.sum(unit_vector * scaled_grad, 1)
+    return (scaled_grad - unit_vector * radial_grad[:, None]) * (inverse_length * factor)[:, None]
 
 
 @triton.jit
-def _with_state(x, states, here, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
+def _multiply_by_state(
+    x, state_pointer, chunk_index, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr
+):
     """The product of x [C, V] and a state [V, K], computed in two halves to save registers."""
     i, j = tl.arange(0, C), tl.arange(0, K)
-    y = tl.zeros((C, K), tl.float32)
-    for part in tl.range(0, 2, num_stages=1):
-        m = part * (V // 2) + tl.arange(0, V // 2)
-        half = tl.load(x + (here * C + i[:, None]) * V + m[None, :])
-        state = tl.load(states + (here * V + m[:, None]) * K + j[None, :])
-        y = tl.dot(half, state, acc=y, input_precision=PRECISION)
-    return y
+    product = tl.zeros((C, K), tl.float32)
+    for half_index in tl.range(0, 2, num_stages=1):
+        m = half_index * (V // 2) + tl.arange(0, V // 2)
+        x_half = tl.load(x + (chunk_index * C + i[:, None]) * V + m[None, :])
+        state = tl.load(state_pointer + (chunk_index * V + m[:, None]) * K + j[None, :])
+        product = tl.dot(x_half, state, acc=product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit(do_not_specialize=["length"])
-def _query_gradients(
+def _query_gradients_kernel(
     q,
     k,
-    g,
+    log_decay,
     segments,
-    dout,
-    d,
-    states,
-    dq,
-    decays,
+    output_grad_pointer,
+    delta_pointer,
+    state_pointer,
+    query_grad_pointer,
+    decay_grad_pointer,
     length,
     q_stride,
     k_stride,
@@ -698,64 +742,74 @@ def _query_gradients(
 ):
     """Stores dq of a chunk and key head, summed over its value heads, and c's gradient through queries."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = q.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, INITIAL)
+    input_dtype: tl.constexpr = q.dtype.element_ty
+    segment_ids, previous_segment = _segment_ids(segments, chunk, length, C, INITIAL)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
-    keep = _pairs(segment, C)
-    queries = _tile(q, chunk, q_stride, key_head, length, C, K)
-    keys = _tile(k, chunk, k_stride, key_head, length, C, K)
-    of_query, of_key = _inverse_length(queries), _inverse_length(keys)
+    visible_pairs = _visible_pairs(segment_ids, C)
+    query_tile = _load_tile(q, chunk, q_stride, key_head, length, C, K)
+    key_tile = _load_tile(k, chunk, k_stride, key_head, length, C, K)
+    query_scale, key_scale = _inverse_length(query_tile), _inverse_length(key_tile)
 
-    grads = tl.zeros((C, K), tl.float32)
+    query_grads = tl.zeros((C, K), tl.float32)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
-        here = chunk * heads + head
-        c = _decay(g, keep, chunk, head, length, heads, C)
-        read = tl.where(segment == before, tl.exp(c), 0.0)
-        grad = _tile(dout, chunk, heads * V, head, length, C, V)
-        new = tl.load(d + (here * C + i[:, None]) * V + n[None, :])
+        chunk_offset = chunk * heads + head
+        cumulative_decay = _cumulative_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+        read_decay = tl.where(segment_ids == previous_segment, tl.exp(cumulative_decay), 0.0)
+        output_grad = _load_tile(output_grad_pointer, chunk, heads * V, head, length, C, V)
+        delta_values = tl.load(delta_pointer + (chunk_offset * C + i[:, None]) * V + n[None, :])
 
-        pairs = tl.exp(tl.where(keep, c[:, None] - c[None, :], float("-inf")))
-        scores = tl.dot(grad, tl.trans(new), input_precision=PRECISION) * pairs * of_key[None, :]
-        grads = tl.dot(scores.to(kind), keys, acc=grads, input_precision=PRECISION)
-        change = scores * tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
-        change *= (of_query * SCALE)[:, None]
-        of_c = tl.sum(change, 1) - tl.sum(change, 0)
+        pair_decay = tl.exp(
+            tl.where(visible_pairs, cumulative_decay[:, None] - cumulative_decay[None, :], float("-inf"))
+        )
+        score_grads = (
+            tl.dot(output_grad, tl.trans(delta_values), input_precision=PRECISION)
+            * pair_decay
+            * key_scale[None, :]
+        )
+        query_grads = tl.dot(
+            score_grads.to(input_dtype), key_tile, acc=query_grads, input_precision=PRECISION
+        )
+        pair_grads = score_grads * tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        pair_grads *= (query_scale * SCALE)[:, None]
+        decay_grad = tl.sum(pair_grads, 1) - tl.sum(pair_grads, 0)
 
-        wide = tl.zeros((C, K), tl.float32)
-        for part in tl.range(0, 2, num_stages=1):
-            m = part * (V // 2) + tl.arange(0, V // 2)
-            at = (token[:, None] * heads + head) * V + m[None, :]
-            half = tl.load(dout + at, mask=(token < length)[:, None], other=0.0)
-            state = tl.load(states + (here * V + m[:, None]) * K + j[None, :])
-            wide = tl.dot(half, state, acc=wide, input_precision=PRECISION)
-        wide *= read[:, None]
-        grads += wide
-        again = _tile(q, chunk, q_stride, key_head, length, C, K).to(tl.float32)
-        of_c += tl.sum(wide * again, 1) * of_query * SCALE
-        tl.store(decays + here * C + i, of_c)
+        state_product = tl.zeros((C, K), tl.float32)
+        for half_index in tl.range(0, 2, num_stages=1):
+            m = half_index * (V // 2) + tl.arange(0, V // 2)
+            offsets = (token[:, None] * heads + head) * V + m[None, :]
+            output_grad_half = tl.load(
+                output_grad_pointer + offsets, mask=(token < length)[:, None], other=0.0
+            )
+            state_half = tl.load(state_pointer + (chunk_offset * V + m[:, None]) * K + j[None, :])
+            state_product = tl.dot(output_grad_half, state_half, acc=state_product, input_precision=PRECISION)
+        state_product *= read_decay[:, None]
+        query_grads += state_product
+        query_tile_again = _load_tile(q, chunk, q_stride, key_head, length, C, K).to(tl.float32)
+        decay_grad += tl.sum(state_product * query_tile_again, 1) * query_scale * SCALE
+        tl.store(decay_grad_pointer + chunk_offset * C + i, decay_grad)
 
-    again = _tile(q, chunk, q_stride, key_head, length, C, K)
-    x = _through_length(again, grads, of_query, SCALE)
-    at = token[:, None] * dq_stride + key_head * K + j[None, :]
-    tl.store(dq + at, x.to(kind), mask=(token < length)[:, None])
+    query_tile_again = _load_tile(q, chunk, q_stride, key_head, length, C, K)
+    x = _gradient_through_normalization(query_tile_again, query_grads, query_scale, SCALE)
+    offsets = token[:, None] * dq_stride + key_head * K + j[None, :]
+    tl.store(query_grad_pointer + offsets, x.to(input_dtype), mask=(token < length)[:, None])
 
 
 @triton.jit(do_not_specialize=["length"])
-def _pair_gradients(
+def _pair_gradients_kernel(
     q,
     k,
-    g,
+    log_decay,
     beta,
     segments,
-    dout,
-    d,
-    e,
-    decays,
-    of_decays,
-    of_betas,
-    partial,
+    output_grad_pointer,
+    delta_pointer,
+    delta_grad_pointer,
+    query_decay_grads,
+    decay_grad_pointer,
+    beta_grad_pointer,
+    partial_key_grads,
     length,
     q_stride,
     k_stride,
@@ -769,69 +823,96 @@ def _pair_gradients(
 ):
     """Stores the gradients that reach keys, beta and c through pairs of tokens, in float32.
 
-    :func:`_key_gradients` adds the others.
+    :func:`_key_gradients_kernel` adds the others.
     """
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = k.dtype.element_ty
-    segment, _ = _sequences(segments, chunk, length, C, False)
+    input_dtype: tl.constexpr = k.dtype.element_ty
+    segment_ids, _ = _segment_ids(segments, chunk, length, C, False)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
-    keep, seen = _pairs(segment, C), _pairs_transposed(segment, C)
-    queries = _tile(q, chunk, q_stride, key_head, length, C, K)
-    keys = _tile(k, chunk, k_stride, key_head, length, C, K)
-    of_query, of_key = _inverse_length(queries) * SCALE, _inverse_length(keys)
+    visible_pairs, visible_transposed = (
+        _visible_pairs(segment_ids, C),
+        _visible_pairs_transposed(segment_ids, C),
+    )
+    query_tile = _load_tile(q, chunk, q_stride, key_head, length, C, K)
+    key_tile = _load_tile(k, chunk, k_stride, key_head, length, C, K)
+    query_scale, key_scale = _inverse_length(query_tile) * SCALE, _inverse_length(key_tile)
 
-    of_keys = tl.zeros((C, K), tl.float32)
+    key_grads = tl.zeros((C, K), tl.float32)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
-        here = chunk * heads + head
-        c = _decay(g, keep, chunk, head, length, heads, C)
-        b = _beta(beta, chunk, head, length, heads, C)
-        grad = _tile(dout, chunk, heads * V, head, length, C, V)
-        at = (here * C + i[:, None]) * V + n[None, :]
-        new, back = tl.load(d + at), tl.load(e + at)
+        chunk_offset = chunk * heads + head
+        cumulative_decay = _cumulative_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+        beta_tile = _load_beta(beta, chunk, head, length, heads, C)
+        output_grad = _load_tile(output_grad_pointer, chunk, heads * V, head, length, C, V)
+        offsets = (chunk_offset * C + i[:, None]) * V + n[None, :]
+        delta_values, delta_grads = tl.load(delta_pointer + offsets), tl.load(delta_grad_pointer + offsets)
 
         # Through the triangular system, whose gradient is -e d^T.
-        strict = keep & (i[:, None] > i[None, :])
-        pairs = tl.exp(tl.where(strict, c[:, None] - c[None, :], float("-inf")))
-        system = tl.dot(back, tl.trans(new), input_precision=PRECISION) * -pairs * of_key[None, :]
-        scaled = (system * b[:, None]).to(kind)
-        of_keys = tl.dot(scaled, keys, acc=of_keys, input_precision=PRECISION)
-        change = system * tl.dot(keys, tl.trans(keys), input_precision=PRECISION) * of_key[:, None]
-        of_beta = tl.sum(change, 1)
-        of_c = tl.load(decays + here * C + i) + b * of_beta - tl.sum(change * b[:, None], 0)
+        strictly_lower = visible_pairs & (i[:, None] > i[None, :])
+        pair_decay = tl.exp(
+            tl.where(strictly_lower, cumulative_decay[:, None] - cumulative_decay[None, :], float("-inf"))
+        )
+        system_grads = (
+            tl.dot(delta_grads, tl.trans(delta_values), input_precision=PRECISION)
+            * -pair_decay
+            * key_scale[None, :]
+        )
+        scaled_system_grads = (system_grads * beta_tile[:, None]).to(input_dtype)
+        key_grads = tl.dot(scaled_system_grads, key_tile, acc=key_grads, input_precision=PRECISION)
+        pair_grads = (
+            system_grads
+            * tl.dot(key_tile, tl.trans(key_tile), input_precision=PRECISION)
+            * key_scale[:, None]
+        )
+        beta_grad = tl.sum(pair_grads, 1)
+        decay_grad = (
+            tl.load(query_decay_grads + chunk_offset * C + i)
+            + beta_tile * beta_grad
+            - tl.sum(pair_grads * beta_tile[:, None], 0)
+        )
 
         # Through the other token of each of these pairs, and to the keys from the queries that saw them.
-        pairs = tl.exp(tl.where(seen, c[None, :] - c[:, None], float("-inf")))
-        scores = tl.dot(new, tl.trans(grad), input_precision=PRECISION) * pairs * of_query[None, :]
-        of_keys = tl.dot(scores.to(kind), queries, acc=of_keys, input_precision=PRECISION)
-        system = tl.dot(new, tl.trans(back), input_precision=PRECISION) * -pairs * (b * of_key)[None, :]
-        system = tl.where(i[:, None] < i[None, :], system, 0.0)
-        of_keys = tl.dot(system.to(kind), keys, acc=of_keys, input_precision=PRECISION)
-        tl.store(of_decays + here * C + i, of_c)
-        tl.store(of_betas + here * C + i, of_beta)
+        pair_decay = tl.exp(
+            tl.where(visible_transposed, cumulative_decay[None, :] - cumulative_decay[:, None], float("-inf"))
+        )
+        score_grads = (
+            tl.dot(delta_values, tl.trans(output_grad), input_precision=PRECISION)
+            * pair_decay
+            * query_scale[None, :]
+        )
+        key_grads = tl.dot(score_grads.to(input_dtype), query_tile, acc=key_grads, input_precision=PRECISION)
+        system_grads = (
+            tl.dot(delta_values, tl.trans(delta_grads), input_precision=PRECISION)
+            * -pair_decay
+            * (beta_tile * key_scale)[None, :]
+        )
+        system_grads = tl.where(i[:, None] < i[None, :], system_grads, 0.0)
+        key_grads = tl.dot(system_grads.to(input_dtype), key_tile, acc=key_grads, input_precision=PRECISION)
+        tl.store(decay_grad_pointer + chunk_offset * C + i, decay_grad)
+        tl.store(beta_grad_pointer + chunk_offset * C + i, beta_grad)
 
-    at = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
-    tl.store(partial + at, of_keys)
+    offsets = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
+    tl.store(partial_key_grads + offsets, key_grads)
 
 
 @triton.jit(do_not_specialize=["length"])
-def _key_gradients(
+def _key_gradients_kernel(
     k,
     v,
-    g,
+    log_decay,
     beta,
     segments,
-    d,
-    e,
-    states,
-    grads,
-    decays,
-    of_betas,
-    partial,
-    dk,
-    dv,
-    dg,
-    dbeta,
+    delta_pointer,
+    delta_grad_pointer,
+    state_pointer,
+    state_grad_pointer,
+    decay_grad_pointer,
+    beta_grad_pointer,
+    partial_key_grads,
+    key_grad_pointer,
+    value_grad_pointer,
+    log_decay_grad_pointer,
+    final_beta_grad_pointer,
     length,
     k_stride,
     v_stride,
@@ -847,66 +928,98 @@ def _key_gradients(
 ):
     """Stores the other gradients of a chunk and key head, summed over its value heads."""
     key_head, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    kind: tl.constexpr = k.dtype.element_ty
-    segment, before = _sequences(segments, chunk, length, C, INITIAL)
+    input_dtype: tl.constexpr = k.dtype.element_ty
+    segment_ids, previous_segment = _segment_ids(segments, chunk, length, C, INITIAL)
     i, j, n = tl.arange(0, C), tl.arange(0, K), tl.arange(0, V)
     token = chunk * C + i
-    inside = token < length
-    keep = _pairs(segment, C)
-    of_key = _inverse_length(_tile(k, chunk, k_stride, key_head, length, C, K))
+    is_inside = token < length
+    visible_pairs = _visible_pairs(segment_ids, C)
+    key_scale = _inverse_length(_load_tile(k, chunk, k_stride, key_head, length, C, K))
 
-    at = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
-    of_keys = tl.load(partial + at)
+    offsets = ((chunk * tl.num_programs(0) + key_head) * C + i[:, None]) * K + j[None, :]
+    key_grads = tl.load(partial_key_grads + offsets)
     for repeat in tl.range(0, repeats, num_stages=1):
         head = key_head * repeats + repeat
-        here = chunk * heads + head
-        c = _decay(g, keep, chunk, head, length, heads, C)
-        read, write, alive = _borders(c, segment, before, C)
-        b = _beta(beta, chunk, head, length, heads, C)
-        of_c, of_beta = tl.load(decays + here * C + i), tl.load(of_betas + here * C + i)
+        chunk_offset = chunk * heads + head
+        cumulative_decay = _cumulative_decay(log_decay, visible_pairs, chunk, head, length, heads, C)
+        read_decay, write_decay, chunk_decay = _border_factors(
+            cumulative_decay, segment_ids, previous_segment, C
+        )
+        beta_tile = _load_beta(beta, chunk, head, length, heads, C)
+        decay_grad, beta_grad = (
+            tl.load(decay_grad_pointer + chunk_offset * C + i),
+            tl.load(beta_grad_pointer + chunk_offset * C + i),
+        )
 
         # Through the state before the chunk, which the triangular system reads, and the state after it.
-        wide = _with_state(e, states, here, K, V, C, PRECISION)
-        of_keys -= wide * (b * read)[:, None]
-        again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
-        along = -tl.sum(wide * again, 1) * of_key * read
-        of_beta += along
-        of_c += along * b
-        wide = _with_state(d, grads, here, K, V, C, PRECISION) * write[:, None]
-        of_keys += wide
-        again = _tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
-        of_write = tl.sum(wide * again, 1) * of_key
-        kept = tl.zeros((16, K), tl.float32)
-        for part in tl.range(0, V // 16, num_stages=1):
-            some = (here * V + part * 16 + tl.arange(0, 16)[:, None]) * K + j[None, :]
-            kept += tl.load(states + some).to(tl.float32) * tl.load(grads + some).to(tl.float32)
-        kept = tl.sum(tl.sum(kept, 1), 0) * alive
-        of_c += tl.where(i == C - 1, tl.sum(of_write, 0) + kept, 0.0) - of_write
+        state_product = _multiply_by_state(
+            delta_grad_pointer, state_pointer, chunk_offset, K, V, C, PRECISION
+        )
+        key_grads -= state_product * (beta_tile * read_decay)[:, None]
+        tile_again = _load_tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+        read_grad = -tl.sum(state_product * tile_again, 1) * key_scale * read_decay
+        beta_grad += read_grad
+        decay_grad += read_grad * beta_tile
+        state_product = (
+            _multiply_by_state(delta_pointer, state_grad_pointer, chunk_offset, K, V, C, PRECISION)
+            * write_decay[:, None]
+        )
+        key_grads += state_product
+        tile_again = _load_tile(k, chunk, k_stride, key_head, length, C, K).to(tl.float32)
+        write_grad = tl.sum(state_product * tile_again, 1) * key_scale
+        state_decay_grad = tl.zeros((16, K), tl.float32)
+        for state_rows in tl.range(0, V // 16, num_stages=1):
+            state_offsets = (chunk_offset * V + state_rows * 16 + tl.arange(0, 16)[:, None]) * K + j[None, :]
+            state_decay_grad += tl.load(state_pointer + state_offsets).to(tl.float32) * tl.load(
+                state_grad_pointer + state_offsets
+            ).to(tl.float32)
+        state_decay_grad = tl.sum(tl.sum(state_decay_grad, 1), 0) * chunk_decay
+        decay_grad += tl.where(i == C - 1, tl.sum(write_grad, 0) + state_decay_grad, 0.0) - write_grad
 
-        values = _tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
-        again = tl.load(e + (here * C + i[:, None]) * V + n[None, :]).to(tl.float32)
-        of_beta += tl.sum(values * again, 1)
-        at = token[:, None] * dv_stride + head * V + n[None, :]
-        tl.store(dv + at, (again * b[:, None]).to(kind), mask=inside[:, None])
-        of_g = tl.sum(tl.where(keep, of_c[:, None], 0.0), 0)
-        tl.store(dg + token * heads + head, of_g.to(dg.dtype.element_ty), mask=inside)
-        tl.store(dbeta + token * heads + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
+        value_tile = _load_tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
+        tile_again = tl.load(delta_grad_pointer + (chunk_offset * C + i[:, None]) * V + n[None, :]).to(
+            tl.float32
+        )
+        beta_grad += tl.sum(value_tile * tile_again, 1)
+        offsets = token[:, None] * dv_stride + head * V + n[None, :]
+        tl.store(
+            value_grad_pointer + offsets,
+            (tile_again * beta_tile[:, None]).to(input_dtype),
+            mask=is_inside[:, None],
+        )
+        log_decay_grad = tl.sum(tl.where(visible_pairs, decay_grad[:, None], 0.0), 0)
+        tl.store(
+            log_decay_grad_pointer + token * heads + head,
+            log_decay_grad.to(log_decay_grad_pointer.dtype.element_ty),
+            mask=is_inside,
+        )
+        tl.store(
+            final_beta_grad_pointer + token * heads + head,
+            beta_grad.to(final_beta_grad_pointer.dtype.element_ty),
+            mask=is_inside,
+        )
 
-    again = _tile(k, chunk, k_stride, key_head, length, C, K)
-    x = _through_length(again, of_keys, of_key, 1.0)
-    at = token[:, None] * dk_stride + key_head * K + j[None, :]
-    tl.store(dk + at, x.to(kind), mask=inside[:, None])
+    tile_again = _load_tile(k, chunk, k_stride, key_head, length, C, K)
+    x = _gradient_through_normalization(tile_again, key_grads, key_scale, 1.0)
+    offsets = token[:, None] * dk_stride + key_head * K + j[None, :]
+    tl.store(key_grad_pointer + offsets, x.to(input_dtype), mask=is_inside[:, None])
 
 
-def _sizes(q: Tensor, v: Tensor) -> dict[str, int]:
+def _kernel_sizes(q: Tensor, v: Tensor) -> dict[str, int]:
     heads = v.shape[1]
-    return {"heads": heads, "repeats": heads // q.shape[1], "K": q.shape[2], "V": v.shape[2], "C": CHUNK}
+    return {
+        "heads": heads,
+        "repeats": heads // q.shape[1],
+        "K": q.shape[2],
+        "V": v.shape[2],
+        "C": CHUNK_TOKENS,
+    }
 
 
-def _scan_options(config: Config, v: Tensor) -> dict[str, int]:
+def _scan_options(config: DeltaRuleConfig, v: Tensor) -> dict[str, int]:
     # With more heads, two programs share a multiprocessor, and a third stage would leave too little memory.
-    stages = config.stages if v.shape[1] <= 32 else min(config.stages, 2)
-    return {"COLUMNS": min(config.columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan}
+    stages = config.scan_stages if v.shape[1] <= 32 else min(config.scan_stages, 2)
+    return {"COLUMNS": min(config.scan_columns, v.shape[2]), "STAGES": stages, "num_warps": config.scan_warps}
 
 
 class Saved(NamedTuple):
@@ -920,14 +1033,14 @@ class Saved(NamedTuple):
     """float32 [Vh, K, K], the matrix of a shard that one sequence enters and leaves."""
 
 
-def forward(
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    log_decay: Tensor,
     beta: Tensor,
-    segments: Tensor,
-    config: Config = CONFIG,
+    segment_ids: Tensor,
+    config: DeltaRuleConfig = DELTA_RULE_CONFIG,
     *,
     initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
@@ -943,192 +1056,221 @@ def forward(
     Returns:
         The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`backward` needs.
     """
-    length, heads, width = v.shape
-    chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
-    tile = (chunks, heads, CHUNK)
-    inverse, w, u, d = (v.new_empty(*tile, n) for n in (CHUNK, q.shape[2], width, width))
-    states = v.new_empty(chunks, heads, width, q.shape[2])
-    write_scale, survives = (g.new_empty(shape, dtype=torch.float32) for shape in (tile, tile[:2]))
-    final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    num_tokens, num_value_heads, value_width = v.shape
+    num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), _kernel_sizes(q, v)
+    tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
+    system_inverse, w, u, delta_values = (
+        v.new_empty(*tile_shape, n) for n in (CHUNK_TOKENS, q.shape[2], value_width, value_width)
+    )
+    chunk_states = v.new_empty(num_chunks, num_value_heads, value_width, q.shape[2])
+    write_scale, state_decay = (
+        log_decay.new_empty(shape, dtype=torch.float32) for shape in (tile_shape, tile_shape[:2])
+    )
+    final_state = log_decay.new_empty(num_value_heads, q.shape[2], value_width, dtype=torch.float32)
+    rule_output = torch.empty(v.shape, dtype=v.dtype, device=v.device)
 
     # The three kernels: the triangular systems, the states chunk by chunk, and the outputs.
-    precision = {"PRECISION": config.precision}
-    strides = (q.stride(0), k.stride(0), v.stride(0))
+    precision_option = {"PRECISION": config.solve_precision}
+    token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = initial is not None or (exchange is not None and exchange.route.tokens_before > 0)
-    _solve[heads, chunks](
-        k, v, g, beta, segments, inverse, w, u, write_scale, survives, length, *strides[1:],
-        BASE=_BASE, num_warps=config.solve, **sizes, **precision, INITIAL=continues,
+    _solve_kernel[num_value_heads, num_chunks](
+        k, v, log_decay, beta, segment_ids, system_inverse, w, u, write_scale, state_decay, num_tokens, *token_strides[1:],
+        BASE=_BASE_BLOCK, num_warps=config.solve_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
 
-    options = _scan_options(config, v)
+    scan_options = _scan_options(config, v)
     transition = None
     if exchange is not None and continues:
         # The map of the shard comes before its states, so that later ranks do not wait for these.
-        local_state = torch.zeros_like(final)
+        local_state = torch.zeros_like(final_state)
         if exchange.route.tokens_after:
-            columns = width
+            columns = value_width
             if exchange.route.is_between:
-                transition = g.new_empty(heads, q.shape[2], q.shape[2], dtype=torch.float32)
+                transition = log_decay.new_empty(num_value_heads, q.shape[2], q.shape[2], dtype=torch.float32)
                 columns += q.shape[2]
-            _shard_map[triton.cdiv(columns, options["COLUMNS"]), heads](
-                k, w, u, write_scale, survives, local_state, transition, length,
-                exchange.route.last_start // CHUNK, chunks, strides[1], **sizes, **options, **precision,
+            _shard_map[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
+                k, w, u, write_scale, state_decay, local_state, transition, num_tokens,
+                exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1], **kernel_sizes, **scan_options, **precision_option,
             )  # fmt: skip
         initial = exchange.initial_state(local_state, transition)
 
-    _scan[triton.cdiv(width, options["COLUMNS"]), heads](
-        k, w, u, write_scale, survives, states, d, initial, final, length, chunks, strides[1],
-        **sizes, **options, **precision, INITIAL=continues,
+    _scan_kernel[triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads](
+        k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state, num_tokens, num_chunks, token_strides[1],
+        **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not continues:
-        exchange.initial_state(final, None)
-    _out[heads, chunks](
-        q, k, g, segments, states, d, out, length, *strides[:2],
-        SCALE=q.shape[2] ** -0.5, num_warps=config.out, **sizes, **precision, INITIAL=continues,
+        exchange.initial_state(final_state, None)
+    _output_kernel[num_value_heads, num_chunks](
+        q, k, log_decay, segment_ids, chunk_states, delta_values, rule_output, num_tokens, *token_strides[:2],
+        SCALE=q.shape[2] ** -0.5, num_warps=config.output_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
-    return out, final, Saved(inverse, initial, transition)
+    return rule_output, final_state, Saved(system_inverse, initial, transition)
 
 
-def backward(
+def run_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    log_decay: Tensor,
     beta: Tensor,
-    segments: Tensor,
+    segment_ids: Tensor,
     saved: Saved,
-    dout: Tensor,
-    dfinal: Tensor | None,
-    grads: tuple[Tensor, Tensor, Tensor],
-    config: Config = CONFIG,
+    output_grad: Tensor,
+    final_state_grad: Tensor | None,
+    qkv_grads: tuple[Tensor, Tensor, Tensor],
+    config: DeltaRuleConfig = DELTA_RULE_CONFIG,
     *,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes the gradients of q, k and v to ``grads`` and returns those of g, beta and the initial state.
+    """Writes the gradients of q, k and v to ``qkv_grads`` and returns those of g, beta and the initial state.
 
     Args:
         saved: the third result of :func:`forward`.
-        dout: the gradient of the outputs, [S, Vh, V], contiguous.
-        dfinal: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
-        exchange: supplies ``dfinal``, from the gradients of all shards of the row.
+        output_grad: the gradient of the outputs, [S, Vh, V], contiguous.
+        final_state_grad: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
+        exchange: supplies ``final_state_grad``, from the gradients of all shards of the row.
     """
-    length, heads, width = v.shape
-    chunks, sizes = triton.cdiv(length, CHUNK), _sizes(q, v)
-    tile = (chunks, heads, CHUNK)
-    w, w_back = (v.new_empty(*tile, q.shape[2]) for _ in range(2))
-    u, z, d, e = (v.new_empty(*tile, width) for _ in range(4))
-    states, after = (v.new_empty(chunks, heads, width, q.shape[2]) for _ in range(2))
-    write_scale, read_scale, beta_scale = (g.new_empty(tile, dtype=torch.float32) for _ in range(3))
-    survives = g.new_empty(tile[:2], dtype=torch.float32)
-    final = g.new_empty(heads, q.shape[2], width, dtype=torch.float32)
-    dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
+    num_tokens, num_value_heads, value_width = v.shape
+    num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), _kernel_sizes(q, v)
+    tile_shape = (num_chunks, num_value_heads, CHUNK_TOKENS)
+    w, w_back = (v.new_empty(*tile_shape, q.shape[2]) for _ in range(2))
+    u, z, delta_values, delta_grads = (v.new_empty(*tile_shape, value_width) for _ in range(4))
+    chunk_states, state_grads = (
+        v.new_empty(num_chunks, num_value_heads, value_width, q.shape[2]) for _ in range(2)
+    )
+    write_scale, read_scale, beta_scale = (
+        log_decay.new_empty(tile_shape, dtype=torch.float32) for _ in range(3)
+    )
+    state_decay = log_decay.new_empty(tile_shape[:2], dtype=torch.float32)
+    final_state = log_decay.new_empty(num_value_heads, q.shape[2], value_width, dtype=torch.float32)
+    log_decay_grad, beta_grad = torch.empty_like(log_decay), torch.empty_like(beta)
     dinitial = None if saved.initial is None else torch.empty_like(saved.initial)
 
-    precision, scale = {"PRECISION": config.precision}, q.shape[2] ** -0.5
-    strides = (q.stride(0), k.stride(0), v.stride(0))
+    precision_option, query_scale = {"PRECISION": config.solve_precision}, q.shape[2] ** -0.5
+    token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = saved.initial is not None
-    _prepare[heads, chunks](
-        q, k, v, g, beta, segments, dout, saved.inverse, w, u, w_back, z,
-        write_scale, read_scale, beta_scale, survives, length, *strides,
-        SCALE=scale, num_warps=config.prepare, **sizes, **precision, INITIAL=continues,
+    _prepare_backward_kernel[num_value_heads, num_chunks](
+        q, k, v, log_decay, beta, segment_ids, output_grad, saved.inverse, w, u, w_back, z,
+        write_scale, read_scale, beta_scale, state_decay, num_tokens, *token_strides,
+        SCALE=query_scale, num_warps=config.prepare_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
 
-    options = _scan_options(config, v)
-    scans = triton.cdiv(width, options["COLUMNS"]), heads
+    scan_options = _scan_options(config, v)
+    scans = triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads
     goes_on = exchange is not None and exchange.route.tokens_after > 0
     if exchange is not None and goes_on:
-        gradient = torch.zeros_like(final)
+        gradient = torch.zeros_like(final_state)
         if saved.initial is not None:
             _initial_gradient[scans](
-                q, k, w_back, z, dout, read_scale, beta_scale, survives, gradient,
-                length, triton.cdiv(exchange.route.first_end, CHUNK), *strides[:2],
-                **sizes, **options, **precision,
+                q, k, w_back, z, output_grad, read_scale, beta_scale, state_decay, gradient,
+                num_tokens, triton.cdiv(exchange.route.first_end, CHUNK_TOKENS), *token_strides[:2],
+                **kernel_sizes, **scan_options, **precision_option,
             )  # fmt: skip
-        dfinal = exchange.final_gradient(gradient, saved.transition)
+        final_state_grad = exchange.final_gradient(gradient, saved.transition)
 
-    _both_scans[(*scans, 2)](
-        q, k, w, u, w_back, z, dout, write_scale, read_scale, beta_scale, survives,
-        states, after, d, e, saved.initial, final, dinitial, dfinal, length, chunks, *strides[:2],
-        OF_FINAL=dfinal is not None, **sizes, **options, **precision, INITIAL=continues,
+    _both_scans_kernel[(*scans, 2)](
+        q, k, w, u, w_back, z, output_grad, write_scale, read_scale, beta_scale, state_decay,
+        chunk_states, state_grads, delta_values, delta_grads, saved.initial, final_state, dinitial, final_state_grad, num_tokens, num_chunks, *token_strides[:2],
+        OF_FINAL=final_state_grad is not None, **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not goes_on:
-        exchange.final_gradient(torch.zeros_like(final) if dinitial is None else dinitial, None)
+        exchange.final_gradient(torch.zeros_like(final_state) if dinitial is None else dinitial, None)
 
-    key_heads, (dq, dk, dv) = q.shape[1], grads
-    _query_gradients[key_heads, chunks](
-        q, k, g, segments, dout, d, states, dq, write_scale, length, *strides[:2], dq.stride(0),
-        SCALE=scale, num_warps=config.queries, **sizes, **precision, INITIAL=continues,
+    key_heads, (query_grad, key_grad, value_grad) = q.shape[1], qkv_grads
+    _query_gradients_kernel[key_heads, num_chunks](
+        q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale, num_tokens, *token_strides[:2], query_grad.stride(0),
+        SCALE=query_scale, num_warps=config.query_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
-    partial = g.new_empty(chunks, key_heads, CHUNK, q.shape[2], dtype=torch.float32)
-    _pair_gradients[key_heads, chunks](
-        q, k, g, beta, segments, dout, d, e, write_scale, read_scale, beta_scale, partial,
-        length, *strides[:2], SCALE=scale, num_warps=config.pairs, **sizes, **precision,
+    partial_key_grads = log_decay.new_empty(
+        num_chunks, key_heads, CHUNK_TOKENS, q.shape[2], dtype=torch.float32
+    )
+    _pair_gradients_kernel[key_heads, num_chunks](
+        q, k, log_decay, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale, beta_scale, partial_key_grads,
+        num_tokens, *token_strides[:2], SCALE=query_scale, num_warps=config.pair_warps, **kernel_sizes, **precision_option,
     )  # fmt: skip
-    _key_gradients[key_heads, chunks](
-        k, v, g, beta, segments, d, e, states, after, read_scale, beta_scale, partial, dk, dv, dg, dbeta,
-        length, *strides[1:], dk.stride(0), dv.stride(0), num_warps=config.keys,
-        **sizes, **precision, INITIAL=continues,
+    _key_gradients_kernel[key_heads, num_chunks](
+        k, v, log_decay, beta, segment_ids, delta_values, delta_grads, chunk_states, state_grads, read_scale, beta_scale, partial_key_grads, key_grad, value_grad, log_decay_grad, beta_grad,
+        num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0), num_warps=config.key_warps,
+        **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
-    return dg, dbeta, dinitial
+    return log_decay_grad, beta_grad, dinitial
 
 
-class _Rule(torch.autograd.Function):
+class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        g: Tensor,
+        log_decay: Tensor,
         beta: Tensor,
-        segments: Tensor,
+        segment_ids: Tensor,
         initial: Tensor | None,
         exchange: ShardExchange | None,
     ) -> tuple[Tensor, Tensor]:
-        out, state, saved = forward(q, k, v, g, beta, segments, initial=initial, exchange=exchange)
-        ctx.save_for_backward(q, k, v, g, beta, segments, *saved)
+        rule_output, final_state, saved = run_forward(
+            q, k, v, log_decay, beta, segment_ids, initial=initial, exchange=exchange
+        )
+        ctx.save_for_backward(q, k, v, log_decay, beta, segment_ids, *saved)
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         if exchange is not None:
-            ctx.mark_non_differentiable(state)
-        return out, state
+            ctx.mark_non_differentiable(final_state)
+        return rule_output, final_state
 
     @staticmethod
-    def backward(ctx, dout: Tensor | None, dstate: Tensor | None):
-        q, k, v, g, beta, segments, *tensors = ctx.saved_tensors
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-        dout = torch.zeros_like(dv) if dout is None else dout.contiguous()
-        dstate = None if dstate is None else dstate.contiguous()
-        saved, grads = Saved(*tensors), (dq, dk, dv)
-        dg, dbeta, dinitial = backward(
-            q, k, v, g, beta, segments, saved, dout, dstate, grads, exchange=ctx.exchange
+    def backward(ctx, output_grad: Tensor | None, state_grad: Tensor | None):
+        q, k, v, log_decay, beta, segments, *tensors = ctx.saved_tensors
+        query_grad, key_grad, value_grad = (
+            torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v)
         )
-        return dq, dk, dv, dg, dbeta, None, dinitial if ctx.exchange is None else None, None
+        output_grad = torch.zeros_like(value_grad) if output_grad is None else output_grad.contiguous()
+        state_grad = None if state_grad is None else state_grad.contiguous()
+        saved, grads = Saved(*tensors), (query_grad, key_grad, value_grad)
+        log_decay_grad, beta_grad, dinitial = run_backward(
+            q, k, v, log_decay, beta, segments, saved, output_grad, state_grad, grads, exchange=ctx.exchange
+        )
+        return (
+            query_grad,
+            key_grad,
+            value_grad,
+            log_decay_grad,
+            beta_grad,
+            None,
+            dinitial if ctx.exchange is None else None,
+            None,
+        )
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels support these heads: one type, and widths that are powers of two from 16 to 128."""
-    widths = all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2]))
-    return widths and q.dtype == k.dtype == v.dtype and len(q) > 0
+    widths_are_supported = all(16 <= n <= 128 and n & (n - 1) == 0 for n in (q.shape[2], v.shape[2]))
+    return widths_are_supported and q.dtype == k.dtype == v.dtype and len(q) > 0
 
 
-def _contiguous_heads(t: Tensor) -> Tensor:
-    """``t`` [S, heads, d] with contiguous heads. A view of one projection has them and is not copied."""
-    return t if t.stride(2) == 1 and t.stride(1) == t.shape[2] else t.contiguous()
+def _contiguous_heads(head_tensor: Tensor) -> Tensor:
+    """``head_tensor`` [S, heads, d] with contiguous heads. A view of one projection has them and is not copied."""
+    return (
+        head_tensor
+        if head_tensor.stride(2) == 1 and head_tensor.stride(1) == head_tensor.shape[2]
+        else head_tensor.contiguous()
+    )
 
 
 def gated_delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor,
+    log_decay: Tensor,
     beta: Tensor,
-    segments: Tensor,
+    segment_ids: Tensor,
     initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`megatron_vl.kernels.gated_delta_rule.gated_delta_rule`."""
     q, k, v = _contiguous_heads(q), _contiguous_heads(k), _contiguous_heads(v)
     initial = None if initial is None else initial.float().contiguous()
-    return _Rule.apply(q, k, v, g.contiguous(), beta.contiguous(), segments.contiguous(), initial, exchange)
+    return _GatedDeltaRule.apply(
+        q, k, v, log_decay.contiguous(), beta.contiguous(), segment_ids.contiguous(), initial, exchange
+    )

@@ -11,50 +11,52 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS = 16
+_BLOCK_ROWS = 16
 """Rows of a block. A row is one head of one token."""
-_STEPS = 8
+_BLOCKS_PER_PROGRAM = 8
 """Blocks that one program of the backward pass processes."""
 
 
 @triton.jit
-def _forward(
+def _forward_kernel(
     x,
     gate,
     weight,
-    out,
-    rows,
+    output_pointer,
+    num_rows,
     gate_stride,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row_index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, WIDTH)
-    mask = (row < rows)[:, None]
-    at = row[:, None] * WIDTH + n[None, :]
-    wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    there = (row // HEADS)[:, None] * gate_stride + (row % HEADS)[:, None] * WIDTH + n[None, :]
-    z = tl.load(gate + there, mask=mask, other=0.0).to(tl.float32)
+    row_mask = (row_index < num_rows)[:, None]
+    row_offsets = row_index[:, None] * WIDTH + n[None, :]
+    x_fp32 = tl.load(x + row_offsets, mask=row_mask, other=0.0).to(tl.float32)
+    gate_offsets = (
+        (row_index // HEADS)[:, None] * gate_stride + (row_index % HEADS)[:, None] * WIDTH + n[None, :]
+    )
+    gate_fp32 = tl.load(gate + gate_offsets, mask=row_mask, other=0.0).to(tl.float32)
 
-    scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + EPS)
+    inverse_rms = tl.rsqrt(tl.sum(x_fp32 * x_fp32, 1) / WIDTH + EPS)
     # Rounded here, as in transformers.
-    normed = (wide * scale[:, None]).to(x.dtype.element_ty).to(tl.float32)
-    y = tl.load(weight + n).to(tl.float32)[None, :] * normed * (z * tl.sigmoid(z))
-    tl.store(out + at, y.to(out.dtype.element_ty), mask=mask)
+    normalized_rows = (x_fp32 * inverse_rms[:, None]).to(x.dtype.element_ty).to(tl.float32)
+    y = tl.load(weight + n).to(tl.float32)[None, :] * normalized_rows * (gate_fp32 * tl.sigmoid(gate_fp32))
+    tl.store(output_pointer + row_offsets, y.to(output_pointer.dtype.element_ty), mask=row_mask)
 
 
 @triton.jit
-def _backward(
+def _backward_kernel(
     x,
     gate,
     weight,
-    dout,
-    dx,
-    dgate,
-    dweight,
-    rows,
+    output_grad_pointer,
+    x_grad_pointer,
+    gate_grad_pointer,
+    weight_grads,
+    num_rows,
     gate_stride,
     EPS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -64,32 +66,42 @@ def _backward(
 ):
     n = tl.arange(0, WIDTH)
     w = tl.load(weight + n).to(tl.float32)[None, :]
-    of_weight = tl.zeros((ROWS, WIDTH), tl.float32)
+    weight_grad = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    for step in tl.range(0, STEPS, num_stages=1):
-        row = (tl.program_id(0).to(tl.int64) * STEPS + step) * ROWS + tl.arange(0, ROWS)
-        mask = (row < rows)[:, None]
-        at = row[:, None] * WIDTH + n[None, :]
-        wide = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-        there = (row // HEADS)[:, None] * gate_stride + (row % HEADS)[:, None] * WIDTH + n[None, :]
-        z = tl.load(gate + there, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(dout + at, mask=mask, other=0.0).to(tl.float32)
+    for block_index in tl.range(0, STEPS, num_stages=1):
+        row_index = (tl.program_id(0).to(tl.int64) * STEPS + block_index) * ROWS + tl.arange(0, ROWS)
+        row_mask = (row_index < num_rows)[:, None]
+        row_offsets = row_index[:, None] * WIDTH + n[None, :]
+        x_fp32 = tl.load(x + row_offsets, mask=row_mask, other=0.0).to(tl.float32)
+        gate_offsets = (
+            (row_index // HEADS)[:, None] * gate_stride + (row_index % HEADS)[:, None] * WIDTH + n[None, :]
+        )
+        gate_fp32 = tl.load(gate + gate_offsets, mask=row_mask, other=0.0).to(tl.float32)
+        output_grad = tl.load(output_grad_pointer + row_offsets, mask=row_mask, other=0.0).to(tl.float32)
 
-        scale = tl.rsqrt(tl.sum(wide * wide, 1) / WIDTH + EPS)[:, None]
-        exact = wide * scale
-        normed = exact.to(x.dtype.element_ty).to(tl.float32)
-        sigmoid = tl.sigmoid(z)
-        silu = z * sigmoid
-        of_weight += grad * normed * silu
+        inverse_rms = tl.rsqrt(tl.sum(x_fp32 * x_fp32, 1) / WIDTH + EPS)[:, None]
+        normalized_fp32 = x_fp32 * inverse_rms
+        normalized_rows = normalized_fp32.to(x.dtype.element_ty).to(tl.float32)
+        sigmoid = tl.sigmoid(gate_fp32)
+        silu = gate_fp32 * sigmoid
+        weight_grad += output_grad * normalized_rows * silu
 
-        of_gate = grad * w * normed * sigmoid * (1 + z * (1 - sigmoid))
-        tl.store(dgate + at, of_gate.to(dgate.dtype.element_ty), mask=mask)
+        gate_grad = output_grad * w * normalized_rows * sigmoid * (1 + gate_fp32 * (1 - sigmoid))
+        tl.store(
+            gate_grad_pointer + row_offsets, gate_grad.to(gate_grad_pointer.dtype.element_ty), mask=row_mask
+        )
 
-        of_normed = grad * w * silu
-        along = tl.sum(of_normed * exact, 1)[:, None] / WIDTH
-        tl.store(dx + at, (scale * (of_normed - exact * along)).to(dx.dtype.element_ty), mask=mask)
+        normalized_grad = output_grad * w * silu
+        radial_grad = tl.sum(normalized_grad * normalized_fp32, 1)[:, None] / WIDTH
+        tl.store(
+            x_grad_pointer + row_offsets,
+            (inverse_rms * (normalized_grad - normalized_fp32 * radial_grad)).to(
+                x_grad_pointer.dtype.element_ty
+            ),
+            mask=row_mask,
+        )
 
-    tl.store(dweight + tl.program_id(0).to(tl.int64) * WIDTH + n, tl.sum(of_weight, 0))
+    tl.store(weight_grads + tl.program_id(0).to(tl.int64) * WIDTH + n, tl.sum(weight_grad, 0))
 
 
 class _GatedNorm(torch.autograd.Function):
@@ -97,30 +109,32 @@ class _GatedNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, gate, weight)
         ctx.eps = eps
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        norm_output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows = x.shape[0] * x.shape[1]
-        _forward[triton.cdiv(rows, _ROWS),](
-            x, gate, weight, out, rows, gate.stride(0),
-            EPS=eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_ROWS, num_warps=4,
+        _forward_kernel[triton.cdiv(rows, _BLOCK_ROWS),](
+            x, gate, weight, norm_output, rows, gate.stride(0),
+            EPS=eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_BLOCK_ROWS, num_warps=4,
         )  # fmt: skip
-        return out
+        return norm_output
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
+    def backward(ctx, output_grad: Tensor):
         x, gate, weight = ctx.saved_tensors
-        dout = dout.contiguous()
-        dx, dgate = (torch.empty(x.shape, dtype=t.dtype, device=x.device) for t in (x, gate))
+        output_grad = output_grad.contiguous()
+        x_grad, gate_grad = (
+            torch.empty(x.shape, dtype=input_tensor.dtype, device=x.device) for input_tensor in (x, gate)
+        )
         rows = x.shape[0] * x.shape[1]
-        programs = triton.cdiv(rows, _ROWS * _STEPS)
-        dweight = torch.empty(programs, x.shape[2], dtype=torch.float32, device=x.device)
-        _backward[programs,](
-            x, gate, weight, dout, dx, dgate, dweight, rows, gate.stride(0),
-            EPS=ctx.eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_ROWS, STEPS=_STEPS, num_warps=4,
+        num_programs = triton.cdiv(rows, _BLOCK_ROWS * _BLOCKS_PER_PROGRAM)
+        weight_grads = torch.empty(num_programs, x.shape[2], dtype=torch.float32, device=x.device)
+        _backward_kernel[num_programs,](
+            x, gate, weight, output_grad, x_grad, gate_grad, weight_grads, rows, gate.stride(0),
+            EPS=ctx.eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_BLOCK_ROWS, STEPS=_BLOCKS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
-        return dx, dgate, dweight.sum(0).to(weight.dtype), None
+        return x_grad, gate_grad, weight_grads.sum(0).to(weight.dtype), None
 
 
-def fits(x: Tensor) -> bool:
+def is_supported(x: Tensor) -> bool:
     """Whether the kernels support x [S, heads, V]: V is a power of two from 16 to 256, and S is not 0."""
     width = x.shape[2]
     return 16 <= width <= 256 and width & (width - 1) == 0 and x.shape[0] > 0
@@ -128,5 +142,7 @@ def fits(x: Tensor) -> bool:
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x, gate [S, heads, V], weight [V] -> [S, heads, V]. The gate may have any stride between tokens."""
-    close = gate.stride(2) == 1 and gate.stride(1) == gate.shape[2]
-    return _GatedNorm.apply(x.contiguous(), gate if close else gate.contiguous(), weight.contiguous(), eps)
+    has_contiguous_heads = gate.stride(2) == 1 and gate.stride(1) == gate.shape[2]
+    return _GatedNorm.apply(
+        x.contiguous(), gate if has_contiguous_heads else gate.contiguous(), weight.contiguous(), eps
+    )

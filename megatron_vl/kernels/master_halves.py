@@ -16,52 +16,54 @@ import os
 import torch
 from torch import Tensor
 
-TIE = 0x8000
+TIE_DIFFERENCE = 0x8000
 """The difference of a master weight that lies halfway between two bf16 numbers."""
 
 
-def split_master(master: Tensor, weight: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
-    """Writes ``weight``, ``low``, and the direction of ties in the sign of ``exp_avg_sq``.
+def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor) -> None:
+    """Writes ``weight``, ``low_bits``, and the direction of ties in the sign of ``exp_avg_sq``.
 
     Args:
-        master: fp32 [N], finite.
+        master_weight: fp32 [N], finite.
         weight: bf16 [N], the rounded master weight.
-        low: int16 [N].
+        low_bits: int16 [N].
         exp_avg_sq: fp32 [N], not negative.
     """
-    if on_kernels(master):
+    if runs_on_kernels(master_weight):
         from megatron_vl.kernels import master_halves_triton
 
-        master_halves_triton.split_master(master, weight, low, exp_avg_sq)
+        master_halves_triton.split_master(master_weight, weight, low_bits, exp_avg_sq)
         return
 
-    weight.copy_(master)
-    difference = master.view(torch.int32) - _upper(weight)
-    low.copy_(difference)
-    exp_avg_sq.copy_(torch.where(difference == TIE, -exp_avg_sq, exp_avg_sq))
+    weight.copy_(master_weight)
+    difference = master_weight.view(torch.int32) - _upper_bits(weight)
+    low_bits.copy_(difference)
+    exp_avg_sq.copy_(torch.where(difference == TIE_DIFFERENCE, -exp_avg_sq, exp_avg_sq))
 
 
-def join_master(weight: Tensor, low: Tensor, exp_avg_sq: Tensor, master: Tensor) -> None:
-    """Writes ``master`` and makes ``exp_avg_sq`` positive again: the inverse of :func:`split_master`.
+def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_weight: Tensor) -> None:
+    """Writes ``master_weight`` and makes ``exp_avg_sq`` positive again: the inverse of :func:`split_master`.
 
     Shapes and types are those of :func:`split_master`.
     """
-    if on_kernels(master):
+    if runs_on_kernels(master_weight):
         from megatron_vl.kernels import master_halves_triton
 
-        master_halves_triton.join_master(weight, low, exp_avg_sq, master)
+        master_halves_triton.join_master(weight, low_bits, exp_avg_sq, master_weight)
         return
 
-    difference = low.to(torch.int32)
-    down = (difference == -TIE) & exp_avg_sq.signbit()
-    master.view(torch.int32).copy_(_upper(weight) + torch.where(down, TIE, difference))
+    difference = low_bits.to(torch.int32)
+    rounded_down = (difference == -TIE_DIFFERENCE) & exp_avg_sq.signbit()
+    master_weight.view(torch.int32).copy_(
+        _upper_bits(weight) + torch.where(rounded_down, TIE_DIFFERENCE, difference)
+    )
     exp_avg_sq.abs_()
 
 
-def _upper(weight: Tensor) -> Tensor:
+def _upper_bits(weight: Tensor) -> Tensor:
     """The bits of bf16 numbers as int32 bits of fp32 numbers."""
     return weight.view(torch.int16).to(torch.int32) << 16
 
 
-def on_kernels(tensor: Tensor) -> bool:
+def runs_on_kernels(tensor: Tensor) -> bool:
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"

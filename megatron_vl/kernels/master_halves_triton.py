@@ -10,72 +10,72 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024
-_SIGN = tl.constexpr(-0x80000000)
+_BLOCK_ELEMENTS = 1024
+_SIGN_BIT = tl.constexpr(-0x80000000)
 
 
 @triton.jit
-def halves_of(bits):
+def split_bits(master_bits):
     """The upper half of a master weight's bits, rounded to the nearest, and what is left. All are int32."""
     # A NaN stays a NaN: rounding could carry into its sign.
-    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    upper = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, upper)
-    return upper, bits - (upper << 16)
+    upper_bits = (master_bits + 0x7FFF + ((master_bits >> 16) & 1)) >> 16
+    upper_bits = tl.where((master_bits & 0x7FFFFFFF) > 0x7F800000, (master_bits >> 16) | 0x40, upper_bits)
+    return upper_bits, master_bits - (upper_bits << 16)
 
 
 @triton.jit
-def joined(upper, low, exp_avg_sq):
+def join_bits(upper_bits, low_bits, exp_avg_sq):
     """The master weight's bits from its halves. A tie that was rounded down has a negative ``exp_avg_sq``."""
-    down = (low == -0x8000) & (exp_avg_sq < 0)
-    return (upper << 16) + tl.where(down, 0x8000, low)
+    rounded_down = (low_bits == -0x8000) & (exp_avg_sq < 0)
+    return (upper_bits << 16) + tl.where(rounded_down, 0x8000, low_bits)
 
 
 @triton.jit(do_not_specialize=["total"])
-def _split(master, weight, low, exp_avg_sq, total, BLOCK: tl.constexpr):
+def _split_kernel(master_pointer, weight_pointer, low_pointer, exp_avg_sq, total, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < total
-    bits = tl.load(master + index, mask=mask, other=0)
-    upper, difference = halves_of(bits)
-    tl.store(weight + index, upper.to(tl.int16), mask=mask)
-    tl.store(low + index, difference.to(tl.int16), mask=mask)
+    master_bits = tl.load(master_pointer + index, mask=mask, other=0)
+    upper_bits, difference = split_bits(master_bits)
+    tl.store(weight_pointer + index, upper_bits.to(tl.int16), mask=mask)
+    tl.store(low_pointer + index, difference.to(tl.int16), mask=mask)
 
-    second = tl.load(exp_avg_sq + index, mask=mask, other=0)
-    tl.store(exp_avg_sq + index, second | _SIGN, mask=mask & (difference == 0x8000))
+    second_moment = tl.load(exp_avg_sq + index, mask=mask, other=0)
+    tl.store(exp_avg_sq + index, second_moment | _SIGN_BIT, mask=mask & (difference == 0x8000))
 
 
 @triton.jit(do_not_specialize=["total"])
-def _join(weight, low, exp_avg_sq, master, total, BLOCK: tl.constexpr):
+def _join_kernel(weight_pointer, low_pointer, exp_avg_sq, master_pointer, total, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < total
-    upper = tl.load(weight + index, mask=mask, other=0).to(tl.int32)
-    difference = tl.load(low + index, mask=mask, other=0).to(tl.int32)
-    second = tl.load(exp_avg_sq + index, mask=mask, other=0)
+    upper_bits = tl.load(weight_pointer + index, mask=mask, other=0).to(tl.int32)
+    difference = tl.load(low_pointer + index, mask=mask, other=0).to(tl.int32)
+    second_moment = tl.load(exp_avg_sq + index, mask=mask, other=0)
 
-    tl.store(master + index, joined(upper, difference, second), mask=mask)
-    tl.store(exp_avg_sq + index, second & 0x7FFFFFFF, mask=mask & (second < 0))
+    tl.store(master_pointer + index, join_bits(upper_bits, difference, second_moment), mask=mask)
+    tl.store(exp_avg_sq + index, second_moment & 0x7FFFFFFF, mask=mask & (second_moment < 0))
 
 
-def split_master(master: Tensor, weight: Tensor, low: Tensor, exp_avg_sq: Tensor) -> None:
+def split_master(master_weight: Tensor, weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor) -> None:
     """master and exp_avg_sq fp32 [N], weight bf16 [N], low int16 [N]; N below 2^31."""
-    if count := master.numel():
-        _split[(triton.cdiv(count, _BLOCK),)](
-            master.view(torch.int32),
+    if count := master_weight.numel():
+        _split_kernel[(triton.cdiv(count, _BLOCK_ELEMENTS),)](
+            master_weight.view(torch.int32),
             weight.view(torch.int16),
-            low,
+            low_bits,
             exp_avg_sq.view(torch.int32),
             count,
-            BLOCK=_BLOCK,
+            BLOCK=_BLOCK_ELEMENTS,
         )
 
 
-def join_master(weight: Tensor, low: Tensor, exp_avg_sq: Tensor, master: Tensor) -> None:
+def join_master(weight: Tensor, low_bits: Tensor, exp_avg_sq: Tensor, master_weight: Tensor) -> None:
     """weight bf16 [N], low int16 [N], master and exp_avg_sq fp32 [N]; N below 2^31."""
-    if count := master.numel():
-        _join[(triton.cdiv(count, _BLOCK),)](
+    if count := master_weight.numel():
+        _join_kernel[(triton.cdiv(count, _BLOCK_ELEMENTS),)](
             weight.view(torch.int16),
-            low,
+            low_bits,
             exp_avg_sq.view(torch.int32),
-            master.view(torch.int32),
+            master_weight.view(torch.int32),
             count,
-            BLOCK=_BLOCK,
+            BLOCK=_BLOCK_ELEMENTS,
         )

@@ -16,36 +16,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SECOND, STEP = 0x9E3779B1 - (1 << 32), 0x27D4EB2F
+SECOND_MOMENT_FACTOR, STEP_FACTOR = 0x9E3779B1 - (1 << 32), 0x27D4EB2F
 """Odd factors of the second moment's bits and of the step in the hash."""
-MIX = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
+MIX_FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 """Odd factors that spread each bit over all others. All factors are the int32 of their bits."""
 
 
-def round_moments(exp_avg: Tensor, exp_avg_sq: Tensor, step: int, first: Tensor, second: Tensor) -> None:
-    """Writes the moments of a step to ``first`` and ``second``. What bf16 can hold does not change.
+def round_moments(
+    exp_avg: Tensor, exp_avg_sq: Tensor, step_count: int, first_moment: Tensor, second_moment: Tensor
+) -> None:
+    """Writes the moments of a step to ``first_moment`` and ``second_moment``. What bf16 can hold does not change.
 
     Args:
         exp_avg: fp32 [N], finite.
         exp_avg_sq: fp32 [N], finite. Its signs, which may mark ties of master weights, are kept.
-        step: Adam's step count after this step.
-        first: bf16 [N].
-        second: bf16 [N].
+        step_count: Adam's step count after this step.
+        first_moment: bf16 [N].
+        second_moment: bf16 [N].
     """
-    avg, square = exp_avg.view(torch.int32), exp_avg_sq.view(torch.int32)
-    bits = random_bits(avg, square, step)
-    first.view(torch.int16).copy_((avg + (bits & 0xFFFF)) >> 16)
-    second.view(torch.int16).copy_((square + ((bits >> 16) & 0xFFFF)) >> 16)
+    first_bits, second_bits = exp_avg.view(torch.int32), exp_avg_sq.view(torch.int32)
+    noise_bits = random_bits(first_bits, second_bits, step_count)
+    first_moment.view(torch.int16).copy_((first_bits + (noise_bits & 0xFFFF)) >> 16)
+    second_moment.view(torch.int16).copy_((second_bits + ((noise_bits >> 16) & 0xFFFF)) >> 16)
 
 
-def random_bits(avg: Tensor, square: Tensor, step: int) -> Tensor:
+def random_bits(first_bits: Tensor, second_bits: Tensor, step_count: int) -> Tensor:
     """int32 [N] from the bits of both moments, int32 [N], and the step."""
-    mixed = avg + (square & 0x7FFFFFFF) * SECOND + hash_of_step(step)
-    mixed = (mixed ^ (mixed >> 16 & 0xFFFF)) * MIX[0]
-    mixed = (mixed ^ (mixed >> 13 & 0x7FFFF)) * MIX[1]
-    return mixed ^ (mixed >> 16 & 0xFFFF)
+    mixed_bits = first_bits + (second_bits & 0x7FFFFFFF) * SECOND_MOMENT_FACTOR + step_hash(step_count)
+    mixed_bits = (mixed_bits ^ (mixed_bits >> 16 & 0xFFFF)) * MIX_FACTORS[0]
+    mixed_bits = (mixed_bits ^ (mixed_bits >> 13 & 0x7FFFF)) * MIX_FACTORS[1]
+    return mixed_bits ^ (mixed_bits >> 16 & 0xFFFF)
 
 
-def hash_of_step(step: int) -> int:
+def step_hash(step_count: int) -> int:
     """What a step adds to the hash, as an int32."""
-    return (step * STEP + (1 << 31)) % (1 << 32) - (1 << 31)
+    return (step_count * STEP_FACTOR + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,6 +1,6 @@
 """Sizes that kernels work with and that estimates need to know. This file imports nothing."""
 
-TE_HEADS = (64, 128)
+TE_HEAD_DIMS = (64, 128)
 """Head sizes for which cuDNN's packed causal attention, which Transformer Engine calls, is correct. For heads
 of 256, its gradients are wrong: ``tests.gpu.attention`` compares them on a GPU."""
 DELTA_CHUNK = 64

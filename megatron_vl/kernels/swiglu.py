@@ -14,90 +14,134 @@ from torch import Tensor
 
 
 @triton.jit
-def _forward(x, weight, out, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
+def _forward_kernel(
+    x, row_weights, output_pointer, output_width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=mask).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=mask).to(tl.float32)
-    y = gate * tl.sigmoid(gate) * up
+    column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = column_index < output_width
+    gate_values = tl.load(x + row * 2 * output_width + column_index, mask=column_mask).to(tl.float32)
+    up_values = tl.load(x + row * 2 * output_width + output_width + column_index, mask=column_mask).to(
+        tl.float32
+    )
+    y = gate_values * tl.sigmoid(gate_values) * up_values
     if WEIGHTED:
-        y *= tl.load(weight + row).to(tl.float32)
-    tl.store(out + row * width + column, y.to(out.dtype.element_ty), mask=mask)
+        y *= tl.load(row_weights + row).to(tl.float32)
+    tl.store(
+        output_pointer + row * output_width + column_index,
+        y.to(output_pointer.dtype.element_ty),
+        mask=column_mask,
+    )
 
 
 @triton.jit
-def _backward(x, weight, dout, dx, dweight, width, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of :func:`_forward`.
+def _backward_kernel(
+    x,
+    row_weights,
+    output_grad_pointer,
+    x_grad_pointer,
+    row_weight_grads,
+    output_width,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The gradient of :func:`_forward_kernel`.
 
     A weighted row is one block, so that the gradient of its weight is one sum.
     """
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    gate = tl.load(x + row * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(x + row * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(dout + row * width + column, mask=mask, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
+    row_index = tl.program_id(0).to(tl.int64)
+    column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = column_index < output_width
+    gate_values = tl.load(x + row_index * 2 * output_width + column_index, mask=column_mask, other=0.0).to(
+        tl.float32
+    )
+    up_values = tl.load(
+        x + row_index * 2 * output_width + output_width + column_index, mask=column_mask, other=0.0
+    ).to(tl.float32)
+    output_grad = tl.load(
+        output_grad_pointer + row_index * output_width + column_index, mask=column_mask, other=0.0
+    ).to(tl.float32)
+    sigmoid = tl.sigmoid(gate_values)
+    silu = gate_values * sigmoid
     if WEIGHTED:
-        tl.store(dweight + row, tl.sum(grad * silu * up, 0).to(dweight.dtype.element_ty))
-        grad *= tl.load(weight + row).to(tl.float32)
+        tl.store(
+            row_weight_grads + row_index,
+            tl.sum(output_grad * silu * up_values, 0).to(row_weight_grads.dtype.element_ty),
+        )
+        output_grad *= tl.load(row_weights + row_index).to(tl.float32)
 
     tl.store(
-        dx + row * 2 * width + column,
-        (grad * up * (sigmoid + silu * (1 - sigmoid))).to(dx.dtype.element_ty),
-        mask=mask,
+        x_grad_pointer + row_index * 2 * output_width + column_index,
+        (output_grad * up_values * (sigmoid + silu * (1 - sigmoid))).to(x_grad_pointer.dtype.element_ty),
+        mask=column_mask,
     )
-    tl.store(dx + row * 2 * width + width + column, (grad * silu).to(dx.dtype.element_ty), mask=mask)
+    tl.store(
+        x_grad_pointer + row_index * 2 * output_width + output_width + column_index,
+        (output_grad * silu).to(x_grad_pointer.dtype.element_ty),
+        mask=column_mask,
+    )
 
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        out = x.new_empty(x.shape[0], x.shape[1] // 2)
-        if out.numel():
-            _forward[_grid(out, weight)](x, weight, out, out.shape[1], **_options(out, weight))
-        return out
+    def forward(ctx, x: Tensor, row_weights: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, row_weights)
+        activated = x.new_empty(x.shape[0], x.shape[1] // 2)
+        if activated.numel():
+            _forward_kernel[_launch_grid(activated, row_weights)](
+                x, row_weights, activated, activated.shape[1], **_launch_options(activated, row_weights)
+            )
+        return activated
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
+    def backward(ctx, output_grad: Tensor):
         x, weight = ctx.saved_tensors
-        dout = dout.contiguous()
-        dx = torch.empty_like(x)
-        dweight = torch.empty_like(weight) if weight is not None else None
-        if dout.numel():
-            _backward[_grid(dout, weight)](
-                x, weight, dout, dx, dweight, dout.shape[1], **_options(dout, weight)
+        output_grad = output_grad.contiguous()
+        x_grad = torch.empty_like(x)
+        row_weight_grads = torch.empty_like(weight) if weight is not None else None
+        if output_grad.numel():
+            _backward_kernel[_launch_grid(output_grad, weight)](
+                x,
+                weight,
+                output_grad,
+                x_grad,
+                row_weight_grads,
+                output_grad.shape[1],
+                **_launch_options(output_grad, weight),
             )
-        return dx, dweight
+        return x_grad, row_weight_grads
 
 
-def _block(out: Tensor, weight: Tensor | None) -> int:
-    widest = triton.next_power_of_2(out.shape[1])
-    return widest if weight is not None else min(widest, 2048)
+def _block_columns(output_like: Tensor, row_weights: Tensor | None) -> int:
+    padded_width = triton.next_power_of_2(output_like.shape[1])
+    return padded_width if row_weights is not None else min(padded_width, 2048)
 
 
-def _grid(out: Tensor, weight: Tensor | None) -> tuple[int, int]:
-    return out.shape[0], triton.cdiv(out.shape[1], _block(out, weight))
+def _launch_grid(output_like: Tensor, row_weights: Tensor | None) -> tuple[int, int]:
+    return output_like.shape[0], triton.cdiv(output_like.shape[1], _block_columns(output_like, row_weights))
 
 
-def _options(out: Tensor, weight: Tensor | None) -> dict[str, int | bool]:
-    block = _block(out, weight)
-    return {"WEIGHTED": weight is not None, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
+def _launch_options(output_like: Tensor, row_weights: Tensor | None) -> dict[str, int | bool]:
+    block_columns = _block_columns(output_like, row_weights)
+    return {
+        "WEIGHTED": row_weights is not None,
+        "BLOCK": block_columns,
+        "num_warps": 4 if block_columns <= 2048 else 8,
+    }
 
 
-def swiglu(x: Tensor, weight: Tensor | None = None) -> Tensor:
-    """silu(first half) * second half of the last dimension, times the row's ``weight``.
+def swiglu(x: Tensor, row_weights: Tensor | None = None) -> Tensor:
+    """silu(first half) * second half of the last dimension, times the row's ``row_weights``.
 
     Args:
         x: [..., 2 * F], gate, then up.
-        weight: one number for each row of ``x`` (any shape with as many elements), or None.
+        row_weights: one number for each row of ``x`` (any shape with as many elements), or None.
 
     Returns:
         [..., F] in the type of ``x``.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    out = _SwiGLU.apply(flat.contiguous(), None if weight is None else weight.reshape(-1).contiguous())
-    return out.view(*x.shape[:-1], x.shape[-1] // 2)
+    flat_rows = x.reshape(-1, x.shape[-1])
+    activated = _SwiGLU.apply(
+        flat_rows.contiguous(), None if row_weights is None else row_weights.reshape(-1).contiguous()
+    )
+    return activated.view(*x.shape[:-1], x.shape[-1] // 2)

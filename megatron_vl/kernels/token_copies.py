@@ -14,35 +14,35 @@ import torch
 from torch import Tensor
 
 
-def positions(chosen: Tensor) -> Tensor:
+def make_row_ids(copy_map: Tensor) -> Tensor:
     """Makes ``row_ids`` that order copies by column, then by row.
 
     The order is that of a stable sort by destination, but nothing is sorted.
 
     Args:
-        chosen: bool [T, K], whether row t has a copy for destination k.
+        copy_map: bool [T, K], whether row t has a copy for destination k.
 
     Returns:
         int32 [T, K]; -1 where there is no copy. The host does not wait for the device.
     """
-    rows, columns = chosen.shape
-    running = chosen.T.reshape(-1).cumsum(0, dtype=torch.int32).view(columns, rows).T
-    return torch.where(chosen, running - 1, -1).contiguous()
+    num_rows, num_destinations = copy_map.shape
+    running_count = copy_map.T.reshape(-1).cumsum(0, dtype=torch.int32).view(num_destinations, num_rows).T
+    return torch.where(copy_map, running_count - 1, -1).contiguous()
 
 
-def scatter_rows(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+def scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     """Copies row i to the rows ``row_ids[i]``.
 
     Args:
         x: [T, H].
         row_ids: int32 [T, K], contiguous, all different except -1.
-        rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
+        num_rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
             read.
 
     Returns:
         [rows, H].
     """
-    return _Scatter.apply(x, row_ids, rows)
+    return _ScatterRows.apply(x, row_ids, num_rows)
 
 
 def sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
@@ -55,25 +55,25 @@ def sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
     Returns:
         [T, H] in the type of ``y``.
     """
-    return _Sum.apply(y, row_ids)
+    return _SumRows.apply(y, row_ids)
 
 
-def scatter_parts(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     """Copies part k of row i to the row ``row_ids[i, k]``.
 
     Args:
         x: [T, K * W].
         row_ids: int32 [T, K], contiguous, all different except -1.
-        rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
+        num_rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
             read.
 
     Returns:
         [rows, W].
     """
-    return _ScatterParts.apply(x, row_ids, rows)
+    return _ScatterParts.apply(x, row_ids, num_rows)
 
 
-def _kernels(x: Tensor) -> ModuleType | None:
+def _triton_kernels(x: Tensor) -> ModuleType | None:
     if not (x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
         return None
     from megatron_vl.kernels import token_copies_triton as row_kernels
@@ -81,80 +81,82 @@ def _kernels(x: Tensor) -> ModuleType | None:
     return row_kernels
 
 
-def _scatter(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
-    x, kernels = x.contiguous(), _kernels(x)
-    if kernels is not None:
-        return kernels.scatter_rows(x, row_ids, rows)
+def _scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    x, row_kernels_module = x.contiguous(), _triton_kernels(x)
+    if row_kernels_module is not None:
+        return row_kernels_module.scatter_rows(x, row_ids, num_rows)
 
-    out = x.new_empty(rows, x.shape[1])
-    row, slot = (row_ids >= 0).nonzero(as_tuple=True)
-    out[row_ids[row, slot]] = x[row]
-    return out
-
-
-def _sum(y: Tensor, row_ids: Tensor) -> Tensor:
-    y, kernels = y.contiguous(), _kernels(y)
-    if kernels is not None:
-        return kernels.sum_rows(y, row_ids)
-    out = y.new_zeros(row_ids.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
-    for row_id in row_ids.unbind(1):
-        row = (row_id >= 0).nonzero()[:, 0]
-        out[row] += y[row_id[row]]
-    return out.to(y.dtype)
+    scattered_rows = x.new_empty(num_rows, x.shape[1])
+    row, copy_index = (row_ids >= 0).nonzero(as_tuple=True)
+    scattered_rows[row_ids[row, copy_index]] = x[row]
+    return scattered_rows
 
 
-def _scatter_parts(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
-    x, kernels = x.contiguous(), _kernels(x)
-    if kernels is not None:
-        return kernels.scatter_parts(x, row_ids, rows)
+def _sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
+    y, row_kernels_module = y.contiguous(), _triton_kernels(y)
+    if row_kernels_module is not None:
+        return row_kernels_module.sum_rows(y, row_ids)
+    summed_rows = y.new_zeros(row_ids.shape[0], y.shape[1], dtype=torch.promote_types(y.dtype, torch.float32))
+    for column_row_ids in row_ids.unbind(1):
+        row = (column_row_ids >= 0).nonzero()[:, 0]
+        summed_rows[row] += y[column_row_ids[row]]
+    return summed_rows.to(y.dtype)
 
-    out = x.new_empty(rows, x.shape[1] // row_ids.shape[1])
-    part = (row_ids >= 0).flatten()
-    out[row_ids.flatten()[part]] = x.view(part.numel(), out.shape[1])[part]
-    return out
+
+def _scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
+    x, row_kernels_module = x.contiguous(), _triton_kernels(x)
+    if row_kernels_module is not None:
+        return row_kernels_module.scatter_parts(x, row_ids, num_rows)
+
+    scattered_parts = x.new_empty(num_rows, x.shape[1] // row_ids.shape[1])
+    has_part = (row_ids >= 0).flatten()
+    scattered_parts[row_ids.flatten()[has_part]] = x.view(has_part.numel(), scattered_parts.shape[1])[
+        has_part
+    ]
+    return scattered_parts
 
 
 def _gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
-    y, kernels = y.contiguous(), _kernels(y)
-    if kernels is not None:
-        return kernels.gather_parts(y, row_ids)
+    y, row_kernels_module = y.contiguous(), _triton_kernels(y)
+    if row_kernels_module is not None:
+        return row_kernels_module.gather_parts(y, row_ids)
 
-    out = y.new_zeros(row_ids.numel(), y.shape[1])
-    part = (row_ids >= 0).flatten()
-    out[part] = y[row_ids.flatten()[part]]
-    return out.view(row_ids.shape[0], row_ids.shape[1] * y.shape[1])
+    gathered_parts = y.new_zeros(row_ids.numel(), y.shape[1])
+    has_part = (row_ids >= 0).flatten()
+    gathered_parts[has_part] = y[row_ids.flatten()[has_part]]
+    return gathered_parts.view(row_ids.shape[0], row_ids.shape[1] * y.shape[1])
 
 
-class _Scatter(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+    def forward(ctx, x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_ids)
-        return _scatter(x, row_ids, rows)
+        return _scatter_rows(x, row_ids, num_rows)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
-        return _sum(dout, *ctx.saved_tensors), None, None
+    def backward(ctx, output_grad: Tensor):
+        return _sum_rows(output_grad, *ctx.saved_tensors), None, None
 
 
-class _Sum(torch.autograd.Function):
+class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y: Tensor, row_ids: Tensor) -> Tensor:
         ctx.rows = y.shape[0]
         ctx.save_for_backward(row_ids)
-        return _sum(y, row_ids)
+        return _sum_rows(y, row_ids)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
+    def backward(ctx, output_grad: Tensor):
         (row_ids,) = ctx.saved_tensors
-        return _scatter(dout, row_ids, ctx.rows), None
+        return _scatter_rows(output_grad, row_ids, ctx.rows), None
 
 
 class _ScatterParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+    def forward(ctx, x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(row_ids)
-        return _scatter_parts(x, row_ids, rows)
+        return _scatter_parts(x, row_ids, num_rows)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
-        return _gather_parts(dout, *ctx.saved_tensors), None, None
+    def backward(ctx, output_grad: Tensor):
+        return _gather_parts(output_grad, *ctx.saved_tensors), None, None

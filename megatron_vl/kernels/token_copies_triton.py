@@ -12,110 +12,156 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_COLUMNS = 2048
+_MAX_COLUMNS = 2048
 """Largest number of columns that one program handles. One warp can hold them, even in float32."""
-_SLOTS = 32
+_MIN_SLOTS = 32
 """Smallest number of slots for a row of the table: one for each lane of a warp, which finds the smallest
 row_id in one instruction."""
-_ELEMENTS = 1024
+_BLOCK_ELEMENTS = 1024
 """Number of elements that one program of :func:`_parts` copies."""
-_END = tl.constexpr(2**31 - 1)
+_END_ROW_ID = tl.constexpr(2**31 - 1)
 """Larger than any row_id."""
 
 
 @triton.jit
-def _scatter(
-    x, row_ids, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+def _scatter_kernel(
+    x,
+    row_ids,
+    output_pointer,
+    WIDTH: tl.constexpr,
+    COPIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Copies row i of x to the rows row_ids[i]."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    mine = tl.load(row_ids + row * COPIES + slot, mask=slot < COPIES, other=-1)
-    value = tl.load(x + row * WIDTH + column, mask=mask)
-    row_id = tl.min(tl.where(mine >= 0, mine, _END), 0)
-    for _ in range(tl.sum((mine >= 0).to(tl.int32), 0)):
-        tl.store(out + row_id.to(tl.int64) * WIDTH + column, value, mask=mask)
-        row_id = tl.min(tl.where(mine > row_id, mine, _END), 0)
+    row_index = tl.program_id(0).to(tl.int64)
+    slot_index = tl.arange(0, SLOTS)
+    column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = column_index < WIDTH
+    row_ids_of_row = tl.load(row_ids + row_index * COPIES + slot_index, mask=slot_index < COPIES, other=-1)
+    row_values = tl.load(x + row_index * WIDTH + column_index, mask=column_mask)
+    row_id = tl.min(tl.where(row_ids_of_row >= 0, row_ids_of_row, _END_ROW_ID), 0)
+    for _ in range(tl.sum((row_ids_of_row >= 0).to(tl.int32), 0)):
+        tl.store(output_pointer + row_id.to(tl.int64) * WIDTH + column_index, row_values, mask=column_mask)
+        row_id = tl.min(tl.where(row_ids_of_row > row_id, row_ids_of_row, _END_ROW_ID), 0)
 
 
 @triton.jit
-def _sum(
-    y, row_ids, out, WIDTH: tl.constexpr, COPIES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+def _sum_kernel(
+    y,
+    row_ids,
+    output_pointer,
+    WIDTH: tl.constexpr,
+    COPIES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Row i of out is the sum of y's rows row_ids[i], in float32."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, SLOTS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < WIDTH
-    mine = tl.load(row_ids + row * COPIES + slot, mask=slot < COPIES, other=-1)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    row_id = tl.min(tl.where(mine >= 0, mine, _END), 0)
-    for _ in range(tl.sum((mine >= 0).to(tl.int32), 0)):
-        acc += tl.load(y + row_id.to(tl.int64) * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-        row_id = tl.min(tl.where(mine > row_id, mine, _END), 0)
-    tl.store(out + row * WIDTH + column, acc.to(out.dtype.element_ty), mask=mask)
+    row_index = tl.program_id(0).to(tl.int64)
+    slot_index = tl.arange(0, SLOTS)
+    column_index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = column_index < WIDTH
+    row_ids_of_row = tl.load(row_ids + row_index * COPIES + slot_index, mask=slot_index < COPIES, other=-1)
+    row_sum = tl.zeros((BLOCK,), tl.float32)
+    row_id = tl.min(tl.where(row_ids_of_row >= 0, row_ids_of_row, _END_ROW_ID), 0)
+    for _ in range(tl.sum((row_ids_of_row >= 0).to(tl.int32), 0)):
+        row_sum += tl.load(y + row_id.to(tl.int64) * WIDTH + column_index, mask=column_mask, other=0.0).to(
+            tl.float32
+        )
+        row_id = tl.min(tl.where(row_ids_of_row > row_id, row_ids_of_row, _END_ROW_ID), 0)
+    tl.store(
+        output_pointer + row_index * WIDTH + column_index,
+        row_sum.to(output_pointer.dtype.element_ty),
+        mask=column_mask,
+    )
 
 
 @triton.jit(do_not_specialize=["total"])
-def _parts(spread, row_ids, packed, total, WIDTH: tl.constexpr, PACK: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_parts_kernel(
+    spread_pointer,
+    row_ids,
+    packed_pointer,
+    total,
+    WIDTH: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Copies parts of WIDTH numbers from spread [parts, WIDTH] to packed[row_ids], or back.
 
     On the way back, parts with the row_id -1 are zero.
     """
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row_id = tl.load(row_ids + index // WIDTH, mask=index < total, other=-1)
-    there = packed + row_id.to(tl.int64) * WIDTH + index % WIDTH
+    packed_pointers = packed_pointer + row_id.to(tl.int64) * WIDTH + index % WIDTH
     if PACK:
-        tl.store(there, tl.load(spread + index, mask=row_id >= 0), mask=row_id >= 0)
+        tl.store(packed_pointers, tl.load(spread_pointer + index, mask=row_id >= 0), mask=row_id >= 0)
     else:
-        tl.store(spread + index, tl.load(there, mask=row_id >= 0, other=0.0), mask=index < total)
+        tl.store(
+            spread_pointer + index, tl.load(packed_pointers, mask=row_id >= 0, other=0.0), mask=index < total
+        )
 
 
-def _cut(row_ids: Tensor, width: int) -> tuple[tuple[int, int], dict[str, int]]:
+def _grid_and_sizes(row_ids: Tensor, row_width: int) -> tuple[tuple[int, int], dict[str, int]]:
     """The grid and the constants of a kernel over rows."""
-    block = min(triton.next_power_of_2(width), _COLUMNS)
-    slots = max(_SLOTS, triton.next_power_of_2(row_ids.shape[1]))
-    sizes = {"WIDTH": width, "COPIES": row_ids.shape[1], "SLOTS": slots, "BLOCK": block, "num_warps": 1}
-    return (row_ids.shape[0], triton.cdiv(width, block)), sizes
+    block_columns = min(triton.next_power_of_2(row_width), _MAX_COLUMNS)
+    num_slots = max(_MIN_SLOTS, triton.next_power_of_2(row_ids.shape[1]))
+    sizes = {
+        "WIDTH": row_width,
+        "COPIES": row_ids.shape[1],
+        "SLOTS": num_slots,
+        "BLOCK": block_columns,
+        "num_warps": 1,
+    }
+    return (row_ids.shape[0], triton.cdiv(row_width, block_columns)), sizes
 
 
-def scatter_rows(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+def scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     """x [T, H], row_ids int32 [T, K], contiguous -> [rows, H]. Rows that no row_id names are undefined."""
-    out = x.new_empty(rows, x.shape[1])
-    if x.numel() and rows:
-        grid, sizes = _cut(row_ids, x.shape[1])
-        _scatter[grid](x, row_ids, out, **sizes)
-    return out
+    scattered_rows = x.new_empty(num_rows, x.shape[1])
+    if x.numel() and num_rows:
+        grid, sizes = _grid_and_sizes(row_ids, x.shape[1])
+        _scatter_kernel[grid](x, row_ids, scattered_rows, **sizes)
+    return scattered_rows
 
 
 def sum_rows(y: Tensor, row_ids: Tensor) -> Tensor:
     """y [N, H], row_ids int32 [T, K], contiguous -> [T, H]."""
-    out = y.new_empty(row_ids.shape[0], y.shape[1])
-    if out.numel():
-        grid, sizes = _cut(row_ids, y.shape[1])
-        _sum[grid](y, row_ids, out, **sizes)
-    return out
+    summed_rows = y.new_empty(row_ids.shape[0], y.shape[1])
+    if summed_rows.numel():
+        grid, sizes = _grid_and_sizes(row_ids, y.shape[1])
+        _sum_kernel[grid](y, row_ids, summed_rows, **sizes)
+    return summed_rows
 
 
-def scatter_parts(x: Tensor, row_ids: Tensor, rows: int) -> Tensor:
+def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     """x [T, K * W], row_ids int32 [T, K], contiguous -> [rows, W].
 
     Rows that no row_id names are undefined.
     """
     width = x.shape[1] // row_ids.shape[1]
-    out = x.new_empty(rows, width)
-    if x.numel() and rows:
-        grid = (triton.cdiv(x.numel(), _ELEMENTS),)
-        _parts[grid](x, row_ids, out, x.numel(), WIDTH=width, PACK=True, BLOCK=_ELEMENTS)
-    return out
+    scattered_parts = x.new_empty(num_rows, width)
+    if x.numel() and num_rows:
+        grid = (triton.cdiv(x.numel(), _BLOCK_ELEMENTS),)
+        _copy_parts_kernel[grid](
+            x, row_ids, scattered_parts, x.numel(), WIDTH=width, PACK=True, BLOCK=_BLOCK_ELEMENTS
+        )
+    return scattered_parts
 
 
 def gather_parts(y: Tensor, row_ids: Tensor) -> Tensor:
     """y [rows, W], row_ids int32 [T, K], contiguous -> [T, K * W]. Parts with the row_id -1 are zero."""
-    out = torch.empty(row_ids.shape[0], row_ids.shape[1] * y.shape[1], dtype=y.dtype, device=y.device)
-    if out.numel():
-        grid = (triton.cdiv(out.numel(), _ELEMENTS),)
-        _parts[grid](out, row_ids, y, out.numel(), WIDTH=y.shape[1], PACK=False, BLOCK=_ELEMENTS)
-    return out
+    gathered_parts = torch.empty(
+        row_ids.shape[0], row_ids.shape[1] * y.shape[1], dtype=y.dtype, device=y.device
+    )
+    if gathered_parts.numel():
+        grid = (triton.cdiv(gathered_parts.numel(), _BLOCK_ELEMENTS),)
+        _copy_parts_kernel[grid](
+            gathered_parts,
+            row_ids,
+            y,
+            gathered_parts.numel(),
+            WIDTH=y.shape[1],
+            PACK=False,
+            BLOCK=_BLOCK_ELEMENTS,
+        )
+    return gathered_parts

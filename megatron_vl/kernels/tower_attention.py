@@ -36,188 +36,266 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron_vl.kernels.tower_heads import has_kernels
 
-SEARCH = tl.constexpr(128)
+SEARCH_BLOCK = tl.constexpr(128)
 """Number of segment bounds that a program compares at a time to find its own segment."""
 
 
 @dataclass(frozen=True)
-class Tile:
+class KernelTile:
     """How a kernel divides its work."""
 
-    own: int
+    own_rows: int
     """Number of rows that a program computes."""
-    step: int
+    step_rows: int
     """Number of rows of the other operand that a program processes at a time."""
-    warps: int
-    stages: int
-    registers: int | None = None
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
     """Largest number of registers per thread. With fewer, more programs can share a multiprocessor."""
 
 
 @dataclass(frozen=True)
-class Tiles:
+class AttentionTiles:
     """The tiles of the three kernels. The defaults are the fastest measured on H200 for heads of 72
     (docs/log/speed.md)."""
 
-    forward: Tile = Tile(128, 64, 8, 3)
-    query: Tile = Tile(64, 32, 4, 3)
+    forward_tile: KernelTile = KernelTile(128, 64, 8, 3)
+    query_tile: KernelTile = KernelTile(64, 32, 4, 3)
     """For dQ."""
-    key: Tile = Tile(64, 64, 4, 2, 168)
+    key_tile: KernelTile = KernelTile(64, 64, 4, 2, 168)
     """For dK and dV."""
 
 
-TILES = Tiles()
+DEFAULT_TILES = AttentionTiles()
 
 
 @triton.jit
-def _find(cu, segments, OWN: tl.constexpr):
+def _find_segment(cu_seqlens, segments, OWN: tl.constexpr):
     """(start and end of this program's segment, the program's first row). The row may lie after the end."""
-    tile = tl.program_id(0)
-    before = 0
-    for base in range(0, segments, SEARCH):
-        i = base + tl.arange(0, SEARCH)
-        first = tl.load(cu + i, mask=i < segments, other=0x7FFF0000) // OWN + i
-        before += tl.sum((first <= tile).to(tl.int32))
-    segment = before - 1
-    start, end = tl.load(cu + segment), tl.load(cu + before)
-    return start, end, start + (tile - start // OWN - segment) * OWN
+    tile_index = tl.program_id(0)
+    segments_before = 0
+    for search_start in range(0, segments, SEARCH_BLOCK):
+        bound_index = search_start + tl.arange(0, SEARCH_BLOCK)
+        first_tile = (
+            tl.load(cu_seqlens + bound_index, mask=bound_index < segments, other=0x7FFF0000) // OWN
+            + bound_index
+        )
+        segments_before += tl.sum((first_tile <= tile_index).to(tl.int32))
+    segment = segments_before - 1
+    start, end = tl.load(cu_seqlens + segment), tl.load(cu_seqlens + segments_before)
+    return start, end, start + (tile_index - start // OWN - segment) * OWN
 
 
 @triton.jit
-def _rows(parts, plane, row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def _load_rows(
+    part_descriptors, plane_index, first_row, ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr
+):
     """Loads both parts of ROWS rows of a plane. Columns beyond the head size are zero.
 
     If a head has only one part, the second result equals the first.
     """
-    a = parts[0].load([plane, row, 0]).reshape(ROWS, D1)
-    b = a
+    first_part = part_descriptors[0].load([plane_index, first_row, 0]).reshape(ROWS, D1)
+    second_part = first_part
     if D2 > 0:
-        b = parts[1].load([plane, row, D1]).reshape(ROWS, D2)
-    return a, b
+        second_part = part_descriptors[1].load([plane_index, first_row, D1]).reshape(ROWS, D2)
+    return first_part, second_part
 
 
 @triton.jit
-def _across(a, b, D2: tl.constexpr):
+def _dot_over_head_dim(left_parts, right_parts, D2: tl.constexpr):
     """The product a @ b^T over the head dimension, [A, B]."""
-    out = tl.dot(a[0], tl.trans(b[0]))
+    scores = tl.dot(left_parts[0], tl.trans(right_parts[0]))
     if D2 > 0:
-        out = tl.dot(a[1], tl.trans(b[1]), out)
-    return out
+        scores = tl.dot(left_parts[1], tl.trans(right_parts[1]), scores)
+    return scores
 
 
 @triton.jit
-def _along(p, x, sums, D2: tl.constexpr):
-    """Adds ``p @ x``, [A, d], to ``sums``, its two parts."""
-    a = tl.dot(p, x[0], sums[0])
-    b = sums[1]
+def _accumulate_over_rows(weights, row_parts, part_sums, D2: tl.constexpr):
+    """Adds ``p @ x``, [A, d], to ``part_sums``, its two parts."""
+    first_sum = tl.dot(weights, row_parts[0], part_sums[0])
+    second_sum = part_sums[1]
     if D2 > 0:
-        b = tl.dot(p, x[1], b)
-    return a, b
+        second_sum = tl.dot(weights, row_parts[1], second_sum)
+    return first_sum, second_sum
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
+def _zero_parts(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     return tl.zeros([ROWS, D1], tl.float32), tl.zeros([ROWS, D2 if D2 > 0 else 16], tl.float32)
 
 
 @triton.jit
-def _indices(first, end, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """(rows [ROWS, 1] from ``first``, columns [1, WIDTH] from LOW, mask of those before ``end`` and D)"""
-    row = (first + tl.arange(0, ROWS))[:, None]
-    column = (LOW + tl.arange(0, WIDTH))[None, :]
-    return row, column, (row < end) & (column < D)
+def _tile_indices(
+    first_row, end_row, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+):
+    """(rows [ROWS, 1] from ``first_row``, columns [1, WIDTH] from LOW, mask of those before ``end_row`` and D)"""
+    row = (first_row + tl.arange(0, ROWS))[:, None]
+    column_index = (LOW + tl.arange(0, WIDTH))[None, :]
+    return row, column_index, (row < end_row) & (column_index < D)
 
 
 @triton.jit
-def _store_part(x, stride, first, end, value, LOW: tl.constexpr, D: tl.constexpr):
-    row, column, there = _indices(first, end, value.shape[0], LOW, value.shape[1], D)
-    tl.store(x + row * stride + column, value.to(x.dtype.element_ty), mask=there)
+def _store_part(
+    base_pointer, row_stride, first_row, end_row, part_values, LOW: tl.constexpr, D: tl.constexpr
+):
+    row, column_index, store_mask = _tile_indices(
+        first_row, end_row, part_values.shape[0], LOW, part_values.shape[1], D
+    )
+    tl.store(
+        base_pointer + row * row_stride + column_index,
+        part_values.to(base_pointer.dtype.element_ty),
+        mask=store_mask,
+    )
 
 
 @triton.jit
-def _store(x, stride, first, end, value, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
-    _store_part(x, stride, first, end, value[0], 0, D)
+def _store_rows(
+    base_pointer,
+    row_stride,
+    first_row,
+    end_row,
+    value_parts,
+    D: tl.constexpr,
+    D1: tl.constexpr,
+    D2: tl.constexpr,
+):
+    _store_part(base_pointer, row_stride, first_row, end_row, value_parts[0], 0, D)
     if D2 > 0:
-        _store_part(x, stride, first, end, value[1], D1, D)
+        _store_part(base_pointer, row_stride, first_row, end_row, value_parts[1], D1, D)
 
 
 @triton.jit
-def _store_back(x, stride, cos, sin, first, end, value, LOW: tl.constexpr, D: tl.constexpr):
+def _store_unrotated(
+    base_pointer, row_stride, cos, sin, first_row, end_row, pair_values, LOW: tl.constexpr, D: tl.constexpr
+):
     """Applies the inverse rotation to the pairs of one part and stores their members where RoPE read them."""
-    a, b = tl.split(tl.reshape(value, [value.shape[0], value.shape[1] // 2, 2]))
-    row, pair, there = _indices(first, end, value.shape[0], LOW // 2, value.shape[1] // 2, D // 2)
-    angle = row * (D // 2) + pair
-    c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
-    tl.store(x + row * stride + pair, (a * c + b * s).to(x.dtype.element_ty), mask=there)
-    tl.store(x + row * stride + D // 2 + pair, (b * c - a * s).to(x.dtype.element_ty), mask=there)
+    first_member, second_member = tl.split(
+        tl.reshape(pair_values, [pair_values.shape[0], pair_values.shape[1] // 2, 2])
+    )
+    row, pair_index, store_mask = _tile_indices(
+        first_row, end_row, pair_values.shape[0], LOW // 2, pair_values.shape[1] // 2, D // 2
+    )
+    angle_offsets = row * (D // 2) + pair_index
+    cos_tile, sin_tile = (
+        tl.load(cos + angle_offsets, mask=store_mask, other=0.0),
+        tl.load(sin + angle_offsets, mask=store_mask, other=0.0),
+    )
+    tl.store(
+        base_pointer + row * row_stride + pair_index,
+        (first_member * cos_tile + second_member * sin_tile).to(base_pointer.dtype.element_ty),
+        mask=store_mask,
+    )
+    tl.store(
+        base_pointer + row * row_stride + D // 2 + pair_index,
+        (second_member * cos_tile - first_member * sin_tile).to(base_pointer.dtype.element_ty),
+        mask=store_mask,
+    )
 
 
 @triton.jit
 def _store_gradient(
     dqkv,
-    which: tl.constexpr,
+    qkv_index: tl.constexpr,
     cos,
     sin,
-    start,
-    first,
-    end,
-    value,
+    segment_start,
+    first_row,
+    end_row,
+    grad_parts,
     ROTATED: tl.constexpr,
     D: tl.constexpr,
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """Stores a gradient into [P, heads, 3, d]; ``first`` and ``end`` are counted from ``start``."""
+    """Stores a gradient into [P, heads, 3, d]; ``first_row`` and ``end_row`` are counted from ``segment_start``."""
     head = tl.program_id(1)
-    stride = tl.num_programs(1) * 3 * D
-    x = dqkv + start.to(tl.int64) * stride + head * 3 * D + which * D
+    row_stride = tl.num_programs(1) * 3 * D
+    base_pointer = dqkv + segment_start.to(tl.int64) * row_stride + head * 3 * D + qkv_index * D
     if ROTATED:
-        shift = start.to(tl.int64) * (D // 2)
-        _store_back(x, stride, cos + shift, sin + shift, first, end, value[0], 0, D)
+        angle_shift = segment_start.to(tl.int64) * (D // 2)
+        _store_unrotated(
+            base_pointer,
+            row_stride,
+            cos + angle_shift,
+            sin + angle_shift,
+            first_row,
+            end_row,
+            grad_parts[0],
+            0,
+            D,
+        )
         if D2 > 0:
-            _store_back(x, stride, cos + shift, sin + shift, first, end, value[1], D1, D)
+            _store_unrotated(
+                base_pointer,
+                row_stride,
+                cos + angle_shift,
+                sin + angle_shift,
+                first_row,
+                end_row,
+                grad_parts[1],
+                D1,
+                D,
+            )
     else:
-        _store(x, stride, first, end, value, D, D1, D2)
+        _store_rows(base_pointer, row_stride, first_row, end_row, grad_parts, D, D1, D2)
 
 
 @triton.jit(do_not_specialize=["patches"])
-def _pack(qkv, packed, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr):
+def _pack_kernel(
+    qkv, packed_pointer, cos, sin, patches, HALF: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr
+):
     """Packs some patches of one head, [P, heads, 3, d] -> [3, heads, P, d].
 
     Query and key are rotated, and the members of a pair are put side by side.
     """
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    row, column, there = _indices(tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF)
-    angle = row * HALF + column
-    c, s = tl.load(cos + angle, mask=there, other=0.0), tl.load(sin + angle, mask=there, other=0.0)
-    base = qkv + row * (heads * 6 * HALF) + head * 6 * HALF
-    wide = tl.arange(0, 2 * TILE)[None, :]
-    whole = (row < patches) & (wide < 2 * HALF)
-    pointers = packed + (head.to(tl.int64) * patches + row) * (2 * HALF) + wide
-    plane = heads.to(tl.int64) * patches * (2 * HALF)
+    row_index, column_index, half_mask = _tile_indices(
+        tl.program_id(0).to(tl.int64) * ROWS, patches, ROWS, 0, TILE, HALF
+    )
+    angle_offsets = row_index * HALF + column_index
+    cos_tile, sin_tile = (
+        tl.load(cos + angle_offsets, mask=half_mask, other=0.0),
+        tl.load(sin + angle_offsets, mask=half_mask, other=0.0),
+    )
+    qkv_pointer = qkv + row_index * (heads * 6 * HALF) + head * 6 * HALF
+    full_column = tl.arange(0, 2 * TILE)[None, :]
+    full_mask = (row_index < patches) & (full_column < 2 * HALF)
+    packed_pointers = packed_pointer + (head.to(tl.int64) * patches + row_index) * (2 * HALF) + full_column
+    plane_stride = heads.to(tl.int64) * patches * (2 * HALF)
 
-    for part in tl.static_range(2):
-        x = base + part * 2 * HALF + column
-        a = tl.load(x, mask=there, other=0.0).to(tl.float32)
-        b = tl.load(x + HALF, mask=there, other=0.0).to(tl.float32)
-        pairs = tl.interleave(a * c - b * s, b * c + a * s)
-        tl.store(pointers + part * plane, pairs.to(packed.dtype.element_ty), mask=whole)
+    for qkv_index in tl.static_range(2):
+        half_pointers = qkv_pointer + qkv_index * 2 * HALF + column_index
+        first_half = tl.load(half_pointers, mask=half_mask, other=0.0).to(tl.float32)
+        second_half = tl.load(half_pointers + HALF, mask=half_mask, other=0.0).to(tl.float32)
+        rotated_pairs = tl.interleave(
+            first_half * cos_tile - second_half * sin_tile, second_half * cos_tile + first_half * sin_tile
+        )
+        tl.store(
+            packed_pointers + qkv_index * plane_stride,
+            rotated_pairs.to(packed_pointer.dtype.element_ty),
+            mask=full_mask,
+        )
 
-    tl.store(pointers + 2 * plane, tl.load(base + 4 * HALF + wide, mask=whole, other=0.0), mask=whole)
+    tl.store(
+        packed_pointers + 2 * plane_stride,
+        tl.load(qkv_pointer + 4 * HALF + full_column, mask=full_mask, other=0.0),
+        mask=full_mask,
+    )
 
 
 @triton.jit(do_not_specialize=["segments", "width"])
-def _forward(
-    own1,
-    own2,
-    walked1,
-    walked2,
-    out,
+def _forward_kernel(
+    own_part1,
+    own_part2,
+    walked_part1,
+    walked_part2,
+    output_pointer,
     lse,
-    cu,
+    cu_seqlens,
     segments,
-    scale,
+    log2_scale,
     width,
     OWN: tl.constexpr,
     STEP: tl.constexpr,
@@ -227,69 +305,100 @@ def _forward(
 ):
     """Attends from OWN queries of one head to all keys of their segment.
 
-    ``own`` and ``walked`` are the packed tensor, as descriptors of both parts in tiles of OWN and STEP rows.
+    The ``own`` and ``walked`` parts are descriptors of the same packed tensor, in tiles of OWN and STEP rows.
     """
-    start, end, first = _find(cu, segments, OWN)
-    if first >= end:
+    segment_start, segment_end, first_row = _find_segment(cu_seqlens, segments, OWN)
+    if first_row >= segment_end:
         return
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    q = _rows((own1, own2), head, first, OWN, D1, D2)
-    top = tl.full([OWN], float("-inf"), tl.float32)
-    total = tl.zeros([OWN], tl.float32)
-    sums = _zeros(OWN, D1, D2)
+    query_parts = _load_rows((own_part1, own_part2), head, first_row, OWN, D1, D2)
+    running_max = tl.full([OWN], float("-inf"), tl.float32)
+    running_sum = tl.zeros([OWN], tl.float32)
+    weighted_values = _zero_parts(OWN, D1, D2)
 
-    for row in tl.range(start, end, STEP):
-        k = _rows((walked1, walked2), heads + head, row, STEP, D1, D2)
-        v = _rows((walked1, walked2), 2 * heads + head, row, STEP, D1, D2)
-        s = _across(q, k, D2)
-        if row + STEP > end:
-            s = tl.where((row + tl.arange(0, STEP) < end)[None, :], s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1) * scale)
-        p = tl.exp2(s * scale - new[:, None])
-        shrink = tl.exp2(top - new)
-        total = total * shrink + tl.sum(p, 1)
-        sums = _along(p.to(v[0].dtype), v, (sums[0] * shrink[:, None], sums[1] * shrink[:, None]), D2)
-        top = new
+    for row_index in tl.range(segment_start, segment_end, STEP):
+        key_parts = _load_rows((walked_part1, walked_part2), heads + head, row_index, STEP, D1, D2)
+        value_parts = _load_rows((walked_part1, walked_part2), 2 * heads + head, row_index, STEP, D1, D2)
+        scores = _dot_over_head_dim(query_parts, key_parts, D2)
+        if row_index + STEP > segment_end:
+            scores = tl.where((row_index + tl.arange(0, STEP) < segment_end)[None, :], scores, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1) * log2_scale)
+        probabilities = tl.exp2(scores * log2_scale - new_max[:, None])
+        rescale_factor = tl.exp2(running_max - new_max)
+        running_sum = running_sum * rescale_factor + tl.sum(probabilities, 1)
+        weighted_values = _accumulate_over_rows(
+            probabilities.to(value_parts[0].dtype),
+            value_parts,
+            (weighted_values[0] * rescale_factor[:, None], weighted_values[1] * rescale_factor[:, None]),
+            D2,
+        )
+        running_max = new_max
 
-    inverse = (1.0 / total)[:, None]
-    pointers = out + start.to(tl.int64) * heads * D + head * D
-    _store(pointers, heads * D, first - start, end - start, (sums[0] * inverse, sums[1] * inverse), D, D1, D2)
-    row = first + tl.arange(0, OWN)
-    tl.store(lse + head.to(tl.int64) * width + row, top + tl.log2(total), mask=row < end)
+    inverse_sum = (1.0 / running_sum)[:, None]
+    segment_pointer = output_pointer + segment_start.to(tl.int64) * heads * D + head * D
+    _store_rows(
+        segment_pointer,
+        heads * D,
+        first_row - segment_start,
+        segment_end - segment_start,
+        (weighted_values[0] * inverse_sum, weighted_values[1] * inverse_sum),
+        D,
+        D1,
+        D2,
+    )
+    row_index = first_row + tl.arange(0, OWN)
+    tl.store(
+        lse + head.to(tl.int64) * width + row_index,
+        running_max + tl.log2(running_sum),
+        mask=row_index < segment_end,
+    )
 
 
 @triton.jit
-def _product_sum(
-    out, dout, start, first, end, OWN: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
+def _load_grad_and_delta(
+    output_pointer,
+    output_grad_pointer,
+    segment_start,
+    first_row,
+    end_row,
+    OWN: tl.constexpr,
+    LOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
 ):
     """(a part of dout [OWN, WIDTH], sum(out * dout) over it)"""
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    row, column, there = _indices(first - start, end - start, OWN, LOW, WIDTH, D)
-    at = start.to(tl.int64) * heads * D + head * D + row * (heads * D) + column
-    o, do = tl.load(out + at, mask=there, other=0.0), tl.load(dout + at, mask=there, other=0.0)
-    return do, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    row, column_index, load_mask = _tile_indices(
+        first_row - segment_start, end_row - segment_start, OWN, LOW, WIDTH, D
+    )
+    offsets = segment_start.to(tl.int64) * heads * D + head * D + row * (heads * D) + column_index
+    output_part, output_grad = (
+        tl.load(output_pointer + offsets, mask=load_mask, other=0.0),
+        tl.load(output_grad_pointer + offsets, mask=load_mask, other=0.0),
+    )
+    return output_grad, tl.sum(output_part.to(tl.float32) * output_grad.to(tl.float32), 1)
 
 
 @triton.jit(do_not_specialize=["segments", "width"])
-def _backward_query(
-    own1,
-    own2,
-    walked1,
-    walked2,
-    out,
-    dout,
+def _query_grad_kernel(
+    own_part1,
+    own_part2,
+    walked_part1,
+    walked_part2,
+    output_pointer,
+    output_grad_pointer,
     lse,
     delta,
     dqkv,
     cos,
     sin,
-    cu,
+    cu_seqlens,
     segments,
-    scale,
+    log2_scale,
     width,
-    factor,
+    score_scale,
     ROTATED: tl.constexpr,
     OWN: tl.constexpr,
     STEP: tl.constexpr,
@@ -298,56 +407,77 @@ def _backward_query(
     D2: tl.constexpr,
 ):
     """Computes dQ of OWN queries of one head. Stores delta = sum(out * dout) for the other kernel."""
-    start, end, first = _find(cu, segments, OWN)
-    if first >= end:
+    segment_start, segment_end, first_row = _find_segment(cu_seqlens, segments, OWN)
+    if first_row >= segment_end:
         return
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    do1, d = _product_sum(out, dout, start, first, end, OWN, 0, D1, D)
-    do = do1, do1
+    output_grad_part1, delta_rows = _load_grad_and_delta(
+        output_pointer, output_grad_pointer, segment_start, first_row, segment_end, OWN, 0, D1, D
+    )
+    output_grad_parts = output_grad_part1, output_grad_part1
     if D2 > 0:
-        do2, d2 = _product_sum(out, dout, start, first, end, OWN, D1, D2, D)
-        do = do1, do2
-        d += d2
+        output_grad_part2, delta_part2 = _load_grad_and_delta(
+            output_pointer, output_grad_pointer, segment_start, first_row, segment_end, OWN, D1, D2, D
+        )
+        output_grad_parts = output_grad_part1, output_grad_part2
+        delta_rows += delta_part2
 
-    row = first + tl.arange(0, OWN)
-    statistics = head.to(tl.int64) * width + row
-    tl.store(delta + statistics, d, mask=row < end)
-    norm = tl.load(lse + statistics, mask=row < end, other=float("inf"))
-    q = _rows((own1, own2), head, first, OWN, D1, D2)
-    dq = _zeros(OWN, D1, D2)
+    row_index = first_row + tl.arange(0, OWN)
+    statistic_offsets = head.to(tl.int64) * width + row_index
+    tl.store(delta + statistic_offsets, delta_rows, mask=row_index < segment_end)
+    log_sum_exp = tl.load(lse + statistic_offsets, mask=row_index < segment_end, other=float("inf"))
+    query_parts = _load_rows((own_part1, own_part2), head, first_row, OWN, D1, D2)
+    query_grad_parts = _zero_parts(OWN, D1, D2)
 
-    for row in tl.range(start, end, STEP):
-        k = _rows((walked1, walked2), heads + head, row, STEP, D1, D2)
-        v = _rows((walked1, walked2), 2 * heads + head, row, STEP, D1, D2)
-        s = _across(q, k, D2)
-        if row + STEP > end:
-            s = tl.where((row + tl.arange(0, STEP) < end)[None, :], s, float("-inf"))
-        p = tl.exp2(s * scale - norm[:, None])
-        ds = p * (_across(do, v, D2) - d[:, None])
-        dq = _along(ds.to(k[0].dtype), k, dq, D2)
+    for row_index in tl.range(segment_start, segment_end, STEP):
+        key_parts = _load_rows((walked_part1, walked_part2), heads + head, row_index, STEP, D1, D2)
+        value_parts = _load_rows((walked_part1, walked_part2), 2 * heads + head, row_index, STEP, D1, D2)
+        scores = _dot_over_head_dim(query_parts, key_parts, D2)
+        if row_index + STEP > segment_end:
+            scores = tl.where((row_index + tl.arange(0, STEP) < segment_end)[None, :], scores, float("-inf"))
+        probabilities = tl.exp2(scores * log2_scale - log_sum_exp[:, None])
+        score_grads = probabilities * (
+            _dot_over_head_dim(output_grad_parts, value_parts, D2) - delta_rows[:, None]
+        )
+        query_grad_parts = _accumulate_over_rows(
+            score_grads.to(key_parts[0].dtype), key_parts, query_grad_parts, D2
+        )
 
-    dq = dq[0] * factor, dq[1] * factor
-    _store_gradient(dqkv, 0, cos, sin, start, first - start, end - start, dq, ROTATED, D, D1, D2)
+    query_grad_parts = query_grad_parts[0] * score_scale, query_grad_parts[1] * score_scale
+    _store_gradient(
+        dqkv,
+        0,
+        cos,
+        sin,
+        segment_start,
+        first_row - segment_start,
+        segment_end - segment_start,
+        query_grad_parts,
+        ROTATED,
+        D,
+        D1,
+        D2,
+    )
 
 
 @triton.jit(do_not_specialize=["segments"])
-def _backward_key(
-    own1,
-    own2,
-    walked1,
-    walked2,
-    dout1,
-    dout2,
+def _key_grad_kernel(
+    own_part1,
+    own_part2,
+    walked_part1,
+    walked_part2,
+    output_grad_part1,
+    output_grad_part2,
     lse,
     delta,
     dqkv,
     cos,
     sin,
-    cu,
+    cu_seqlens,
     segments,
-    scale,
-    factor,
+    log2_scale,
+    score_scale,
     ROTATED: tl.constexpr,
     OWN: tl.constexpr,
     STEP: tl.constexpr,
@@ -357,54 +487,91 @@ def _backward_key(
 ):
     """Computes dK and dV of OWN keys of one head from all queries of their segment.
 
-    Scores are transposed, [OWN, STEP]. ``dout``, ``lse`` and ``delta`` are descriptors.
+    Scores are transposed, [OWN, STEP]. The parts of the output's gradient, ``lse`` and ``delta`` are descriptors.
     """
-    start, end, first = _find(cu, segments, OWN)
-    if first >= end:
+    segment_start, segment_end, first_row = _find_segment(cu_seqlens, segments, OWN)
+    if first_row >= segment_end:
         return
     head = tl.program_id(1)
     heads = tl.num_programs(1)
-    k = _rows((own1, own2), heads + head, first, OWN, D1, D2)
-    v = _rows((own1, own2), 2 * heads + head, first, OWN, D1, D2)
-    dk, dv = _zeros(OWN, D1, D2), _zeros(OWN, D1, D2)
+    key_parts = _load_rows((own_part1, own_part2), heads + head, first_row, OWN, D1, D2)
+    value_parts = _load_rows((own_part1, own_part2), 2 * heads + head, first_row, OWN, D1, D2)
+    key_grad_parts, value_grad_parts = _zero_parts(OWN, D1, D2), _zero_parts(OWN, D1, D2)
 
     # Loads of statistics start at multiples of 16 bytes, so the first may include queries of the previous
     # segment. These get no weight. Values after the last query were never written and may be NaN, which a
     # weight of zero would not remove.
-    for row in tl.range(start // 4 * 4, end, STEP):
-        q = _rows((walked1, walked2), head, row, STEP, D1, D2)
-        do = _rows((dout1, dout2), head, row, STEP, D1, D2)
-        query = row + tl.arange(0, STEP)
-        mine = (query >= start) & (query < end)
-        norm = tl.where(mine, lse.load([head, row]).reshape(STEP), float("inf"))
-        d = tl.where(mine, delta.load([head, row]).reshape(STEP), 0.0)
+    for row_index in tl.range(segment_start // 4 * 4, segment_end, STEP):
+        query_parts = _load_rows((walked_part1, walked_part2), head, row_index, STEP, D1, D2)
+        output_grad_parts = _load_rows((output_grad_part1, output_grad_part2), head, row_index, STEP, D1, D2)
+        query_index = row_index + tl.arange(0, STEP)
+        in_own_segment = (query_index >= segment_start) & (query_index < segment_end)
+        log_sum_exp = tl.where(in_own_segment, lse.load([head, row_index]).reshape(STEP), float("inf"))
+        delta_rows = tl.where(in_own_segment, delta.load([head, row_index]).reshape(STEP), 0.0)
 
-        p = tl.exp2(_across(k, q, D2) * scale - norm[None, :])
-        dv = _along(p.to(do[0].dtype), do, dv, D2)
-        ds = p * (_across(v, do, D2) - d[None, :])
-        dk = _along(ds.to(q[0].dtype), q, dk, D2)
+        probabilities = tl.exp2(
+            _dot_over_head_dim(key_parts, query_parts, D2) * log2_scale - log_sum_exp[None, :]
+        )
+        value_grad_parts = _accumulate_over_rows(
+            probabilities.to(output_grad_parts[0].dtype), output_grad_parts, value_grad_parts, D2
+        )
+        score_grads = probabilities * (
+            _dot_over_head_dim(value_parts, output_grad_parts, D2) - delta_rows[None, :]
+        )
+        key_grad_parts = _accumulate_over_rows(
+            score_grads.to(query_parts[0].dtype), query_parts, key_grad_parts, D2
+        )
 
-    dk = dk[0] * factor, dk[1] * factor
-    _store_gradient(dqkv, 1, cos, sin, start, first - start, end - start, dk, ROTATED, D, D1, D2)
-    _store_gradient(dqkv, 2, cos, sin, start, first - start, end - start, dv, False, D, D1, D2)
-
-
-def _parts(head_dim: int) -> tuple[int, int]:
-    """The widths of both parts of a head; the second may be 0."""
-    first = 1 << (head_dim.bit_length() - 1)
-    return first, max(16, triton.next_power_of_2(head_dim - first)) if head_dim > first else 0
-
-
-def _described(planes: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of [planes, P, d] for both parts, in tiles of ``rows`` rows."""
-    shape, strides = list(planes.shape), list(planes.stride())
-    first, second = (
-        TensorDescriptor(planes, shape, strides, [1, rows, width or 16]) for width in _parts(planes.shape[2])
+    key_grad_parts = key_grad_parts[0] * score_scale, key_grad_parts[1] * score_scale
+    _store_gradient(
+        dqkv,
+        1,
+        cos,
+        sin,
+        segment_start,
+        first_row - segment_start,
+        segment_end - segment_start,
+        key_grad_parts,
+        ROTATED,
+        D,
+        D1,
+        D2,
     )
-    return first, second
+    _store_gradient(
+        dqkv,
+        2,
+        cos,
+        sin,
+        segment_start,
+        first_row - segment_start,
+        segment_end - segment_start,
+        value_grad_parts,
+        False,
+        D,
+        D1,
+        D2,
+    )
 
 
-_THREAD = threading.local()
+def _part_widths(head_dim: int) -> tuple[int, int]:
+    """The widths of both parts of a head; the second may be 0."""
+    first_width = 1 << (head_dim.bit_length() - 1)
+    return first_width, max(
+        16, triton.next_power_of_2(head_dim - first_width)
+    ) if head_dim > first_width else 0
+
+
+def _part_descriptors(planes: Tensor, tile_rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of [planes, P, d] for both parts, in tiles of ``tile_rows`` rows."""
+    shape, plane_strides = list(planes.shape), list(planes.stride())
+    first_descriptor, second_descriptor = (
+        TensorDescriptor(planes, shape, plane_strides, [1, tile_rows, width or 16])
+        for width in _part_widths(planes.shape[2])
+    )
+    return first_descriptor, second_descriptor
+
+
+_THREAD_STATE = threading.local()
 
 
 def _make_context_current(device: torch.device) -> None:
@@ -414,170 +581,208 @@ def _make_context_current(device: torch.device) -> None:
     yet, it finds none (``invalid device context``) if another thread has loaded the kernel. Autograd's
     threads on device 0 start in this state.
     """
-    if not getattr(_THREAD, "current", False):
+    if not getattr(_THREAD_STATE, "current", False):
         torch.zeros(1, device=device)
-        _THREAD.current = True
+        _THREAD_STATE.current = True
 
 
-def _launch(
+def _launch_kernel(
     kernel: Any,
-    tile: Tile,
-    packed: Tensor,
-    described: tuple[TensorDescriptor, ...],
+    tile: KernelTile,
+    packed_qkv: Tensor,
+    descriptors: tuple[TensorDescriptor, ...],
     tensors: tuple[Tensor, ...],
-    *numbers: float,
-    **more: Any,
+    *extra_scalars: float,
+    **extra_constants: Any,
 ) -> None:
     """Launches a kernel. The last of ``tensors`` is cu_seqlens."""
-    _, heads, patches, d = packed.shape
-    _make_context_current(packed.device)
-    segments = tensors[-1].numel() - 1
-    first, second = _parts(d)
+    _, num_heads, num_patches, head_dim = packed_qkv.shape
+    _make_context_current(packed_qkv.device)
+    num_segments = tensors[-1].numel() - 1
+    first_width, second_width = _part_widths(head_dim)
 
-    kernel[(patches // tile.own + segments, heads)](
-        *described,
+    kernel[(num_patches // tile.own_rows + num_segments, num_heads)](
+        *descriptors,
         *tensors,
-        segments,
-        d**-0.5 * math.log2(math.e),
-        *numbers,
-        OWN=tile.own,
-        STEP=tile.step,
-        D=d,
-        D1=first,
-        D2=second,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        maxnreg=tile.registers,
-        **more,
+        num_segments,
+        head_dim**-0.5 * math.log2(math.e),
+        *extra_scalars,
+        OWN=tile.own_rows,
+        STEP=tile.step_rows,
+        D=head_dim,
+        D1=first_width,
+        D2=second_width,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
+        **extra_constants,
     )
 
 
-def _attend(packed: Tensor, cu: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
+def _attention_forward(packed_qkv: Tensor, cu_seqlens: Tensor, tile: KernelTile) -> tuple[Tensor, Tensor]:
     """[3, h, P, d] -> [P, h, d] and the base-2 log-sum-exp, fp32 [h, P rounded up to a multiple of 4]."""
-    _, heads, patches, d = packed.shape
-    out = packed.new_empty(patches, heads, d)
+    _, num_heads, patches, head_dim = packed_qkv.shape
+    attention_output = packed_qkv.new_empty(patches, num_heads, head_dim)
     # The size of a descriptor's rows must be a multiple of 16 bytes.
-    lse = packed.new_empty(heads, triton.cdiv(patches, 4) * 4, dtype=torch.float32)
-    planes = packed.flatten(0, 1)
-    described = *_described(planes, tile.own), *_described(planes, tile.step)
-    _launch(_forward, tile, packed, described, (out, lse, cu), lse.shape[1])
-    return out, lse
+    lse = packed_qkv.new_empty(num_heads, triton.cdiv(patches, 4) * 4, dtype=torch.float32)
+    planes = packed_qkv.flatten(0, 1)
+    descriptors = *_part_descriptors(planes, tile.own_rows), *_part_descriptors(planes, tile.step_rows)
+    _launch_kernel(
+        _forward_kernel, tile, packed_qkv, descriptors, (attention_output, lse, cu_seqlens), lse.shape[1]
+    )
+    return attention_output, lse
 
 
-Angles = tuple[Tensor, Tensor] | None
+RotationAngles = tuple[Tensor, Tensor] | None
 """cos and sin of the rotation whose inverse is applied to gradients; None: there was no rotation."""
 
 
-def _gradient_of_query(
-    packed: Tensor,
-    out: Tensor,
-    dout: Tensor,
+def _launch_query_grad(
+    packed_qkv: Tensor,
+    attention_output: Tensor,
+    output_grad: Tensor,
     lse: Tensor,
-    cu: Tensor,
-    angles: Angles,
-    tile: Tile,
+    cu_seqlens: Tensor,
+    angles: RotationAngles,
+    tile: KernelTile,
     delta: Tensor,
     dqkv: Tensor,
 ) -> None:
     """Fills delta, which has the shape of lse, and the query's third of dqkv [P, h, 3, d]."""
-    planes = packed.flatten(0, 1)
-    described = *_described(planes, tile.own), *_described(planes, tile.step)
-    tensors = out, dout, lse, delta, dqkv, *(angles or (lse, lse)), cu
-    numbers = lse.shape[1], packed.shape[3] ** -0.5
-    _launch(_backward_query, tile, packed, described, tensors, *numbers, ROTATED=angles is not None)
-
-
-def _gradient_of_key(
-    packed: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    cu: Tensor,
-    angles: Angles,
-    tile: Tile,
-    delta: Tensor,
-    dqkv: Tensor,
-) -> None:
-    """Fills the key's and value's thirds of dqkv [P, h, 3, d]."""
-    planes = packed.flatten(0, 1)
-    described = (
-        *_described(planes, tile.own),
-        *_described(planes, tile.step),
-        *_described(dout.transpose(0, 1), tile.step),
-    )
-    statistics = (TensorDescriptor.from_tensor(x, [1, tile.step]) for x in (lse, delta))
-    tensors = dqkv, *(angles or (lse, lse)), cu
-
-    _launch(
-        _backward_key,
+    planes = packed_qkv.flatten(0, 1)
+    descriptors = *_part_descriptors(planes, tile.own_rows), *_part_descriptors(planes, tile.step_rows)
+    kernel_tensors = attention_output, output_grad, lse, delta, dqkv, *(angles or (lse, lse)), cu_seqlens
+    extra_scalars = lse.shape[1], packed_qkv.shape[3] ** -0.5
+    _launch_kernel(
+        _query_grad_kernel,
         tile,
-        packed,
-        (*described, *statistics),
-        tensors,
-        packed.shape[3] ** -0.5,
+        packed_qkv,
+        descriptors,
+        kernel_tensors,
+        *extra_scalars,
         ROTATED=angles is not None,
     )
 
 
-def _gradient(
-    packed: Tensor, out: Tensor, dout: Tensor, lse: Tensor, cu: Tensor, angles: Angles, tiles: Tiles
+def _launch_key_grad(
+    packed_qkv: Tensor,
+    output_grad: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    angles: RotationAngles,
+    tile: KernelTile,
+    delta: Tensor,
+    dqkv: Tensor,
+) -> None:
+    """Fills the key's and value's thirds of dqkv [P, h, 3, d]."""
+    planes = packed_qkv.flatten(0, 1)
+    descriptors = (
+        *_part_descriptors(planes, tile.own_rows),
+        *_part_descriptors(planes, tile.step_rows),
+        *_part_descriptors(output_grad.transpose(0, 1), tile.step_rows),
+    )
+    statistic_descriptors = (
+        TensorDescriptor.from_tensor(statistic, [1, tile.step_rows]) for statistic in (lse, delta)
+    )
+    kernel_tensors = dqkv, *(angles or (lse, lse)), cu_seqlens
+
+    _launch_kernel(
+        _key_grad_kernel,
+        tile,
+        packed_qkv,
+        (*descriptors, *statistic_descriptors),
+        kernel_tensors,
+        packed_qkv.shape[3] ** -0.5,
+        ROTATED=angles is not None,
+    )
+
+
+def _attention_backward(
+    packed_qkv: Tensor,
+    attention_output: Tensor,
+    output_grad: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    angles: RotationAngles,
+    tiles: AttentionTiles,
 ) -> Tensor:
     """The gradient of query, key and value, [P, h, 3, d]."""
-    _, heads, patches, d = packed.shape
-    dqkv = packed.new_empty(patches, heads, 3, d)
+    _, num_heads, patches, head_dim = packed_qkv.shape
+    dqkv = packed_qkv.new_empty(patches, num_heads, 3, head_dim)
     delta = torch.empty_like(lse)
-    dout = dout.contiguous().view_as(out)
-    _gradient_of_query(packed, out, dout, lse, cu, angles, tiles.query, delta, dqkv)
-    _gradient_of_key(packed, dout, lse, cu, angles, tiles.key, delta, dqkv)
+    output_grad = output_grad.contiguous().view_as(attention_output)
+    _launch_query_grad(
+        packed_qkv, attention_output, output_grad, lse, cu_seqlens, angles, tiles.query_tile, delta, dqkv
+    )
+    _launch_key_grad(packed_qkv, output_grad, lse, cu_seqlens, angles, tiles.key_tile, delta, dqkv)
     return dqkv
 
 
-def _pack_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
+def _pack_with_rope(qkv: Tensor, cos: Tensor, sin: Tensor, head_dim: int) -> Tensor:
     """Applies RoPE to query and key: [P, h * 3 * d] -> [3, h, P, d]."""
     patches = qkv.shape[0]
-    heads = qkv.shape[1] // (3 * head_dim)
-    half = head_dim // 2
-    packed = qkv.new_empty(3, heads, patches, head_dim)
-    _pack[(triton.cdiv(patches, 32), heads)](
-        qkv, packed, cos, sin, patches, HALF=half, TILE=triton.next_power_of_2(half), ROWS=32, num_warps=4
+    num_heads = qkv.shape[1] // (3 * head_dim)
+    half_dim = head_dim // 2
+    packed_qkv = qkv.new_empty(3, num_heads, patches, head_dim)
+    _pack_kernel[(triton.cdiv(patches, 32), num_heads)](
+        qkv,
+        packed_qkv,
+        cos,
+        sin,
+        patches,
+        HALF=half_dim,
+        TILE=triton.next_power_of_2(half_dim),
+        ROWS=32,
+        num_warps=4,
     )
-    return packed
+    return packed_qkv
 
 
-class _Attention(torch.autograd.Function):
+class _SegmentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: Tiles) -> Tensor:
-        packed = torch.stack((query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))).contiguous()
-        out, lse = _attend(packed, cu_seqlens, tiles.forward)
-        ctx.save_for_backward(packed, out, lse, cu_seqlens)
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: AttentionTiles
+    ) -> Tensor:
+        packed_qkv = torch.stack(
+            (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))
+        ).contiguous()
+        attention_output, lse = _attention_forward(packed_qkv, cu_seqlens, tiles.forward_tile)
+        ctx.save_for_backward(packed_qkv, attention_output, lse, cu_seqlens)
         ctx.tiles = tiles
-        return out
+        return attention_output
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
-        packed, out, lse, cu = ctx.saved_tensors
-        dqkv = _gradient(packed, out, dout, lse, cu, None, ctx.tiles)
+    def backward(ctx, output_grad: Tensor):
+        packed_qkv, attention_output, lse, cu_seqlens = ctx.saved_tensors
+        dqkv = _attention_backward(
+            packed_qkv, attention_output, output_grad, lse, cu_seqlens, None, ctx.tiles
+        )
         return *dqkv.unbind(2), None, None
 
 
 class _RotatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: Tiles
+        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: AttentionTiles
     ) -> Tensor:
-        packed = _pack_rotated(qkv, cos, sin, head_dim)
-        out, lse = _attend(packed, cu_seqlens, tiles.forward)
-        ctx.save_for_backward(packed, cos, sin, out, lse, cu_seqlens)
+        packed_qkv = _pack_with_rope(qkv, cos, sin, head_dim)
+        attention_output, lse = _attention_forward(packed_qkv, cu_seqlens, tiles.forward_tile)
+        ctx.save_for_backward(packed_qkv, cos, sin, attention_output, lse, cu_seqlens)
         ctx.tiles = tiles
-        return out.flatten(1)
+        return attention_output.flatten(1)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
-        packed, cos, sin, out, lse, cu = ctx.saved_tensors
-        dqkv = _gradient(packed, out, dout, lse, cu, (cos, sin), ctx.tiles)
+    def backward(ctx, output_grad: Tensor):
+        packed_qkv, cos, sin, attention_output, lse, cu_seqlens = ctx.saved_tensors
+        dqkv = _attention_backward(
+            packed_qkv, attention_output, output_grad, lse, cu_seqlens, (cos, sin), ctx.tiles
+        )
         return dqkv.flatten(1), None, None, None, None, None
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: Tiles = TILES) -> Tensor:
+def segment_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, tiles: AttentionTiles = DEFAULT_TILES
+) -> Tensor:
     """Softmax attention within segments, from every query to every key.
 
     Args:
@@ -590,12 +795,17 @@ def attention(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, til
     Raises:
         ValueError: the kernels do not support ``head_dim``.
     """
-    _check(query.shape[2])
-    return _Attention.apply(query, key, value, cu_seqlens, tiles)
+    _check_head_dim(query.shape[2])
+    return _SegmentAttention.apply(query, key, value, cu_seqlens, tiles)
 
 
 def tower_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, head_dim: int, tiles: Tiles = TILES
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor,
+    head_dim: int,
+    tiles: AttentionTiles = DEFAULT_TILES,
 ) -> Tensor:
     """RoPE and softmax attention within segments.
 
@@ -611,10 +821,10 @@ def tower_attention(
     Raises:
         ValueError: the kernels do not support ``head_dim``.
     """
-    _check(head_dim)
+    _check_head_dim(head_dim)
     return _RotatedAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, head_dim, tiles)
 
 
-def _check(head_dim: int) -> None:
+def _check_head_dim(head_dim: int) -> None:
     if not has_kernels(head_dim):
         raise ValueError(f"head_dim {head_dim} is not supported; valid: multiples of 8 from 16 to 128")

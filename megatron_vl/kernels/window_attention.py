@@ -17,144 +17,216 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_WINDOW = 128
+MAX_WINDOW_PATCHES = 128
 """Largest number of patches in a window that the kernels support. A tile of scores is its square."""
 
 
 @triton.jit
-def _rotated(first, second, cos, sin):
+def _rotate_halves(first_half, second_half, cos, sin):
     """Rotates a vector given as its two halves (rotate-half convention), and rounds to its type."""
-    a = first.to(tl.float32)
-    b = second.to(tl.float32)
-    return (a * cos - b * sin).to(first.dtype), (b * cos + a * sin).to(first.dtype)
+    first_fp32 = first_half.to(tl.float32)
+    second_fp32 = second_half.to(tl.float32)
+    return (first_fp32 * cos - second_fp32 * sin).to(first_half.dtype), (
+        second_fp32 * cos + first_fp32 * sin
+    ).to(first_half.dtype)
 
 
 @triton.jit
-def _scores(q1, q2, k1, k2, inside, scale):
+def _softmax_scores(q1, q2, k1, k2, is_key_inside, scale):
     """The softmax over the window's keys, fp32 [B, B]; zero for keys outside the window."""
-    s = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
-    s = tl.where(inside[None, :], s, float("-inf"))
-    p = tl.exp(s - tl.max(s, 1)[:, None])
-    return p / tl.sum(p, 1)[:, None]
+    scaled_scores = (tl.dot(q1, tl.trans(k1)) + tl.dot(q2, tl.trans(k2))) * scale
+    scaled_scores = tl.where(is_key_inside[None, :], scaled_scores, float("-inf"))
+    exponentials = tl.exp(scaled_scores - tl.max(scaled_scores, 1)[:, None])
+    return exponentials / tl.sum(exponentials, 1)[:, None]
 
 
 @triton.jit
-def _forward(
-    qkv, cos, sin, cu, out, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+def _forward_kernel(
+    qkv,
+    cos,
+    sin,
+    cu_seqlens,
+    output_pointer,
+    score_scale,
+    heads,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Computes the attention of one head in one window.
 
     BLOCK is the number of patches in a tile, HALF is d / 2, and TILE is HALF rounded up to a power of two.
     """
-    window, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(cu + window)
-    length = tl.load(cu + window + 1) - start
-    row, column = tl.arange(0, BLOCK), tl.arange(0, TILE)
-    inside = row < length
-    mask = inside[:, None] & (column[None, :] < HALF)
-    patch = (start + row).to(tl.int64)
+    window_index, head_index = tl.program_id(0), tl.program_id(1)
+    window_start = tl.load(cu_seqlens + window_index)
+    window_length = tl.load(cu_seqlens + window_index + 1) - window_start
+    row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    is_inside = row_index < window_length
+    tile_mask = is_inside[:, None] & (column_index[None, :] < HALF)
+    patch_index = (window_start + row_index).to(tl.int64)
 
-    angle = patch[:, None] * HALF + column[None, :]
-    c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+    angle_offsets = patch_index[:, None] * HALF + column_index[None, :]
+    cos_tile, sin_tile = (
+        tl.load(cos + angle_offsets, mask=tile_mask, other=0.0),
+        tl.load(sin + angle_offsets, mask=tile_mask, other=0.0),
+    )
 
-    base = qkv + patch[:, None] * (heads * 6 * HALF) + head * 6 * HALF + column[None, :]
-    q1, q2 = tl.load(base, mask=mask, other=0.0), tl.load(base + HALF, mask=mask, other=0.0)
-    k1, k2 = tl.load(base + 2 * HALF, mask=mask, other=0.0), tl.load(base + 3 * HALF, mask=mask, other=0.0)
-    v1, v2 = tl.load(base + 4 * HALF, mask=mask, other=0.0), tl.load(base + 5 * HALF, mask=mask, other=0.0)
+    qkv_pointers = (
+        qkv + patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
+    )
+    q1, q2 = (
+        tl.load(qkv_pointers, mask=tile_mask, other=0.0),
+        tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
+    )
+    k1, k2 = (
+        tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
+        tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
+    )
+    v1, v2 = (
+        tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
+        tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
+    )
 
-    q1, q2 = _rotated(q1, q2, c, s)
-    k1, k2 = _rotated(k1, k2, c, s)
-    p = _scores(q1, q2, k1, k2, inside, scale).to(v1.dtype)
-    pointers = out + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
-    tl.store(pointers, tl.dot(p, v1).to(v1.dtype), mask=mask)
-    tl.store(pointers + HALF, tl.dot(p, v2).to(v1.dtype), mask=mask)
+    q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
+    k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
+    probabilities = _softmax_scores(q1, q2, k1, k2, is_inside, score_scale).to(v1.dtype)
+    output_pointers = (
+        output_pointer
+        + patch_index[:, None] * (heads * 2 * HALF)
+        + head_index * 2 * HALF
+        + column_index[None, :]
+    )
+    tl.store(output_pointers, tl.dot(probabilities, v1).to(v1.dtype), mask=tile_mask)
+    tl.store(output_pointers + HALF, tl.dot(probabilities, v2).to(v1.dtype), mask=tile_mask)
 
 
 @triton.jit
-def _backward(
-    qkv, cos, sin, cu, dout, dqkv, scale, heads, HALF: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr
+def _backward_kernel(
+    qkv,
+    cos,
+    sin,
+    cu_seqlens,
+    output_grad_pointer,
+    dqkv,
+    score_scale,
+    heads,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """The gradient of :func:`_forward`. Scores are recomputed."""
-    window, head = tl.program_id(0), tl.program_id(1)
-    start = tl.load(cu + window)
-    length = tl.load(cu + window + 1) - start
-    row, column = tl.arange(0, BLOCK), tl.arange(0, TILE)
-    inside = row < length
-    mask = inside[:, None] & (column[None, :] < HALF)
-    patch = (start + row).to(tl.int64)
+    """The gradient of :func:`_forward_kernel`. Scores are recomputed."""
+    window_index, head_index = tl.program_id(0), tl.program_id(1)
+    window_start = tl.load(cu_seqlens + window_index)
+    window_length = tl.load(cu_seqlens + window_index + 1) - window_start
+    row_index, column_index = tl.arange(0, BLOCK), tl.arange(0, TILE)
+    is_inside = row_index < window_length
+    tile_mask = is_inside[:, None] & (column_index[None, :] < HALF)
+    patch_index = (window_start + row_index).to(tl.int64)
 
-    angle = patch[:, None] * HALF + column[None, :]
-    c, s = tl.load(cos + angle, mask=mask, other=0.0), tl.load(sin + angle, mask=mask, other=0.0)
+    angle_offsets = patch_index[:, None] * HALF + column_index[None, :]
+    cos_tile, sin_tile = (
+        tl.load(cos + angle_offsets, mask=tile_mask, other=0.0),
+        tl.load(sin + angle_offsets, mask=tile_mask, other=0.0),
+    )
 
-    offset = patch[:, None] * (heads * 6 * HALF) + head * 6 * HALF + column[None, :]
-    base, grad = qkv + offset, dqkv + offset
-    q1, q2 = tl.load(base, mask=mask, other=0.0), tl.load(base + HALF, mask=mask, other=0.0)
-    k1, k2 = tl.load(base + 2 * HALF, mask=mask, other=0.0), tl.load(base + 3 * HALF, mask=mask, other=0.0)
+    qkv_offsets = patch_index[:, None] * (heads * 6 * HALF) + head_index * 6 * HALF + column_index[None, :]
+    qkv_pointers, grad_pointers = qkv + qkv_offsets, dqkv + qkv_offsets
+    q1, q2 = (
+        tl.load(qkv_pointers, mask=tile_mask, other=0.0),
+        tl.load(qkv_pointers + HALF, mask=tile_mask, other=0.0),
+    )
+    k1, k2 = (
+        tl.load(qkv_pointers + 2 * HALF, mask=tile_mask, other=0.0),
+        tl.load(qkv_pointers + 3 * HALF, mask=tile_mask, other=0.0),
+    )
 
-    q1, q2 = _rotated(q1, q2, c, s)
-    k1, k2 = _rotated(k1, k2, c, s)
-    p = _scores(q1, q2, k1, k2, inside, scale)
+    q1, q2 = _rotate_halves(q1, q2, cos_tile, sin_tile)
+    k1, k2 = _rotate_halves(k1, k2, cos_tile, sin_tile)
+    probabilities = _softmax_scores(q1, q2, k1, k2, is_inside, score_scale)
 
     # The gradient of v.
-    pointers = dout + patch[:, None] * (heads * 2 * HALF) + head * 2 * HALF + column[None, :]
-    o1, o2 = tl.load(pointers, mask=mask, other=0.0), tl.load(pointers + HALF, mask=mask, other=0.0)
-    rounded = tl.trans(p.to(o1.dtype))
-    tl.store(grad + 4 * HALF, tl.dot(rounded, o1).to(o1.dtype), mask=mask)
-    tl.store(grad + 5 * HALF, tl.dot(rounded, o2).to(o1.dtype), mask=mask)
+    output_grad_pointers = (
+        output_grad_pointer
+        + patch_index[:, None] * (heads * 2 * HALF)
+        + head_index * 2 * HALF
+        + column_index[None, :]
+    )
+    o1, o2 = (
+        tl.load(output_grad_pointers, mask=tile_mask, other=0.0),
+        tl.load(output_grad_pointers + HALF, mask=tile_mask, other=0.0),
+    )
+    transposed_probabilities = tl.trans(probabilities.to(o1.dtype))
+    tl.store(grad_pointers + 4 * HALF, tl.dot(transposed_probabilities, o1).to(o1.dtype), mask=tile_mask)
+    tl.store(grad_pointers + 5 * HALF, tl.dot(transposed_probabilities, o2).to(o1.dtype), mask=tile_mask)
 
     # The gradient of the scores.
-    v1, v2 = tl.load(base + 4 * HALF, mask=mask, other=0.0), tl.load(base + 5 * HALF, mask=mask, other=0.0)
-    dp = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
-    ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(o1.dtype)
+    v1, v2 = (
+        tl.load(qkv_pointers + 4 * HALF, mask=tile_mask, other=0.0),
+        tl.load(qkv_pointers + 5 * HALF, mask=tile_mask, other=0.0),
+    )
+    probability_grads = tl.dot(o1, tl.trans(v1)) + tl.dot(o2, tl.trans(v2))
+    score_grads = (
+        probabilities
+        * (probability_grads - tl.sum(probabilities * probability_grads, 1)[:, None])
+        * score_scale
+    ).to(o1.dtype)
 
     # The gradients of q and k. The inverse of a rotation rotates by the negative angle.
-    dq1, dq2 = _rotated(tl.dot(ds, k1), tl.dot(ds, k2), c, -s)
-    tl.store(grad, dq1.to(o1.dtype), mask=mask)
-    tl.store(grad + HALF, dq2.to(o1.dtype), mask=mask)
+    dq1, dq2 = _rotate_halves(tl.dot(score_grads, k1), tl.dot(score_grads, k2), cos_tile, -sin_tile)
+    tl.store(grad_pointers, dq1.to(o1.dtype), mask=tile_mask)
+    tl.store(grad_pointers + HALF, dq2.to(o1.dtype), mask=tile_mask)
 
-    turned = tl.trans(ds)
-    dk1, dk2 = _rotated(tl.dot(turned, q1), tl.dot(turned, q2), c, -s)
-    tl.store(grad + 2 * HALF, dk1.to(o1.dtype), mask=mask)
-    tl.store(grad + 3 * HALF, dk2.to(o1.dtype), mask=mask)
+    transposed_score_grads = tl.trans(score_grads)
+    dk1, dk2 = _rotate_halves(
+        tl.dot(transposed_score_grads, q1), tl.dot(transposed_score_grads, q2), cos_tile, -sin_tile
+    )
+    tl.store(grad_pointers + 2 * HALF, dk1.to(o1.dtype), mask=tile_mask)
+    tl.store(grad_pointers + 3 * HALF, dk2.to(o1.dtype), mask=tile_mask)
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int, head_dim: int
+        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int, head_dim: int
     ) -> Tensor:
-        heads = qkv.shape[1] // (3 * head_dim)
-        out = qkv.new_empty(qkv.shape[0], heads * head_dim)
-        _launch(_forward, (qkv, cos, sin, cu_seqlens, out), longest, head_dim, heads)
+        num_heads = qkv.shape[1] // (3 * head_dim)
+        attention_output = qkv.new_empty(qkv.shape[0], num_heads * head_dim)
+        _launch_kernel(
+            _forward_kernel, (qkv, cos, sin, cu_seqlens, attention_output), max_seqlen, head_dim, num_heads
+        )
         ctx.save_for_backward(qkv, cos, sin, cu_seqlens)
-        ctx.shape = longest, head_dim, heads
-        return out
+        ctx.shape = max_seqlen, head_dim, num_heads
+        return attention_output
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
+    def backward(ctx, output_grad: Tensor):
         qkv, cos, sin, cu_seqlens = ctx.saved_tensors
         dqkv = torch.empty_like(qkv)
-        _launch(_backward, (qkv, cos, sin, cu_seqlens, dout.contiguous(), dqkv), *ctx.shape)
+        _launch_kernel(
+            _backward_kernel, (qkv, cos, sin, cu_seqlens, output_grad.contiguous(), dqkv), *ctx.shape
+        )
         return dqkv, None, None, None, None, None
 
 
-def _launch(kernel, tensors: tuple[Tensor, ...], longest: int, head_dim: int, heads: int) -> None:
-    half = head_dim // 2
-    block = max(16, triton.next_power_of_2(longest))
-    windows = tensors[3].numel() - 1
-    kernel[(windows, heads)](
-        *tensors,
+def _launch_kernel(
+    kernel, kernel_tensors: tuple[Tensor, ...], max_seqlen: int, head_dim: int, num_heads: int
+) -> None:
+    half_dim = head_dim // 2
+    block_patches = max(16, triton.next_power_of_2(max_seqlen))
+    num_windows = kernel_tensors[3].numel() - 1
+    kernel[(num_windows, num_heads)](
+        *kernel_tensors,
         head_dim**-0.5,
-        heads,
-        HALF=half,
-        BLOCK=block,
-        TILE=max(16, triton.next_power_of_2(half)),
-        num_warps=4 if block <= 64 else 8,
+        num_heads,
+        HALF=half_dim,
+        BLOCK=block_patches,
+        TILE=max(16, triton.next_power_of_2(half_dim)),
+        num_warps=4 if block_patches <= 64 else 8,
     )
 
 
 def window_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int, head_dim: int
+    qkv: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_seqlen: int, head_dim: int
 ) -> Tensor:
     """RoPE and softmax attention within windows.
 
@@ -162,14 +234,14 @@ def window_attention(
         qkv: [P, heads * 3 * head_dim] with query, key and value for each head.
         cos, sin: fp32 [P, head_dim / 2], of each patch's angles.
         cu_seqlens: int32 [windows + 1], covering all P patches.
-        longest: number of patches in the longest window, at most :data:`MAX_WINDOW`.
+        max_seqlen: number of patches in the longest window, at most :data:`MAX_WINDOW_PATCHES`.
 
     Returns:
         [P, heads * head_dim].
 
     Raises:
-        ValueError: ``longest`` is larger than :data:`MAX_WINDOW`.
+        ValueError: ``max_seqlen`` is larger than :data:`MAX_WINDOW`.
     """
-    if longest > MAX_WINDOW:
-        raise ValueError(f"a window of {longest} patches; the kernel takes at most {MAX_WINDOW}")
-    return _WindowAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, longest, head_dim)
+    if max_seqlen > MAX_WINDOW_PATCHES:
+        raise ValueError(f"a window of {max_seqlen} patches; the kernel takes at most {MAX_WINDOW_PATCHES}")
+    return _WindowAttention.apply(qkv.contiguous(), cos, sin, cu_seqlens, max_seqlen, head_dim)

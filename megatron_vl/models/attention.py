@@ -25,11 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.kernels.sizes import TE_HEADS
+from megatron_vl.kernels.sizes import TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import heads_for_tokens, tokens_for_heads
-from megatron_vl.models.kv_cache import CacheUse
+from megatron_vl.models.kv_cache import CacheAccess
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
 
@@ -41,23 +41,23 @@ Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 class PackedRow(PackedSeqParams):
     """The description of a packed row that core passes to every layer."""
 
-    full: Segments | None = None
+    full_segments: Segments | None = None
     """The segments of full attention."""
-    window: Segments | None = None
+    window_segments: Segments | None = None
     """The segments of window attention, in a tower with windows."""
     cos_sin: tuple[Tensor, Tensor] | None = None
     """fp32 [P, d / 2] each, for layers whose kernels apply RoPE themselves."""
-    cache: CacheUse | None = None
+    cache: CacheAccess | None = None
     """The stored keys and values during generation; otherwise None."""
     shard: RowShard | None = None
     """This rank's part of the row under context parallelism; otherwise None."""
 
 
 def packed_row(
-    full: Segments,
-    window: Segments | None = None,
+    full_segments: Segments,
+    window_segments: Segments | None = None,
     cos_sin: tuple[Tensor, Tensor] | None = None,
-    cache: CacheUse | None = None,
+    cache: CacheAccess | None = None,
     shard: RowShard | None = None,
 ) -> PackedRow:
     """A :class:`PackedRow` in the format ``sbhd``.
@@ -66,8 +66,8 @@ def packed_row(
     """
     return PackedRow(
         qkv_format="sbhd",
-        full=full,
-        window=window,
+        full_segments=full_segments,
+        window_segments=window_segments,
         cos_sin=cos_sin,
         cache=cache,
         shard=shard,
@@ -108,7 +108,7 @@ class PackedAttention(nn.Module):
         self.backend = backend
         self.windowed = windowed(layer_number - 1)
         self.causal = causal
-        self.attend = make_backend(backend)
+        self.backend_function = make_backend(backend)
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -123,28 +123,41 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]; S are this rank's tokens."""
         assert packed_seq_params is not None
-        segments = packed_seq_params.window if self.windowed else packed_seq_params.full
+        segments = packed_seq_params.window_segments if self.windowed else packed_seq_params.full_segments
         assert segments is not None
 
-        q = query.squeeze(1)
-        k = key.squeeze(1)
-        v = value.squeeze(1)
-        use = packed_seq_params.cache
+        packed_query = query.squeeze(1)
+        packed_key = key.squeeze(1)
+        packed_value = value.squeeze(1)
+        cache_access = packed_seq_params.cache
         if self.cp_group.size() > 1:
-            assert use is None, "answers are not generated under context parallelism"
-            q, k, v = heads_for_tokens(q, k, v, self.cp_group)
-            out = tokens_for_heads(self.attend(q, k, v, segments, self.causal), self.cp_group)
-        elif use is None:
-            out = self.attend(q, k, v, segments, self.causal)
+            assert cache_access is None, "answers are not generated under context parallelism"
+            packed_query, packed_key, packed_value = heads_for_tokens(
+                packed_query, packed_key, packed_value, self.cp_group
+            )
+            attention_output = tokens_for_heads(
+                self.backend_function(packed_query, packed_key, packed_value, segments, self.causal),
+                self.cp_group,
+            )
+        elif cache_access is None:
+            attention_output = self.backend_function(
+                packed_query, packed_key, packed_value, segments, self.causal
+            )
         else:
-            out = use.attend(self, q, k, v, lambda: self.attend(q, k, v, segments, self.causal))
-        return out.reshape(out.shape[0], 1, -1)
+            attention_output = cache_access.attend_with_cache(
+                self,
+                packed_query,
+                packed_key,
+                packed_value,
+                lambda: self.backend_function(packed_query, packed_key, packed_value, segments, self.causal),
+            )
+        return attention_output.reshape(attention_output.shape[0], 1, -1)
 
 
 def choose_backend(
-    name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
+    backend_name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Chooses the fastest measured backend if ``name`` is ``auto``. Otherwise, checks and returns ``name``.
+    """Chooses the fastest measured backend if ``backend_name`` is ``auto``. Otherwise, checks and returns ``backend_name``.
 
     On H200 (docs/log/speed.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
@@ -154,121 +167,151 @@ def choose_backend(
     Raises:
         RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
     """
-    towers = not causal and dtype == torch.bfloat16
-    if name == "auto":
+    tower_kernels_apply = not causal and dtype == torch.bfloat16
+    if backend_name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
             return "sdpa"  # no fused kernel supports such heads
-        if towers and kernels_are_fastest(head_dim):
+        if tower_kernels_apply and kernels_are_fastest(head_dim):
             return "triton"
-        return "te" if causal and head_dim in TE_HEADS else "torch_varlen"
+        return "te" if causal and head_dim in TE_HEAD_DIMS else "torch_varlen"
 
-    if name not in BACKENDS:
-        raise RunConfigError(f"attention backend {name!r} is unknown; valid: auto, {', '.join(BACKENDS)}")
-    if platform == "cpu" and name != "sdpa":
-        raise RunConfigError(f"attention backend {name!r} has no CPU kernel; use sdpa or auto")
-    if name == "triton" and not (towers and has_kernels(head_dim)):
+    if backend_name not in BACKENDS:
+        raise RunConfigError(
+            f"attention backend {backend_name!r} is unknown; valid: auto, {', '.join(BACKENDS)}"
+        )
+    if platform == "cpu" and backend_name != "sdpa":
+        raise RunConfigError(f"attention backend {backend_name!r} has no CPU kernel; use sdpa or auto")
+    if backend_name == "triton" and not (tower_kernels_apply and has_kernels(head_dim)):
         raise RunConfigError(
             "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
             " auto"
         )
 
-    if name == "te" and causal and head_dim > max(TE_HEADS):
+    if backend_name == "te" and causal and head_dim > max(TE_HEAD_DIMS):
         raise RunConfigError(
             f"attention backend te: cuDNN computes wrong gradients for packed rows with heads of {head_dim};"
             " use auto or torch_varlen"
         )
 
-    if name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+    if backend_name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
         raise RunConfigError(
             "attention backend flash_attn: the package is not installed (pip install -e .[gpu])"
         )
 
-    return name
+    return backend_name
 
 
-def make_backend(name: str) -> Backend:
+def make_backend(backend_name: str) -> Backend:
     """Makes the function of a backend. Each layer needs its own."""
-    if name == "te":
-        return _TransformerEngine()
-    functions: dict[str, Backend] = {
-        "sdpa": _sdpa,
-        "torch_varlen": _torch_varlen,
-        "flash_attn": _flash_attn,
-        "triton": _triton,
+    if backend_name == "te":
+        return _TransformerEngineBackend()
+    backend_functions: dict[str, Backend] = {
+        "sdpa": _attend_with_sdpa,
+        "torch_varlen": _attend_with_torch_varlen,
+        "flash_attn": _attend_with_flash_attn,
+        "triton": _attend_with_triton,
     }
-    return functions[name]
+    return backend_functions[backend_name]
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
     """Torch's SDPA, called once for each run of equally long segments.
 
     It reads ``cu_seqlens`` on the host, so it is meant for CPU and for checks.
     """
-    bounds = segments.cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
-    grouped = query.shape[1] != key.shape[1]
+    cu_seqlens = segments.cu_seqlens.tolist()
+    segment_lengths = [
+        segment_end - segment_start
+        for segment_start, segment_end in zip(cu_seqlens, cu_seqlens[1:], strict=False)
+    ]
+    has_grouped_heads = query.shape[1] != key.shape[1]
 
-    out = []
-    i = 0
-    start = 0
-    while i < len(lengths):
-        n = 1
-        while i + n < len(lengths) and lengths[i + n] == lengths[i]:
-            n += 1
+    output_parts = []
+    first_segment = 0
+    first_token = 0
+    while first_segment < len(segment_lengths):
+        num_equal_segments = 1
+        while (
+            first_segment + num_equal_segments < len(segment_lengths)
+            and segment_lengths[first_segment + num_equal_segments] == segment_lengths[first_segment]
+        ):
+            num_equal_segments += 1
 
-        length = lengths[i]
-        end = start + n * lengths[i]
-        if length:
-            q, k, v = (t[start:end].unflatten(0, (n, length)).transpose(1, 2) for t in (query, key, value))
-            o = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
-            out.append(o.transpose(1, 2).flatten(0, 1))
-        i += n
-        start = end
+        segment_length = segment_lengths[first_segment]
+        end_token = first_token + num_equal_segments * segment_lengths[first_segment]
+        if segment_length:
+            query_batch, key_batch, value_batch = (
+                packed_tensor[first_token:end_token]
+                .unflatten(0, (num_equal_segments, segment_length))
+                .transpose(1, 2)
+                for packed_tensor in (query, key, value)
+            )
+            output_batch = F.scaled_dot_product_attention(
+                query_batch, key_batch, value_batch, is_causal=causal, enable_gqa=has_grouped_heads
+            )
+            output_parts.append(output_batch.transpose(1, 2).flatten(0, 1))
+        first_segment += num_equal_segments
+        first_token = end_token
 
-    return torch.cat(out)
+    return torch.cat(output_parts)
 
 
-def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+def _attend_with_torch_varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = segments.cu_seqlens, segments.max_seqlen
-    out = varlen_attn(
-        query, key, value, cu, cu, longest, longest, window_size=(-1, 0) if causal else (-1, -1)
+    cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
+    attention_output = varlen_attn(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        window_size=(-1, 0) if causal else (-1, -1),
     )
-    assert isinstance(out, Tensor)  # it is a tuple only if the log-sum-exp is requested
-    return out
+    assert isinstance(attention_output, Tensor)  # it is a tuple only if the log-sum-exp is requested
+    return attention_output
 
 
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
+def _attend_with_flash_attn(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    cu, longest = segments.cu_seqlens, segments.max_seqlen
-    return flash_attn_varlen_func(query, key, value, cu, cu, longest, longest, causal=causal)
+    cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
+    return flash_attn_varlen_func(
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal
+    )
 
 
-def _triton(query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
-    from megatron_vl.kernels.tower_attention import attention
+def _attend_with_triton(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
+) -> Tensor:
+    from megatron_vl.kernels.tower_attention import segment_attention
 
     assert not causal, "for towers only"
-    return attention(query, key, value, segments.cu_seqlens)
+    return segment_attention(query, key, value, segments.cu_seqlens)
 
 
-class _TransformerEngine:
+class _TransformerEngineBackend:
     """Transformer Engine's DotProductAttention in ``thd``.
 
     The module is built at the first call, when the number of local heads is known.
     """
 
     def __init__(self) -> None:
-        self.module: nn.Module | None = None
+        self.dot_product_attention: nn.Module | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool) -> Tensor:
-        if self.module is None:
+        if self.dot_product_attention is None:
             from transformer_engine.pytorch import DotProductAttention
 
-            self.module = DotProductAttention(
+            self.dot_product_attention = DotProductAttention(
                 num_attention_heads=query.shape[1],
                 kv_channels=query.shape[2],
                 num_gqa_groups=key.shape[1],
@@ -277,7 +320,7 @@ class _TransformerEngine:
                 attn_mask_type="padding_causal" if causal else "padding",
             )
 
-        out = self.module(
+        attention_output = self.dot_product_attention(
             query,
             key,
             value,
@@ -289,4 +332,4 @@ class _TransformerEngine:
             attn_mask_type="padding_causal" if causal else "padding",
         )
 
-        return out.view(out.shape[0], query.shape[1], query.shape[2])
+        return attention_output.view(attention_output.shape[0], query.shape[1], query.shape[2])

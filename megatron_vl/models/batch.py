@@ -1,7 +1,7 @@
 """The input of a forward pass: one packed row on the device of this rank.
 
-The loader's :class:`megatron_vl.data.packing.row.Row` holds the same data on the host;
-:mod:`megatron_vl.training.feed` moves it to the device.
+The loader's :class:`megatron_vl.data.packing.training_row.TrainingRow` holds the same data on the host;
+:mod:`megatron_vl.training.batch_broadcast` moves it to the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_vl.kernels.shard_exchange import ShardRoute
 from megatron_vl.models.context_parallel import FeatureRoute
-from megatron_vl.models.kv_cache import CacheUse
+from megatron_vl.models.kv_cache import CacheAccess
 
 
 @dataclass
@@ -26,9 +26,11 @@ class Segments:
     max_seqlen: int
     """Length of the longest segment, known on the host."""
 
-    def padded(self, length: int, extra: int) -> Segments:
-        """A copy with one more segment of ``extra`` elements (perhaps 0), for a total of ``length``."""
-        return Segments(F.pad(self.cu_seqlens, (0, 1), value=length), max(self.max_seqlen, extra))
+    def with_padding_segment(self, total_length: int, padding_length: int) -> Segments:
+        """A copy with one more segment of ``padding_length`` elements (perhaps 0), for a total of ``total_length``."""
+        return Segments(
+            F.pad(self.cu_seqlens, (0, 1), value=total_length), max(self.max_seqlen, padding_length)
+        )
 
 
 @dataclass
@@ -43,19 +45,19 @@ class RowShard:
 
 @dataclass
 class VisionInput:
-    """A :class:`~megatron_vl.data.packing.row.VisionBatch` on the device: same shapes, and segments."""
+    """A :class:`~megatron_vl.data.packing.training_row.VisionBatch` on the device: same shapes, and segments."""
 
     planes: Tensor
     plane_index: Tensor
     position_hw: Tensor
     frame_hw: Tensor
-    full: Segments
-    window: Segments
+    full_segments: Segments
+    window_segments: Segments
 
 
 @dataclass
 class DeviceRow:
-    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.packing.row.Row`.
+    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.packing.training_row.TrainingRow`.
 
     Under context parallelism, it is this rank's part of the row (``shard``): S is the row's length divided by
     ``cp``, and positions of tokens count from the part's first token. Only ``segments`` are those of the
@@ -65,14 +67,14 @@ class DeviceRow:
     tokens: Tensor
     labels: Tensor
     loss_mask: Tensor
-    real_tokens: int
+    num_real_tokens: int
     """Number of tokens before the padded tail, known on the host."""
     position_ids: Tensor
     segments: Segments
-    vision: VisionInput | None
+    vision_input: VisionInput | None
     """None on ranks without the vision tower."""
     feature_index: Tensor | None
-    features: Tensor | None = None
+    vision_features: Tensor | None = None
     """[N, 1 + levels, H], on the first stage: the features that a decoupled tower computed ahead of the
     pipeline. They are an autograd leaf, which collects their gradient."""
     step_vision: Any = None
@@ -80,7 +82,7 @@ class DeviceRow:
     share this object. None for a tower on the first stage."""
     loss_index: Tensor | None = None
     """int64 [N], ascending: the tokens for which logits and losses are computed; None: all."""
-    sources: Tensor | None = None
+    segment_sources: Tensor | None = None
     """int32 [segments]: the number in the blend of each segment's source, -1 for the padded tail; None if the
     data set is no blend. Under context parallelism, those of the shard's segments."""
     shard: RowShard | None = None
@@ -88,7 +90,7 @@ class DeviceRow:
     feature_route: FeatureRoute | None = None
     """The way of features from the tower to placeholders, on the first stage under context parallelism, if
     the row has pictures and the tower is on the first stage; otherwise None."""
-    cache: CacheUse | None = None
+    cache: CacheAccess | None = None
     """The stored keys and values during generation; otherwise None."""
 
     @property

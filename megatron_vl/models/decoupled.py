@@ -7,7 +7,7 @@ runs its pictures forward once more (except for ``vision.keep_patches`` patches,
 and then backward. The gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in
 this way.
 
-Pictures stay within their replica: its loader holds their pixels, and and planned batches even out replicas.
+Pictures stay within their replica, whose loader holds their pixels. Planned batches even out the replicas.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from torch import Tensor
 
 from megatron_vl.config import VisionConfig
 from megatron_vl.models.batch import DeviceRow, Segments, VisionInput
-from megatron_vl.models.frame_shares import Array, Frames, cut_evenly
+from megatron_vl.models.frame_shares import Array, TowerFrames, split_by_cost
 from megatron_vl.models.vision_language import TowerEverywhere
 from megatron_vl.parallel.ddp import ReplicaDDP
-from megatron_vl.parallel.groups import group_of_one, replica_group
+from megatron_vl.parallel.process_groups import group_of_this_rank, replica_group
 from megatron_vl.spec.families import VisionSpec
 
 
@@ -42,13 +42,13 @@ class StepVision:
     :class:`~megatron_vl.models.batch.VisionInput`, for the whole share.
     """
 
-    rows: list[DeviceRow]
+    device_rows: list[DeviceRow]
     """The rows of the step on this rank."""
-    features_of_rank: list[int]
+    features_per_rank: list[int]
     """Number of features that each rank of the replica computes, by rank in the replica's group."""
-    features_of_row: list[int]
+    features_per_row: list[int]
     """Number of features of each row; under context parallelism, of this rank's part of it."""
-    frames: Frames
+    local_frames: TowerFrames
     """The frames of this rank's share."""
     plane_bounds: Array
     """int64 [F, 2]: for each frame of the share, its first plane and the one after its last."""
@@ -56,9 +56,9 @@ class StepVision:
     plane_index: Tensor
     position_hw: Tensor
     frame_hw: Tensor
-    full: Tensor
+    frame_cu_seqlens: Tensor
     """int32 [F + 1] on the device: bounds of the share's frames."""
-    window: Tensor
+    window_cu_seqlens: Tensor
     """int32 [W + 1] on the device: bounds of the share's windows."""
     features_of_part: list[int] = field(default_factory=list)
     """Under context parallelism, the number of features that each context-parallel rank needs."""
@@ -69,49 +69,63 @@ class StepVision:
     @property
     def has_pictures(self) -> bool:
         """Whether any rank of the replica has a picture."""
-        return any(self.features_of_rank)
+        return any(self.features_per_rank)
 
-    def frames_within(self, patches: int) -> int:
-        """How many of the share's first frames together have at most ``patches`` patches."""
-        return int(np.searchsorted(self.frames.first_patch, patches, side="right")) - 1
+    def num_frames_within(self, max_patches: int) -> int:
+        """How many of the share's first frames together have at most ``max_patches`` patches."""
+        return int(np.searchsorted(self.local_frames.first_patch, max_patches, side="right")) - 1
 
-    def calls(
-        self, patches: int, start: int = 0, stop: int | None = None
+    def tower_inputs(
+        self, patches_per_input: int, first_frame: int = 0, end_frame: int | None = None
     ) -> Iterator[tuple[VisionInput, slice]]:
-        """Cuts frames of the share into tower inputs of about ``patches`` patches.
+        """Cuts frames of the share into tower inputs of about ``patches_per_input`` patches.
 
         Args:
-            start, stop: the frames of the share; by default all.
+            first_frame, stop: the frames of the share; by default all.
 
         Yields:
             An input, and its slice of the share's patches.
         """
-        sizes = self.frames.patches[start:stop]
-        first_patch, first_window = self.frames.first_patch, self.frames.first_window
-        bounds = start + cut_evenly(sizes, max(1, -(-int(sizes.sum()) // patches)))
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
-            if begin == end:
+        frame_patches = self.local_frames.patches_per_frame[first_frame:end_frame]
+        first_patch, first_window = self.local_frames.first_patch, self.local_frames.first_window
+        frame_bounds = first_frame + split_by_cost(
+            frame_patches, max(1, -(-int(frame_patches.sum()) // patches_per_input))
+        )
+        for frame_begin, frame_end in zip(frame_bounds[:-1], frame_bounds[1:], strict=True):
+            if frame_begin == frame_end:
                 continue
 
-            here = slice(int(first_patch[begin]), int(first_patch[end]))
-            windows = slice(int(first_window[begin]), int(first_window[end]))
-            low = int(self.plane_bounds[begin:end, 0].min())
-            high = int(self.plane_bounds[begin:end, 1].max())
+            patch_slice = slice(int(first_patch[frame_begin]), int(first_patch[frame_end]))
+            window_slice = slice(int(first_window[frame_begin]), int(first_window[frame_end]))
+            first_plane = int(self.plane_bounds[frame_begin:frame_end, 0].min())
+            end_plane = int(self.plane_bounds[frame_begin:frame_end, 1].max())
 
-            full, window = self.full[begin : end + 1], self.window[windows.start : windows.stop + 1]
-            index = self.plane_index[here]
-            if begin:
-                full, window, index = full - here.start, window - here.start, index - low
-
-            given = VisionInput(
-                planes=self.planes[low:high],
-                plane_index=index,
-                position_hw=self.position_hw[here],
-                frame_hw=self.frame_hw[here],
-                full=Segments(full, int(self.frames.patches[begin:end].max())),
-                window=Segments(window, int(self.frames.windows[windows].max())),
+            frame_bounds_of_input, window_bounds_of_input = (
+                self.frame_cu_seqlens[frame_begin : frame_end + 1],
+                self.window_cu_seqlens[window_slice.start : window_slice.stop + 1],
             )
-            yield given, here
+            plane_index = self.plane_index[patch_slice]
+            if frame_begin:
+                frame_bounds_of_input, window_bounds_of_input, plane_index = (
+                    frame_bounds_of_input - patch_slice.start,
+                    window_bounds_of_input - patch_slice.start,
+                    plane_index - first_plane,
+                )
+
+            tower_input = VisionInput(
+                planes=self.planes[first_plane:end_plane],
+                plane_index=plane_index,
+                position_hw=self.position_hw[patch_slice],
+                frame_hw=self.frame_hw[patch_slice],
+                full_segments=Segments(
+                    frame_bounds_of_input,
+                    int(self.local_frames.patches_per_frame[frame_begin:frame_end].max()),
+                ),
+                window_segments=Segments(
+                    window_bounds_of_input, int(self.local_frames.patches_per_window[window_slice].max())
+                ),
+            )
+            yield tower_input, patch_slice
 
 
 class DecoupledTower:
@@ -123,8 +137,10 @@ class DecoupledTower:
         module: the tower, equal on all ranks.
     """
 
-    def __init__(self, module: TowerEverywhere, vision: VisionSpec, config: VisionConfig) -> None:
-        self.module, self.vision, self.config = module, vision, config
+    def __init__(
+        self, tower_module: TowerEverywhere, vision_spec: VisionSpec, vision_config: VisionConfig
+    ) -> None:
+        self.module, self.vision, self.config = tower_module, vision_spec, vision_config
         self.group = replica_group()
         self.cp_group = mpu.get_context_parallel_group()
         self.tp_group = mpu.get_tensor_model_parallel_group()
@@ -133,46 +149,50 @@ class DecoupledTower:
         """Reduces the gradients over all ranks of the run; None if no weight of the tower is trained."""
         self.tokens: Tensor | None = None
         """Number of loss tokens in the global batch, known once the pipeline's gradients are complete."""
-        self._step: StepVision | None = None
-        self._kept: list[tuple[list[Tensor], slice]] = []
+        self._step_vision: StepVision | None = None
+        self._kept_features: list[tuple[list[Tensor], slice]] = []
         """Features whose autograd graph was kept, so that their patches do not run forward twice. Each entry
         also has its slice of the share's patches."""
 
     def wrap(self, ddp_config: DistributedDataParallelConfig) -> None:
         """From now on, reduces the gradients of the trained weights over all ranks of the run."""
-        if any(p.requires_grad for p in self.module.parameters()):
+        if any(parameter.requires_grad for parameter in self.module.parameters()):
             self.ddp = ReplicaDDP(
-                self.module.config, ddp_config, self.module, pg_collection=groups_of_tower()
+                self.module.config, ddp_config, self.module, pg_collection=tower_process_groups()
             )
 
     @property
-    def _trained(self) -> bool:
+    def _is_trained(self) -> bool:
         return self.ddp is not None
 
-    def encode(self, rows: Sequence[Any], train: bool) -> None:
+    def encode(self, step_rows: Sequence[Any], is_training: bool) -> None:
         """Computes the features of a step and attaches them to the rows of the first stage.
 
         Collective over the replica.
 
         Args:
-            rows: the rows of a step, or objects whose attribute ``row`` is a row.
-            train: whether :meth:`backward` will follow.
+            step_rows: the rows of a step, or objects whose attribute ``device_row`` is a row.
+            is_training: whether :meth:`backward` will follow.
         """
-        step = getattr(rows[0], "row", rows[0]).step_vision
-        if train and self.ddp is not None:
+        step_vision = getattr(step_rows[0], "row", step_rows[0]).step_vision
+        if is_training and self.ddp is not None:
             self.ddp.zero_grad_buffer()
-        if step is None:
+        if step_vision is None:
             return
 
-        keep = self.kept_patches if train and self._trained else 0
-        features = self._none(step)
-        if step.has_pictures:
-            features = self.to_first(self.forward(step, keep), step)
+        patches_to_keep = self.kept_patches if is_training and self._is_trained else 0
+        step_features = self._empty_features(step_vision)
+        if step_vision.has_pictures:
+            step_features = self.to_first(self.forward(step_vision, patches_to_keep), step_vision)
 
         if self.on_first_stage:
-            for row, own in zip(step.rows, features.split(step.features_of_row), strict=True):
-                row.features = own.detach().requires_grad_(train and self._trained)
-        self._step = step if train else None
+            for device_row, row_features in zip(
+                step_vision.rows, step_features.split(step_vision.features_of_row), strict=True
+            ):
+                device_row.vision_features = row_features.detach().requires_grad_(
+                    is_training and self._is_trained
+                )
+        self._step_vision = step_vision if is_training else None
 
     @property
     def kept_patches(self) -> int:
@@ -180,66 +200,84 @@ class DecoupledTower:
 
         If the blocks are frozen, only the mergers have activations, and those of all patches are kept.
         """
-        return sys.maxsize if self.module.vision_model.frozen else self.config.keep_patches
+        return sys.maxsize if self.module.vision_model.is_frozen else self.config.keep_patches
 
-    def forward(self, step: StepVision, keep: int) -> Tensor:
+    def forward(self, step_vision: StepVision, patches_to_keep: int) -> Tensor:
         """The features of this rank's share, [n, 1 + levels, H].
 
         Args:
-            keep: number of patches whose activations are kept for the backward pass.
+            patches_to_keep: number of patches whose activations are kept for the backward pass.
         """
-        frames = step.frames_within(keep)
-        for given, patches in step.calls(self.config.backward_patches, stop=frames):
-            self._kept.append((self.module.vision_model(given), patches))
+        num_kept_frames = step_vision.num_frames_within(patches_to_keep)
+        for tower_input, patch_slice in step_vision.tower_inputs(
+            self.config.backward_patches, end_frame=num_kept_frames
+        ):
+            self._kept_features.append((self.module.vision_model(tower_input), patch_slice))
 
-        parts = [torch.stack([level.detach() for level in levels], 1) for levels, _ in self._kept]
+        feature_parts = [
+            torch.stack([level.detach() for level in levels], 1) for levels, _ in self._kept_features
+        ]
         with torch.no_grad():
-            for given, _ in step.calls(self.config.encode_patches, start=frames):
-                parts.append(torch.stack(self.module.vision_model(given), 1))
+            for tower_input, _ in step_vision.tower_inputs(
+                self.config.encode_patches, first_frame=num_kept_frames
+            ):
+                feature_parts.append(torch.stack(self.module.vision_model(tower_input), 1))
 
-        if not parts:
-            return self._none(step)
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        if not feature_parts:
+            return self._empty_features(step_vision)
+        return torch.cat(feature_parts) if len(feature_parts) > 1 else feature_parts[0]
 
-    def _none(self, step: StepVision) -> Tensor:
+    def _empty_features(self, step_vision: StepVision) -> Tensor:
         """No features, [0, 1 + levels, H]."""
-        v = self.vision
+        vision_spec = self.vision
         dtype = self.module.config.params_dtype
         return torch.empty(
-            0, 1 + len(v.deepstack_layers), v.out_hidden_size, dtype=dtype, device=step.planes.device
+            0,
+            1 + len(vision_spec.deepstack_layers),
+            vision_spec.out_hidden_size,
+            dtype=dtype,
+            device=step_vision.planes.device,
         )
 
-    def to_first(self, mine: Tensor, step: StepVision) -> Tensor:
+    def to_first(self, local_features: Tensor, step_vision: StepVision) -> Tensor:
         """The features of all ranks of the replica, in rank order, on its first stage; empty elsewhere.
 
         Under context parallelism, each rank of that stage gets those of its part of each row.
         """
-        features = exchange_with_first(mine, step.features_of_rank, self.group, gather=True)
+        all_features = exchange_with_first(
+            local_features, step_vision.features_per_rank, self.group, should_gather=True
+        )
         if self._exchanges_parts:
-            if step.part_order is not None:
-                features = features.index_select(0, step.part_order)
-            features = exchange_with_first(features, step.features_of_part, self.cp_group, gather=False)
+            if step_vision.part_order is not None:
+                all_features = all_features.index_select(0, step_vision.part_order)
+            all_features = exchange_with_first(
+                all_features, step_vision.features_of_part, self.cp_group, should_gather=False
+            )
         if self.on_first_stage and self.tp_group.size() > 1:
             if self.tp_group.rank():
-                features = mine.new_empty(sum(step.features_of_row), *mine.shape[1:])
-            dist.broadcast(features, src=dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
-        return features
+                all_features = local_features.new_empty(
+                    sum(step_vision.features_per_row), *local_features.shape[1:]
+                )
+            dist.broadcast(all_features, src=dist.get_global_rank(self.tp_group, 0), group=self.tp_group)
+        return all_features
 
     def backward(self) -> None:
         """Computes the gradients of the tower's weights and reduces them (:meth:`reduce`).
 
         Collective over the run. Call it after the pipeline's backward pass.
         """
-        step, self._step = self._step, None
+        step_vision, self._step_vision = self._step_vision, None
         if self.ddp is None:
             return
-        if step is not None and step.has_pictures:
-            gradient = self.to_owners(self._collected(step), step)
-            kept = self._kept[-1][1].stop if self._kept else 0
-            while self._kept:  # each entry's memory is freed before the next call
-                self.backward_call(*self._kept.pop(), gradient)
-            for given, patches in step.calls(self.config.backward_patches, start=step.frames_within(kept)):
-                self.backward_call(self.again(given), patches, gradient)
+        if step_vision is not None and step_vision.has_pictures:
+            local_gradient = self.to_owners(self._collect_gradients(step_vision), step_vision)
+            num_kept_patches = self._kept_features[-1][1].stop if self._kept_features else 0
+            while self._kept_features:  # each entry's memory is freed before the next call
+                self.backward_call(*self._kept_features.pop(), local_gradient)
+            for tower_input, patch_slice in step_vision.tower_inputs(
+                self.config.backward_patches, first_frame=step_vision.num_frames_within(num_kept_patches)
+            ):
+                self.backward_call(self.again(tower_input), patch_slice, local_gradient)
         self.reduce()
 
     def reduce(self) -> None:
@@ -249,81 +287,103 @@ class DecoupledTower:
         self.ddp.scale_gradients(1.0 / self.tokens.clamp(min=1))
         self.tokens = None
 
-    def again(self, given: VisionInput) -> list[Tensor]:
+    def again(self, tower_input: VisionInput) -> list[Tensor]:
         """Runs one input forward again, with an autograd graph for its backward pass."""
-        return self.module.vision_model(given)
+        return self.module.vision_model(tower_input)
 
-    def backward_call(self, features: list[Tensor], patches: slice, gradient: Tensor) -> None:
+    def backward_call(self, input_features: list[Tensor], patch_slice: slice, local_gradient: Tensor) -> None:
         """Runs the backward pass of one input.
 
         Args:
-            features: the input's features, one tensor for each level.
-            patches: the input's slice of the share's patches.
-            gradient: the gradient of all features of this rank, [n, 1 + levels, H].
+            input_features: the input's features, one tensor for each level.
+            patch_slice: the input's slice of the share's patches.
+            local_gradient: the gradient of all features of this rank, [n, 1 + levels, H].
         """
-        unit = self.vision.merge_unit
-        levels = gradient[patches.start // unit : patches.stop // unit].unbind(1)
-        torch.autograd.backward(features, list(levels))
+        merge_unit = self.vision.merge_unit
+        level_gradients = local_gradient[
+            patch_slice.start // merge_unit : patch_slice.stop // merge_unit
+        ].unbind(1)
+        torch.autograd.backward(input_features, list(level_gradients))
 
-    def _collected(self, step: StepVision) -> Tensor:
+    def _collect_gradients(self, step_vision: StepVision) -> Tensor:
         """The gradients of all features, on the rank that owns the loader; empty elsewhere.
 
         Rows no longer hold their features or gradients afterwards.
         """
-        none = self._none(step)
-        parts = []
-        for row in step.rows:
-            features, row.features = row.features, None
-            if features is not None:
-                parts.append(torch.zeros_like(features) if features.grad is None else features.grad)
-        collected = torch.cat(parts) if parts and self.on_first_stage and not self.tp_group.rank() else none
+        no_gradients = self._empty_features(step_vision)
+        gradient_parts = []
+        for device_row in step_vision.device_rows:
+            row_features, device_row.vision_features = device_row.vision_features, None
+            if row_features is not None:
+                gradient_parts.append(
+                    torch.zeros_like(row_features) if row_features.grad is None else row_features.grad
+                )
+        collected = (
+            torch.cat(gradient_parts)
+            if gradient_parts and self.on_first_stage and not self.tp_group.rank()
+            else no_gradients
+        )
         if self._exchanges_parts:
-            collected = exchange_with_first(collected, step.features_of_part, self.cp_group, gather=True)
-            if step.part_order is not None:
-                collected = torch.empty_like(collected).index_copy_(0, step.part_order, collected)
-        return collected if self.group.rank() == 0 else none
+            collected = exchange_with_first(
+                collected, step_vision.features_of_part, self.cp_group, should_gather=True
+            )
+            if step_vision.part_order is not None:
+                collected = torch.empty_like(collected).index_copy_(0, step_vision.part_order, collected)
+        return collected if self.group.rank() == 0 else no_gradients
 
     @property
     def _exchanges_parts(self) -> bool:
         """Whether this rank passes features to other parts of its rows, or their gradients back."""
         return self.cp_group.size() > 1 and self.on_first_stage and not self.tp_group.rank()
 
-    def to_owners(self, gradient: Tensor, step: StepVision) -> Tensor:
+    def to_owners(self, all_gradients: Tensor, step_vision: StepVision) -> Tensor:
         """The gradients of this rank's features, [n, 1 + levels, H]."""
-        return exchange_with_first(gradient, step.features_of_rank, self.group, gather=False)
+        return exchange_with_first(
+            all_gradients, step_vision.features_per_rank, self.group, should_gather=False
+        )
 
 
-def groups_of_tower() -> ProcessGroupCollection:
+def tower_process_groups() -> ProcessGroupCollection:
     """The process groups of a tower that every rank holds whole: all ranks are data-parallel ranks."""
-    pg, world, alone = ProcessGroupCollection(), dist.group.WORLD, group_of_one()
-    pg.dp = pg.dp_cp = world
-    pg.tp = pg.pp = pg.cp = pg.mp = alone
-    pg.ep = pg.expt_tp = pg.expt_dp = pg.tp_ep_pp = alone
+    pg_collection, world_group, single_rank_group = (
+        ProcessGroupCollection(),
+        dist.group.WORLD,
+        group_of_this_rank(),
+    )
+    pg_collection.dp = pg_collection.dp_cp = world_group
+    pg_collection.tp = pg_collection.pp = pg_collection.cp = pg_collection.mp = single_rank_group
+    pg_collection.ep = pg_collection.expt_tp = pg_collection.expt_dp = pg_collection.tp_ep_pp = (
+        single_rank_group
+    )
     # With the distributed optimizer, the gradient norm is summed over the slices of all ranks, as for the
     # language model.
-    pg.intra_dist_opt = mpu.get_intra_distributed_optimizer_instance_group()
-    return pg
+    pg_collection.intra_dist_opt = mpu.get_intra_distributed_optimizer_instance_group()
+    return pg_collection
 
 
 def exchange_with_first(
-    mine: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, *, gather: bool
+    local_part: Tensor, rank_sizes: Sequence[int], process_group: dist.ProcessGroup, *, should_gather: bool
 ) -> Tensor:
     """Gathers the ranks' parts on the first rank of a group, or scatters them from there.
 
     Args:
-        mine: to gather, this rank's part; to scatter, all parts on the first rank, and nothing elsewhere.
-        sizes: length of each rank's part in dim 0.
-        gather: whether to gather.
+        local_part: to gather, this rank's part; to scatter, all parts on the first rank, and nothing elsewhere.
+        rank_sizes: length of each rank's part in dim 0.
+        should_gather: whether to gather.
 
     Returns:
         If gathered, all parts on the first rank, and nothing elsewhere. If scattered, this rank's part.
     """
-    if group.size() == 1:
-        return mine
-    rank = group.rank()
-    at_first = list(sizes) if rank == 0 else [0] * len(sizes)
-    own = [sizes[rank], *[0] * (len(sizes) - 1)]
-    given, got = (own, at_first) if gather else (at_first, own)
-    out = mine.new_empty(sum(got), *mine.shape[1:])
-    dist.all_to_all_single(out, mine.contiguous(), got, given, group=group)
-    return out
+    if process_group.size() == 1:
+        return local_part
+    rank = process_group.rank()
+    first_rank_splits = list(rank_sizes) if rank == 0 else [0] * len(rank_sizes)
+    own_splits = [rank_sizes[rank], *[0] * (len(rank_sizes) - 1)]
+    send_splits, receive_splits = (
+        (own_splits, first_rank_splits) if should_gather else (first_rank_splits, own_splits)
+    )
+    received_part = local_part.new_empty(sum(receive_splits), *local_part.shape[1:])
+    dist.all_to_all_single(
+        received_part, local_part.contiguous(), receive_splits, send_splits, group=process_group
+    )
+    return received_part

@@ -18,9 +18,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 
-def levels_before(layer: int, deepstack: int) -> int:
-    """Number of levels that the zero-based decoder ``layer`` gets in its input, out of ``deepstack``."""
-    return max(0, deepstack - layer)
+def remaining_deepstack_levels(layer_index: int, num_deepstack_levels: int) -> int:
+    """Number of levels that the zero-based decoder ``layer_index`` gets in its input, out of ``num_deepstack_levels``."""
+    return max(0, num_deepstack_levels - layer_index)
 
 
 class DeepStackLayer(TransformerLayer):
@@ -31,15 +31,19 @@ class DeepStackLayer(TransformerLayer):
 
     def __init__(self, *args: Any, deepstack: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.levels = levels_before(self.layer_number - 1, deepstack)
+        self.remaining_levels = remaining_deepstack_levels(self.layer_number - 1, deepstack)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        if not self.levels:
+        if not self.remaining_levels:
             return super().forward(hidden_states, *args, **kwargs)
 
-        length = hidden_states.shape[0] // (1 + self.levels)
+        length = hidden_states.shape[0] // (1 + self.remaining_levels)
         # The layer keeps its input for the backward pass. The copy lets the memory of all levels be freed.
-        own, level, later = hidden_states.split([length, length, (self.levels - 1) * length])
-        out, context = super().forward(own.clone(), *args, **kwargs)
-        out = out + level
-        return (torch.cat((out, later)) if self.levels > 1 else out), context
+        own_hidden_states, first_level, later_levels = hidden_states.split(
+            [length, length, (self.remaining_levels - 1) * length]
+        )
+        layer_output, context = super().forward(own_hidden_states.clone(), *args, **kwargs)
+        layer_output = layer_output + first_level
+        return (
+            torch.cat((layer_output, later_levels)) if self.remaining_levels > 1 else layer_output
+        ), context

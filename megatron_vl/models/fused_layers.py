@@ -4,7 +4,7 @@
   ``linear_proj``, in our kernels.
 * :class:`FusedMLP`: runs SwiGLU as one kernel. It can recompute the activation in the backward pass instead
   of keeping it.
-* :func:`with_bias`: lets the matrix product add the bias, so that it also computes the bias gradient.
+* :func:`linear_with_bias`: lets the matrix product add the bias, so that it also computes the bias gradient.
 """
 
 from __future__ import annotations
@@ -40,32 +40,32 @@ class TowerSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """[P, 1, H] -> ([P, 1, H], bias to add or None)"""
         row = packed_seq_params
-        kernel = None if row is None or row.cos_sin is None else self._kernel(row)
-        if kernel is None:
+        attention_kernel = None if row is None or row.cos_sin is None else self._choose_kernel(row)
+        if attention_kernel is None:
             return super().forward(hidden_states, *args, packed_seq_params=row, **kwargs)
 
         qkv, _ = self.linear_qkv(hidden_states)
-        return self.linear_proj(kernel(qkv[:, 0])[:, None])
+        return self.linear_proj(attention_kernel(qkv[:, 0])[:, None])
 
-    def _kernel(self, row: PackedRow) -> Callable[[Tensor], Tensor] | None:
+    def _choose_kernel(self, packed_row: PackedRow) -> Callable[[Tensor], Tensor] | None:
         """The kernel for this layer, or None.
 
         It takes the fused QKV output [P, heads * 3 * d] and returns [P, heads * d].
         """
         from megatron_vl.kernels.tower_attention import tower_attention
-        from megatron_vl.kernels.window_attention import MAX_WINDOW, window_attention
+        from megatron_vl.kernels.window_attention import MAX_WINDOW_PATCHES, window_attention
 
-        assert row.cos_sin is not None
-        (cos, sin), dim = row.cos_sin, self.hidden_size_per_attention_head
-        segments = row.window if self.core_attention.windowed else row.full
+        assert packed_row.cos_sin is not None
+        (cos, sin), head_dim = packed_row.cos_sin, self.hidden_size_per_attention_head
+        segments = packed_row.window_segments if self.core_attention.windowed else packed_row.full_segments
         if segments is None:
             return None
 
-        cu, longest = segments.cu_seqlens, segments.max_seqlen
-        if self.core_attention.windowed and self.fused_windows and longest <= MAX_WINDOW:
-            return lambda qkv: window_attention(qkv, cos, sin, cu, longest, dim)
+        cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
+        if self.core_attention.windowed and self.fused_windows and max_seqlen <= MAX_WINDOW_PATCHES:
+            return lambda qkv: window_attention(qkv, cos, sin, cu_seqlens, max_seqlen, head_dim)
         if self.core_attention.backend == "triton":
-            return lambda qkv: tower_attention(qkv, cos, sin, cu, dim)
+            return lambda qkv: tower_attention(qkv, cos, sin, cu_seqlens, head_dim)
         return None
 
 
@@ -73,73 +73,79 @@ class FusedMLP(MLP):
     """Core's dense MLP with our SwiGLU.
 
     Args:
-        recompute: whether to keep only ``linear_fc1``'s output and recompute the activation (half as large if
+        recompute_activation: whether to keep only ``linear_fc1``'s output and recompute the activation (half as large if
             gated) in the backward pass, which costs one elementwise kernel.
     """
 
-    def __init__(self, *args: Any, recompute: bool = False, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recompute_activation: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recompute = recompute
+        self.recompute_activation = recompute_activation
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """[S, 1, H] -> ([S, 1, H], bias to add or None)"""
         assert per_token_scale is None, "for experts only"
-        hidden, bias = self.linear_fc1(hidden_states)
-        active = self._activate(hidden, bias)
-        if not self.recompute or not active.requires_grad:
-            return self.linear_fc2(active)
-        with computed_again(active, self._activate, hidden.detach(), bias):
-            return self.linear_fc2(active)
+        intermediate_states, bias = self.linear_fc1(hidden_states)
+        activated_states = self._apply_activation(intermediate_states, bias)
+        if not self.recompute_activation or not activated_states.requires_grad:
+            return self.linear_fc2(activated_states)
+        with recompute_in_backward(
+            activated_states, self._apply_activation, intermediate_states.detach(), bias
+        ):
+            return self.linear_fc2(activated_states)
 
-    def _activate(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    def _apply_activation(self, intermediate_states: Tensor, bias: Tensor | None) -> Tensor:
         if bias is not None:
-            hidden = hidden + bias
+            intermediate_states = intermediate_states + bias
         if not self.config.gated_linear_unit:
-            return self.activation_func(hidden)
-        if hidden.is_cuda:
+            return self.activation_func(intermediate_states)
+        if intermediate_states.is_cuda:
             from megatron_vl.kernels.swiglu import swiglu
 
-            return swiglu(hidden)
-        gate, up = hidden.chunk(2, -1)
-        return self.activation_func(gate) * up
+            return swiglu(intermediate_states)
+        gate_states, up_states = intermediate_states.chunk(2, -1)
+        return self.activation_func(gate_states) * up_states
 
 
-def computed_again(
-    kept: Tensor, function: Callable[..., Tensor], *inputs: Any
+def recompute_in_backward(
+    recomputed_tensor: Tensor, forward_function: Callable[..., Tensor], *function_inputs: Any
 ) -> AbstractContextManager[Any]:
-    """A context in which autograd does not keep ``kept``, the result of ``function(*inputs)``.
+    """A context in which autograd does not keep ``recomputed_tensor``, the result of ``function(*inputs)``.
 
-    The backward pass computes ``kept`` again. This works for every operator that saves ``kept`` (or a view of
+    The backward pass computes ``recomputed_tensor`` again. This works for every operator that saves ``recomputed_tensor`` (or a view of
     all of it) through ``save_for_backward``, including Transformer Engine's linears. An operator that saves a
     quantised copy keeps that copy.
     """
-    address = kept.data_ptr()
-    size = kept.numel()
+    tensor_address = recomputed_tensor.data_ptr()
+    num_elements = recomputed_tensor.numel()
 
-    def pack(tensor: Tensor) -> Any:
-        same = tensor.data_ptr() == address and tensor.numel() == size and tensor.dtype == kept_dtype
-        return tensor.shape if same else tensor
+    def pack_tensor(saved_tensor: Tensor) -> Any:
+        is_recomputed_tensor = (
+            saved_tensor.data_ptr() == tensor_address
+            and saved_tensor.numel() == num_elements
+            and saved_tensor.dtype == tensor_dtype
+        )
+        return saved_tensor.shape if is_recomputed_tensor else saved_tensor
 
-    def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def unpack_tensor(packed_tensor: Any) -> Tensor:
+        if isinstance(packed_tensor, Tensor):
+            return packed_tensor
         with torch.no_grad():
-            return function(*inputs).view(packed)
+            return forward_function(*function_inputs).view(packed_tensor)
 
-    kept_dtype = kept.dtype
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    tensor_dtype = recomputed_tensor.dtype
+    return torch.autograd.graph.saved_tensors_hooks(pack_tensor, unpack_tensor)
 
 
-def with_bias(linear: Callable[..., Any]) -> Callable[..., Any]:
+def linear_with_bias(linear_class: Callable[..., Any]) -> Callable[..., Any]:
     """A constructor of a linear that always adds its bias, even if core asks for ``skip_bias_add``.
 
     Core leaves biases to fused elementwise kernels, whose backward pass needs one more kernel to sum ``[P,
     F]`` gradients. cuBLASLt gives the sum as a by-product of the weight gradient.
     """
 
-    def build(*args: Any, **kwargs: Any) -> Any:
-        return linear(*args, **{**kwargs, "skip_bias_add": False})
+    def build_linear(*args: Any, **kwargs: Any) -> Any:
+        return linear_class(*args, **{**kwargs, "skip_bias_add": False})
 
-    return build
+    return build_linear

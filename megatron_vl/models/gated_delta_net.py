@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from megatron_vl.kernels.gated_delta_rule import (
     causal_conv,
     gated_delta_rule,
+    gated_delta_step,
     gated_norm,
-    one_token,
-    segment_numbers,
+    make_segment_ids,
 )
 from megatron_vl.kernels.shard_exchange import ShardExchange
 from megatron_vl.models.attention import PackedRow
-from megatron_vl.models.kv_cache import CacheUse
+from megatron_vl.models.kv_cache import CacheAccess
 from megatron_vl.spec.families import LinearAttentionSpec
 
 
@@ -61,23 +61,23 @@ class GatedDeltaNet(nn.Module):
         self.spec, self.layer_number = spec, layer_number
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
-        tp = self.tp_group.size()
-        self.key_heads, self.value_heads = spec.key_heads // tp, spec.value_heads // tp
-        keys, values = self.key_heads * spec.key_dim, self.value_heads * spec.value_dim
-        self.channels = (keys, keys, values)
-        self.sections = (sum(self.channels), values, self.value_heads, self.value_heads)
+        tp_size = self.tp_group.size()
+        self.key_heads, self.value_heads = spec.key_heads // tp_size, spec.value_heads // tp_size
+        local_key_size, local_value_size = self.key_heads * spec.key_dim, self.value_heads * spec.value_dim
+        self.channels = (local_key_size, local_key_size, local_value_size)
+        self.sections = (sum(self.channels), local_value_size, self.value_heads, self.value_heads)
 
-        common = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
+        common_arguments = {"config": config, "bias": False, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = column(
             config.hidden_size,
-            sum(self.sections) * tp,
+            sum(self.sections) * tp_size,
             init_method=config.init_method,
             gather_output=False,
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
-            **common,
+            **common_arguments,
         )
-        self.conv1d = _Convolution(sum(self.channels), spec.conv_width, config.params_dtype)
+        self.conv1d = _DepthwiseConvWeight(sum(self.channels), spec.conv_width, config.params_dtype)
         self.dt_bias = nn.Parameter(torch.ones(self.value_heads, dtype=config.params_dtype))
         self.A_log = nn.Parameter(torch.zeros(self.value_heads))
         self.out_norm = GatedNorm(spec.value_dim, config.layernorm_epsilon, config.sequence_parallel)
@@ -88,19 +88,19 @@ class GatedDeltaNet(nn.Module):
             input_is_parallel=True,
             skip_bias_add=True,
             tp_comm_buffer_name="fc2",
-            **common,
+            **common_arguments,
         )
-        self._initialize()
+        self._initialize_weights()
 
-        selective = config.recompute_granularity == "selective"
-        self.recompute = selective and "core_attn" in (config.recompute_modules or [])
+        is_selective = config.recompute_granularity == "selective"
+        self.recompute_mixing = is_selective and "core_attn" in (config.recompute_modules or [])
 
     @torch.no_grad()
-    def _initialize(self) -> None:
+    def _initialize_weights(self) -> None:
         """Draws random weights as ``transformers`` does, different ones on each tensor-parallel rank."""
         with get_cuda_rng_tracker().fork():
-            bound = 1 / math.sqrt(self.spec.conv_width)
-            self.conv1d.weight.uniform_(-bound, bound)
+            conv_init_bound = 1 / math.sqrt(self.spec.conv_width)
+            self.conv1d.weight.uniform_(-conv_init_bound, conv_init_bound)
             self.A_log.uniform_(0.01, 16).log_()
         self.A_log.keep_float32 = True  # type: ignore[attr-defined]
         for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
@@ -114,102 +114,125 @@ class GatedDeltaNet(nn.Module):
         Under context parallelism, S is the length of this rank's shard. ``packed_seq_params`` has the
         segments of the whole row and the shard.
         """
-        assert packed_seq_params is not None and packed_seq_params.full is not None
+        assert packed_seq_params is not None and packed_seq_params.full_segments is not None
         projected, _ = self.in_proj(hidden_states)
         projected = projected[:, 0]
 
-        cache = packed_seq_params.cache
-        if cache is not None:
-            out = self._with_cache(projected, cache)
+        cache_access = packed_seq_params.cache
+        if cache_access is not None:
+            mixed_states = self._mix_with_cache(projected, cache_access)
         else:
-            segments, exchange = self._shard(packed_seq_params, projected.shape[0])
-            mix = partial(self._mix, exchange=exchange)
-            if self.recompute and self.training and torch.is_grad_enabled():
-                out = checkpoint(mix, False, projected, segments)
+            segment_ids, exchange = self._shard(packed_seq_params, projected.shape[0])
+            mix = partial(self._mix_tokens, exchange=exchange)
+            if self.recompute_mixing and self.training and torch.is_grad_enabled():
+                mixed_states = checkpoint(mix, False, projected, segment_ids)
             else:
-                out = mix(projected, segments)
-        return self.out_proj(out[:, None])
+                mixed_states = mix(projected, segment_ids)
+        return self.out_proj(mixed_states[:, None])
 
     def _shard(self, row: PackedRow, length: int) -> tuple[Tensor, ShardExchange | None]:
         """The sequence numbers of this rank's tokens, and the exchange if any sequence crosses an edge."""
-        assert row.full is not None
+        assert row.full_segments is not None
         if self.cp_group.size() == 1:
-            return segment_numbers(row.full.cu_seqlens, length), None
+            return make_segment_ids(row.full_segments.cu_seqlens, length), None
 
         assert row.shard is not None
         route = row.shard.route
         assert route.length == length and route.rank == self.cp_group.rank()
-        segments = segment_numbers(row.full.cu_seqlens, length, route.rank * length)
+        segments = make_segment_ids(row.full_segments.cu_seqlens, length, route.rank * length)
         return segments, ShardExchange(route, self.cp_group) if route.any_cut else None
 
-    def _mix(self, projected: Tensor, segments: Tensor, exchange: ShardExchange | None = None) -> Tensor:
+    def _mix_tokens(
+        self, projected: Tensor, segment_ids: Tensor, exchange: ShardExchange | None = None
+    ) -> Tensor:
         """[S, sections] -> [S, value heads * V]"""
-        return self._mix_with_state(projected, segments, exchange)[0]
+        return self._mix_with_state(projected, segment_ids, exchange)[0]
 
     def _mix_with_state(
-        self, projected: Tensor, segments: Tensor, exchange: ShardExchange | None = None
+        self, projected: Tensor, segment_ids: Tensor, exchange: ShardExchange | None = None
     ) -> tuple[Tensor, Tensor]:
-        qkv, z, b, a = projected.split(self.sections, dim=-1)
-        mixed = causal_conv(qkv, self.conv1d.weight[:, 0], segments, exchange=exchange)
-        g, beta = self._gates(a, b)
-        out, state = gated_delta_rule(*self._heads(mixed), g, beta, segments, exchange=exchange)
-        return self._norm(out, z), state
+        qkv, output_gate, beta_input, decay_input = projected.split(self.sections, dim=-1)
+        convolved_qkv = causal_conv(qkv, self.conv1d.weight[:, 0], segment_ids, exchange=exchange)
+        log_decay, beta = self._decay_and_beta(decay_input, beta_input)
+        head_outputs, state = gated_delta_rule(
+            *self._split_heads(convolved_qkv), log_decay, beta, segment_ids, exchange=exchange
+        )
+        return self._norm_and_gate(head_outputs, output_gate), state
 
-    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split_heads(self, convolved_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
-        q, k, v = mixed.split(self.channels, dim=-1)
-        queries, keys = (t.unflatten(-1, (self.key_heads, -1)) for t in (q, k))
-        return queries, keys, v.unflatten(-1, (self.value_heads, -1))
+        flat_queries, flat_keys, flat_values = convolved_qkv.split(self.channels, dim=-1)
+        queries, keys = (
+            flat_heads.unflatten(-1, (self.key_heads, -1)) for flat_heads in (flat_queries, flat_keys)
+        )
+        return queries, keys, flat_values.unflatten(-1, (self.value_heads, -1))
 
-    def _gates(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def _decay_and_beta(self, decay_input: Tensor, beta_input: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the decay, float32, and beta; [S, value heads] each."""
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)
-        return g, b.sigmoid()
+        log_decay = -self.A_log.float().exp() * F.softplus(decay_input.float() + self.dt_bias)
+        return log_decay, beta_input.sigmoid()
 
-    def _norm(self, out: Tensor, z: Tensor) -> Tensor:
+    def _norm_and_gate(self, head_outputs: Tensor, output_gate: Tensor) -> Tensor:
         weight = self.out_norm.weight
         if not self.config.sequence_parallel:
             # Each rank has the gradient from its own heads. Core sums it only under sequence parallelism.
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        return self.out_norm(out, z.unflatten(-1, (self.value_heads, -1)), weight).flatten(1)
+        return self.out_norm(head_outputs, output_gate.unflatten(-1, (self.value_heads, -1)), weight).flatten(
+            1
+        )
 
-    def _with_cache(self, projected: Tensor, use: CacheUse) -> Tensor:
-        """The same as :meth:`_mix`, during generation. Outputs of padding are zero."""
-        if use.filling:
-            (prompt,) = use.prompts
-            length = use.cache.used[prompt]
-            own = projected[:length]
-            out, state = self._mix_with_state(own, own.new_zeros(length, dtype=torch.int32))
+    def _mix_with_cache(self, projected: Tensor, cache_access: CacheAccess) -> Tensor:
+        """The same as :meth:`_mix_tokens`, during generation. Outputs of padding are zero."""
+        if cache_access.is_prefill:
+            (prompt_index,) = cache_access.prompt_indices
+            prompt_length = cache_access.cache.sequence_lengths[prompt_index]
+            prompt_states = projected[:prompt_length]
+            head_outputs, final_state = self._mix_with_state(
+                prompt_states, prompt_states.new_zeros(prompt_length, dtype=torch.int32)
+            )
 
             # The convolution of the next token needs the last inputs, zeros before the prompt included.
-            reach = self.spec.conv_width - 1
-            inputs = F.pad(own[:, : self.sections[0]], (0, 0, reach, 0))[length:]
-            use.cache.states[self, prompt] = (inputs, state)
-            return F.pad(out, (0, 0, 0, projected.shape[0] - length))
+            conv_reach = self.spec.conv_width - 1
+            conv_inputs = F.pad(prompt_states[:, : self.sections[0]], (0, 0, conv_reach, 0))[prompt_length:]
+            cache_access.cache.linear_attention_states[self, prompt_index] = (conv_inputs, final_state)
+            return F.pad(head_outputs, (0, 0, 0, projected.shape[0] - prompt_length))
 
-        count = len(use.prompts)
-        rest = projected.new_zeros(projected.shape[0] - count, self.sections[1])
-        if not count:
-            return rest
+        num_prompts = len(cache_access.prompt_indices)
+        padding_output = projected.new_zeros(projected.shape[0] - num_prompts, self.sections[1])
+        if not num_prompts:
+            return padding_output
 
-        kept = [use.cache.states[self, prompt] for prompt in use.prompts]
-        qkv, z, b, a = projected[:count].split(self.sections, dim=-1)
-        inputs = torch.cat((torch.stack([k[0] for k in kept]), qkv[:, None]), dim=1)
-        mixed = F.silu((inputs * self.conv1d.weight[:, 0].t()).sum(1))
-        g, beta = self._gates(a, b)
-        out, states = one_token(*self._heads(mixed), g, beta, torch.stack([k[1] for k in kept]))
+        cached_states = [
+            cache_access.cache.linear_attention_states[self, prompt_index]
+            for prompt_index in cache_access.prompt_indices
+        ]
+        qkv, output_gate, beta_input, decay_input = projected[:num_prompts].split(self.sections, dim=-1)
+        conv_inputs = torch.cat(
+            (torch.stack([cached_state[0] for cached_state in cached_states]), qkv[:, None]), dim=1
+        )
+        convolved_qkv = F.silu((conv_inputs * self.conv1d.weight[:, 0].t()).sum(1))
+        log_decay, beta = self._decay_and_beta(decay_input, beta_input)
+        head_outputs, new_states = gated_delta_step(
+            *self._split_heads(convolved_qkv),
+            log_decay,
+            beta,
+            torch.stack([cached_state[1] for cached_state in cached_states]),
+        )
 
-        for i, prompt in enumerate(use.prompts):
-            use.cache.states[self, prompt] = (inputs[i, 1:], states[i])
-        return torch.cat((self._norm(out, z), rest))
+        for i, prompt_index in enumerate(cache_access.prompt_indices):
+            cache_access.cache.linear_attention_states[self, prompt_index] = (
+                conv_inputs[i, 1:],
+                new_states[i],
+            )
+        return torch.cat((self._norm_and_gate(head_outputs, output_gate), padding_output))
 
 
-class _Convolution(nn.Module):
+class _DepthwiseConvWeight(nn.Module):
     """Holds the weight [C, 1, W] of the depthwise convolution."""
 
-    def __init__(self, channels: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, num_channels: int, kernel_width: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(num_channels, 1, kernel_width, dtype=dtype))
 
 
 class GatedNorm(nn.Module):
@@ -218,10 +241,10 @@ class GatedNorm(nn.Module):
     The weight is not zero-centred and stays in float32.
     """
 
-    def __init__(self, width: int, eps: float, sequence_parallel: bool) -> None:
+    def __init__(self, head_width: int, eps: float, sequence_parallel: bool) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.ones(head_width))
         self.weight.keep_float32 = True  # type: ignore[attr-defined]
         # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequ
 from torch import Tensor
 
 
-def selected_losses(
+def loss_token_losses(
     *,
     hidden_states: Tensor,
     output_layer: ColumnParallelLinear,
@@ -33,7 +33,7 @@ def selected_losses(
         output_weight: the tied weight; None: the output layer has its own weight.
         labels: int64 [1, S].
         context: int64 [N], distinct token positions in the row
-            (:func:`~megatron_vl.data.packing.row.loss_index`), equal on all tensor-parallel ranks.
+            (:func:`~megatron_vl.data.packing.training_row.loss_index`), equal on all tensor-parallel ranks.
     """
     if output_layer.sequence_parallel:
         # Loss tokens are not distributed evenly over the ranks' parts of the row, so each rank gathers the
@@ -44,14 +44,14 @@ def selected_losses(
             group=output_layer.tp_group,
             use_global_buffer=True,
         )
-    with _whole_input(output_layer):
-        logits, _bias = output_layer(hidden_states.index_select(0, context), weight=output_weight)
-    losses = compute_language_model_loss(labels.index_select(1, context), logits)
-    return losses.new_zeros(labels.shape).index_copy(1, context, losses)
+    with _accept_whole_row(output_layer):
+        selected_logits, _bias = output_layer(hidden_states.index_select(0, context), weight=output_weight)
+    token_losses = compute_language_model_loss(labels.index_select(1, context), selected_logits)
+    return token_losses.new_zeros(labels.shape).index_copy(1, context, token_losses)
 
 
 @contextmanager
-def _whole_input(layer: ColumnParallelLinear) -> Iterator[None]:
+def _accept_whole_row(output_layer: ColumnParallelLinear) -> Iterator[None]:
     """A context in which a sequence-parallel output layer takes inputs of the whole row.
 
     The gradients of the inputs are then summed over the ranks in one all-reduce, which overlaps with the
@@ -59,10 +59,10 @@ def _whole_input(layer: ColumnParallelLinear) -> Iterator[None]:
     this moves S + 2 N tokens. Core's own sequence-parallel layer gathers once more in the backward pass and
     moves 3 S, which is never less.
     """
-    sequence_parallel, allreduce = layer.sequence_parallel, layer.allreduce_dgrad
-    layer.sequence_parallel = False
-    layer.allreduce_dgrad = allreduce or sequence_parallel
+    sequence_parallel, allreduce_dgrad = output_layer.sequence_parallel, output_layer.allreduce_dgrad
+    output_layer.sequence_parallel = False
+    output_layer.allreduce_dgrad = allreduce_dgrad or sequence_parallel
     try:
         yield
     finally:
-        layer.sequence_parallel, layer.allreduce_dgrad = sequence_parallel, allreduce
+        output_layer.sequence_parallel, output_layer.allreduce_dgrad = sequence_parallel, allreduce_dgrad

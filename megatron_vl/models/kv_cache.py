@@ -20,73 +20,77 @@ class KVCache:
 
     Args:
         lengths: number of tokens of each prompt.
-        room: largest number of tokens that may follow each prompt.
+        max_new_tokens: largest number of tokens that may follow each prompt.
     """
 
-    def __init__(self, lengths: list[int], room: int) -> None:
-        self.used = list(lengths)
+    def __init__(self, prompt_lengths: list[int], max_new_tokens: int) -> None:
+        self.sequence_lengths = list(prompt_lengths)
         """Number of tokens stored so far, by prompt."""
-        self.room = room
-        self._kept: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
-        self.states: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
+        self.max_new_tokens = max_new_tokens
+        self._keys_and_values: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
+        self.linear_attention_states: dict[tuple[nn.Module, int], tuple[Tensor, Tensor]] = {}
         """For each layer with linear attention and each prompt: the last inputs of the convolution
         [W - 1, channels], and the state [heads, K, V]."""
 
-    def fill(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> None:
+    def store_prompt(self, layer: nn.Module, prompt_index: int, key: Tensor, value: Tensor) -> None:
         """Stores key and value [S, g, d] of a prompt's tokens. Later tokens of the row are ignored."""
-        n = self.used[prompt]
-        kept = []
+        prompt_length = self.sequence_lengths[prompt_index]
+        buffers = []
         for tensor in (key, value):
-            buffer = tensor.new_empty(n + self.room, *tensor.shape[1:])
-            buffer[:n] = tensor[:n]
-            kept.append(buffer)
-        self._kept[layer, prompt] = (kept[0], kept[1])
+            token_buffer = tensor.new_empty(prompt_length + self.max_new_tokens, *tensor.shape[1:])
+            token_buffer[:prompt_length] = tensor[:prompt_length]
+            buffers.append(token_buffer)
+        self._keys_and_values[layer, prompt_index] = (buffers[0], buffers[1])
 
-    def extend(self, layer: nn.Module, prompt: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def append_token(
+        self, layer: nn.Module, prompt_index: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Adds key and value [g, d] of one token.
 
         Returns:
             All keys and values of the prompt so far, [n + 1, g, d].
         """
-        keys, values = self._kept[layer, prompt]
-        n = self.used[prompt]
-        keys[n], values[n] = key, value
-        return keys[: n + 1], values[: n + 1]
+        keys, values = self._keys_and_values[layer, prompt_index]
+        token_count = self.sequence_lengths[prompt_index]
+        keys[token_count], values[token_count] = key, value
+        return keys[: token_count + 1], values[: token_count + 1]
 
-    def advance(self, prompts: list[int]) -> None:
+    def advance_lengths(self, prompt_indices: list[int]) -> None:
         """Counts one more token for each of these prompts. Call it after all layers were extended."""
-        for prompt in prompts:
-            self.used[prompt] += 1
+        for prompt in prompt_indices:
+            self.sequence_lengths[prompt] += 1
 
 
 @dataclass
-class CacheUse:
+class CacheAccess:
     """How a row uses a cache: to fill it with one prompt, or to add one token to each of some prompts."""
 
     cache: KVCache
-    prompts: list[int]
+    prompt_indices: list[int]
     """When filling, the one prompt that the row begins with. Otherwise, the prompt of each of the row's first
     tokens, which are new tokens."""
-    filling: bool
+    is_prefill: bool
     """Whether the row is a prompt that fills the cache."""
 
-    def attend(
-        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[], Tensor]
+    def attend_with_cache(
+        self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend_to_row: Callable[[], Tensor]
     ) -> Tensor:
         """query [S, h, d], key and value [S, g, d] -> [S, h, d]. Outputs of padding are undefined.
 
         Args:
-            attend: the layer's own attention over the row.
+            attend_to_row: the layer's own attention over the row.
         """
-        if self.filling:
-            self.cache.fill(layer, self.prompts[0], key, value)
-            return attend()
+        if self.is_prefill:
+            self.cache.store_prompt(layer, self.prompt_indices[0], key, value)
+            return attend_to_row()
 
-        out = torch.zeros_like(query)
-        for i, prompt in enumerate(self.prompts):
-            keys, values = self.cache.extend(layer, prompt, key[i], value[i])
-            q = query[i][None, :, None]
-            k = keys.transpose(0, 1)[None]
-            v = values.transpose(0, 1)[None]
-            out[i] = F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])[0, :, 0]
-        return out
+        attention_output = torch.zeros_like(query)
+        for i, prompt_index in enumerate(self.prompt_indices):
+            cached_keys, cached_values = self.cache.append_token(layer, prompt_index, key[i], value[i])
+            query_batch = query[i][None, :, None]
+            key_batch = cached_keys.transpose(0, 1)[None]
+            value_batch = cached_values.transpose(0, 1)[None]
+            attention_output[i] = F.scaled_dot_product_attention(
+                query_batch, key_batch, value_batch, enable_gqa=query_batch.shape[1] != key_batch.shape[1]
+            )[0, :, 0]
+        return attention_output

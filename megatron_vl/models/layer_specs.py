@@ -1,6 +1,6 @@
 """The modules that layers are built from: Transformer Engine's on CUDA, Megatron-core's own on CPU.
 
-Both compute the same function. :mod:`megatron_vl.models.names` gives their tensors the same names.
+Both compute the same function. :mod:`megatron_vl.models.parameter_names` gives their tensors the same names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megatron_vl.models.attention import PackedAttention
 from megatron_vl.models.deepstack import DeepStackLayer
-from megatron_vl.models.fused_layers import FusedMLP, TowerSelfAttention, with_bias
+from megatron_vl.models.fused_layers import FusedMLP, TowerSelfAttention, linear_with_bias
 from megatron_vl.models.gated_delta_net import GatedDeltaNet
 from megatron_vl.models.moe.router import moe_layer
 from megatron_vl.platform import Platform
@@ -54,11 +54,11 @@ class LocalRMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        x32 = x.float()
-        x32 = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.eps)
+        normalized = x.float()
+        normalized = normalized * torch.rsqrt(normalized.pow(2).mean(-1, keepdim=True) + self.eps)
         if self.zero_centered:
-            return (x32 * (1.0 + self.weight.float())).to(x.dtype)
-        return self.weight * x32.to(x.dtype)
+            return (normalized * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normalized.to(x.dtype)
 
 
 class LocalLayerNorm(nn.LayerNorm):
@@ -70,30 +70,30 @@ class LocalLayerNorm(nn.LayerNorm):
         self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-def local_norm(config: TransformerConfig) -> type[nn.Module]:
+def local_norm_class(config: TransformerConfig) -> type[nn.Module]:
     """The norm class of ``config.normalization`` that needs no Transformer Engine."""
     return LocalRMSNorm if config.normalization == "RMSNorm" else LocalLayerNorm
 
 
-def norm(platform: Platform, config: TransformerConfig, hidden_size: int) -> nn.Module:
+def make_norm(platform: Platform, config: TransformerConfig, hidden_size: int) -> nn.Module:
     """A stand-alone norm of ``config.normalization`` over ``hidden_size`` elements."""
-    if platform.transformer_engine:
+    if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
         return TENorm(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
-    return local_norm(config)(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
+    return local_norm_class(config)(config=config, hidden_size=hidden_size, eps=config.layernorm_epsilon)
 
 
-def linears(platform: Platform) -> tuple[Any, Any]:
+def linear_classes(platform: Platform) -> tuple[Any, Any]:
     """The column-parallel and row-parallel linear classes, with core's constructor."""
-    if platform.transformer_engine:
+    if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 
         return TEColumnParallelLinear, TERowParallelLinear
     return ColumnParallelLinear, RowParallelLinear
 
 
-def _mlp(
+def _build_mlp(
     config: TransformerConfig,
     pg_collection: Any,
     *,
@@ -103,17 +103,17 @@ def _mlp(
 ) -> FusedMLP:
     """The function that core calls to build a layer's MLP."""
     kwargs.pop("is_mtp_layer", None)
-    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute=recompute, **kwargs)
+    return FusedMLP(config, submodules, tp_group=pg_collection.tp, recompute_activation=recompute, **kwargs)
 
 
-class _Parts(NamedTuple):
+class _LayerModules(NamedTuple):
     """The constructors of a platform's linears and norms within a layer."""
 
-    column: Any
+    column_linear: Any
     """The linear after a norm. With Transformer Engine, it includes that norm."""
-    row: Any
+    row_linear: Any
     layer_norm: Any
-    """The norm before ``column``; with Transformer Engine, the identity."""
+    """The norm before ``column_linear``; with Transformer Engine, the identity."""
     expert_norm: Any
     """The norm before experts. It is always separate, because the router also reads its output."""
     head_norm: Any
@@ -122,18 +122,25 @@ class _Parts(NamedTuple):
     """The norm after the last layer."""
 
 
-def _parts(platform: Platform, config: TransformerConfig) -> _Parts:
-    column, row = linears(platform)
-    if not platform.transformer_engine:
-        local = local_norm(config)
-        return _Parts(column, row, local, local, local if config.qk_layernorm else None, local)
+def _layer_modules(platform: Platform, config: TransformerConfig) -> _LayerModules:
+    column_linear, row_linear = linear_classes(platform)
+    if not platform.has_transformer_engine:
+        norm_class = local_norm_class(config)
+        return _LayerModules(
+            column_linear,
+            row_linear,
+            norm_class,
+            norm_class,
+            norm_class if config.qk_layernorm else None,
+            norm_class,
+        )
 
     from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TENorm
     from megatron.core.transformer.identity_op import IdentityOp
 
-    return _Parts(
-        column=with_bias(TELayerNormColumnParallelLinear),
-        row=with_bias(row),
+    return _LayerModules(
+        column_linear=linear_with_bias(TELayerNormColumnParallelLinear),
+        row_linear=linear_with_bias(row_linear),
         layer_norm=IdentityOp,
         expert_norm=TENorm,
         head_norm=TENorm if config.qk_layernorm else None,
@@ -141,19 +148,19 @@ def _parts(platform: Platform, config: TransformerConfig) -> _Parts:
     )
 
 
-def block_spec(
+def transformer_block_spec(
     platform: Platform,
     config: TransformerConfig,
     num_layers: int,
     *,
     attention_backend: str,
     causal: bool,
-    windowed: Callable[[int], bool] = lambda layer: False,
-    deepstack: int = 0,
+    is_windowed_layer: Callable[[int], bool] = lambda layer: False,
+    num_deepstack_levels: int = 0,
     fused_windows: bool = False,
     recompute_activation: bool = False,
-    experts: Sequence[bool] = (),
-    linear: Sequence[bool] = (),
+    layers_with_experts: Sequence[bool] = (),
+    layers_with_linear_attention: Sequence[bool] = (),
     linear_attention: LinearAttentionSpec | None = None,
 ) -> TransformerBlockSubmodules:
     """The layers of one TransformerBlock: pre-norm packed self-attention and an MLP (or experts).
@@ -161,60 +168,77 @@ def block_spec(
     Args:
         num_layers: number of layers in this block, which belong to one pipeline chunk.
         attention_backend: one of :data:`megatron_vl.models.attention.BACKENDS`.
-        windowed: says whether a zero-based global layer attends within windows.
-        deepstack: number of levels of visual features that the model's first layers add to their output.
+        is_windowed_layer: says whether a zero-based global layer attends within windows.
+        num_deepstack_levels: number of levels of visual features that the model's first layers add to their output.
         fused_windows: whether window layers use the fused kernel (CUDA).
         recompute_activation: whether activations of the MLP are recomputed in the backward pass.
-        experts: for each layer of this block, whether it has experts instead of an MLP; empty: none has.
-        linear: for each layer of this block, whether it has linear attention; empty: none has.
+        layers_with_experts: for each layer of this block, whether it has experts instead of an MLP; empty: none has.
+        layers_with_linear_attention: for each layer of this block, whether it has linear attention; empty: none has.
         linear_attention: the sizes of linear attention, for models that have it.
     """
-    parts = _parts(platform, config)
-    own_kernels = fused_windows or attention_backend == "triton"
-    attention = partial(PackedAttention, backend=attention_backend, causal=causal, windowed=windowed)
-    layer = ModuleSpec(
-        module=DeepStackLayer if deepstack else TransformerLayer,
-        params={"deepstack": deepstack} if deepstack else {},
+    layer_modules = _layer_modules(platform, config)
+    uses_own_kernels = fused_windows or attention_backend == "triton"
+    core_attention = partial(
+        PackedAttention, backend=attention_backend, causal=causal, windowed=is_windowed_layer
+    )
+    layer_spec = ModuleSpec(
+        module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
+        params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=parts.layer_norm,
+            input_layernorm=layer_modules.layer_norm,
             self_attention=ModuleSpec(
-                module=TowerSelfAttention if own_kernels else SelfAttention,
+                module=TowerSelfAttention if uses_own_kernels else SelfAttention,
                 params={
                     "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask,
-                    **({"fused_windows": fused_windows} if own_kernels else {}),
+                    **({"fused_windows": fused_windows} if uses_own_kernels else {}),
                 },
                 submodules=SelfAttentionSubmodules(
-                    linear_qkv=parts.column,
-                    core_attention=attention,
-                    linear_proj=parts.row,
-                    q_layernorm=parts.head_norm,
-                    k_layernorm=parts.head_norm,
+                    linear_qkv=layer_modules.column_linear,
+                    core_attention=core_attention,
+                    linear_proj=layer_modules.row_linear,
+                    q_layernorm=layer_modules.head_norm,
+                    k_layernorm=layer_modules.head_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=parts.layer_norm,
+            pre_mlp_layernorm=layer_modules.layer_norm,
             mlp=partial(
-                _mlp,
-                submodules=MLPSubmodules(linear_fc1=parts.column, linear_fc2=parts.row),
+                _build_mlp,
+                submodules=MLPSubmodules(
+                    linear_fc1=layer_modules.column_linear, linear_fc2=layer_modules.row_linear
+                ),
                 recompute=recompute_activation,
             ),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
-    layers = [layer] * num_layers
-    if any(experts):
-        submodules = replace(layer.submodules, pre_mlp_layernorm=parts.expert_norm, mlp=moe_layer(platform))
-        layers = [replace(layer, submodules=submodules) if has_experts else layer for has_experts in experts]
-
-    if any(linear):
-        mixer = ModuleSpec(
-            module=GatedDeltaNet,
-            params={"spec": linear_attention, "column": parts.column, "row": parts.row},
+    layer_specs = [layer_spec] * num_layers
+    if any(layers_with_experts):
+        expert_submodules = replace(
+            layer_spec.submodules, pre_mlp_layernorm=layer_modules.expert_norm, mlp=moe_layer(platform)
         )
-        layers = [
-            replace(layer, submodules=replace(layer.submodules, self_attention=mixer)) if is_linear else layer
-            for layer, is_linear in zip(layers, linear, strict=True)
+        layer_specs = [
+            replace(layer_spec, submodules=expert_submodules) if has_experts else layer_spec
+            for has_experts in layers_with_experts
         ]
 
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.final_norm)
+    if any(layers_with_linear_attention):
+        linear_attention_module = ModuleSpec(
+            module=GatedDeltaNet,
+            params={
+                "spec": linear_attention,
+                "column": layer_modules.column_linear,
+                "row": layer_modules.row_linear,
+            },
+        )
+        layer_specs = [
+            replace(
+                layer_spec, submodules=replace(layer_spec.submodules, self_attention=linear_attention_module)
+            )
+            if is_linear
+            else layer_spec
+            for layer_spec, is_linear in zip(layer_specs, layers_with_linear_attention, strict=True)
+        ]
+
+    return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from megatron_vl.spec.families import LanguageSpec
 
 
-class MRope(nn.Module):
+class MultimodalRope(nn.Module):
     """Multimodal RoPE (Qwen2-VL, arXiv 2409.12191): each frequency follows time, height or width.
 
     Reference: ``Qwen2VLRotaryEmbedding`` and ``apply_multimodal_rotary_pos_emb`` of transformers, and
@@ -21,20 +21,22 @@ class MRope(nn.Module):
     and is called in the same way.
     """
 
-    def __init__(self, language: LanguageSpec) -> None:
+    def __init__(self, language_spec: LanguageSpec) -> None:
         super().__init__()
-        dim = language.rotary_dim  # core does not rotate the rest of a head
-        half = dim // 2
-        exponent = torch.arange(0, dim, 2, dtype=torch.float32) / dim
-        self._inv_freq = 1.0 / language.rope_theta**exponent
-        if language.mrope_interleaved:
+        rotary_dim = language_spec.rotary_dim  # core does not rotate the rest of a head
+        num_frequencies = rotary_dim // 2
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        self._inv_freq = 1.0 / language_spec.rope_theta**exponent
+        if language_spec.mrope_interleaved:
             # The order is t h w t h w ..., and only t once height and width have all their frequencies.
-            self._axis = torch.zeros(half, dtype=torch.int64)
+            self._axis_of_frequency = torch.zeros(num_frequencies, dtype=torch.int64)
             for axis in (1, 2):
-                self._axis[axis : 3 * language.mrope_section[axis] : 3] = axis
+                self._axis_of_frequency[axis : 3 * language_spec.mrope_section[axis] : 3] = axis
         else:
-            self._axis = torch.repeat_interleave(torch.arange(3), torch.tensor(language.mrope_section))
-        assert self._axis.numel() == half
+            self._axis_of_frequency = torch.repeat_interleave(
+                torch.arange(3), torch.tensor(language_spec.mrope_section)
+            )
+        assert self._axis_of_frequency.numel() == num_frequencies
 
     def forward(
         self, position_ids: Tensor, mrope_section: list[int] | None = None, cp_group: object = None
@@ -43,13 +45,13 @@ class MRope(nn.Module):
         device = position_ids.device
         if self._inv_freq.device != device:
             self._inv_freq = self._inv_freq.to(device)
-            self._axis = self._axis.to(device)
-        positions = position_ids.reshape(3, -1).float()
-        angles = positions[self._axis].transpose(0, 1) * self._inv_freq
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+            self._axis_of_frequency = self._axis_of_frequency.to(device)
+        float_positions = position_ids.reshape(3, -1).float()
+        rotary_angles = float_positions[self._axis_of_frequency].transpose(0, 1) * self._inv_freq
+        return torch.cat((rotary_angles, rotary_angles), dim=-1)[:, None, None, :]
 
 
-def vision_angles(position_hw: Tensor, head_dim: int) -> Tensor:
+def vision_rope_angles(position_hw: Tensor, head_dim: int) -> Tensor:
     """2D RoPE of the vision tower.
 
     The first half of the frequencies follows the row, the second half the column. Reference:
@@ -61,7 +63,7 @@ def vision_angles(position_hw: Tensor, head_dim: int) -> Tensor:
     Returns:
         Angles [P, 1, 1, head_dim], fp32.
     """
-    half = head_dim // 2
-    exponent = torch.arange(0, half, 2, dtype=torch.float32, device=position_hw.device) / half
-    angles = (position_hw.float()[:, :, None] * (1.0 / 10000.0**exponent)).flatten(1)
-    return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+    half_dim = head_dim // 2
+    exponent = torch.arange(0, half_dim, 2, dtype=torch.float32, device=position_hw.device) / half_dim
+    patch_angles = (position_hw.float()[:, :, None] * (1.0 / 10000.0**exponent)).flatten(1)
+    return torch.cat((patch_angles, patch_angles), dim=-1)[:, None, None, :]

@@ -9,15 +9,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import Fp8Config, RecomputeConfig, RunConfigError
 from megatron_vl.models.layer_specs import ACTIVATIONS
-from megatron_vl.models.moe.router import moe_settings
+from megatron_vl.models.moe.router import moe_core_settings
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
 
-def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: float) -> dict[str, Any]:
+def _common_settings(
+    platform: Platform, layout: Layout, dtype: torch.dtype, init_std: float
+) -> dict[str, Any]:
     """The settings that the language model and the vision tower have in common."""
-    cuda = platform.name == "cuda"
+    is_cuda = platform.name == "cuda"
 
     return {
         "tensor_model_parallel_size": layout.tp,
@@ -28,15 +30,15 @@ def _common(platform: Platform, layout: Layout, dtype: torch.dtype, init_std: fl
         "attention_dropout": 0.0,
         "init_method_std": init_std,
         # Fusions are CUDA kernels, or torch.compile, which only makes the CPU path slower.
-        "apply_rope_fusion": cuda,
-        "bias_dropout_fusion": cuda,
+        "apply_rope_fusion": is_cuda,
+        "bias_dropout_fusion": is_cuda,
         "masked_softmax_fusion": False,
         # This is set only on Transformer Engine's linears; megatron_vl/core_fixes/wgrad_fusion.py says why.
         "gradient_accumulation_fusion": False,
-        "persist_layer_norm": cuda,
+        "persist_layer_norm": is_cuda,
         "calculate_per_token_loss": True,
         "use_cpu_initialization": False,
-        "batch_p2p_comm": cuda,
+        "batch_p2p_comm": is_cuda,
         # Under pipeline parallelism, the output of a stage is freed once it is sent. Its graph is kept.
         "deallocate_pipeline_outputs": True,
         "variable_seq_lengths": False,
@@ -52,64 +54,73 @@ def language_config(
     sequence_parallel: bool,
     recompute: RecomputeConfig,
     fp8: Fp8Config,
-    aux_loss: float = 0.0,
+    aux_loss_coefficient: float = 0.0,
     tp_comm_overlap: bool = False,
 ) -> TransformerConfig:
     """The language model's config, which also controls the pipeline schedules and gradient finalisation.
 
     Args:
-        aux_loss: coefficient of the experts' load-balancing loss; 0: none.
+        aux_loss_coefficient: coefficient of the experts' load-balancing loss; 0: none.
         tp_comm_overlap: whether to overlap tensor-parallel collectives with matrix products
             (:mod:`megatron_vl.parallel.tp_overlap`).
 
     Raises:
         RunConfigError: the platform or the model does not support a setting.
     """
-    if tp_comm_overlap and not platform.transformer_engine:
+    if tp_comm_overlap and not platform.has_transformer_engine:
         raise RunConfigError("parallel.tp_comm_overlap needs a GPU; set it to false")
-    m = spec.language
-    if m.linear_attention is not None:
+    language_spec = spec.language
+    if language_spec.linear_attention is not None:
         check_linear_attention(spec, fp8, tp_comm_overlap)
 
-    config = TransformerConfig(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
+    transformer_config = TransformerConfig(
+        num_layers=language_spec.num_layers,
+        hidden_size=language_spec.hidden_size,
         # Core needs a width even if there are no dense layers.
-        ffn_hidden_size=m.ffn_hidden_size or m.moe_ffn_hidden_size,
-        num_attention_heads=m.num_heads,
-        num_query_groups=m.num_kv_heads,
-        kv_channels=m.head_dim,
+        ffn_hidden_size=language_spec.ffn_hidden_size or language_spec.moe_ffn_hidden_size,
+        num_attention_heads=language_spec.num_heads,
+        num_query_groups=language_spec.num_kv_heads,
+        kv_channels=language_spec.head_dim,
         normalization="RMSNorm",
-        layernorm_epsilon=m.norm_eps,
+        layernorm_epsilon=language_spec.norm_eps,
         add_bias_linear=False,
-        add_qkv_bias=m.qkv_bias,
-        qk_layernorm=m.qk_norm,
-        attention_output_gate=m.output_gate,
-        layernorm_zero_centered_gamma=m.zero_centered_norms,
+        add_qkv_bias=language_spec.qkv_bias,
+        qk_layernorm=language_spec.qk_norm,
+        attention_output_gate=language_spec.output_gate,
+        layernorm_zero_centered_gamma=language_spec.zero_centered_norms,
         gated_linear_unit=True,
         activation_func=ACTIVATIONS["silu"],
         bias_activation_fusion=platform.name == "cuda",
-        mrope_section=list(m.mrope_section),
+        mrope_section=list(language_spec.mrope_section),
         sequence_parallel=sequence_parallel,
         tp_comm_overlap=tp_comm_overlap,
         context_parallel_size=layout.cp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        pipeline_model_parallel_layout=layout.core_string() if layout.pp > 1 else None,
+        pipeline_model_parallel_layout=layout.megatron_layout_string() if layout.pp > 1 else None,
         cross_entropy_loss_fusion=platform.name == "cuda",
         cross_entropy_fusion_impl="te" if platform.name == "cuda" else "native",
-        **(moe_settings(platform, m, layout, aux_loss=aux_loss) if m.moe else {}),
-        **_recompute(platform, recompute.language, recompute.language_modules, experts=m.moe is not None),
-        **_fp8(platform, fp8, dtype),
-        **_common(platform, layout, dtype, spec.initializer_range),
+        **(
+            moe_core_settings(platform, language_spec, layout, aux_loss_coefficient=aux_loss_coefficient)
+            if language_spec.moe
+            else {}
+        ),
+        **_recompute_settings(
+            platform,
+            recompute.language,
+            recompute.language_modules,
+            has_experts=language_spec.moe is not None,
+        ),
+        **_fp8_settings(platform, fp8, dtype),
+        **_common_settings(platform, layout, dtype, spec.initializer_range),
     )
 
     # The interleaved schedule's overlapped p2p needs unbatched sends. On CUDA, 1F1B uses batched ones.
     if layout.vpp > 1:
-        config.batch_p2p_comm = False
-        config.overlap_p2p_comm = platform.name == "cuda"
+        transformer_config.batch_p2p_comm = False
+        transformer_config.overlap_p2p_comm = platform.name == "cuda"
 
-    return config
+    return transformer_config
 
 
 def check_linear_attention(spec: ModelSpec, fp8: Fp8Config, tp_comm_overlap: bool) -> None:
@@ -139,60 +150,68 @@ def vision_config(
     Raises:
         RunConfigError: the platform does not support a setting.
     """
-    v = spec.vision
+    vision_spec = spec.vision
 
     return TransformerConfig(
-        num_layers=v.num_layers,
-        hidden_size=v.hidden_size,
-        ffn_hidden_size=v.padded_ffn_hidden_size,
-        num_attention_heads=v.num_heads,
-        kv_channels=v.head_dim,
-        normalization=v.norm,
-        layernorm_epsilon=v.norm_eps,
+        num_layers=vision_spec.num_layers,
+        hidden_size=vision_spec.hidden_size,
+        ffn_hidden_size=vision_spec.padded_ffn_hidden_size,
+        num_attention_heads=vision_spec.num_heads,
+        kv_channels=vision_spec.head_dim,
+        normalization=vision_spec.norm,
+        layernorm_epsilon=vision_spec.norm_eps,
         add_bias_linear=True,
-        gated_linear_unit=v.gated_mlp,
-        activation_func=ACTIVATIONS[v.activation],
+        gated_linear_unit=vision_spec.gated_mlp,
+        activation_func=ACTIVATIONS[vision_spec.activation],
         # Core fuses the bias with SwiGLU and GELU but not with plain quick-GELU.
-        bias_activation_fusion=platform.name == "cuda" and v.gated_mlp,
+        bias_activation_fusion=platform.name == "cuda" and vision_spec.gated_mlp,
         sequence_parallel=False,
         pipeline_model_parallel_size=1,
-        **_recompute(platform, recompute.vision, []),
-        **(_fp8(platform, fp8, dtype) if fp8.vision else {}),
-        **_common(platform, layout, dtype, spec.initializer_range),
+        **_recompute_settings(platform, recompute.vision, []),
+        **(_fp8_settings(platform, fp8, dtype) if fp8.vision else {}),
+        **_common_settings(platform, layout, dtype, spec.initializer_range),
     )
 
 
-def _fp8(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, Any]:
+def _fp8_settings(platform: Platform, fp8: Fp8Config, dtype: torch.dtype) -> dict[str, Any]:
     if fp8.recipe == "none":
         return {}
-    if not platform.transformer_engine or dtype != torch.bfloat16:
+    if not platform.has_transformer_engine or dtype != torch.bfloat16:
         raise RunConfigError(
             f"fp8.recipe {fp8.recipe} needs a GPU and dtype bfloat16; set fp8.recipe to none"
         )
     return {"fp8": "hybrid", "fp8_recipe": fp8.recipe}
 
 
-def _recompute(platform: Platform, kind: str, modules: list[str], experts: bool = False) -> dict[str, Any]:
-    if kind == "selective" and "layernorm" in modules and not platform.transformer_engine:
+def _recompute_settings(
+    platform: Platform, recompute_mode: str, recompute_modules: list[str], has_experts: bool = False
+) -> dict[str, Any]:
+    if (
+        recompute_mode == "selective"
+        and "layernorm" in recompute_modules
+        and not platform.has_transformer_engine
+    ):
         # In core 0.19.2, the backward pass of CheckpointWithoutOutput fails without Transformer Engine.
         raise RunConfigError(
             "recompute.language_modules: layernorm needs Transformer Engine; on cpu use core_attn and mlp"
         )
-    if kind == "full":
+    if recompute_mode == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
     # fused_layers.FusedMLP implements the recomputation of "activation".
-    core_modules = [module for module in modules if module != "activation"]
-    if experts and "mlp" in modules:
+    core_modules = [module for module in recompute_modules if module != "activation"]
+    if has_experts and "mlp" in recompute_modules:
         core_modules.append("moe")
-    elif experts and "activation" in modules and platform.transformer_engine:  # only for grouped experts
+    elif (
+        has_experts and "activation" in recompute_modules and platform.has_transformer_engine
+    ):  # only for grouped experts
         core_modules.append("moe_act")
 
-    if kind == "selective" and core_modules:
+    if recompute_mode == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
     return {}
 
 
-def fp8_rows(config: TransformerConfig) -> int:
+def fp8_row_multiple(config: TransformerConfig) -> int:
     """The multiple that the number of rows on each rank must be for products in FP8; 1 without FP8."""
     return {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from megatron_vl.models.attention import packed_row
 from megatron_vl.models.batch import VisionInput
-from megatron_vl.models.layer_specs import block_spec, linears, norm
-from megatron_vl.models.rotary_embedding import vision_angles
-from megatron_vl.models.transformer_configs import fp8_rows
+from megatron_vl.models.layer_specs import linear_classes, make_norm, transformer_block_spec
+from megatron_vl.models.rotary_embedding import vision_rope_angles
+from megatron_vl.models.transformer_configs import fp8_row_multiple
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
 
@@ -34,27 +34,38 @@ class PatchEmbed(nn.Module):
     """
 
     def __init__(
-        self, vision: VisionSpec, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
+        self,
+        vision_spec: VisionSpec,
+        pixel_mean: tuple[float, ...],
+        pixel_std: tuple[float, ...],
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.vision = vision
-        self.proj = nn.Linear(vision.patch_dim, vision.hidden_size, bias=vision.patch_bias, dtype=dtype)
+        self.vision_spec = vision_spec
+        self.proj = nn.Linear(
+            vision_spec.patch_dim, vision_spec.hidden_size, bias=vision_spec.patch_bias, dtype=dtype
+        )
         # The factor 1/255 is folded into the statistics, as in HF.
-        self._mean = torch.tensor(mean, dtype=torch.float32) * 255.0
-        self._std = torch.tensor(std, dtype=torch.float32) * 255.0
+        self._pixel_mean = torch.tensor(pixel_mean, dtype=torch.float32) * 255.0
+        self._pixel_std = torch.tensor(pixel_std, dtype=torch.float32) * 255.0
 
     def forward(self, planes: Tensor, plane_index: Tensor) -> Tensor:
         """planes uint8 [Q, C * p * p], plane_index int [P, T] -> [P, hidden].
 
         Patch i consists of the T planes ``plane_index[i]``.
         """
-        v = self.vision
-        if self._mean.device != planes.device:
-            self._mean, self._std = self._mean.to(planes.device), self._std.to(planes.device)
+        vision_spec = self.vision_spec
+        if self._pixel_mean.device != planes.device:
+            self._pixel_mean, self._pixel_std = (
+                self._pixel_mean.to(planes.device),
+                self._pixel_std.to(planes.device),
+            )
 
-        pixels = planes.view(-1, v.in_channels, v.patch_size**2).float()
-        pixels = ((pixels - self._mean[:, None]) / self._std[:, None]).to(self.proj.weight.dtype)
-        patches = pixels[plane_index.long()]  # [P, T, C, p * p]
+        plane_pixels = planes.view(-1, vision_spec.in_channels, vision_spec.patch_size**2).float()
+        plane_pixels = ((plane_pixels - self._pixel_mean[:, None]) / self._pixel_std[:, None]).to(
+            self.proj.weight.dtype
+        )
+        patches = plane_pixels[plane_index.long()]  # [P, T, C, p * p]
         return self.proj(patches.transpose(1, 2).reshape(patches.shape[0], -1))
 
 
@@ -65,10 +76,10 @@ class PositionTable(nn.Module):
     ``get_vision_interpolation_indices_and_weights`` of transformers.
     """
 
-    def __init__(self, side: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, table_side: int, hidden_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.side = side
-        self.weight = nn.Parameter(torch.empty(side**2, width, dtype=dtype))
+        self.table_side = table_side
+        self.weight = nn.Parameter(torch.empty(table_side**2, hidden_size, dtype=dtype))
 
     def forward(self, position_hw: Tensor, frame_hw: Tensor) -> Tensor:
         """The position embedding of each patch, fp32 [P, width].
@@ -77,20 +88,20 @@ class PositionTable(nn.Module):
             position_hw: int [P, 2], row and column of each patch within its frame.
             frame_hw: int [P, 2], height and width of the patch's frame in patches.
         """
-        coordinates = position_hw.float() * (self.side - 1) / (frame_hw - 1).clamp(min=1)
-        low = coordinates.floor()
-        part = coordinates - low
-        near = low.long()
-        far = (near + 1).clamp(max=self.side - 1)
+        coordinates = position_hw.float() * (self.table_side - 1) / (frame_hw - 1).clamp(min=1)
+        floor_coordinates = coordinates.floor()
+        fraction = coordinates - floor_coordinates
+        low_index = floor_coordinates.long()
+        high_index = (low_index + 1).clamp(max=self.table_side - 1)
 
-        rows = torch.stack((near[:, 0], far[:, 0]), 1)
-        columns = torch.stack((near[:, 1], far[:, 1]), 1)
-        row_weight = torch.stack((1 - part[:, 0], part[:, 0]), 1)
-        column_weight = torch.stack((1 - part[:, 1], part[:, 1]), 1)
+        row_index = torch.stack((low_index[:, 0], high_index[:, 0]), 1)
+        column_index = torch.stack((low_index[:, 1], high_index[:, 1]), 1)
+        row_weight = torch.stack((1 - fraction[:, 0], fraction[:, 0]), 1)
+        column_weight = torch.stack((1 - fraction[:, 1], fraction[:, 1]), 1)
 
-        index = (rows[:, :, None] * self.side + columns[:, None, :]).flatten(1)
-        weight = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
-        return F.embedding_bag(index, self.weight.float(), per_sample_weights=weight, mode="sum")
+        table_index = (row_index[:, :, None] * self.table_side + column_index[:, None, :]).flatten(1)
+        corner_weight = (row_weight[:, :, None] * column_weight[:, None, :]).flatten(1)
+        return F.embedding_bag(table_index, self.weight.float(), per_sample_weights=corner_weight, mode="sum")
 
 
 class Merger(nn.Module):
@@ -103,15 +114,15 @@ class Merger(nn.Module):
     def __init__(
         self,
         platform: Platform,
-        vision: VisionSpec,
+        vision_spec: VisionSpec,
         config: TransformerConfig,
         tp_group: torch.distributed.ProcessGroup,
-        norm_unit: bool = False,
+        norm_over_unit: bool = False,
     ) -> None:
         super().__init__()
-        self.width = vision.merge_unit * vision.hidden_size
-        column, row = linears(platform)
-        shared = {
+        self.merged_width = vision_spec.merge_unit * vision_spec.hidden_size
+        column_linear, row_linear = linear_classes(platform)
+        shared_arguments = {
             "config": config,
             "init_method": config.init_method,
             "bias": True,
@@ -119,16 +130,22 @@ class Merger(nn.Module):
             "tp_group": tp_group,
         }
 
-        self.norm_width = self.width if norm_unit else vision.hidden_size
-        self.norm = norm(platform, config, self.norm_width)
-        self.linear_fc1 = column(self.width, self.width, gather_output=False, skip_bias_add=False, **shared)
-        self.linear_fc2 = row(
-            self.width, vision.out_hidden_size, input_is_parallel=True, skip_bias_add=False, **shared
+        self.norm_width = self.merged_width if norm_over_unit else vision_spec.hidden_size
+        self.norm = make_norm(platform, config, self.norm_width)
+        self.linear_fc1 = column_linear(
+            self.merged_width, self.merged_width, gather_output=False, skip_bias_add=False, **shared_arguments
+        )
+        self.linear_fc2 = row_linear(
+            self.merged_width,
+            vision_spec.out_hidden_size,
+            input_is_parallel=True,
+            skip_bias_add=False,
+            **shared_arguments,
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """[P, 1, hidden] -> [P / merge_unit, 1, out_hidden]"""
-        x = self.norm(x.view(-1, 1, self.norm_width)).view(-1, 1, self.width)
+        x = self.norm(x.view(-1, 1, self.norm_width)).view(-1, 1, self.merged_width)
         return self.linear_fc2(F.gelu(self.linear_fc1(x)[0]))[0]
 
 
@@ -139,94 +156,108 @@ class VisionTower(nn.Module):
         pg: process groups of the tower; only ``tp`` and ``cp`` are used.
         pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
         attention_backend, fused_windows, recompute_activation: see
-            :func:`megatron_vl.models.layer_specs.block_spec`.
-        frozen: whether the layers, the patch embedding and the position table get no gradients. The mergers
+            :func:`megatron_vl.models.layer_specs.transformer_block_spec`.
+        is_frozen: whether the layers, the patch embedding and the position table get no gradients. The mergers
             still get them.
     """
 
     def __init__(
         self,
         platform: Platform,
-        vision: VisionSpec,
+        vision_spec: VisionSpec,
         config: TransformerConfig,
-        pg: ProcessGroupCollection,
+        pg_collection: ProcessGroupCollection,
         *,
         pixel_mean: tuple[float, ...],
         pixel_std: tuple[float, ...],
         attention_backend: str,
-        frozen: bool = False,
+        is_frozen: bool = False,
         fused_windows: bool = False,
         recompute_activation: bool = False,
     ) -> None:
         super().__init__()
-        self.vision, self.frozen = vision, frozen
-        self.rotating_kernels = fused_windows or attention_backend == "triton"
+        self.vision_spec, self.is_frozen = vision_spec, is_frozen
+        self.kernels_apply_rope = fused_windows or attention_backend == "triton"
         # Products in FP8 need whole tiles of patches. One more segment of zeros pads the patches to whole
         # tiles and is removed at the end.
-        self.padded_to = fp8_rows(config)
+        self.patch_multiple = fp8_row_multiple(config)
 
-        self.patch_embed = PatchEmbed(vision, pixel_mean, pixel_std, config.params_dtype)
+        self.patch_embed = PatchEmbed(vision_spec, pixel_mean, pixel_std, config.params_dtype)
         nn.init.normal_(self.patch_embed.proj.weight, std=config.init_method_std)
-        if vision.patch_bias:
+        if vision_spec.patch_bias:
             nn.init.zeros_(self.patch_embed.proj.bias)
 
         self.position_table = None
-        if vision.position_table_side:
+        if vision_spec.position_table_side:
             self.position_table = PositionTable(
-                vision.position_table_side, vision.hidden_size, config.params_dtype
+                vision_spec.position_table_side, vision_spec.hidden_size, config.params_dtype
             )
             nn.init.normal_(self.position_table.weight, std=config.init_method_std)
 
-        spec = block_spec(
+        layers_spec = transformer_block_spec(
             platform,
             config,
-            vision.num_layers,
+            vision_spec.num_layers,
             attention_backend=attention_backend,
             causal=False,
-            windowed=lambda layer: not vision.is_full_attention(layer),
+            is_windowed_layer=lambda layer: not vision_spec.is_full_attention(layer),
             fused_windows=fused_windows,
             recompute_activation=recompute_activation,
         )
-        self.decoder = TransformerBlock(config, spec, post_layer_norm=False, pg_collection=pg)
-        self.merger = Merger(platform, vision, config, pg.tp)
+        self.decoder = TransformerBlock(
+            config, layers_spec, post_layer_norm=False, pg_collection=pg_collection
+        )
+        self.merger = Merger(platform, vision_spec, config, pg_collection.tp)
         self.deepstack_mergers = nn.ModuleList(
-            Merger(platform, vision, config, pg.tp, norm_unit=True) for _ in vision.deepstack_layers
+            Merger(platform, vision_spec, config, pg_collection.tp, norm_over_unit=True)
+            for _ in vision_spec.deepstack_layers
         )
 
-    def forward(self, batch: VisionInput) -> list[Tensor]:
+    def forward(self, vision_input: VisionInput) -> list[Tensor]:
         """The features of the last layer, then of each DeepStack layer.
 
         Each is [N, out_hidden], for the row's N merge units in tower order.
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
-            hidden = self.patch_embed(batch.planes, batch.plane_index)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.is_frozen):
+            hidden_states = self.patch_embed(vision_input.planes, vision_input.plane_index)
             if self.position_table is not None:
-                hidden = hidden + self.position_table(batch.position_hw, batch.frame_hw).to(hidden.dtype)
+                hidden_states = hidden_states + self.position_table(
+                    vision_input.position_hw, vision_input.frame_hw
+                ).to(hidden_states.dtype)
 
-            angles = vision_angles(batch.position_hw, self.vision.head_dim)
-            full, window = batch.full, batch.window
-            if self.padded_to > 1:
-                extra = -hidden.shape[0] % self.padded_to
-                hidden = F.pad(hidden, (0, 0, 0, extra))
-                angles = F.pad(angles, (0, 0, 0, 0, 0, 0, 0, extra))
-                full = full.padded(hidden.shape[0], extra)
-                window = window.padded(hidden.shape[0], extra)
+            rotary_angles = vision_rope_angles(vision_input.position_hw, self.vision_spec.head_dim)
+            full_segments, window_segments = vision_input.full_segments, vision_input.window_segments
+            if self.patch_multiple > 1:
+                num_padding_patches = -hidden_states.shape[0] % self.patch_multiple
+                hidden_states = F.pad(hidden_states, (0, 0, 0, num_padding_patches))
+                rotary_angles = F.pad(rotary_angles, (0, 0, 0, 0, 0, 0, 0, num_padding_patches))
+                full_segments = full_segments.with_padding_segment(
+                    hidden_states.shape[0], num_padding_patches
+                )
+                window_segments = window_segments.with_padding_segment(
+                    hidden_states.shape[0], num_padding_patches
+                )
 
-            hidden = hidden[:, None]
-            half = angles[:, 0, 0, : self.vision.head_dim // 2]
-            cos_sin = (half.cos().contiguous(), half.sin().contiguous()) if self.rotating_kernels else None
-            hidden = self.decoder(
-                hidden_states=hidden,
+            hidden_states = hidden_states[:, None]
+            half_angles = rotary_angles[:, 0, 0, : self.vision_spec.head_dim // 2]
+            cos_sin = (
+                (half_angles.cos().contiguous(), half_angles.sin().contiguous())
+                if self.kernels_apply_rope
+                else None
+            )
+            hidden_states = self.decoder(
+                hidden_states=hidden_states,
                 attention_mask=None,
-                rotary_pos_emb=angles,
-                packed_seq_params=packed_row(full, window, cos_sin),
-                extract_layer_indices=set(self.vision.deepstack_layers),
+                rotary_pos_emb=rotary_angles,
+                packed_seq_params=packed_row(full_segments, window_segments, cos_sin),
+                extract_layer_indices=set(self.vision_spec.deepstack_layers),
             )
 
         # The block returns a pair if it extracts inner layers.
-        last, inner = hidden if self.deepstack_mergers else (hidden, [])
-        patches = batch.position_hw.shape[0]
-        deepstack = [
-            merger(x[:patches])[:, 0] for merger, x in zip(self.deepstack_mergers, inner, strict=True)
+        last_features, inner_features = hidden_states if self.deepstack_mergers else (hidden_states, [])
+        num_patches = vision_input.position_hw.shape[0]
+        deepstack_features = [
+            merger(x[:num_patches])[:, 0]
+            for merger, x in zip(self.deepstack_mergers, inner_features, strict=True)
         ]
-        return [self.merger(last[:patches])[:, 0], *deepstack]
+        return [self.merger(last_features[:num_patches])[:, 0], *deepstack_features]

@@ -18,8 +18,8 @@ from torch import Tensor
 from megatron_vl.models.attention import packed_row
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.context_parallel import exchange_features
-from megatron_vl.models.deepstack import levels_before
-from megatron_vl.models.head import selected_losses
+from megatron_vl.models.deepstack import remaining_deepstack_levels
+from megatron_vl.models.head import loss_token_losses
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.parallel.ddp import AbsentTower
 
@@ -34,7 +34,7 @@ class VisionLanguageModel(MegatronModule):
         config: the language model's TransformerConfig.
         language: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
         vision: the tower on the first chunk; None elsewhere.
-        deepstack: number of levels of visual features that the first decoder layers add.
+        num_deepstack_levels: number of levels of visual features that the first decoder layers add.
         layers: global numbers of this chunk's decoder layers.
         message_levels: number of levels that every pipeline message has room for. It is the largest number
             that crosses a boundary between chunks.
@@ -43,38 +43,40 @@ class VisionLanguageModel(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        language: GPTModel,
-        vision: VisionTower | None,
+        language_model: GPTModel,
+        vision_tower: VisionTower | None,
         *,
-        deepstack: int = 0,
-        layers: range = range(0),
+        num_deepstack_levels: int = 0,
+        layer_range: range = range(0),
         message_levels: int = 0,
     ) -> None:
         super().__init__(config=config)
-        self.deepstack, self.message_levels = deepstack, message_levels
-        self.levels_in = levels_before(layers.start, deepstack)
-        self.levels_out = levels_before(layers.stop, deepstack)
+        self.num_deepstack_levels, self.message_levels = num_deepstack_levels, message_levels
+        self.levels_in = remaining_deepstack_levels(layer_range.start, num_deepstack_levels)
+        self.levels_out = remaining_deepstack_levels(layer_range.stop, num_deepstack_levels)
 
-        self.vision_model = vision
+        self.vision_model = vision_tower
         self.absent_tower: AbsentTower | None = None
         """Lets rows without pictures skip the tower; None: these rows run it on a dummy picture."""
         self.decoupled: Any = None
         """The :class:`~megatron_vl.models.decoupled.DecoupledTower`, on every rank's first chunk; None for a
         tower on the first stage. Its parameters do not belong to this chunk."""
 
-        self.language_model = language
-        self.model_type = language.model_type
-        self.pre_process = language.pre_process
-        self.post_process = language.post_process
-        self.vp_stage = language.vp_stage
-        self.share_embeddings_and_output_weights = language.share_embeddings_and_output_weights
+        self.language_model = language_model
+        self.model_type = language_model.model_type
+        self.pre_process = language_model.pre_process
+        self.post_process = language_model.post_process
+        self.vp_stage = language_model.vp_stage
+        self.share_embeddings_and_output_weights = language_model.share_embeddings_and_output_weights
 
     def set_input_tensor(self, input_tensor: list[Tensor] | Tensor) -> None:
         """Takes the previous stage's message: the hidden state, remaining DeepStack levels, and padding."""
-        received = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
-        if received is not None and self.levels_in < self.message_levels:
-            received = received[: received.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)]
-        self.language_model.set_input_tensor([received])
+        stage_message = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
+        if stage_message is not None and self.levels_in < self.message_levels:
+            stage_message = stage_message[
+                : stage_message.shape[0] // (1 + self.message_levels) * (1 + self.levels_in)
+            ]
+        self.language_model.set_input_tensor([stage_message])
 
     def shared_embedding_or_output_weight(self) -> Tensor | None:
         """The tied weight on the stages that hold it. Core sums its gradient over both stages."""
@@ -88,11 +90,14 @@ class VisionLanguageModel(MegatronModule):
             S, V / tp] if ``labels`` is False. On other chunks, a pipeline message that consists of the hidden
             state and DeepStack's levels, [(1 + message_levels) * S (/ tp), 1, H].
         """
-        decoder_input = self._embed(row) if self.pre_process else None
-        selection: dict[str, Any] = {}
+        decoder_input = self._embed_row(row) if self.pre_process else None
+        loss_selection: dict[str, Any] = {}
         if labels and row.loss_index is not None:
-            selection = {"output_processor": selected_losses, "output_processor_context": row.loss_index}
-        out = self.language_model(
+            loss_selection = {
+                "output_processor": loss_token_losses,
+                "output_processor_context": row.loss_index,
+            }
+        chunk_output = self.language_model(
             input_ids=row.tokens[None],
             position_ids=row.position_ids[:, None],
             attention_mask=None,
@@ -100,59 +105,68 @@ class VisionLanguageModel(MegatronModule):
             labels=row.labels[None] if labels else None,
             packed_seq_params=packed_row(row.segments, cache=row.cache, shard=row.shard),
             padding_mask=self._padding_mask(row),
-            **selection,
+            **loss_selection,
         )
 
-        unused = 0 if self.post_process else self.message_levels - self.levels_out
-        if unused:
-            length = out.shape[0] // (1 + self.levels_out)
-            out = torch.cat((out, out.new_zeros(length * unused, *out.shape[1:])))
-        return out
+        num_unused_levels = 0 if self.post_process else self.message_levels - self.levels_out
+        if num_unused_levels:
+            local_seq_len = chunk_output.shape[0] // (1 + self.levels_out)
+            chunk_output = torch.cat(
+                (
+                    chunk_output,
+                    chunk_output.new_zeros(local_seq_len * num_unused_levels, *chunk_output.shape[1:]),
+                )
+            )
+        return chunk_output
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
         """The mask of padding tokens, bool [1, S (/ tp)].
 
         None if there is no padding or the model has no experts.
         """
-        if not self.config.num_moe_experts or row.real_tokens == row.tokens.numel():
+        if not self.config.num_moe_experts or row.num_real_tokens == row.tokens.numel():
             return None
-        padding = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.real_tokens
+        padding_mask = torch.arange(row.tokens.numel(), device=row.tokens.device) >= row.num_real_tokens
         if self.config.sequence_parallel:
-            tp = self.language_model.pg_collection.tp
-            padding = padding.chunk(tp.size())[tp.rank()]
-        return padding[None]
+            tp_group = self.language_model.pg_collection.tp
+            padding_mask = padding_mask.chunk(tp_group.size())[tp_group.rank()]
+        return padding_mask[None]
 
-    def _embed(self, row: DeviceRow) -> Tensor:
+    def _embed_row(self, row: DeviceRow) -> Tensor:
         """Embeds tokens, inserts features, and appends DeepStack's levels: [(1 + levels) * S (/ tp), 1, H].
 
         Under sequence parallelism, each part is scattered separately.
         """
-        features = None
+        level_features = None
         if self.absent_tower is not None:
-            self.absent_tower.gather()
+            self.absent_tower.gather_params()
         skips_tower = self._skips_tower(row)
 
         if row.feature_route is not None:
-            features = self._exchanged_features(row, skips_tower)
-        elif self.vision_model is not None and row.vision is not None and not skips_tower:
+            level_features = self._exchanged_features(row, skips_tower)
+        elif self.vision_model is not None and row.vision_input is not None and not skips_tower:
             # The tower runs before the embedding, because parameters are registered, gathered and reduced in
             # that order.
-            features = self.vision_model(row.vision)
-        elif row.features is not None and not self._needs_no_features(row):
-            features = list(row.features.unbind(1))
+            level_features = self.vision_model(row.vision_input)
+        elif row.vision_features is not None and not self._needs_no_features(row):
+            level_features = list(row.vision_features.unbind(1))
 
-        embedded = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
-        if self.absent_tower is not None and (skips_tower or features is None):
-            embedded = self.absent_tower.skip(embedded)
+        token_embeddings = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
+        if self.absent_tower is not None and (skips_tower or level_features is None):
+            token_embeddings = self.absent_tower.skip_tower(token_embeddings)
 
-        parts = [embedded, *(torch.zeros_like(embedded) for _ in range(self.deepstack))]
-        if features is not None:
-            parts = [
-                insert_features(part, f, row.feature_index) for part, f in zip(parts, features, strict=True)
+        embedding_parts = [
+            token_embeddings,
+            *(torch.zeros_like(token_embeddings) for _ in range(self.num_deepstack_levels)),
+        ]
+        if level_features is not None:
+            embedding_parts = [
+                insert_vision_features(part, one_level_features, row.feature_index)
+                for part, one_level_features in zip(embedding_parts, level_features, strict=True)
             ]
         if self.config.sequence_parallel:
-            parts = [scatter_to_sequence_parallel_region(part) for part in parts]
-        return torch.cat(parts) if self.deepstack else parts[0]
+            embedding_parts = [scatter_to_sequence_parallel_region(part) for part in embedding_parts]
+        return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]
 
     def _exchanged_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor]:
         """The features of this rank's placeholders, one tensor for each level, under context parallelism.
@@ -167,7 +181,7 @@ class VisionLanguageModel(MegatronModule):
             trains = any(parameter.requires_grad for parameter in self.vision_model.parameters())
             nothing = torch.empty(
                 0,
-                1 + self.deepstack,
+                1 + self.num_deepstack_levels,
                 self.config.hidden_size,
                 dtype=self.config.params_dtype,
                 device=row.tokens.device,
@@ -175,7 +189,7 @@ class VisionLanguageModel(MegatronModule):
             )
             encoded = nothing
         else:
-            encoded = torch.stack(self.vision_model(row.vision), 1)
+            encoded = torch.stack(self.vision_model(row.vision_input), 1)
             if not route.encodes:  # a dummy picture, without a place in the row
                 encoded = encoded[:0] + encoded.sum() * 0.0
 
@@ -184,12 +198,14 @@ class VisionLanguageModel(MegatronModule):
 
     def _needs_no_features(self, row: DeviceRow) -> bool:
         """Whether the row has no picture and the backward pass does not need its (empty) features."""
-        assert row.features is not None
-        return not len(row.features) and (not row.features.requires_grad or self._trains_embedding)
+        assert row.vision_features is not None
+        return not len(row.vision_features) and (
+            not row.vision_features.requires_grad or self._trains_embedding
+        )
 
     @property
     def _trains_embedding(self) -> bool:
-        return any(p.requires_grad for p in self.language_model.embedding.parameters())
+        return any(parameter.requires_grad for parameter in self.language_model.embedding.parameters())
 
     def _skips_tower(self, row: DeviceRow) -> bool:
         """Whether this rank encodes no picture of the row and the backward pass, if there is one, reaches the
@@ -211,12 +227,14 @@ class TowerEverywhere(MegatronModule):
     Its parameters have the same names as in a :class:`VisionLanguageModel`.
     """
 
-    def __init__(self, config: TransformerConfig, vision: VisionTower) -> None:
+    def __init__(self, config: TransformerConfig, vision_tower: VisionTower) -> None:
         super().__init__(config=config)
-        self.vision_model = vision
+        self.vision_model = vision_tower
 
 
-def insert_features(embedded: Tensor, features: Tensor, feature_index: Tensor | None) -> Tensor:
+def insert_vision_features(
+    token_embeddings: Tensor, vision_features: Tensor, feature_index: Tensor | None
+) -> Tensor:
     """Replaces the tokens ``feature_index`` (int64 [N]) of embedded [S, 1, H] by features [N, H].
 
     If a text-only row ran the tower, its index is empty. Its dummy features are then multiplied by zero and
@@ -224,7 +242,7 @@ def insert_features(embedded: Tensor, features: Tensor, feature_index: Tensor | 
     each of them.
     """
     assert feature_index is not None
-    features = features.to(embedded.dtype)
+    vision_features = vision_features.to(token_embeddings.dtype)
     if feature_index.numel() == 0:
-        return embedded + features.sum() * 0.0
-    return embedded.clone().index_copy(0, feature_index, features[:, None])
+        return token_embeddings + vision_features.sum() * 0.0
+    return token_embeddings.clone().index_copy(0, feature_index, vision_features[:, None])

@@ -31,29 +31,31 @@ class ReplicaDDP(DistributedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.when_bucket_is_ready: Callable[[], None] = lambda: None
+        self.on_bucket_ready: Callable[[], None] = lambda: None
         """Called in the last backward pass of a step whenever the gradients of a bucket are complete."""
-        self._orders = []
+        self._ordered_syncs = []
         if self.ddp_config.overlap_grad_reduce:
-            self._orders = [
-                _InOrder(groups, lambda: self.when_bucket_is_ready())
+            self._ordered_syncs = [
+                _OrderedGradSync(groups, lambda: self.on_bucket_ready())
                 for groups in (self.bucket_groups, self.expert_parallel_bucket_groups)
             ]
 
     def scale_gradients(self, scaling_factor: Tensor | float) -> None:
         """Multiplies this rank's reduced gradients. Call it only after the reduction."""
         config = self.ddp_config
-        buffers = self.buffers + self.expert_parallel_buffers
-        simple = config.use_distributed_optimizer and config.num_distributed_optimizer_instances == 1
-        if not simple or any(buffer.extra_main_grads for buffer in buffers):
+        all_buffers = self.buffers + self.expert_parallel_buffers
+        scales_own_slice = (
+            config.use_distributed_optimizer and config.num_distributed_optimizer_instances == 1
+        )
+        if not scales_own_slice or any(grad_buffer.extra_main_grads for grad_buffer in all_buffers):
             super().scale_gradients(scaling_factor)
             return
-        for buffer in buffers:
-            size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-            for bucket in buffer.buckets:
+        for grad_buffer in all_buffers:
+            size, rank = grad_buffer.data_parallel_group.size(), grad_buffer.data_parallel_group.rank()
+            for bucket in grad_buffer.buckets:
                 bucket.grad_data.chunk(size)[rank].mul_(scaling_factor)
 
-    def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
+    def report_gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Reports gradients as ready, as DDP's hooks do, for parameters that autograd does not reach."""
         if not self.ddp_config.overlap_grad_reduce:
             return
@@ -65,52 +67,56 @@ class ReplicaDDP(DistributedDataParallel):
 
     def _make_forward_pre_hook(self) -> Callable[..., None]:
         """Makes a hook with the effect of core's hook. Core calls this method once for each module."""
-        groups: list[Any] | None = None
+        module_groups: list[Any] | None = None
 
         def hook(module: nn.Module, *_: Any) -> None:
-            nonlocal groups
-            if groups is None:
-                known = self.param_to_bucket_group
-                groups = list(dict.fromkeys(known[p] for p in module.parameters(recurse=False) if p in known))
-            for group in groups:
+            nonlocal module_groups
+            if module_groups is None:
+                group_by_param = self.param_to_bucket_group
+                module_groups = list(
+                    dict.fromkeys(
+                        group_by_param[p] for p in module.parameters(recurse=False) if p in group_by_param
+                    )
+                )
+            for group in module_groups:
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
-                    ahead = (
+                    skip_dispatch = (
                         self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
                     )
-                    group.finish_param_sync(skip_next_bucket_dispatch=ahead)
+                    group.finish_param_sync(skip_next_bucket_dispatch=skip_dispatch)
 
         return hook
 
     def zero_grad_buffer(self) -> None:
         super().zero_grad_buffer()
-        for order in self._orders:
-            order.begin()
+        for ordered_sync in self._ordered_syncs:
+            ordered_sync.begin_step()
 
 
-class _InOrder:
+class _OrderedGradSync:
     """Starts the gradient reductions of bucket groups in the order of the list.
 
     A group that is ready early waits for its turn.
     """
 
-    def __init__(self, groups: list[Any], is_ready: Callable[[], None]) -> None:
-        self.is_ready = is_ready
-        self.starts = [group.start_grad_sync for group in groups]
-        for number, group in enumerate(groups):
-            group.start_grad_sync = partial(self.start, number)
-        self.begin()
+    def __init__(self, bucket_groups: list[Any], on_bucket_ready: Callable[[], None]) -> None:
+        self.on_bucket_ready = on_bucket_ready
+        self.start_functions = [group.start_grad_sync for group in bucket_groups]
+        for number, group in enumerate(bucket_groups):
+            group.start_grad_sync = partial(self.start_in_order, number)
+        self.begin_step()
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Prepares for the next step."""
-        self.turn, self.waiting = 0, dict[int, Callable[[], None]]()
+        self.next_group, self.waiting_starts = 0, dict[int, Callable[[], None]]()
 
-    def start(self, number: int, *args: Any, **kwargs: Any) -> None:
+    def start_in_order(self, group_number: int, *args: Any, **kwargs: Any) -> None:
         """Replaces ``start_grad_sync`` of the group with this number."""
-        self.waiting[number] = partial(self.starts[number], *args, **kwargs)
-        while self.turn in self.waiting:
-            self.waiting.pop(self.turn)()
-            self.turn += 1
-        self.is_ready()
+        self.waiting_starts[group_number] = partial(self.start_functions[group_number], *args, **kwargs)
+        while self.next_group in self.waiting_starts:
+            self.waiting_starts.pop(self.next_group)()
+            self.next_group += 1
+        self.on_bucket_ready()
 
 
 class AbsentTower:
@@ -121,42 +127,48 @@ class AbsentTower:
     of collectives. Its own gradients for such a row are zero.
     """
 
-    def __init__(self, ddp: ReplicaDDP, tower: nn.Module) -> None:
-        self.ddp = ddp
-        self.trained = [p for p in tower.parameters() if p in ddp.param_to_bucket_group]
-        mine = {id(ddp.param_to_bucket_group[p]) for p in self.trained}
-        self.groups = [group for group in reversed(ddp.bucket_groups) if id(group) in mine]
+    def __init__(self, ddp_chunk: ReplicaDDP, vision_tower: nn.Module) -> None:
+        self.ddp_chunk = ddp_chunk
+        self.trained_params = [p for p in vision_tower.parameters() if p in ddp_chunk.param_to_bucket_group]
+        own_group_ids = {id(ddp_chunk.param_to_bucket_group[p]) for p in self.trained_params}
+        self.bucket_groups = [
+            group for group in reversed(ddp_chunk.bucket_groups) if id(group) in own_group_ids
+        ]
         # All buckets are gathered ahead at once, so that their order does not depend on the modules that run.
         warnings.filterwarnings(
             "ignore", message="The next bucket's parameter all-gather operation has already been"
         )
 
     @property
-    def _gathers(self) -> bool:
+    def _gathers_params(self) -> bool:
         """Whether parameters are gathered as modules run. During validation they are already complete."""
-        return bool(self.ddp.ddp_config.overlap_param_gather and self.ddp.remove_forward_pre_hook_handles)
+        return bool(
+            self.ddp_chunk.ddp_config.overlap_param_gather and self.ddp_chunk.remove_forward_pre_hook_handles
+        )
 
-    def gather(self) -> None:
+    def gather_params(self) -> None:
         """Starts to gather the tower's parameters, unless this step has done so. Call it before each row."""
-        if self._gathers:
-            for group in self.groups:
+        if self._gathers_params:
+            for group in self.bucket_groups:
                 if not group.param_gather_dispatched:
                     group.start_param_sync()
 
-    def skip(self, embedded: Tensor) -> Tensor:
-        """Returns ``embedded``. Its backward pass reports the tower's unchanged gradients as ready."""
-        if self._gathers:
-            for group in self.groups:
+    def skip_tower(self, token_embeddings: Tensor) -> Tensor:
+        """Returns ``token_embeddings``. Its backward pass reports the tower's unchanged gradients as ready."""
+        if self._gathers_params:
+            for group in self.bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
-        return _InBackward.apply(embedded, partial(self.ddp.gradients_ready, self.trained))
+        return _CallInBackward.apply(
+            token_embeddings, partial(self.ddp_chunk.report_gradients_ready, self.trained_params)
+        )
 
 
-class _InBackward(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     """The identity function. Its backward pass calls ``call``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
+    def forward(ctx: Any, x: Tensor, on_backward: Callable[[], None]) -> Tensor:
+        ctx.call = on_backward
         return x.view_as(x)
 
     @staticmethod
@@ -165,8 +177,8 @@ class _InBackward(torch.autograd.Function):
         return grad, None
 
 
-def connect_tower(ddp: ReplicaDDP) -> None:
-    """Lets the chunk in ``ddp`` skip its tower, if it has one, for rows without pictures."""
-    chunk = ddp.module
+def connect_absent_tower(ddp_chunk: ReplicaDDP) -> None:
+    """Lets the chunk in ``ddp_chunk`` skip its tower, if it has one, for rows without pictures."""
+    chunk = ddp_chunk.module
     if chunk.vision_model is not None:
-        chunk.absent_tower = AbsentTower(ddp, chunk.vision_model)
+        chunk.absent_tower = AbsentTower(ddp_chunk, chunk.vision_model)

@@ -1,6 +1,6 @@
 """Ends all ranks within seconds, with one message, when one rank fails.
 
-A rank fails if it raises an error, dies, or hangs. :mod:`megatron_vl.parallel.signs_of_life` detects the last
+A rank fails if it raises an error, dies, or hangs. :mod:`megatron_vl.parallel.heartbeat` detects the last
 two.
 
 If one rank fails, for example because of its replica's data or its part of a checkpoint, the others wait for
@@ -12,8 +12,8 @@ follow from the first one.
 
 Steps do not become slower: the threads wait inside the store's server and do not poll. Each rank holds one
 more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
-of the last rank is the store's round trip, plus at most ``_SEEN_S`` for ranks that no longer answer, plus at
-most ``_WRITERS_S`` while a checkpoint is being written. No rank ends before all have written, because
+of the last rank is the store's round trip, plus at most ``_ALL_SEEN_TIMEOUT_S`` for ranks that no longer answer, plus at
+most ``_WRITERS_TIMEOUT_S`` while a checkpoint is being written. No rank ends before all have written, because
 launchers end the remaining ranks as soon as one has ended. No rank waits for a rank that is dead or stopped.
 The ranks of the same node kill a stopped rank. A rank that ends kills its loaders and exports.
 
@@ -39,191 +39,198 @@ from typing import Any
 
 from megatron_vl import host_memory, progress
 from megatron_vl.core_fixes.default_store import default_store
-from megatron_vl.errors import TRACEBACK, describe, follows, traceback_helps
-from megatron_vl.parallel.signs_of_life import Process, SignsOfLife, Verdict
-from megatron_vl.processes import kill_children
+from megatron_vl.errors import TRACEBACK_VARIABLE, describe_error, follows_lost_rank, traceback_helps
+from megatron_vl.parallel.heartbeat import Diagnosis, HeartbeatMonitor, RankProcess
+from megatron_vl.processes import kill_descendants
 
-_SEEN_S = 5.0
+_ALL_SEEN_TIMEOUT_S = 5.0
 """Seconds that an ending rank waits for all others to read the message, because the store may end with it."""
-_WRITERS_S = 60.0
+_WRITERS_TIMEOUT_S = 60.0
 """Seconds that an ending rank waits for threads that write a checkpoint, on all ranks."""
-_HOST_S = 5.0
+_ORDERLY_END_TIMEOUT_S = 5.0
 """Seconds that a rank which lost the store waits for its main thread to reach the orderly end."""
-_STORE_S = 5.0
-"""Seconds in which a verdict must reach the store. After that, a rank ends without the others."""
-_CAUSE_S = 5.0
+_STORE_TIMEOUT_S = 5.0
+"""Seconds in which a diagnosis must reach the store. After that, a rank ends without the others."""
+_CAUSE_TIMEOUT_S = 5.0
 """Seconds that a rank which lost a peer waits for the peer's message."""
 
 
 @dataclass(frozen=True)
-class Failure:
+class RunFailure:
     """Why a training run ends."""
 
     rank: int
     """The rank that failed. The empty message of an orderly end also has a rank."""
     message: str
-    hint: bool = False
+    has_traceback_hint: bool = False
     """Whether to say how the traceback is shown."""
-    where: str = ""
+    position_text: str = ""
     """The rank's coordinates in the layout, its step, and its phase; empty before the layout is known."""
     silent: tuple[int, ...] = ()
     """Ranks that are dead or stopped."""
-    processes: tuple[Process, ...] = ()
+    processes: tuple[RankProcess, ...] = ()
     """Processes of the ranks that are dead, are stopped, or hang."""
-    died: bool = False
+    has_died: bool = False
     """Whether the rank ended without a message."""
-    hangs: bool = False
+    is_hanging: bool = False
     """Whether the rank is alive but makes no progress."""
 
     @staticmethod
-    def of(verdict: Verdict) -> Failure:
-        v = verdict
-        return Failure(v.rank, v.message, False, v.where, v.silent, v.processes, v.died, v.hangs)
+    def from_diagnosis(diagnosis: Diagnosis) -> RunFailure:
+        v = diagnosis
+        return RunFailure(
+            v.rank, v.message, False, v.position_text, v.silent, v.processes, v.has_died, v.is_hanging
+        )
 
 
-class _Watch:
+class _FailureWatcher:
     """A thread of this rank that waits for the failure of another rank."""
 
-    def __init__(self, number: int, timeout_s: float) -> None:
+    def __init__(self, watcher_number: int, timeout_s: float) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.key = f"megatron_vl/failure/{number}"
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.store_key = f"megatron_vl/failure/{watcher_number}"
         # The thread needs a separate connection, because the main thread may be waiting in its own for a lost
         # rank. Both are opened at the start: connecting to a server that has ended blocks until a timeout.
         self.store = default_store().clone()
-        self.leaving = threading.RLock()
-        self.orderly = threading.Event()
+        self.exit_lock = threading.RLock()
+        self.orderly_end = threading.Event()
         """Set when this rank has reached the orderly end."""
-        self.reported: Failure | None = None
+        self.reported_failure: RunFailure | None = None
         """The result of :func:`report`."""
-        self.known: Failure | None = None
+        self.first_failure: RunFailure | None = None
         """The first failure of any rank, once this rank knows it."""
-        self.thread = threading.Thread(target=self._run, name="failures", daemon=True)
-        self.thread.start()
-        self.life = SignsOfLife(self.key, timeout_s, self._judge)
+        self.watch_thread = threading.Thread(target=self._watch_store, name="failures", daemon=True)
+        self.watch_thread.start()
+        self.heartbeat_monitor = HeartbeatMonitor(self.store_key, timeout_s, self._publish_diagnosis)
 
-    def publish(self, store: Any, failure: Failure) -> Failure:
+    def publish_failure(self, store: Any, failure: RunFailure) -> RunFailure:
         """Publishes a failure unless another was published earlier. Returns the first one."""
-        first = _read(store.compare_set(self.key, "", json.dumps(asdict(failure))))
-        self.known = first if first.message else None
-        return first
+        first_failure = _parse_failure(store.compare_set(self.store_key, "", json.dumps(asdict(failure))))
+        self.first_failure = first_failure if first_failure.message else None
+        return first_failure
 
-    def wait(self, store: Any, seconds: float) -> Failure | None:
-        """Waits for the first failure; None after ``seconds``. Raises RuntimeError if the store has ended."""
+    def wait_for_failure(self, store: Any, wait_s: float) -> RunFailure | None:
+        """Waits for the first failure; None after ``loader_wait_s``. Raises RuntimeError if the store has ended."""
         import torch.distributed as dist
 
         try:
-            store.wait([self.key], timedelta(seconds=seconds))
+            store.wait([self.store_key], timedelta(seconds=wait_s))
         except dist.DistStoreError:
             return None
-        return _read(store.get(self.key))
+        return _parse_failure(store.get(self.store_key))
 
-    def _run(self) -> None:
-        failure = None
+    def _watch_store(self) -> None:
+        run_failure = None
         try:
-            while failure is None:
-                failure = self.wait(self.store, 3600)
+            while run_failure is None:
+                run_failure = self.wait_for_failure(self.store, 3600)
         except RuntimeError:
-            if self.orderly.wait(_HOST_S):
+            if self.orderly_end.wait(_ORDERLY_END_TIMEOUT_S):
                 return  # the host of the store has ended in an orderly way before this rank
-            failure = self._without_store()
-        self.known = failure if failure.message else None
-        if not failure.message or not self.leaving.acquire(blocking=False):
+            run_failure = self._failure_without_store()
+        self.first_failure = run_failure if run_failure.message else None
+        if not run_failure.message or not self.exit_lock.acquire(blocking=False):
             return  # an orderly end, or the main thread is already ending the process
-        tell_once(failure)
-        self.leave(self.store)
+        print_failure_once(run_failure)
+        self.exit_process(self.store)
 
-    def _without_store(self) -> Failure:
+    def _failure_without_store(self) -> RunFailure:
         """The failure to report if the process that keeps the store (rank 0 or the launcher) is gone."""
-        verdict = self.life.verdict
-        if verdict is None:
-            return Failure(self.rank, _host_is_gone(), where=progress.where())
-        failure = Failure.of(verdict)
-        return dataclasses.replace(failure, message=f"{failure.message}; {_host_is_gone()}")
+        diagnosis = self.heartbeat_monitor.diagnosis
+        if diagnosis is None:
+            return RunFailure(self.rank, _store_lost_message(), position_text=progress.describe_progress())
+        failure = RunFailure.from_diagnosis(diagnosis)
+        return dataclasses.replace(failure, message=f"{failure.message}; {_store_lost_message()}")
 
-    def _judge(self, verdict: Verdict) -> None:
-        """Publishes a verdict of the signs of life, so that all ranks end with it.
+    def _publish_diagnosis(self, diagnosis: Diagnosis) -> None:
+        """Publishes a diagnosis of the heartbeat monitor, so that all ranks end with it.
 
         It uses a separate connection, because other threads may be waiting in both existing ones. If the
         store does not answer, because it lived in the rank that is dead or stopped, this rank ends without
         the others.
         """
-        published = threading.Event()
+        is_published = threading.Event()
 
-        def publish() -> None:
+        def publish_in_thread() -> None:
             with contextlib.suppress(Exception):
-                self.publish(default_store().clone(), Failure.of(verdict))
-                published.set()
+                self.publish_failure(default_store().clone(), RunFailure.from_diagnosis(diagnosis))
+                is_published.set()
 
-        threading.Thread(target=publish, name="verdict", daemon=True).start()
-        if published.wait(_STORE_S) or self.orderly.is_set():
+        threading.Thread(target=publish_in_thread, name="verdict", daemon=True).start()
+        if is_published.wait(_STORE_TIMEOUT_S) or self.orderly_end.is_set():
             return  # the thread that waits for failures ends this process
-        failure = self._without_store()
-        self.known = failure
-        if self.leaving.acquire(blocking=False):
-            tell_once(failure)
-            self.leave(None)
+        run_failure = self._failure_without_store()
+        self.first_failure = run_failure
+        if self.exit_lock.acquire(blocking=False):
+            print_failure_once(run_failure)
+            self.exit_process(None)
 
-    def meet(self, store: Any, where: str, seconds: float) -> bool:
-        """Waits until all ranks have called this method with the same ``where``.
+    def wait_for_ranks(self, store: Any, meeting_point: str, wait_s: float) -> bool:
+        """Waits until all ranks have called this method with the same ``meeting_point``.
 
         Returns whether they did so in time. It does not wait for dead or stopped ranks, and it returns False
         if the store has ended.
         """
-        key = f"{self.key}/{where}"
-        everyone = f"{key}/all"
-        silent = self.known.silent if self.known else ()
+        arrivals_key = f"{self.store_key}/{meeting_point}"
+        all_arrived_key = f"{arrivals_key}/all"
+        silent_ranks = self.first_failure.silent if self.first_failure else ()
         try:
-            if store.add(key, 1) == self.world - len(silent):
-                store.set(everyone, "1")
-            store.wait([everyone], timedelta(seconds=seconds))
+            if store.add(arrivals_key, 1) == self.world_size - len(silent_ranks):
+                store.set(all_arrived_key, "1")
+            store.wait([all_arrived_key], timedelta(seconds=wait_s))
         except RuntimeError:
             return False
         return True
 
-    def leave(self, store: Any) -> None:
+    def exit_process(self, store: Any) -> None:
         """Ends the process without running destructors of communicators, whose peers may be gone.
 
         Args:
             store: the store; None if it is gone. Then this rank does not wait for others.
         """
-        deadline = time.monotonic() + _WRITERS_S
-        all_seen = store is not None and self.meet(store, "seen", _SEEN_S)
-        known = self.known
-        if known is not None and known.silent:
-            self._kill(known.processes)
+        deadline = time.monotonic() + _WRITERS_TIMEOUT_S
+        all_seen = store is not None and self.wait_for_ranks(store, "seen", _ALL_SEEN_TIMEOUT_S)
+        first_failure = self.first_failure
+        if first_failure is not None and first_failure.silent:
+            self._kill_processes(first_failure.processes)
 
-        for thread in threading.enumerate():
-            if not thread.daemon and thread not in (threading.main_thread(), threading.current_thread()):
-                _join(thread, deadline)
+        for other_thread in threading.enumerate():
+            if not other_thread.daemon and other_thread not in (
+                threading.main_thread(),
+                threading.current_thread(),
+            ):
+                _join_thread(other_thread, deadline)
         if all_seen:
-            self.meet(store, "done", max(_SEEN_S, deadline - time.monotonic()))
+            self.wait_for_ranks(store, "done", max(_ALL_SEEN_TIMEOUT_S, deadline - time.monotonic()))
 
-        if known is not None and not all_seen:
-            self._kill(known.processes)  # a process that hangs may not be able to end itself
+        if first_failure is not None and not all_seen:
+            self._kill_processes(
+                first_failure.processes
+            )  # a process that hangs may not be able to end itself
         sys.stdout.flush()
         sys.stderr.flush()
-        kill_children()  # loaders and exports; a stopped child would otherwise remain
+        kill_descendants()  # loaders and exports; a stopped child would otherwise remain
         os._exit(1)
 
-    def _kill(self, processes: tuple[Process, ...]) -> None:
-        for process in processes:
-            if process != self.life.process:
-                process.kill()
+    def _kill_processes(self, rank_processes: tuple[RankProcess, ...]) -> None:
+        for rank_process in rank_processes:
+            if rank_process != self.heartbeat_monitor.rank_process:
+                rank_process.kill_tree()
 
 
-def _join(thread: threading.Thread, deadline: float) -> None:
+def _join_thread(joined_thread: threading.Thread, deadline: float) -> None:
     """Waits for the end of a thread that another one may just be starting, which ``join`` alone refuses."""
     while time.monotonic() < deadline:
         try:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            joined_thread.join(max(0.0, deadline - time.monotonic()))
             return
         except RuntimeError:  # enumerate() has it already, and it does not run yet
             time.sleep(0.001)
 
 
-def _host_is_gone() -> str:
+def _store_lost_message() -> str:
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return (
         f"the process that keeps the store of all ranks ({address}: rank 0, or the launcher) is gone. It was"
@@ -231,158 +238,180 @@ def _host_is_gone() -> str:
     )
 
 
-def _read(value: bytes) -> Failure:
-    fields = json.loads(value)
+def _parse_failure(failure_json: bytes) -> RunFailure:
+    fields = json.loads(failure_json)
     fields["silent"] = tuple(fields["silent"])
-    fields["processes"] = tuple(Process(**process) for process in fields["processes"])
-    return Failure(**fields)
+    fields["processes"] = tuple(RankProcess(**process) for process in fields["processes"])
+    return RunFailure(**fields)
 
 
-_watch: _Watch | None = None
-_alone: SignsOfLife | None = None
+_failure_watcher: _FailureWatcher | None = None
+_single_rank_monitor: HeartbeatMonitor | None = None
 """The watch of a run of one rank, which has no other ranks to notify."""
-_started = 0
+_watchers_started = 0
 
 
-def watch(timeout_s: float = 0.0) -> None:
+def watch_ranks(timeout_s: float = 0.0) -> None:
     """From now on, the failure of any rank ends this one. Call it on all ranks, after the group was made.
 
     Args:
         timeout_s: seconds in which some rank must make progress (``failures.timeout_s``); 0: no limit. The
             death of a rank is detected in any case.
     """
-    global _watch, _alone, _started
+    global _failure_watcher, _single_rank_monitor, _watchers_started
     import torch.distributed as dist
 
     if dist.get_world_size() == 1 and timeout_s:
-        _alone = SignsOfLife("", timeout_s, _end_alone)
-    if dist.get_world_size() > 1 and _watch is None:
-        _started += 1
-        _watch = _Watch(_started, timeout_s)
+        _single_rank_monitor = HeartbeatMonitor("", timeout_s, _end_single_rank)
+    if dist.get_world_size() > 1 and _failure_watcher is None:
+        _watchers_started += 1
+        _failure_watcher = _FailureWatcher(_watchers_started, timeout_s)
 
 
-def _end_alone(verdict: Verdict) -> None:
-    failure = Failure.of(verdict)
-    _print_stack()
-    tell_once(failure)
-    kill_children()
+def _end_single_rank(diagnosis: Diagnosis) -> None:
+    run_failure = RunFailure.from_diagnosis(diagnosis)
+    _print_main_stack()
+    print_failure_once(run_failure)
+    kill_descendants()
     os._exit(1)
 
 
-def stop_alone() -> None:
+def stop_single_rank_monitor() -> None:
     """Ends the watch of a run of one rank, whether or not the run failed."""
-    global _alone
-    if _alone is not None:
-        _alone.stop()
-    _alone = None
+    global _single_rank_monitor
+    if _single_rank_monitor is not None:
+        _single_rank_monitor.stop_monitor()
+    _single_rank_monitor = None
 
 
-def stop() -> None:
+def stop_watching() -> None:
     """Ends the threads of all ranks in an orderly way. Call it on all ranks after a barrier."""
-    global _watch
-    if _watch is None:
+    global _failure_watcher
+    if _failure_watcher is None:
         return
 
-    _watch.orderly.set()
+    _failure_watcher.orderly_end.set()
     try:
-        _watch.publish(default_store(), Failure(_watch.rank, ""))
+        _failure_watcher.publish_failure(default_store(), RunFailure(_failure_watcher.rank, ""))
     except RuntimeError:
         pass  # the rank that hosts the store has ended before this one
     else:
         # The end of the rank that hosts the store would look like its death to the others.
-        _watch.meet(default_store(), "stopped", _SEEN_S)
-    _watch.life.stop()
-    _watch.thread.join(_SEEN_S)
-    _watch = None
+        _failure_watcher.wait_for_ranks(default_store(), "stopped", _ALL_SEEN_TIMEOUT_S)
+    _failure_watcher.heartbeat_monitor.stop_monitor()
+    _failure_watcher.watch_thread.join(_ALL_SEEN_TIMEOUT_S)
+    _failure_watcher = None
 
 
-def report(error: Exception) -> Failure:
+def report_failure(error: Exception) -> RunFailure:
     """Publishes this rank's error. Returns the failure to print: the first one of any rank.
 
     The caller prints it and then calls :func:`leave`. A second call returns the result of the first one. If
     the error usually follows from the end of another rank, this function waits for that rank's failure.
     """
     rank = int(os.environ.get("RANK", "0"))
-    own = Failure(rank, describe(error), traceback_helps(error), where=progress.where())
-    if _watch is None:
-        return own
-    if _watch.reported is not None:
-        return _watch.reported
+    own_failure = RunFailure(
+        rank, describe_error(error), traceback_helps(error), position_text=progress.describe_progress()
+    )
+    if _failure_watcher is None:
+        return own_failure
+    if _failure_watcher.reported_failure is not None:
+        return _failure_watcher.reported_failure
 
-    if follows(error) and cause(_CAUSE_S) is None:
-        _watch.life.wait_for_verdict(_CAUSE_S)  # the store may have ended with the rank that kept it
-    _watch.leaving.acquire()  # does not return if the thread is already ending the process
+    if follows_lost_rank(error) and first_failure_message(_CAUSE_TIMEOUT_S) is None:
+        _failure_watcher.heartbeat_monitor.wait_for_diagnosis(
+            _CAUSE_TIMEOUT_S
+        )  # the store may have ended with the rank that kept it
+    _failure_watcher.exit_lock.acquire()  # does not return if the thread is already ending the process
     try:
-        first = _watch.publish(default_store(), own)
+        first_failure = _failure_watcher.publish_failure(default_store(), own_failure)
     except RuntimeError:
-        first = own if _watch.life.verdict is None else _watch._without_store()
-        _watch.known = first
+        first_failure = (
+            own_failure
+            if _failure_watcher.heartbeat_monitor.diagnosis is None
+            else _failure_watcher._failure_without_store()
+        )
+        _failure_watcher.first_failure = first_failure
     # The first message is empty if other ranks have reached the orderly end.
-    _watch.reported = first if first.message else own
-    return _watch.reported
+    _failure_watcher.reported_failure = first_failure if first_failure.message else own_failure
+    return _failure_watcher.reported_failure
 
 
-def lost() -> tuple[int, ...]:
+def lost_ranks() -> tuple[int, ...]:
     """The ranks that are known to be dead or stopped."""
-    return _watch.known.silent if _watch is not None and _watch.known is not None else ()
+    return (
+        _failure_watcher.first_failure.silent
+        if _failure_watcher is not None and _failure_watcher.first_failure is not None
+        else ()
+    )
 
 
-def cause(seconds: float = _SEEN_S) -> str | None:
-    """Why the first rank that failed did so; None if that does not become known within ``seconds``."""
-    if _watch is None:
+def first_failure_message(wait_s: float = _ALL_SEEN_TIMEOUT_S) -> str | None:
+    """Why the first rank that failed did so; None if that does not become known within ``loader_wait_s``."""
+    if _failure_watcher is None:
         return None
     try:
-        failure = _watch.wait(default_store(), seconds)
+        run_failure = _failure_watcher.wait_for_failure(default_store(), wait_s)
     except RuntimeError:
         return None
-    return failure.message if failure else None
+    return run_failure.message if run_failure else None
 
 
-def leave() -> None:
+def exit_after_failure() -> None:
     """Ends this process with exit code 1 once the other ranks know why. Returns only if there are none."""
-    if _watch is not None:
-        _watch.leave(default_store())
+    if _failure_watcher is not None:
+        _failure_watcher.exit_process(default_store())
 
 
-def tell_once(failure: Failure) -> None:
+def print_failure_once(run_failure: RunFailure) -> None:
     """Prints why the training ends. Of the ranks of a node, only the first one with this message prints it.
 
     The rank that hangs also prints the stack of its main thread.
     """
-    if failure.hangs and _watch is not None and failure.rank == _watch.rank:
-        _print_stack()
-    message = failure.message.partition("\n")[0]
-    if failure.died or failure.silent:
-        message = f"ranks {failure.silent}"  # without the store, the messages of ranks differ in numbers
+    if run_failure.is_hanging and _failure_watcher is not None and run_failure.rank == _failure_watcher.rank:
+        _print_main_stack()
+    first_line = run_failure.message.partition("\n")[0]
+    if run_failure.has_died or run_failure.silent:
+        first_line = (
+            f"ranks {run_failure.silent}"  # without the store, the messages of ranks differ in numbers
+        )
 
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
         # torchrun makes a folder for this start, which contains one folder for each rank.
-        mark = Path(error_file).parent.parent / f"told_{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+        printed_marker = (
+            Path(error_file).parent.parent / f"told_{hashlib.sha256(first_line.encode()).hexdigest()[:16]}"
+        )
         try:
-            mark.open("x").close()
+            printed_marker.open("x").close()
         except FileExistsError:
             return
         except OSError:
             pass  # it is better to print the message twice than not at all
 
-    where = f" ({failure.where})" if failure.where else ""
-    here = any(process.is_here() for process in failure.processes)
-    memory = f". {host_memory.about_kill(here)}" if failure.died else ""
-    hint = f"\n({TRACEBACK}=1 shows where)" if failure.hint and not os.environ.get(TRACEBACK) else ""
+    position_text = f" ({run_failure.position_text})" if run_failure.position_text else ""
+    is_local = any(process.is_local() for process in run_failure.processes)
+    memory_text = f". {host_memory.explain_kill(is_local)}" if run_failure.has_died else ""
+    traceback_hint = (
+        f"\n({TRACEBACK_VARIABLE}=1 shows where)"
+        if run_failure.has_traceback_hint and not os.environ.get(TRACEBACK_VARIABLE)
+        else ""
+    )
     print(
-        f"megatron_vl.train: rank {failure.rank}{where}: {failure.message}{memory}{hint}",
+        f"megatron_vl.train: rank {run_failure.rank}{position_text}: {run_failure.message}{memory_text}{traceback_hint}",
         file=sys.stderr,
         flush=True,
     )
 
 
-def _print_stack() -> None:
+def _print_main_stack() -> None:
     """Prints the stack of this rank's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
-        stack = traceback.extract_stack(frame)
-        last = len(stack) - 2
-        shown = [one for i, one in enumerate(stack) if i >= last or "megatron_vl" in one.filename]
-        lines = "".join(traceback.format_list(shown))
+        main_stack = traceback.extract_stack(frame)
+        innermost_from = len(main_stack) - 2
+        shown_frames = [
+            one for i, one in enumerate(main_stack) if i >= innermost_from or "megatron_vl" in one.filename
+        ]
+        lines = "".join(traceback.format_list(shown_frames))
         print(f"the stack of the main thread of the rank that hangs:\n{lines}", file=sys.stderr, flush=True)

@@ -14,10 +14,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-_started = False
+_buffers_allocated = False
 
 
-def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool) -> None:
+def start_overlap(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool) -> None:
     """Allocates the buffers that the tensor-parallel ranks of a node share. Collective.
 
     Args:
@@ -27,47 +27,53 @@ def start(seq_len: int, hidden_size: int, tp: int, dtype: torch.dtype, fp8: bool
     Raises:
         RuntimeError: the GPUs of a tensor-parallel group cannot map each other's memory (CUDA IPC).
     """
-    global _started
+    global _buffers_allocated
     from transformer_engine.pytorch.module.base import UserBufferQuantizationMode, initialize_ub
 
-    stop()
+    stop_overlap()
     # Transformer Engine would use NVLink multicast if the device has it, but many containers and virtual
     # machines do not allow it. Without it, the copies use CUDA IPC. UB_SKIPMC=0 in the environment enables
     # multicast again.
     os.environ.setdefault("UB_SKIPMC", "1")
-    mode = UserBufferQuantizationMode.FP8 if fp8 else UserBufferQuantizationMode.NONE
+    quantization_mode = UserBufferQuantizationMode.FP8 if fp8 else UserBufferQuantizationMode.NONE
     initialize_ub(
-        [seq_len, hidden_size], tp, quantization_modes=[mode], dtype=dtype, bootstrap_backend="gloo"
+        [seq_len, hidden_size],
+        tp,
+        quantization_modes=[quantization_mode],
+        dtype=dtype,
+        bootstrap_backend="gloo",
     )
-    _started = True
+    _buffers_allocated = True
 
 
-def stop() -> None:
+def stop_overlap() -> None:
     """Frees the buffers, if there are any. Layers that were built for them cannot run afterwards."""
-    global _started
-    if _started:
+    global _buffers_allocated
+    if _buffers_allocated:
         from transformer_engine.pytorch.module.base import destroy_ub
 
         destroy_ub()
-        _started = False
+        _buffers_allocated = False
 
 
 @contextmanager
-def paused(chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which forward passes of ``chunks`` use ordinary collectives, for rows of another length.
+def pause_overlap(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
+    """A context in which forward passes of ``model_chunks`` use ordinary collectives, for rows of another length.
 
     Userbuffers always move a whole buffer. With a shorter row, they would read and write past its tensors.
     """
-    names = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
-    using = []
-    for chunk in chunks:
-        for module in chunk.modules():
-            using += [(module, name) for name in names if getattr(module, name, False)]
+    overlap_flags = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
+    flagged_modules = []
+    for model_chunk in model_chunks:
+        for module in model_chunk.modules():
+            flagged_modules += [
+                (module, flag_name) for flag_name in overlap_flags if getattr(module, flag_name, False)
+            ]
 
-    for module, name in using:
-        setattr(module, name, False)
+    for module, flag_name in flagged_modules:
+        setattr(module, flag_name, False)
     try:
         yield
     finally:
-        for module, name in using:
-            setattr(module, name, True)
+        for module, flag_name in flagged_modules:
+            setattr(module, flag_name, True)

@@ -2,7 +2,7 @@
 
 A calibration is a JSON file, named for the GPU, and says from which measurements it comes. Those of this
 package are in ``calibrations/``. ``megatron-vl bench --calibrate`` writes others into the folder of
-:func:`stored_folder`, which come first: all commands take a stored one for the kind of GPU that it names.
+:func:`stored_calibrations_dir`, which come first: all commands take a stored one for the kind of GPU that it names.
 ``megatron-vl plan --calibration FILE`` takes any file.
 """
 
@@ -17,14 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.durable import write
+from megatron_vl.durable_files import write_file
 from megatron_vl.errors import UserError
 
-SHIPPED = Path(__file__).parent / "calibrations"
+SHIPPED_CALIBRATIONS_DIR = Path(__file__).parent / "calibrations"
 """The calibrations of this package."""
-STORED = "MEGATRON_VL_CALIBRATIONS"
+CALIBRATIONS_DIR_VARIABLE = "MEGATRON_VL_CALIBRATIONS"
 """Environment variable with the folder of stored calibrations."""
-HOW = "`megatron-vl bench --calibrate` measures them"
+HOW_TO_MEASURE = "`megatron-vl bench --calibrate` measures them"
 
 
 class CalibrationError(UserError, ValueError):
@@ -107,113 +107,120 @@ class Calibration:
     """Which calibration this is, as a sentence's beginning. It is not part of the file."""
 
     def as_json(self) -> dict[str, object]:
-        stored = dataclasses.asdict(self)
-        del stored["source"]
-        return stored
+        json_fields = dataclasses.asdict(self)
+        del json_fields["source"]
+        return json_fields
 
 
-def read_calibration(path: Path) -> Calibration:
+def read_calibration(calibration_path: Path) -> Calibration:
     """Reads a calibration file.
 
     Raises:
         CalibrationError: the file is no calibration; the message names the field.
     """
     try:
-        stored = json.loads(path.read_text())
+        json_fields = json.loads(calibration_path.read_text())
     except ValueError as error:
-        raise CalibrationError(f"{path} is not JSON ({error})") from error
+        raise CalibrationError(f"{calibration_path} is not JSON ({error})") from error
 
-    if not isinstance(stored, dict):
+    if not isinstance(json_fields, dict):
         raise CalibrationError(
-            f"{path} is no calibration; write one like those of megatron_vl/planning/calibrations"
+            f"{calibration_path} is no calibration; write one like those of megatron_vl/planning/calibrations"
         )
 
-    known = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
-    unknown = sorted(set(stored) - set(known))
-    missing = sorted(
-        name for name, field in known.items() if name not in stored and field.default is dataclasses.MISSING
+    known_fields = {field.name: field for field in dataclasses.fields(Calibration) if field.name != "source"}
+    unknown_names = sorted(set(json_fields) - set(known_fields))
+    missing_names = sorted(
+        field_name
+        for field_name, field in known_fields.items()
+        if field_name not in json_fields and field.default is dataclasses.MISSING
     )
 
-    if unknown or missing:
-        faults = [f"has the unknown field {name}" for name in unknown]
-        faults += [f"lacks the field {name}" for name in missing]
+    if unknown_names or missing_names:
+        field_errors = [f"has the unknown field {field_name}" for field_name in unknown_names]
+        field_errors += [f"lacks the field {field_name}" for field_name in missing_names]
         raise CalibrationError(
-            f"{path} {faults[0]}; write one like those of megatron_vl/planning/calibrations"
+            f"{calibration_path} {field_errors[0]}; write one like those of megatron_vl/planning/calibrations"
         )
 
-    for name, value in stored.items():
-        _check_rate(path, name, value)
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
+    for field_name, field_value in json_fields.items():
+        _check_rate(calibration_path, field_name, field_value)
+    field_values: dict[str, Any] = {
+        field_name: tuple(field_value) if isinstance(field_value, list) else field_value
+        for field_name, field_value in json_fields.items()
     }
-    return Calibration(**values, source=f"rates of {values['gpu']} from {path}")
+    return Calibration(**field_values, source=f"rates of {field_values['gpu']} from {calibration_path}")
 
 
-_TEXTS = ("gpu", "provenance", "measured")
+_FIELDS_WITHOUT_RATES = ("gpu", "provenance", "measured")
 
 
-def _check_rate(path: Path, name: str, value: object) -> None:
-    if name in _TEXTS:
+def _check_rate(calibration_path: Path, field_name: str, field_value: object) -> None:
+    if field_name in _FIELDS_WITHOUT_RATES:
         return
-    for number in value if isinstance(value, list) else [value]:
+    for number in field_value if isinstance(field_value, list) else [field_value]:
         if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number < 1e9:
-            raise CalibrationError(f"{path}: {name} {value!r} must be a number of at least 0")
-        if number == 0 and name.endswith(("tflops", "tb_s", "gb_s", "g_s", "share")):
-            raise CalibrationError(f"{path}: {name} must be above 0")
+            raise CalibrationError(
+                f"{calibration_path}: {field_name} {field_value!r} must be a number of at least 0"
+            )
+        if number == 0 and field_name.endswith(("tflops", "tb_s", "gb_s", "g_s", "share")):
+            raise CalibrationError(f"{calibration_path}: {field_name} must be above 0")
 
 
-def write_calibration(path: Path, calibration: Calibration) -> None:
+def write_calibration(calibration_path: Path, calibration: Calibration) -> None:
     """Writes a file that :func:`read_calibration` reads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(path, (json.dumps(calibration.as_json(), indent=2) + "\n").encode())
+    calibration_path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(calibration_path, (json.dumps(calibration.as_json(), indent=2) + "\n").encode())
 
 
-def stored_folder() -> Path:
+def stored_calibrations_dir() -> Path:
     """Where ``bench --calibrate`` keeps calibrations of this user: ``$MEGATRON_VL_CALIBRATIONS``, else
     ``megatron-vl/calibrations`` in the user's folder for configurations."""
-    if folder := os.environ.get(STORED):
+    if folder := os.environ.get(CALIBRATIONS_DIR_VARIABLE):
         return Path(folder)
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "megatron-vl" / "calibrations"
 
 
-def kind_of(name: str) -> str:
+def parse_gpu_kind(device_name: str) -> str:
     """The kind of GPU by the name of a device: ``NVIDIA H200`` gives ``H200``; an unknown name is a kind."""
-    return next((kind for kind in DATA_SHEETS if kind in name.upper()), name.strip())
+    return next((kind for kind in DATA_SHEETS if kind in device_name.upper()), device_name.strip())
 
 
-def stored_path(kind: str) -> Path:
+def stored_calibration_path(gpu_name: str) -> Path:
     """The file of a kind's stored calibration."""
-    return stored_folder() / f"{re.sub(r'[^a-z0-9]+', '-', kind.lower()).strip('-')}.json"
+    return stored_calibrations_dir() / f"{re.sub(r'[^a-z0-9]+', '-', gpu_name.lower()).strip('-')}.json"
 
 
-def known(name: str) -> Calibration:
+def find_calibration(device_name: str) -> Calibration:
     """The calibration for a kind of GPU or a device's name: the stored one, else that of this package.
 
     Raises:
         CalibrationError: nothing is known of it, or the stored file is damaged.
     """
-    kind = kind_of(name)
-    path = stored_path(kind)
-    return read_calibration(path) if path.is_file() else shipped(kind)
+    kind = parse_gpu_kind(device_name)
+    path = stored_calibration_path(kind)
+    return read_calibration(path) if path.is_file() else shipped_calibration(kind)
 
 
 @cache
-def shipped(gpu: str = "H200") -> Calibration:
+def shipped_calibration(gpu_name: str = "H200") -> Calibration:
     """The calibration for a kind of GPU: its own, or that of H200 scaled by the data sheets.
 
     Raises:
         CalibrationError: nothing is known of this kind.
     """
-    path = SHIPPED / f"{gpu.lower()}.json"
-    if path.is_file():
-        return dataclasses.replace(read_calibration(path), source=f"rates of {gpu} from this package")
-    if gpu not in DATA_SHEETS:
+    calibration_path = SHIPPED_CALIBRATIONS_DIR / f"{gpu_name.lower()}.json"
+    if calibration_path.is_file():
+        return dataclasses.replace(
+            read_calibration(calibration_path), source=f"rates of {gpu_name} from this package"
+        )
+    if gpu_name not in DATA_SHEETS:
         raise CalibrationError(
-            f"GPU {gpu} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a machine"
+            f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a machine"
             " that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
             " --calibration FILE)"
         )
-    return _scaled(shipped("H200"), gpu)
+    return _scale_calibration(shipped_calibration("H200"), gpu_name)
 
 
 @dataclass(frozen=True)
@@ -237,28 +244,28 @@ DATA_SHEETS = {
 }
 
 
-def _scaled(base: Calibration, gpu: str) -> Calibration:
+def _scale_calibration(base_calibration: Calibration, gpu_name: str) -> Calibration:
     """The same shares of the peaks on another kind of GPU."""
-    ours, theirs = DATA_SHEETS[base.gpu], DATA_SHEETS[gpu]
-    compute = theirs.peak_tflops / ours.peak_tflops
-    memory = theirs.memory_tb_s / ours.memory_tb_s
-    link = theirs.nvlink_gb_s / ours.nvlink_gb_s
+    base_sheet, target_sheet = DATA_SHEETS[base_calibration.gpu], DATA_SHEETS[gpu_name]
+    compute_ratio = target_sheet.peak_tflops / base_sheet.peak_tflops
+    memory_ratio = target_sheet.memory_tb_s / base_sheet.memory_tb_s
+    link_ratio = target_sheet.nvlink_gb_s / base_sheet.nvlink_gb_s
 
     return dataclasses.replace(
-        base,
-        gpu=gpu,
-        memory_gib=theirs.memory_gib,
-        peak_tflops=theirs.peak_tflops,
-        product_tflops=base.product_tflops * compute,
-        attention_tflops=base.attention_tflops * compute,
-        tower_attention_tflops=base.tower_attention_tflops * compute,
-        expert_tflops=base.expert_tflops * compute,
-        memory_tb_s=base.memory_tb_s * memory,
-        optimizer_ps=base.optimizer_ps / memory,
-        gradient_ps=base.gradient_ps / memory,
-        nvlink_gb_s=base.nvlink_gb_s * link,
-        send_gb_s=base.send_gb_s * link,
+        base_calibration,
+        gpu=gpu_name,
+        memory_gib=target_sheet.memory_gib,
+        peak_tflops=target_sheet.peak_tflops,
+        product_tflops=base_calibration.product_tflops * compute_ratio,
+        attention_tflops=base_calibration.attention_tflops * compute_ratio,
+        tower_attention_tflops=base_calibration.tower_attention_tflops * compute_ratio,
+        expert_tflops=base_calibration.expert_tflops * compute_ratio,
+        memory_tb_s=base_calibration.memory_tb_s * memory_ratio,
+        optimizer_ps=base_calibration.optimizer_ps / memory_ratio,
+        gradient_ps=base_calibration.gradient_ps / memory_ratio,
+        nvlink_gb_s=base_calibration.nvlink_gb_s * link_ratio,
+        send_gb_s=base_calibration.send_gb_s * link_ratio,
         measured=False,
-        provenance=(f"the shares of the peaks of {base.gpu}, with the data sheet of {gpu}",),
-        source=f"rates of {gpu} were not measured but scaled from {base.gpu}'s by the data sheets; {HOW}",
+        provenance=(f"the shares of the peaks of {base_calibration.gpu}, with the data sheet of {gpu_name}",),
+        source=f"rates of {gpu_name} were not measured but scaled from {base_calibration.gpu}'s by the data sheets; {HOW_TO_MEASURE}",
     )

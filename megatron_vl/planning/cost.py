@@ -16,19 +16,19 @@ from functools import cached_property
 from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.kernels.sizes import DELTA_CHUNK
 from megatron_vl.planning.calibration import Calibration
-from megatron_vl.planning.memory import Parameters, offloaded, state_bytes
-from megatron_vl.planning.rows import RowStatistics
+from megatron_vl.planning.memory import ParameterCounts, offloaded_fraction, optimizer_state_bytes
+from megatron_vl.planning.row_statistics import RowStatistics
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 
-GPUS_OF_A_NODE = 8
-DELTA_RATE = 0.12
+GPUS_PER_NODE = 8
+DELTA_RULE_RATE_SHARE = 0.12
 """Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
 heads of 128 took 0.79 ms forward on an H200."""
-HIDDEN_SHARE, HIDDEN_BYTES = 0.5, 5.4e9
+HIDDEN_COPY_SHARE, HIDDEN_COPY_BYTES = 0.5, 5.4e9
 """Most of the copies of offloaded state that the passes before and after an update hide. On H200, they hid
 half of 10 GB, and 5 to 12 GB of 20 to 41. Passes shorter than 0.1 s would hide less."""
-NARROW_ELEMENT = 0.57
+BF16_MOMENTS_FACTOR = 0.57
 """Factor of an update on the GPU with moments in bf16, for each element: on an H200, our kernel takes 4.7 ms
 for 10^9 parameters, and Transformer Engine's 8.3 ms."""
 
@@ -43,11 +43,11 @@ class PassTime:
     def __add__(self, other: PassTime) -> PassTime:
         return PassTime(self.forward + other.forward, self.backward + other.backward)
 
-    def __mul__(self, times: float) -> PassTime:
-        return PassTime(self.forward * times, self.backward * times)
+    def __mul__(self, repeat_count: float) -> PassTime:
+        return PassTime(self.forward * repeat_count, self.backward * repeat_count)
 
     @property
-    def both(self) -> float:
+    def total_seconds(self) -> float:
         return self.forward + self.backward
 
 
@@ -55,32 +55,36 @@ class PassTime:
 class Network:
     """How the GPUs are connected."""
 
-    gpus_per_node: int = GPUS_OF_A_NODE
+    gpus_per_node: int = GPUS_PER_NODE
 
-    def bandwidth(self, c: Calibration, ranks: int, stride: int) -> float:
-        """Bytes that leave a GPU in a second in a collective of ``ranks`` ranks ``stride`` apart.
+    def collective_bandwidth(self, calibration: Calibration, rank_count: int, rank_stride: int) -> float:
+        """Bytes that leave a GPU in a second in a collective of ``rank_count`` ranks ``rank_stride`` apart.
 
         Between nodes, the ranks of one node share the adapters of the GPUs that lie between them.
         """
-        if ranks * stride <= self.gpus_per_node:
-            return c.nvlink_gb_s * 1e9
-        in_node = max(1, self.gpus_per_node // stride)
-        return min(c.nvlink_gb_s, c.network_gb_s * in_node) * 1e9
+        if rank_count * rank_stride <= self.gpus_per_node:
+            return calibration.nvlink_gb_s * 1e9
+        ranks_per_node = max(1, self.gpus_per_node // rank_stride)
+        return min(calibration.nvlink_gb_s, calibration.network_gb_s * ranks_per_node) * 1e9
 
-    def message(self, c: Calibration, stride: int) -> float:
-        """Bytes per second of a message to the rank ``stride`` further."""
-        return (c.send_gb_s if 2 * stride <= self.gpus_per_node else min(c.send_gb_s, c.network_gb_s)) * 1e9
+    def message_bandwidth(self, calibration: Calibration, rank_stride: int) -> float:
+        """Bytes per second of a message to the rank ``rank_stride`` further."""
+        return (
+            calibration.send_gb_s
+            if 2 * rank_stride <= self.gpus_per_node
+            else min(calibration.send_gb_s, calibration.network_gb_s)
+        ) * 1e9
 
 
 @dataclass(frozen=True)
-class Costs:
+class StepCosts:
     """The times of a run's pieces. ``layout`` counts with its sizes only, not with its split."""
 
     config: TrainConfig
     spec: ModelSpec
     layout: Layout
-    dp: int
-    rows: RowStatistics
+    data_parallel_size: int
+    row_statistics: RowStatistics
     calibration: Calibration
     network: Network = Network()
 
@@ -92,187 +96,294 @@ class Costs:
     @cached_property
     def gradient_ranks(self) -> int:
         """Number of ranks over which gradients are summed."""
-        return self.layout.cp * self.dp
+        return self.layout.cp * self.data_parallel_size
 
     @cached_property
-    def model(self) -> ModelConfig:
+    def model_config(self) -> ModelConfig:
         return self.config.model
 
     @cached_property
-    def parallel(self) -> ParallelConfig:
+    def parallel_config(self) -> ParallelConfig:
         return self.config.parallel
 
     @cached_property
-    def recompute(self) -> RecomputeConfig:
+    def recompute_config(self) -> RecomputeConfig:
         return self.config.recompute
 
     # --- Rates ----------------------------------------------------------------------------------------------
 
-    def product(self, tokens: float, k: float, n: float) -> float:
+    def matmul_seconds(self, token_count: float, k: float, n: float) -> float:
         """Seconds of a matrix product [tokens, k] x [k, n]."""
         if not k * n:  # a model without dense layers
             return 0.0
-        c = self.calibration
+        calibration = self.calibration
         width = math.sqrt(k * n)
-        rate = c.product_tflops * 1e12 * width / (width + c.product_width)
-        return 2 * tokens * k * n / rate
+        flops_per_second = calibration.product_tflops * 1e12 * width / (width + calibration.product_width)
+        return 2 * token_count * k * n / flops_per_second
 
-    def moved(self, elements: float) -> float:
+    def elementwise_seconds(self, element_count: float) -> float:
         """Seconds to move that many bf16 numbers."""
-        return self.element * elements / (self.calibration.memory_tb_s * 1e12)
+        return self.bytes_per_element * element_count / (self.calibration.memory_tb_s * 1e12)
 
-    def collective(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes in all."""
-        if ranks == 1:
+    def collective_seconds(self, total_bytes: float, rank_count: int, rank_stride: int = 1) -> float:
+        """Seconds of an all-gather or a reduce-scatter of ``total_bytes`` bytes in all."""
+        if rank_count == 1:
             return 0.0
-        bandwidth = self.network.bandwidth(self.calibration, ranks, stride)
-        return size * (ranks - 1) / ranks / bandwidth + self.calibration.collective_s
+        bytes_per_second = self.network.collective_bandwidth(self.calibration, rank_count, rank_stride)
+        return total_bytes * (rank_count - 1) / rank_count / bytes_per_second + self.calibration.collective_s
 
     @cached_property
-    def element(self) -> int:
+    def bytes_per_element(self) -> int:
         return 2 if self.config.dtype == "bfloat16" else 4
 
     @cached_property
-    def _shared(self) -> int:
-        return self.layout.tp if self.parallel.sequence_parallel else 1
+    def _sequence_parallel_size(self) -> int:
+        return self.layout.tp if self.parallel_config.sequence_parallel else 1
 
     # --- Language model -------------------------------------------------------------------------------------
 
     @cached_property
-    def _layers(self) -> dict[tuple[bool, bool], PassTime]:
+    def _times_by_layer_kind(self) -> dict[tuple[bool, bool], PassTime]:
         """The times of a decoder layer: (with experts, with linear attention)."""
-        both = (False, True)
-        return {(e, linear): self._decoder_layer(e, linear) for e in both for linear in both}
+        both_values = (False, True)
+        return {
+            (has_experts, linear): self._compute_layer_time(has_experts, linear)
+            for has_experts in both_values
+            for linear in both_values
+        }
 
-    def decoder_layer(self, layer: int) -> PassTime:
+    def decoder_layer_time(self, layer_index: int) -> PassTime:
         """A decoder layer on one row."""
-        m = self.spec.language
-        return self._layers[m.has_experts(layer), m.is_linear(layer)]
+        language_spec = self.spec.language
+        return self._times_by_layer_kind[
+            language_spec.has_experts(layer_index), language_spec.has_linear_attention(layer_index)
+        ]
 
-    def decoder_layers(self, layers: range) -> PassTime:
+    def decoder_layers_time(self, layer_range: range) -> PassTime:
         """Consecutive decoder layers on one row."""
-        time = PassTime()
-        for kind, before in self._kinds_before.items():
-            if count := before[layers.stop] - before[layers.start]:
-                time += self._layers[kind] * count
-        return time
+        total_time = PassTime()
+        for kind, cumulative_counts in self._layer_kind_counts.items():
+            if count := cumulative_counts[layer_range.stop] - cumulative_counts[layer_range.start]:
+                total_time += self._times_by_layer_kind[kind] * count
+        return total_time
 
     @cached_property
-    def _kinds_before(self) -> dict[tuple[bool, bool], list[int]]:
+    def _layer_kind_counts(self) -> dict[tuple[bool, bool], list[int]]:
         """How many layers of each kind are before each layer, and how many in all."""
-        m = self.spec.language
-        kinds = [(m.has_experts(layer), m.is_linear(layer)) for layer in range(m.num_layers)]
-        return {kind: [0, *itertools.accumulate(own == kind for own in kinds)] for kind in self._layers}
+        language_spec = self.spec.language
+        layer_kinds = [
+            (language_spec.has_experts(layer), language_spec.has_linear_attention(layer))
+            for layer in range(language_spec.num_layers)
+        ]
+        return {
+            kind: [0, *itertools.accumulate(own == kind for own in layer_kinds)]
+            for kind in self._times_by_layer_kind
+        }
 
-    def _decoder_layer(self, experts: bool, linear: bool) -> PassTime:
-        m, c, tp = self.spec.language, self.calibration, self.layout.tp
-        if (experts and m.moe is None) or (linear and m.linear_attention is None):
-            return PassTime()
-        tokens, h = self.seq_len, m.hidden_size
-        heads, kv = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
-        again = self.recompute.language
-        modules = set(self.recompute.language_modules) if again == "selective" else set()
-
-        if linear:
-            projections, attention = self._linear_attention()
-        else:
-            queries = heads * (2 if m.output_gate else 1)
-            projections = self.product(tokens, h, (queries + 2 * kv) / tp)
-            projections += self.product(tokens, heads / tp, h)
-            attention = self._attention(heads / tp / self.layout.cp)
-        rest = self.moved(c.decoder_widths * h * tokens / self._shared)
-        mlp, activation = self._experts() if experts else self._mlp(tokens, m.ffn_hidden_size)
-        exchange = self._tensor_collectives(tokens * h)
-        if linear:
-            exchange += self._state_exchange()
-        else:
-            exchange += self._head_exchange(heads, m.num_kv_heads, m.head_dim)
-
-        forward = projections + attention + rest / 3 + mlp + 3 / 8 * activation + exchange
-        weights = 1 + (not self.model.freeze_language)
-        backward = (
-            weights * (projections + mlp) + 2.5 * attention + rest * 2 / 3 + 5 / 8 * activation + exchange
+    def _compute_layer_time(self, has_experts: bool, is_linear: bool) -> PassTime:
+        language_spec, calibration, tensor_parallel_size = (
+            self.spec.language,
+            self.calibration,
+            self.layout.tp,
         )
-        if experts and m.moe is not None:
-            dispatch = self._dispatch(tokens)
-            forward, backward = forward + dispatch, backward + dispatch
-            host = c.expert_host_s if self.layout.ep > 1 else c.expert_host_alone_s
-            forward, backward = max(forward, host[0]), max(backward, host[1])
-        if again == "full":
-            return PassTime(forward, backward + forward)
-        backward += attention * ("core_attn" in modules) + rest / 6 * ("layernorm" in modules)
-        backward += (mlp + 3 / 8 * activation) * ("mlp" in modules)
-        backward += 3 / 8 * activation * ("activation" in modules)
-        return PassTime(forward, backward)
+        if (has_experts and language_spec.moe is None) or (
+            is_linear and language_spec.linear_attention is None
+        ):
+            return PassTime()
+        token_count, hidden_size = self.seq_len, language_spec.hidden_size
+        query_width, key_value_width = (
+            language_spec.num_heads * language_spec.head_dim,
+            language_spec.num_kv_heads * language_spec.head_dim,
+        )
+        recompute_mode = self.recompute_config.language
+        recomputed_modules = (
+            set(self.recompute_config.language_modules) if recompute_mode == "selective" else set()
+        )
 
-    def _attention(self, heads: float) -> float:
+        if is_linear:
+            projection_seconds, attention_seconds = self._linear_attention_seconds()
+        else:
+            query_gate_width = query_width * (2 if language_spec.output_gate else 1)
+            projection_seconds = self.matmul_seconds(
+                token_count, hidden_size, (query_gate_width + 2 * key_value_width) / tensor_parallel_size
+            )
+            projection_seconds += self.matmul_seconds(
+                token_count, query_width / tensor_parallel_size, hidden_size
+            )
+            attention_seconds = self._attention_seconds(query_width / tensor_parallel_size / self.layout.cp)
+        elementwise_seconds = self.elementwise_seconds(
+            calibration.decoder_widths * hidden_size * token_count / self._sequence_parallel_size
+        )
+        mlp_seconds, activation_seconds = (
+            self._expert_seconds()
+            if has_experts
+            else self._mlp_seconds(token_count, language_spec.ffn_hidden_size)
+        )
+        collective_seconds = self._tensor_parallel_seconds(token_count * hidden_size)
+        if is_linear:
+            collective_seconds += self._state_exchange()
+        else:
+            collective_seconds += self._head_exchange(
+                query_width, language_spec.num_kv_heads, language_spec.head_dim
+            )
+
+        forward_seconds = (
+            projection_seconds
+            + attention_seconds
+            + elementwise_seconds / 3
+            + mlp_seconds
+            + 3 / 8 * activation_seconds
+            + collective_seconds
+        )
+        gradient_products = 1 + (not self.model_config.freeze_language)
+        backward_seconds = (
+            gradient_products * (projection_seconds + mlp_seconds)
+            + 2.5 * attention_seconds
+            + elementwise_seconds * 2 / 3
+            + 5 / 8 * activation_seconds
+            + collective_seconds
+        )
+        if has_experts and language_spec.moe is not None:
+            dispatch_seconds = self._dispatch_seconds(token_count)
+            forward_seconds, backward_seconds = (
+                forward_seconds + dispatch_seconds,
+                backward_seconds + dispatch_seconds,
+            )
+            host_launch_seconds = (
+                calibration.expert_host_s if self.layout.ep > 1 else calibration.expert_host_alone_s
+            )
+            forward_seconds, backward_seconds = (
+                max(forward_seconds, host_launch_seconds[0]),
+                max(backward_seconds, host_launch_seconds[1]),
+            )
+        if recompute_mode == "full":
+            return PassTime(forward_seconds, backward_seconds + forward_seconds)
+        backward_seconds += attention_seconds * (
+            "core_attn" in recomputed_modules
+        ) + elementwise_seconds / 6 * ("layernorm" in recomputed_modules)
+        backward_seconds += (mlp_seconds + 3 / 8 * activation_seconds) * ("mlp" in recomputed_modules)
+        backward_seconds += 3 / 8 * activation_seconds * ("activation" in recomputed_modules)
+        return PassTime(forward_seconds, backward_seconds)
+
+    def _attention_seconds(self, head_width: float) -> float:
         """Forward pass of causal attention; the backward pass takes 2.5 times as long."""
-        c, rows = self.calibration, self.rows
-        if not rows.tokens:
+        calibration, rows = self.calibration, self.row_statistics
+        if not rows.mean_tokens:
             return 0.0
-        length = rows.token_pairs / rows.tokens
-        rate = c.attention_tflops * 1e12 * length / (length + c.attention_length)
-        return 2.0 * heads * rows.token_pairs / rate
+        length = rows.mean_token_pairs / rows.mean_tokens
+        flops_per_second = (
+            calibration.attention_tflops * 1e12 * length / (length + calibration.attention_length)
+        )
+        return 2.0 * head_width * rows.mean_token_pairs / flops_per_second
 
-    def _linear_attention(self) -> tuple[float, float]:
+    def _linear_attention_seconds(self) -> tuple[float, float]:
         """The projections of linear attention, and the forward pass of what lies between them.
 
         The chunks of the delta rule compute more than the recurrence: each token multiplies with the tokens
         of its chunk. Convolution, gates and norm move their inputs and outputs.
         """
-        m, c, tp = self.spec.language, self.calibration, self.layout.tp
-        a = m.linear_attention
-        assert a is not None
-        tokens, values = self.seq_len, a.value_heads * a.value_dim
-        inputs = a.conv_channels + values + 2 * a.value_heads
-        projections = self.product(tokens, m.hidden_size, inputs / tp)
-        projections += self.product(tokens, values / tp, m.hidden_size)
+        language_spec, calibration, tensor_parallel_size = (
+            self.spec.language,
+            self.calibration,
+            self.layout.tp,
+        )
+        linear_attention = language_spec.linear_attention
+        assert linear_attention is not None
+        token_count, value_width = self.seq_len, linear_attention.value_heads * linear_attention.value_dim
+        input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
+        projection_seconds = self.matmul_seconds(
+            token_count, language_spec.hidden_size, input_width / tensor_parallel_size
+        )
+        projection_seconds += self.matmul_seconds(
+            token_count, value_width / tensor_parallel_size, language_spec.hidden_size
+        )
 
-        chunk = DELTA_CHUNK * (3 * a.key_dim + 2 * a.value_dim) + 3 * a.key_dim * a.value_dim
-        rule = 2.0 * tokens * a.value_heads / tp * chunk / (c.attention_tflops * 1e12 * DELTA_RATE)
-        return projections, rule + self.moved((2 * a.conv_channels + 3 * values) / tp * tokens)
+        chunk_flops_per_head = (
+            DELTA_CHUNK * (3 * linear_attention.key_dim + 2 * linear_attention.value_dim)
+            + 3 * linear_attention.key_dim * linear_attention.value_dim
+        )
+        delta_rule_seconds = (
+            2.0
+            * token_count
+            * linear_attention.value_heads
+            / tensor_parallel_size
+            * chunk_flops_per_head
+            / (calibration.attention_tflops * 1e12 * DELTA_RULE_RATE_SHARE)
+        )
+        return projection_seconds, delta_rule_seconds + self.elementwise_seconds(
+            (2 * linear_attention.conv_channels + 3 * value_width) / tensor_parallel_size * token_count
+        )
 
-    def _mlp(self, tokens: float, ffn: int) -> tuple[float, float]:
+    def _mlp_seconds(self, token_count: float, ffn_width: int) -> tuple[float, float]:
         """The products of a gated MLP, and its activation in both passes."""
-        h, tp = self.spec.language.hidden_size, self.layout.tp
-        products = self.product(tokens, h, 2 * ffn / tp) + self.product(tokens, ffn / tp, h)
-        return products, self.moved(self.calibration.activation_widths * ffn / tp * tokens)
+        hidden_size, tensor_parallel_size = self.spec.language.hidden_size, self.layout.tp
+        matmul_seconds = self.matmul_seconds(
+            token_count, hidden_size, 2 * ffn_width / tensor_parallel_size
+        ) + self.matmul_seconds(token_count, ffn_width / tensor_parallel_size, hidden_size)
+        return matmul_seconds, self.elementwise_seconds(
+            self.calibration.activation_widths * ffn_width / tensor_parallel_size * token_count
+        )
 
-    def _experts(self) -> tuple[float, float]:
+    def _expert_seconds(self) -> tuple[float, float]:
         """The same for router and experts, evenly loaded."""
-        m, c = self.spec.language, self.calibration
-        moe = m.moe
-        assert moe is not None
+        language_spec, calibration = self.spec.language, self.calibration
+        moe_spec = language_spec.moe
+        assert moe_spec is not None
         layout = self.layout
-        tokens = self.seq_len / self._shared
+        tokens_per_rank = self.seq_len / self._sequence_parallel_size
         # Ranks that share experts also share the rows: each expert gets those of all of them.
-        rows = tokens * moe.top_k * layout.etp
-        each = tokens * moe.top_k * layout.ep * layout.etp / moe.num_experts
-        rate = c.expert_tflops * 1e12 * each / (each + c.expert_rows)
-        products = 2 * rows * 3 * m.hidden_size * moe.ffn_hidden_size / layout.etp / rate
-        products += self.product(tokens, m.hidden_size, moe.num_experts)
-        if moe.shared_ffn_hidden_size:
-            products += self._mlp(self.seq_len, moe.shared_ffn_hidden_size)[0]
-        return products, self.moved(c.activation_widths * moe.ffn_hidden_size / layout.etp * rows)
+        expert_rows = tokens_per_rank * moe_spec.top_k * layout.etp
+        rows_per_expert = tokens_per_rank * moe_spec.top_k * layout.ep * layout.etp / moe_spec.num_experts
+        flops_per_second = (
+            calibration.expert_tflops * 1e12 * rows_per_expert / (rows_per_expert + calibration.expert_rows)
+        )
+        matmul_seconds = (
+            2
+            * expert_rows
+            * 3
+            * language_spec.hidden_size
+            * moe_spec.ffn_hidden_size
+            / layout.etp
+            / flops_per_second
+        )
+        matmul_seconds += self.matmul_seconds(
+            tokens_per_rank, language_spec.hidden_size, moe_spec.num_experts
+        )
+        if moe_spec.shared_ffn_hidden_size:
+            matmul_seconds += self._mlp_seconds(self.seq_len, moe_spec.shared_ffn_hidden_size)[0]
+        return matmul_seconds, self.elementwise_seconds(
+            calibration.activation_widths * moe_spec.ffn_hidden_size / layout.etp * expert_rows
+        )
 
-    def _dispatch(self, seq_len: int) -> float:
+    def _dispatch_seconds(self, seq_len: int) -> float:
         """Tokens to their experts' ranks and back, in one pass."""
-        m, c = self.spec.language, self.calibration
-        moe = m.moe
-        assert moe is not None
-        ep, etp = self.layout.ep, self.layout.etp
-        tokens = seq_len / self._shared * m.hidden_size
-        copies = ranks_of_a_token(moe.num_experts, moe.top_k, ep)
-        seconds = self.moved(tokens * (18 + 4 * copies))
-        if ep > 1:
-            leaving = self.element * tokens * copies * (ep - 1) / ep
-            bandwidth = self.network.bandwidth(c, ep, etp) * c.exchange_share
-            seconds += 2 * (leaving / bandwidth + c.collective_s)
-        return seconds + 2 * self.collective(self.element * tokens * etp, etp)
+        language_spec, calibration = self.spec.language, self.calibration
+        moe_spec = language_spec.moe
+        assert moe_spec is not None
+        expert_parallel_size, expert_tensor_size = self.layout.ep, self.layout.etp
+        hidden_elements = seq_len / self._sequence_parallel_size * language_spec.hidden_size
+        copies_per_token = mean_ranks_per_token(moe_spec.num_experts, moe_spec.top_k, expert_parallel_size)
+        dispatch_seconds = self.elementwise_seconds(hidden_elements * (18 + 4 * copies_per_token))
+        if expert_parallel_size > 1:
+            bytes_sent = (
+                self.bytes_per_element
+                * hidden_elements
+                * copies_per_token
+                * (expert_parallel_size - 1)
+                / expert_parallel_size
+            )
+            bytes_per_second = (
+                self.network.collective_bandwidth(calibration, expert_parallel_size, expert_tensor_size)
+                * calibration.exchange_share
+            )
+            dispatch_seconds += 2 * (bytes_sent / bytes_per_second + calibration.collective_s)
+        return dispatch_seconds + 2 * self.collective_seconds(
+            self.bytes_per_element * hidden_elements * expert_tensor_size, expert_tensor_size
+        )
 
-    def _tensor_collectives(self, elements: float) -> float:
+    def _tensor_parallel_seconds(self, element_count: float) -> float:
         """The four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
-        return 4 * self.collective(self.element * elements, self.layout.tp)
+        return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
 
     def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
         """Exchanging heads before and after attention, in one pass, under context parallelism.
@@ -285,8 +396,10 @@ class Costs:
             return 0.0
         local = max(1, key_value_heads // tp)
         keys = local * key_value_copies(local, cp) * head_dim
-        size = self.element * self.seq_len * (2 * width / tp + 2 * keys)
-        bandwidth = self.network.bandwidth(self.calibration, cp, tp) * self.calibration.exchange_share
+        size = self.bytes_per_element * self.seq_len * (2 * width / tp + 2 * keys)
+        bandwidth = (
+            self.network.collective_bandwidth(self.calibration, cp, tp) * self.calibration.exchange_share
+        )
         return size * (cp - 1) / cp / bandwidth + 2 * self.calibration.collective_s
 
     def _state_exchange(self) -> float:
@@ -298,133 +411,214 @@ class Costs:
         a, tp, cp = self.spec.language.linear_attention, self.layout.tp, self.layout.cp
         assert a is not None
         states = 4 * a.state_exchange_size
-        inputs = self.element * (a.conv_width - 1) * a.conv_channels
-        return sum(self.collective(cp * size / tp, cp, tp) for size in (states, inputs))
+        inputs = self.bytes_per_element * (a.conv_width - 1) * a.conv_channels
+        return sum(self.collective_seconds(cp * size / tp, cp, tp) for size in (states, inputs))
 
-    def embedding(self) -> PassTime:
+    def embedding_time(self) -> PassTime:
         """Looking up tokens, placing features; the gradient of a table is added in float32."""
-        m = self.spec.language
-        tokens = self.moved(4 * m.hidden_size * self.seq_len)
-        table = 0.0 if self.model.freeze_language else self._float_gradient()
+        language_spec = self.spec.language
+        tokens = self.elementwise_seconds(4 * language_spec.hidden_size * self.seq_len)
+        table = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
         return PassTime(tokens, tokens + table)
 
-    def _float_gradient(self) -> float:
+    def _vocabulary_gradient_seconds(self) -> float:
         """Adding a gradient of the vocabulary's size in float32."""
-        m = self.spec.language
-        return 10.0 * m.hidden_size * m.vocab_size / self.layout.tp / (self.calibration.memory_tb_s * 1e12)
+        language_spec = self.spec.language
+        return (
+            10.0
+            * language_spec.hidden_size
+            * language_spec.vocab_size
+            / self.layout.tp
+            / (self.calibration.memory_tb_s * 1e12)
+        )
 
-    def head(self) -> PassTime:
+    def output_layer_time(self) -> PassTime:
         """The final norm, the output layer and the loss."""
-        m, c, tp = self.spec.language, self.calibration, self.layout.tp
-        tokens = self.rows.head_tokens(self.seq_len)
-        products = self.product(tokens, m.hidden_size, m.vocab_size / tp)
-        loss = self.moved(c.logits_widths * m.vocab_size / tp * tokens)
-        gather = self.collective(self.element * self.seq_len * m.hidden_size, tp)
-        weights = 1 + (not self.model.freeze_language)
-        gradient = 0.0 if self.model.freeze_language else self._float_gradient()
-        return PassTime(products + loss / 3 + gather, weights * products + loss * 2 / 3 + gradient + gather)
+        language_spec, calibration, tensor_parallel_size = (
+            self.spec.language,
+            self.calibration,
+            self.layout.tp,
+        )
+        tokens = self.row_statistics.head_tokens(self.seq_len)
+        matmul_seconds = self.matmul_seconds(
+            tokens, language_spec.hidden_size, language_spec.vocab_size / tensor_parallel_size
+        )
+        loss = self.elementwise_seconds(
+            calibration.logits_widths * language_spec.vocab_size / tensor_parallel_size * tokens
+        )
+        gather_seconds = self.collective_seconds(
+            self.bytes_per_element * self.seq_len * language_spec.hidden_size, tensor_parallel_size
+        )
+        weights = 1 + (not self.model_config.freeze_language)
+        gradient_seconds = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
+        return PassTime(
+            matmul_seconds + loss / 3 + gather_seconds,
+            weights * matmul_seconds + loss * 2 / 3 + gradient_seconds + gather_seconds,
+        )
 
     # --- Vision tower ---------------------------------------------------------------------------------------
 
     @cached_property
-    def _tower(self) -> PassTime:
-        return self.tower_alone(self.layout.tp) * (1 / self.layout.cp)
+    def _vision_tower_time(self) -> PassTime:
+        return self.tower_time_at(self.layout.tp) * (1 / self.layout.cp)
 
-    def tower(self) -> PassTime:
+    def vision_tower_time(self) -> PassTime:
         """The whole tower with its mergers on a rank's pictures of a row."""
-        return self._tower
+        return self._vision_tower_time
 
-    def tower_alone(self, tp: int) -> PassTime:
-        """The same on ``tp`` ranks together."""
-        v, c, rows = self.spec.vision, self.calibration, self.rows
-        patches, h, f = rows.patches, v.hidden_size, v.padded_ffn_hidden_size
-        if not patches:
+    def tower_time_at(self, tensor_parallel_size: int) -> PassTime:
+        """The same on ``tensor_parallel_size`` ranks together."""
+        vision_spec, calibration, row_statistics = self.spec.vision, self.calibration, self.row_statistics
+        patch_count, hidden_size, ffn_width = (
+            row_statistics.mean_patches,
+            vision_spec.hidden_size,
+            vision_spec.padded_ffn_hidden_size,
+        )
+        if not patch_count:
             return PassTime()
 
-        gates = 2 if v.gated_mlp else 1
-        products = self.product(patches, h, 3 * h / tp) + self.product(patches, h / tp, h)
-        products += self.product(patches, h, gates * f / tp) + self.product(patches, f / tp, h)
-        rest = self.moved(c.tower_widths * h * patches)
-        activation = self.moved(c.activation_widths * (1 if v.gated_mlp else 0.6) * f / tp * patches)
-        attention = 4.0 * h / tp * rows.frame_pairs / (c.tower_attention_tflops * 1e12)
-        window = self.moved(c.window_widths * h / tp * patches)
-        full = sum(v.is_full_attention(layer) for layer in range(v.num_layers))
-        exchange = 4 * self.collective(self.element * patches * h, tp) / c.all_reduce_share
-
-        linear = v.num_layers * products
-        fixed = v.num_layers * rest
-        active = v.num_layers * activation
-        attend = full * attention
-        windows = (v.num_layers - full) * window
-        talk = v.num_layers * exchange
-        embed = self.product(patches, v.patch_dim, h)
-        width = v.merge_unit * h
-        units = (1 + len(v.deepstack_layers)) * patches / v.merge_unit
-        merge = self.product(units, width, width / tp) + self.product(units, width / tp, v.out_hidden_size)
-
-        blocks = PassTime(
-            linear + attend + fixed / 3 + windows / 3 + active * 3 / 8 + talk,
-            2 * linear + 2 * attend + fixed * 2 / 3 + windows * 2 / 3 + active * 5 / 8 + talk,
+        gate_factor = 2 if vision_spec.gated_mlp else 1
+        matmul_seconds = self.matmul_seconds(
+            patch_count, hidden_size, 3 * hidden_size / tensor_parallel_size
+        ) + self.matmul_seconds(patch_count, hidden_size / tensor_parallel_size, hidden_size)
+        matmul_seconds += self.matmul_seconds(
+            patch_count, hidden_size, gate_factor * ffn_width / tensor_parallel_size
+        ) + self.matmul_seconds(patch_count, ffn_width / tensor_parallel_size, hidden_size)
+        elementwise_seconds = self.elementwise_seconds(calibration.tower_widths * hidden_size * patch_count)
+        activation_seconds = self.elementwise_seconds(
+            calibration.activation_widths
+            * (1 if vision_spec.gated_mlp else 0.6)
+            * ffn_width
+            / tensor_parallel_size
+            * patch_count
         )
-        if self.model.freeze_vision:
-            back = 0.0
-            merge_back = 2 * merge * (not self.model.freeze_merger)
+        full_attention_seconds = (
+            4.0
+            * hidden_size
+            / tensor_parallel_size
+            * row_statistics.mean_frame_pairs
+            / (calibration.tower_attention_tflops * 1e12)
+        )
+        window_attention_seconds = self.elementwise_seconds(
+            calibration.window_widths * hidden_size / tensor_parallel_size * patch_count
+        )
+        full_attention_layers = sum(
+            vision_spec.is_full_attention(layer) for layer in range(vision_spec.num_layers)
+        )
+        collective_seconds = (
+            4
+            * self.collective_seconds(
+                self.bytes_per_element * patch_count * hidden_size, tensor_parallel_size
+            )
+            / calibration.all_reduce_share
+        )
+
+        all_matmul_seconds = vision_spec.num_layers * matmul_seconds
+        all_elementwise_seconds = vision_spec.num_layers * elementwise_seconds
+        all_activation_seconds = vision_spec.num_layers * activation_seconds
+        all_full_attention_seconds = full_attention_layers * full_attention_seconds
+        all_window_seconds = (vision_spec.num_layers - full_attention_layers) * window_attention_seconds
+        all_collective_seconds = vision_spec.num_layers * collective_seconds
+        patch_embed_seconds = self.matmul_seconds(patch_count, vision_spec.patch_dim, hidden_size)
+        merger_width = vision_spec.merge_unit * hidden_size
+        merged_units = (1 + len(vision_spec.deepstack_layers)) * patch_count / vision_spec.merge_unit
+        merger_seconds = self.matmul_seconds(
+            merged_units, merger_width, merger_width / tensor_parallel_size
+        ) + self.matmul_seconds(
+            merged_units, merger_width / tensor_parallel_size, vision_spec.out_hidden_size
+        )
+
+        blocks_time = PassTime(
+            all_matmul_seconds
+            + all_full_attention_seconds
+            + all_elementwise_seconds / 3
+            + all_window_seconds / 3
+            + all_activation_seconds * 3 / 8
+            + all_collective_seconds,
+            2 * all_matmul_seconds
+            + 2 * all_full_attention_seconds
+            + all_elementwise_seconds * 2 / 3
+            + all_window_seconds * 2 / 3
+            + all_activation_seconds * 5 / 8
+            + all_collective_seconds,
+        )
+        if self.model_config.freeze_vision:
+            tower_backward_seconds = 0.0
+            merger_backward_seconds = 2 * merger_seconds * (not self.model_config.freeze_merger)
         else:
-            back = blocks.backward + embed
-            back += blocks.forward * (self.recompute.vision == "full")
-            back += active * 3 / 8 * (self.recompute.vision == "activation")
-            merge_back = (1 + (not self.model.freeze_merger)) * merge
-        return PassTime(embed + blocks.forward + merge, back + merge_back)
+            tower_backward_seconds = blocks_time.backward + patch_embed_seconds
+            tower_backward_seconds += blocks_time.forward * (self.recompute_config.vision == "full")
+            tower_backward_seconds += (
+                all_activation_seconds * 3 / 8 * (self.recompute_config.vision == "activation")
+            )
+            merger_backward_seconds = (1 + (not self.model_config.freeze_merger)) * merger_seconds
+        return PassTime(
+            patch_embed_seconds + blocks_time.forward + merger_seconds,
+            tower_backward_seconds + merger_backward_seconds,
+        )
 
     # --- Between stages and at the end of a step ------------------------------------------------------------
 
-    def message(self) -> float:
+    def stage_message_seconds(self) -> float:
         """Seconds for a hidden state (and DeepStack's levels) to the next stage."""
         if self.layout.pp == 1:
             return 0.0
-        parts = 1 + len(self.spec.vision.deepstack_layers)
-        size = self.element * parts * self.seq_len * self.spec.language.hidden_size / self._shared
-        stride = self.layout.tp * self.gradient_ranks
-        return size / self.network.message(self.calibration, stride)
+        hidden_state_count = 1 + len(self.spec.vision.deepstack_layers)
+        size = (
+            self.bytes_per_element
+            * hidden_state_count
+            * self.seq_len
+            * self.spec.language.hidden_size
+            / self._sequence_parallel_size
+        )
+        rank_stride = self.layout.tp * self.gradient_ranks
+        return size / self.network.message_bandwidth(self.calibration, rank_stride)
 
-    def reduction(self, gradients: float) -> float:
+    def grad_reduce_seconds(self, gradient_bytes: float) -> float:
         """Seconds to reduce float32 gradients of that many bytes over the replicas.
 
         Half of it is the distributed optimizer's: the other half of an all-reduce gathers the weights.
         """
-        times = 1 if self.parallel.distributed_optimizer else 2
-        return times * self.collective(gradients, self.gradient_ranks, self.layout.tp)
+        collective_count = 1 if self.parallel_config.distributed_optimizer else 2
+        return collective_count * self.collective_seconds(gradient_bytes, self.gradient_ranks, self.layout.tp)
 
-    def gathering(self, weights: float) -> float:
+    def param_gather_seconds(self, weight_bytes: float) -> float:
         """Seconds to gather updated weights of that many bytes."""
-        if not self.parallel.distributed_optimizer:
+        if not self.parallel_config.distributed_optimizer:
             return 0.0
-        return self.collective(weights, self.gradient_ranks, self.layout.tp)
+        return self.collective_seconds(weight_bytes, self.gradient_ranks, self.layout.tp)
 
-    def update(self, parameters: Parameters) -> float:
+    def optimizer_seconds(self, parameter_counts: ParameterCounts) -> float:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
 
         Offloaded state is copied to the GPU and back, both ways at once, which takes longer than the kernel.
         The last backward and the next forward pass hide some of them.
         """
-        c = self.calibration
-        away = parameters.owned * offloaded(self.config)
-        element_ps = c.optimizer_ps
+        calibration = self.calibration
+        offloaded_count = parameter_counts.owned_count * offloaded_fraction(self.config)
+        picoseconds_per_parameter = calibration.optimizer_ps
         if self.config.optimizer.moments_dtype == "bfloat16":
-            element_ps *= NARROW_ELEMENT
-        on_device = ((parameters.owned - away) * element_ps + parameters.trained * c.gradient_ps) * 1e-12
+            picoseconds_per_parameter *= BF16_MOMENTS_FACTOR
+        device_seconds = (
+            (parameter_counts.owned_count - offloaded_count) * picoseconds_per_parameter
+            + parameter_counts.trained_count * calibration.gradient_ps
+        ) * 1e-12
 
-        _, state = state_bytes(self.config)
-        hidden = min(HIDDEN_SHARE * away * state, HIDDEN_BYTES)
-        copies = (away * state - hidden) / (c.host_copy_gb_s * 1e9)
-        return on_device + copies + parameters.tensors * c.tensor_us * 1e-6
+        _, host_state_bytes = optimizer_state_bytes(self.config)
+        hidden_bytes = min(HIDDEN_COPY_SHARE * offloaded_count * host_state_bytes, HIDDEN_COPY_BYTES)
+        copy_seconds = (offloaded_count * host_state_bytes - hidden_bytes) / (
+            calibration.host_copy_gb_s * 1e9
+        )
+        return device_seconds + copy_seconds + parameter_counts.trained_tensors * calibration.tensor_us * 1e-6
 
 
-def ranks_of_a_token(experts: int, top_k: int, ep: int) -> float:
+def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
     """Mean number of expert-parallel ranks that a token's experts, chosen evenly, are on."""
-    if ep == 1:
+    if expert_parallel_size == 1:
         return 1.0
-    missed = 1.0
+    missed_probability = 1.0
     for i in range(top_k):
-        missed *= max(0, experts - experts // ep - i) / (experts - i)
-    return ep * (1 - missed)
+        missed_probability *= max(0, expert_count - expert_count // expert_parallel_size - i) / (
+            expert_count - i
+        )
+    return expert_parallel_size * (1 - missed_probability)

@@ -21,14 +21,14 @@ from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 
 
 @dataclass(frozen=True)
-class Flops:
+class ModelFlops:
     """FLOPs of the two halves of the model."""
 
     language: float
     vision: float
 
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.language + other.language, self.vision + other.vision)
+    def __add__(self, other: ModelFlops) -> ModelFlops:
+        return ModelFlops(self.language + other.language, self.vision + other.vision)
 
     @property
     def total(self) -> float:
@@ -36,7 +36,7 @@ class Flops:
 
 
 @dataclass(frozen=True)
-class LanguageForward:
+class LanguageForwardFlops:
     """Forward FLOPs of the language model by part, all layers together."""
 
     projections: float
@@ -45,163 +45,203 @@ class LanguageForward:
     """QK^T and PV, the causal half of each."""
     mlp: float
     """In layers with experts: the router, and the experts that a token goes to."""
-    head: float
+    output_layer: float
     """The output layer over the vocabulary."""
-    rule: float = 0.0
+    delta_rule: float = 0.0
     """The delta rule of linear attention, token by token: a head reads the value of its key, writes the
     correction, and reads the value of its query. The chunks of kernels compute more."""
 
     @property
-    def layers(self) -> float:
-        return self.projections + self.attention + self.rule + self.mlp
+    def decoder_layers(self) -> float:
+        return self.projections + self.attention + self.delta_rule + self.mlp
 
     @property
     def total(self) -> float:
-        return self.layers + self.head
+        return self.decoder_layers + self.output_layer
 
 
 @dataclass(frozen=True)
-class VisionForward:
+class VisionForwardFlops:
     """Forward FLOPs of the vision tower by part, all layers together."""
 
     patch_embed: float
-    linear: float
+    block_linears: float
     """QKV, projection and MLP of the blocks."""
     attention: float
     mergers: float
     """The merger and the mergers of DeepStack."""
 
     @property
-    def blocks(self) -> float:
-        return self.linear + self.attention
+    def vision_blocks(self) -> float:
+        return self.block_linears + self.attention
 
     @property
     def total(self) -> float:
-        return self.patch_embed + self.blocks + self.mergers
+        return self.patch_embed + self.vision_blocks + self.mergers
 
 
-def language_parts(m: LanguageSpec, lengths: list[int], head_tokens: int) -> LanguageForward:
+def language_forward_flops(
+    language_spec: LanguageSpec, document_lengths: list[int], head_tokens: int
+) -> LanguageForwardFlops:
     """Forward FLOPs of documents of these lengths in tokens. ``head_tokens`` of the tokens get logits."""
-    tokens, heads = sum(lengths), m.num_heads * m.head_dim
-    queries = heads * (2 if m.output_gate else 1)
-    projections = m.hidden_size * (queries + 2 * m.num_kv_heads * m.head_dim) + heads * m.hidden_size
-    a = m.linear_attention
-    linear = 0 if a is None else sum(m.is_linear(layer) for layer in range(m.num_layers))
-    full = m.num_layers - linear
-    mixing = rule = 0
-    if a is not None:
-        values = a.value_heads * a.value_dim
-        mixing = m.hidden_size * (a.conv_channels + 2 * values + 2 * a.value_heads)
-        rule = 3 * values * a.key_dim
+    token_count, query_width = sum(document_lengths), language_spec.num_heads * language_spec.head_dim
+    query_gate_width = query_width * (2 if language_spec.output_gate else 1)
+    full_projection_weights = (
+        language_spec.hidden_size
+        * (query_gate_width + 2 * language_spec.num_kv_heads * language_spec.head_dim)
+        + query_width * language_spec.hidden_size
+    )
+    linear_attention = language_spec.linear_attention
+    linear_layers = (
+        0
+        if linear_attention is None
+        else sum(language_spec.has_linear_attention(layer) for layer in range(language_spec.num_layers))
+    )
+    full_layers = language_spec.num_layers - linear_layers
+    linear_projection_weights = delta_rule_products = 0
+    if linear_attention is not None:
+        value_width = linear_attention.value_heads * linear_attention.value_dim
+        linear_projection_weights = language_spec.hidden_size * (
+            linear_attention.conv_channels + 2 * value_width + 2 * linear_attention.value_heads
+        )
+        delta_rule_products = 3 * value_width * linear_attention.key_dim
 
-    return LanguageForward(
-        projections=2.0 * (full * projections + linear * mixing) * tokens,
-        attention=2.0 * full * heads * sum(n * n for n in lengths),
-        rule=2.0 * linear * rule * tokens,
-        mlp=2.0 * sum(_mlp_weights(m, layer) for layer in range(m.num_layers)) * tokens,
-        head=2.0 * m.hidden_size * m.vocab_size * head_tokens,
+    return LanguageForwardFlops(
+        projections=2.0
+        * (full_layers * full_projection_weights + linear_layers * linear_projection_weights)
+        * token_count,
+        attention=2.0 * full_layers * query_width * sum(length * length for length in document_lengths),
+        delta_rule=2.0 * linear_layers * delta_rule_products * token_count,
+        mlp=2.0
+        * sum(_mlp_weights(language_spec, layer) for layer in range(language_spec.num_layers))
+        * token_count,
+        output_layer=2.0 * language_spec.hidden_size * language_spec.vocab_size * head_tokens,
     )
 
 
-def _mlp_weights(m: LanguageSpec, layer: int) -> int:
+def _mlp_weights(language_spec: LanguageSpec, layer_index: int) -> int:
     """Weights of a layer's MLP that multiply one token."""
-    if m.moe is None or not m.has_experts(layer):
-        return 3 * m.hidden_size * m.ffn_hidden_size
-    shared = m.moe.shared_ffn_hidden_size
-    gate = 1 if shared else 0
-    width = m.moe.top_k * m.moe.ffn_hidden_size + shared
-    return m.hidden_size * (m.moe.num_experts + gate) + 3 * m.hidden_size * width
+    if language_spec.moe is None or not language_spec.has_experts(layer_index):
+        return 3 * language_spec.hidden_size * language_spec.ffn_hidden_size
+    shared_ffn_size = language_spec.moe.shared_ffn_hidden_size
+    gate_weights = 1 if shared_ffn_size else 0
+    width = language_spec.moe.top_k * language_spec.moe.ffn_hidden_size + shared_ffn_size
+    return (
+        language_spec.hidden_size * (language_spec.moe.num_experts + gate_weights)
+        + 3 * language_spec.hidden_size * width
+    )
 
 
-def vision_parts(v: VisionSpec, full: list[int], window: list[int]) -> VisionForward:
+def vision_forward_flops(
+    vision_spec: VisionSpec, frame_lengths: list[int], window_lengths: list[int]
+) -> VisionForwardFlops:
     """Forward FLOPs of segments of these lengths in patches; both lists are empty for a text-only row."""
-    patches = sum(full)
-    weights = 4 * v.hidden_size**2 + (3 if v.gated_mlp else 2) * v.hidden_size * v.ffn_hidden_size
+    patch_count = sum(frame_lengths)
+    block_weights = (
+        4 * vision_spec.hidden_size**2
+        + (3 if vision_spec.gated_mlp else 2) * vision_spec.hidden_size * vision_spec.ffn_hidden_size
+    )
 
-    full_pairs = sum(n * n for n in full)
-    window_pairs = sum(n * n for n in window)
-    pairs = sum(full_pairs if v.is_full_attention(layer) else window_pairs for layer in range(v.num_layers))
+    full_pairs = sum(length * length for length in frame_lengths)
+    window_pairs = sum(length * length for length in window_lengths)
+    attention_pairs = sum(
+        full_pairs if vision_spec.is_full_attention(layer) else window_pairs
+        for layer in range(vision_spec.num_layers)
+    )
 
-    width = v.merge_unit * v.hidden_size
-    units = (1 + len(v.deepstack_layers)) * (patches // v.merge_unit)
-    return VisionForward(
-        patch_embed=2.0 * v.patch_dim * v.hidden_size * patches,
-        linear=2.0 * v.num_layers * weights * patches,
-        attention=4.0 * v.hidden_size * pairs,
-        mergers=2.0 * units * (width * width + width * v.out_hidden_size),
+    merger_width = vision_spec.merge_unit * vision_spec.hidden_size
+    merged_units = (1 + len(vision_spec.deepstack_layers)) * (patch_count // vision_spec.merge_unit)
+    return VisionForwardFlops(
+        patch_embed=2.0 * vision_spec.patch_dim * vision_spec.hidden_size * patch_count,
+        block_linears=2.0 * vision_spec.num_layers * block_weights * patch_count,
+        attention=4.0 * vision_spec.hidden_size * attention_pairs,
+        mergers=2.0
+        * merged_units
+        * (merger_width * merger_width + merger_width * vision_spec.out_hidden_size),
     )
 
 
 def row_flops(
     spec: ModelSpec,
-    model: ModelConfig,
-    lengths: list[int],
-    full: list[int],
-    window: list[int],
+    model_config: ModelConfig,
+    document_lengths: list[int],
+    frame_lengths: list[int],
+    window_lengths: list[int],
     head_tokens: int,
-) -> Flops:
+) -> ModelFlops:
     """FLOPs of the forward and backward pass of one row.
 
     Args:
-        lengths: real document lengths in tokens (without the padded tail).
-        full, window: frame and window lengths in patches; empty for a text-only row.
+        document_lengths: real document lengths in tokens (without the padded tail).
+        frame_lengths, window: frame and window lengths in patches; empty for a text-only row.
         head_tokens: tokens for which the output layer is computed. Model FLOPs count the loss tokens only;
             many programs compute and count all tokens.
     """
-    language = language_parts(spec.language, lengths, head_tokens)
-    vision = vision_parts(spec.vision, full, window)
-    tower, merger, decoder = not model.freeze_vision, not model.freeze_merger, not model.freeze_language
-    return Flops(
+    language_forward = language_forward_flops(spec.language, document_lengths, head_tokens)
+    vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)
+    trains_tower, trains_merger, trains_decoder = (
+        not model_config.freeze_vision,
+        not model_config.freeze_merger,
+        not model_config.freeze_language,
+    )
+    return ModelFlops(
         # Embeddings are part of the language model, so something before its layers is always trained.
-        language=(2.0 + decoder) * (language.total - language.attention - language.rule)
-        + 3.0 * (language.attention + language.rule),
+        language=(2.0 + trains_decoder)
+        * (language_forward.total - language_forward.attention - language_forward.delta_rule)
+        + 3.0 * (language_forward.attention + language_forward.delta_rule),
         # Pixels take no gradient.
-        vision=(1.0 + tower) * vision.patch_embed
-        + (3.0 if tower else 1.0) * vision.blocks
+        vision=(1.0 + trains_tower) * vision_forward.patch_embed
+        + (3.0 if trains_tower else 1.0) * vision_forward.vision_blocks
         # A merger begins with a norm, whose weight needs the gradient
         # of what follows even where the tower is frozen.
-        + (1.0 + merger + (merger or tower)) * vision.mergers,
+        + (1.0 + trains_merger + (trains_merger or trains_tower)) * vision_forward.mergers,
     )
 
 
 def recompute_flops(
     spec: ModelSpec,
-    model: ModelConfig,
-    recompute: RecomputeConfig,
-    lengths: list[int],
-    full: list[int],
-    window: list[int],
-    decoupled: bool = False,
-) -> Flops:
+    model_config: ModelConfig,
+    recompute_config: RecomputeConfig,
+    document_lengths: list[int],
+    frame_lengths: list[int],
+    window_lengths: list[int],
+    is_decoupled: bool = False,
+) -> ModelFlops:
     """FLOPs that recomputation adds to :func:`row_flops`.
 
     They are those of the layers whose forward pass runs again during backward; the output layer's never does.
 
     Args:
-        decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``,
+        is_decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``,
             ``vision.keep_patches: 0``).
     """
-    language = language_parts(spec.language, lengths, head_tokens=0)
-    vision = vision_parts(spec.vision, full, window)
+    language_forward = language_forward_flops(spec.language, document_lengths, head_tokens=0)
+    vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)
 
-    again = 0.0
-    if recompute.language == "full":
-        again = language.layers
-    elif recompute.language == "selective":
-        again = (language.attention + language.rule) * ("core_attn" in recompute.language_modules)
-        again += language.mlp * ("mlp" in recompute.language_modules)
-    tower = vision.blocks if recompute.vision == "full" and not model.freeze_vision else 0.0
-    if decoupled and not model.freeze_vision:
-        tower += vision.total
-    return Flops(again, tower)
+    language_recompute = 0.0
+    if recompute_config.language == "full":
+        language_recompute = language_forward.decoder_layers
+    elif recompute_config.language == "selective":
+        language_recompute = (language_forward.attention + language_forward.delta_rule) * (
+            "core_attn" in recompute_config.language_modules
+        )
+        language_recompute += language_forward.mlp * ("mlp" in recompute_config.language_modules)
+    vision_recompute = (
+        vision_forward.vision_blocks
+        if recompute_config.vision == "full" and not model_config.freeze_vision
+        else 0.0
+    )
+    if is_decoupled and not model_config.freeze_vision:
+        vision_recompute += vision_forward.total
+    return ModelFlops(language_recompute, vision_recompute)
 
 
 PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "B200": 2250.0}
 """Dense bf16 peak of one accelerator in TFLOP/s, by a part of its name (vendor data sheets)."""
 
 
-def peak_tflops(device_name: str, stated: float = 0.0) -> float:
-    """Peak for MFU: ``stated`` if given, else by device name, else 0 (MFU is then not shown)."""
-    if stated:
-        return stated
+def peak_tflops(device_name: str, stated_tflops: float = 0.0) -> float:
+    """Peak for MFU: ``stated_tflops`` if given, else by device name, else 0 (MFU is then not shown)."""
+    if stated_tflops:
+        return stated_tflops
     return next((peak for part, peak in PEAK_TFLOPS.items() if part in device_name), 0.0)

@@ -10,53 +10,53 @@ from dataclasses import dataclass
 
 from megatron_vl.planning.calibration import (
     DATA_SHEETS,
-    HOW,
+    HOW_TO_MEASURE,
     Calibration,
-    kind_of,
-    known,
-    shipped,
-    stored_path,
+    find_calibration,
+    parse_gpu_kind,
+    shipped_calibration,
+    stored_calibration_path,
 )
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuInfo:
     """One GPU as nvidia-smi reports it; memory in MiB."""
 
-    index: int
-    name: str
-    memory: int
-    used: int
-    driver: str
+    gpu_index: int
+    gpu_name: str
+    total_memory_mib: int
+    used_memory_mib: int
+    driver_version: str
 
 
-def list_gpus() -> list[Gpu]:
+def query_gpus() -> list[GpuInfo]:
     """The GPUs of this machine; empty without a driver."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = [
+    query_command = [
         "nvidia-smi",
         "--query-gpu=index,name,memory.total,memory.used,driver_version",
         "--format=csv,noheader,nounits",
     ]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        completed_process = subprocess.run(query_command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return parse_gpus(done.stdout) if done.returncode == 0 else []
+    return parse_nvidia_smi(completed_process.stdout) if completed_process.returncode == 0 else []
 
 
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_nvidia_smi(csv_text: str) -> list[GpuInfo]:
     """Parses ``nvidia-smi``'s table; skips other lines, such as the text about a GPU that has failed."""
-    gpus = []
-    for line in text.splitlines():
+    parsed_gpus = []
+    for line in csv_text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) == 5 and fields[0].isdigit() and fields[2].isdigit() and fields[3].isdigit():
-            gpus.append(Gpu(int(fields[0]), fields[1], int(fields[2]), int(fields[3]), fields[4]))
-    return gpus
+            parsed_gpus.append(GpuInfo(int(fields[0]), fields[1], int(fields[2]), int(fields[3]), fields[4]))
+    return parsed_gpus
 
 
-def calibration_here() -> Calibration | None:
+def read_local_calibration() -> Calibration | None:
     """The calibration for this machine's GPUs; None without a GPU.
 
     An unknown kind counts as H200 with the memory that it has. The kind decides, not the single card, so that
@@ -65,38 +65,44 @@ def calibration_here() -> Calibration | None:
     Raises:
         CalibrationError: the stored calibration of this kind is damaged.
     """
-    gpus = _gpus_once()
-    if not gpus:
+    local_gpus = _cached_gpus()
+    if not local_gpus:
         return None
-    kind, memory_gib = kind_of(gpus[0].name), gpus[0].memory / 1024
+    kind_name, memory_gib = parse_gpu_kind(local_gpus[0].gpu_name), local_gpus[0].total_memory_mib / 1024
 
-    if kind in DATA_SHEETS or stored_path(kind).is_file():
-        found = known(kind)
+    if kind_name in DATA_SHEETS or stored_calibration_path(kind_name).is_file():
+        known_calibration = find_calibration(kind_name)
         # Some cards have less memory under a known name.
-        smaller = memory_gib < 0.95 * found.memory_gib
-        return dataclasses.replace(found, memory_gib=memory_gib) if smaller else found
+        has_less_memory = memory_gib < 0.95 * known_calibration.memory_gib
+        return (
+            dataclasses.replace(known_calibration, memory_gib=memory_gib)
+            if has_less_memory
+            else known_calibration
+        )
 
     return dataclasses.replace(
-        shipped(),
-        gpu=kind,
+        shipped_calibration(),
+        gpu=kind_name,
         memory_gib=memory_gib,
         measured=False,
         provenance=(),
-        source=f"nothing is known of {kind}, so the rates are H200's; {HOW}",
+        source=f"nothing is known of {kind_name}, so the rates are H200's; {HOW_TO_MEASURE}",
     )
 
 
 @functools.cache
-def _gpus_once() -> tuple[Gpu, ...]:
-    return tuple(list_gpus())
+def _cached_gpus() -> tuple[GpuInfo, ...]:
+    return tuple(query_gpus())
 
 
-def calibration_for(platform: str) -> Calibration:
-    """With what a run is planned: the calibration of this machine's GPUs, or H200's without any.
+def calibration_for_platform(platform_name: str) -> Calibration:
+    """The calibration that a run is planned with: that of this machine's GPUs, or of H200 without any.
 
     Args:
-        platform: of the run; for ``cpu``, the stored calibration of CPUs counts, if there is one.
+        platform_name: of the run; for ``cpu``, the stored calibration of CPUs counts, if there is one.
     """
-    if platform == "cpu":
-        return known("cpu") if stored_path("cpu").is_file() else known("H200")
-    return calibration_here() or known("H200")
+    if platform_name == "cpu":
+        return (
+            find_calibration("cpu") if stored_calibration_path("cpu").is_file() else find_calibration("H200")
+        )
+    return read_local_calibration() or find_calibration("H200")

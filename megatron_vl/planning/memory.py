@@ -31,15 +31,15 @@ import math
 from dataclasses import dataclass
 
 from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
-from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEADS
+from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
-from megatron_vl.spec.tensors import EMBEDDING, Cut, TensorInfo, part_of, tensor_table
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, model_part, tensor_table
 
 GIB = 2**30
-GPU_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
+GPU_MEMORY_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
 """The memory of a GPU that CUDA reports."""
 RESERVE_GIB = 8.0
 """GPU memory that an estimate must leave free."""
@@ -52,7 +52,7 @@ on one GPU."""
 class StageMemory:
     """Peak memory of each GPU of one pipeline stage, in bytes by part."""
 
-    stage: int
+    pipeline_stage: int
     weights: float = 0.0
     gradients: float = 0.0
     """Main gradients in float32."""
@@ -67,384 +67,548 @@ class StageMemory:
     rows: float = 0.0
     """Rows of a whole step in the form that the loader delivers."""
     workspace: float = WORKSPACE_GIB * GIB
-    in_flight: int = 0
+    micro_batches_in_flight: int = 0
     """Largest number of micro-batches whose activations are held at once (with
     virtual chunks: chunk-micro-batches)."""
-    host: float = 0.0
+    host_bytes: float = 0.0
     """Host memory for this rank's offloaded optimizer state; not part of the total."""
 
     @property
-    def total(self) -> float:
-        return sum(getattr(self, part) for part in PARTS)
+    def total_bytes(self) -> float:
+        return sum(getattr(self, part) for part in GPU_MEMORY_PARTS)
 
     def as_json(self) -> dict[str, float | int]:
         """GiB by part."""
-        parts = {part: round(getattr(self, part) / GIB, 2) for part in PARTS}
+        gib_by_part = {part: round(getattr(self, part) / GIB, 2) for part in GPU_MEMORY_PARTS}
         return {
-            "stage": self.stage,
-            "in_flight": self.in_flight,
-            **parts,
-            "total": round(self.total / GIB, 2),
-            "host": round(self.host / GIB, 2),
+            "stage": self.pipeline_stage,
+            "in_flight": self.micro_batches_in_flight,
+            **gib_by_part,
+            "total": round(self.total_bytes / GIB, 2),
+            "host": round(self.host_bytes / GIB, 2),
         }
 
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "vision", "logits", "rows", "workspace")
+GPU_MEMORY_PARTS = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "vision",
+    "logits",
+    "rows",
+    "workspace",
+)
 
 
 def stage_memories(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int, patches: int | None = None
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    data_parallel_size: int,
+    patch_count: int | None = None,
 ) -> list[StageMemory]:
     """The peak memory of each pipeline stage, first stage first.
 
     Args:
         layout: it need not be the one that ``config`` asks for.
-        patches: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
+        patch_count: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
             as many as fill every token with a merged feature).
     """
-    most = config.data.seq_len * spec.vision.merge_unit
-    if patches is None:
-        patches = min(most, config.data.max_patches or most)
-    micro_batches = config.global_batch_size // dp
-    sizes = _Sizes.of(config, spec, layout, patches)
-    held = [_parameters(config, spec, layout, stage, dp, sizes.element) for stage in range(layout.pp)]
-    return [_with_activations(sizes, parameters, micro_batches) for parameters in held]
+    most_patches = config.data.seq_len * spec.vision.merge_unit
+    if patch_count is None:
+        patch_count = min(most_patches, config.data.max_patches or most_patches)
+    micro_batches = config.global_batch_size // data_parallel_size
+    estimator = _ActivationEstimator.for_run(config, spec, layout, patch_count)
+    parameter_memories = [
+        _parameter_memory(config, spec, layout, stage, data_parallel_size, estimator.bytes_per_element)
+        for stage in range(layout.pp)
+    ]
+    return [_add_activations(estimator, parameters, micro_batches) for parameters in parameter_memories]
 
 
-def peak_gib(stages: list[StageMemory]) -> float:
+def peak_stage_gib(stage_memories_list: list[StageMemory]) -> float:
     """The estimate for the fullest stage in GiB."""
-    return max(stage.total for stage in stages) / GIB
+    return max(stage.total_bytes for stage in stage_memories_list) / GIB
 
 
-def _with_activations(sizes: _Sizes, parameters: StageMemory, micro_batches: int) -> StageMemory:
+def _add_activations(
+    estimator: _ActivationEstimator, parameter_memory: StageMemory, micro_batches: int
+) -> StageMemory:
     """Adds activations and rows to the memory of a stage's parameters."""
-    stage, spec, layout, element = parameters.stage, sizes.spec, sizes.layout, sizes.element
-    chunks = [sizes.chunk(stage, v) for v in range(layout.vpp)]
+    pipeline_stage, spec, layout, bytes_per_element = (
+        parameter_memory.pipeline_stage,
+        estimator.spec,
+        estimator.layout,
+        estimator.bytes_per_element,
+    )
+    chunk_activations = [
+        estimator.chunk_bytes(pipeline_stage, chunk_index) for chunk_index in range(layout.vpp)
+    ]
     # Context-parallel ranks of the first stage divide the pictures of a row.
-    encoded = dataclasses.replace(sizes, patches=-(-sizes.patches // layout.cp))
-    vision = encoded.vision() if stage == 0 and not layout.decoupled else _Held()
+    encoded = dataclasses.replace(estimator, patch_count=-(-estimator.patch_count // layout.cp))
+    vision_activations = (
+        encoded.vision_tower_bytes() if pipeline_stage == 0 and not layout.decoupled else _ActivationBytes()
+    )
     # What is held does not grow any more after the warm-up.
-    order = _held_at_most(layout.pp, layout.vpp, stage, min(micro_batches, 4 * layout.pp))
+    in_flight_states = _in_flight_states(
+        layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp)
+    )
 
     # Chunk 0 of stage 0 also holds the tower's activations, so the peak is that of both together.
-    weight = [c.kept + (vision.kept if v == 0 else 0.0) for v, c in enumerate(chunks)]
-    held = max(order, key=lambda held: sum(n * w for n, w in zip(held, weight, strict=True)))
-    activations = sum(n * c.kept for n, c in zip(held, chunks, strict=True))
+    kept_bytes_by_chunk = [
+        chunk.kept_bytes + (vision_activations.kept_bytes if chunk_index == 0 else 0.0)
+        for chunk_index, chunk in enumerate(chunk_activations)
+    ]
+    peak_state = max(
+        in_flight_states,
+        key=lambda peak_state: sum(
+            micro_batch_count * kept_bytes
+            for micro_batch_count, kept_bytes in zip(peak_state, kept_bytes_by_chunk, strict=True)
+        ),
+    )
+    activations = sum(
+        micro_batch_count * chunk.kept_bytes
+        for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
+    )
 
     # A decoder layer and a vision layer are never recomputed at the same time.
-    recomputed = max(c.transient for c in chunks)
-    last = stage == layout.pp - 1
-    logits = 2.0 * element * sizes.seq_len * spec.language.vocab_size / layout.tp if last else 0.0
-    tower = held[0] * vision.kept + max(0.0, vision.transient - recomputed)
-    rows = micro_batches * sizes.row(stage == 0)
+    recomputed_bytes = max(chunk.transient_bytes for chunk in chunk_activations)
+    is_last_stage = pipeline_stage == layout.pp - 1
+    logits_bytes = (
+        2.0 * bytes_per_element * estimator.seq_len * spec.language.vocab_size / layout.tp
+        if is_last_stage
+        else 0.0
+    )
+    vision_bytes = peak_state[0] * vision_activations.kept_bytes + max(
+        0.0, vision_activations.transient_bytes - recomputed_bytes
+    )
+    rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
     if layout.decoupled:
-        share = -(-micro_batches * sizes.patches // layout.replica_ranks)
-        alone = dataclasses.replace(sizes, layout=dataclasses.replace(layout, tp=1), patches=share)
-        tower = alone.decoupled(
-            activations + recomputed + logits, micro_batches * sizes.patches * (stage == 0)
+        patches_per_rank = -(-micro_batches * estimator.patch_count // layout.replica_ranks)
+        replicated_tower = dataclasses.replace(
+            estimator, layout=dataclasses.replace(layout, tp=1), patch_count=patches_per_rank
         )
-        rows += alone.row(pixels=True)
-    estimated = dataclasses.replace(
-        parameters,
-        activations=activations + recomputed,
-        vision=tower,
-        logits=logits,
-        rows=rows,
-        in_flight=sum(held),
+        vision_bytes = replicated_tower.decoupled_tower_bytes(
+            activations + recomputed_bytes + logits_bytes,
+            micro_batches * estimator.patch_count * (pipeline_stage == 0),
+        )
+        rows_bytes += replicated_tower.row_bytes(includes_pixels=True)
+    estimated_memory = dataclasses.replace(
+        parameter_memory,
+        activations=activations + recomputed_bytes,
+        vision=vision_bytes,
+        logits=logits_bytes,
+        rows=rows_bytes,
+        micro_batches_in_flight=sum(peak_state),
     )
     # Offloaded state passes through the GPU where activations were before.
-    free = estimated.activations + estimated.vision + estimated.logits
-    passing = max(0.0, min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, estimated.host) - free)
-    return dataclasses.replace(estimated, optimizer=estimated.optimizer + passing)
+    reusable_bytes = estimated_memory.activations + estimated_memory.vision + estimated_memory.logits
+    streamed_state_bytes = max(
+        0.0, min(STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES, estimated_memory.host_bytes) - reusable_bytes
+    )
+    return dataclasses.replace(estimated_memory, optimizer=estimated_memory.optimizer + streamed_state_bytes)
 
 
 # --- Parameters ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Parameters:
+class ParameterCounts:
     """Numbers of parameters on one GPU."""
 
-    held: float = 0.0
-    trained: float = 0.0
-    owned: float = 0.0
+    parameter_count: float = 0.0
+    trained_count: float = 0.0
+    owned_count: float = 0.0
     """Trained ones whose optimizer state this GPU owns."""
-    tensors: int = 0
+    trained_tensors: int = 0
     """Trained tensors; each expert's matrix is a tensor of its own."""
 
-    def __sub__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.held - other.held,
-            self.trained - other.trained,
-            self.owned - other.owned,
-            self.tensors - other.tensors,
+    def __sub__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(
+            self.parameter_count - other.parameter_count,
+            self.trained_count - other.trained_count,
+            self.owned_count - other.owned_count,
+            self.trained_tensors - other.trained_tensors,
         )
 
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.held + other.held,
-            self.trained + other.trained,
-            self.owned + other.owned,
-            self.tensors + other.tensors,
+    def __add__(self, other: ParameterCounts) -> ParameterCounts:
+        return ParameterCounts(
+            self.parameter_count + other.parameter_count,
+            self.trained_count + other.trained_count,
+            self.owned_count + other.owned_count,
+            self.trained_tensors + other.trained_tensors,
         )
 
 
-def stage_parameters(config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int) -> Parameters:
+def stage_parameters(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
+) -> ParameterCounts:
     """The parameters of one GPU of a pipeline stage."""
-    m, p = config.model, config.parallel
-    frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
-    sections = _sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
-    last = stage == layout.pp - 1
-    found = Parameters()
-    if stage == 0 or layout.decoupled:
-        found += sections["vision", -1]
-    if stage == 0:
-        found += sections["embedding", -1]
-    if last:
-        found += sections["head", -1]
-    if last and layout.pp > 1 and spec.language.tied_embeddings:
-        found += sections["tied", -1]
-    for v in range(layout.vpp):
-        layers = layout.chunk_layers(stage, v)
-        found += sections["before", layers.stop] - sections["before", layers.start]
+    model_config, parallel_config = config.model, config.parallel
+    frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
+    replica_ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
+    counts_by_section = _counts_by_section(
+        spec, layout.sharding, replica_ranks, parallel_config.distributed_optimizer, frozen_parts
+    )
+    is_last_stage = pipeline_stage == layout.pp - 1
+    stage_counts = ParameterCounts()
+    if pipeline_stage == 0 or layout.decoupled:
+        stage_counts += counts_by_section["vision", -1]
+    if pipeline_stage == 0:
+        stage_counts += counts_by_section["embedding", -1]
+    if is_last_stage:
+        stage_counts += counts_by_section["head", -1]
+    if is_last_stage and layout.pp > 1 and spec.language.tied_embeddings:
+        stage_counts += counts_by_section["tied", -1]
+    for chunk_index in range(layout.vpp):
+        chunk_layers = layout.chunk_layers(pipeline_stage, chunk_index)
+        stage_counts += (
+            counts_by_section["before", chunk_layers.stop] - counts_by_section["before", chunk_layers.start]
+        )
 
-    return found
+    return stage_counts
 
 
 @functools.cache
-def _sections(
-    spec: ModelSpec, cut: Cut, ranks: tuple[int, int], distributed: bool, frozen: tuple[bool, bool, bool]
-) -> dict[tuple[str, int], Parameters]:
-    """The parameters of each section of the model on one GPU; ``ranks`` are those of a stage and of all.
+def _counts_by_section(
+    spec: ModelSpec,
+    sharding: Sharding,
+    replica_ranks: tuple[int, int],
+    distributed_optimizer: bool,
+    frozen_parts: tuple[bool, bool, bool],
+) -> dict[tuple[str, int], ParameterCounts]:
+    """The parameters of each section of the model on one GPU; ``replica_ranks`` are those of a stage and of all.
 
-    ``before`` a layer are those of all decoder layers before it.
+    ``cumulative_counts`` a layer are those of all decoder layers before it.
     """
-    parts = dict(zip(("vision", "merger", "language"), frozen, strict=True))
+    frozen_by_part = dict(zip(("vision", "merger", "language"), frozen_parts, strict=True))
 
-    def count(infos: tuple[TensorInfo, ...]) -> Parameters:
-        found = Parameters()
-        for info in infos:
+    def count(tensor_infos: tuple[TensorInfo, ...]) -> ParameterCounts:
+        parameter_counts = ParameterCounts()
+        for tensor_info in tensor_infos:
             # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
-            copies = ranks[0] // (cut.parts(info) if info.experts else cut.tp)
-            if cut.on_every_rank(info):
-                copies = ranks[1]
-            shape = info.shard_shape(cut)
-            n = math.prod(shape)
-            trained = 0 if parts[part_of(info.name)] else n
-            tensors = (shape[0] if info.experts else 1) * bool(trained)
-            found += Parameters(n, trained, trained / (copies if distributed else 1), tensors)
-        return found
+            optimizer_shards = replica_ranks[0] // (
+                sharding.num_shards(tensor_info) if tensor_info.num_experts else sharding.tp
+            )
+            if sharding.is_on_every_rank(tensor_info):
+                optimizer_shards = replica_ranks[1]
+            shape = tensor_info.shard_shape(sharding)
+            shard_size = math.prod(shape)
+            trained_size = 0 if frozen_by_part[model_part(tensor_info.name)] else shard_size
+            tensors = (shape[0] if tensor_info.num_experts else 1) * bool(trained_size)
+            parameter_counts += ParameterCounts(
+                shard_size,
+                trained_size,
+                trained_size / (optimizer_shards if distributed_optimizer else 1),
+                tensors,
+            )
+        return parameter_counts
 
-    tensors = _tensors_of(spec)
-    found = {(name, -1): count(tensors[name]) for name in ("vision", "embedding", "head", "tied")}
-    kinds = {name: count(infos) for name, infos in tensors.items() if name.startswith("layer")}
-    before = Parameters()
-    for layer in range(spec.language.num_layers):
-        found["before", layer] = before
-        before += kinds[_kind(spec, layer)]
-    found["before", spec.language.num_layers] = before
-    return found
+    tensors_by_section = _tensors_by_section(spec)
+    counts_by_section = {
+        (name, -1): count(tensors_by_section[name]) for name in ("vision", "embedding", "head", "tied")
+    }
+    counts_by_kind = {
+        name: count(infos) for name, infos in tensors_by_section.items() if name.startswith("layer")
+    }
+    cumulative_counts = ParameterCounts()
+    for layer_index in range(spec.language.num_layers):
+        counts_by_section["before", layer_index] = cumulative_counts
+        cumulative_counts += counts_by_kind[_layer_kind(spec, layer_index)]
+    counts_by_section["before", spec.language.num_layers] = cumulative_counts
+    return counts_by_section
 
 
 @functools.cache
-def _tensors_of(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
+def _tensors_by_section(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
     """The tensors of each section, and of one decoder layer of each kind."""
-    found: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
-    first: dict[str, int] = {}
-    for info in tensor_table(spec).values():
-        name = info.section
-        if name == "layer":
-            name = _kind(spec, info.layer)
-            if first.setdefault(name, info.layer) != info.layer:
+    tensors_by_section: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
+    first_layer_of_kind: dict[str, int] = {}
+    for tensor_info in tensor_table(spec).values():
+        section_name = tensor_info.model_section
+        if section_name == "layer":
+            section_name = _layer_kind(spec, tensor_info.layer_index)
+            if (
+                first_layer_of_kind.setdefault(section_name, tensor_info.layer_index)
+                != tensor_info.layer_index
+            ):
                 continue
-        found.setdefault(name, []).append(info)
-        if info.name == EMBEDDING:
-            found["tied"].append(info)
-    return {name: tuple(infos) for name, infos in found.items()}
+        tensors_by_section.setdefault(section_name, []).append(tensor_info)
+        if tensor_info.name == EMBEDDING_TENSOR:
+            tensors_by_section["tied"].append(tensor_info)
+    return {section_name: tuple(infos) for section_name, infos in tensors_by_section.items()}
 
 
-def _kind(spec: ModelSpec, layer: int) -> str:
+def _layer_kind(spec: ModelSpec, layer_index: int) -> str:
     """Decoder layers of one kind have the same tensors."""
-    experts = " with experts" if spec.language.has_experts(layer) else ""
-    return f"layer{experts}" + (" and linear attention" if spec.language.is_linear(layer) else "")
+    experts = " with experts" if spec.language.has_experts(layer_index) else ""
+    return f"layer{experts}" + (
+        " and linear attention" if spec.language.has_linear_attention(layer_index) else ""
+    )
 
 
-def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, dp: int) -> float:
+def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
     """Weights, gradients and optimizer state of one GPU of every stage together."""
-    m, p = config.model, config.parallel
-    frozen = (m.freeze_vision, m.freeze_merger, m.freeze_language)
-    ranks = layout.tp * layout.cp * dp, layout.replica_ranks * dp
-    held, trained, owned = _sum_of_sections(spec, layout.cut, ranks, p.distributed_optimizer, frozen)
-    element = 2 if config.dtype == "bfloat16" else 4
-    state, _ = state_bytes(config)
-    return element * held + 4 * trained + state * owned * (1 - offloaded(config))
+    model_config, parallel_config = config.model, config.parallel
+    frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
+    ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
+    parameter_count, trained_count, owned_count = _total_counts(
+        spec, layout.sharding, ranks, parallel_config.distributed_optimizer, frozen_parts
+    )
+    bytes_per_element = 2 if config.dtype == "bfloat16" else 4
+    state, _ = optimizer_state_bytes(config)
+    return (
+        bytes_per_element * parameter_count
+        + 4 * trained_count
+        + state * owned_count * (1 - offloaded_fraction(config))
+    )
 
 
 @functools.cache
-def _sum_of_sections(
-    spec: ModelSpec, cut: Cut, ranks: tuple[int, int], distributed: bool, frozen: tuple[bool, bool, bool]
+def _total_counts(
+    spec: ModelSpec,
+    sharding: Sharding,
+    replica_ranks: tuple[int, int],
+    distributed_optimizer: bool,
+    frozen_parts: tuple[bool, bool, bool],
 ) -> tuple[float, float, float]:
-    sections = _sections(spec, cut, ranks, distributed, frozen)
-    every = [sections[name, -1] for name in ("vision", "embedding", "head")]
-    every.append(sections["before", spec.language.num_layers])
-    return sum(f.held for f in every), sum(f.trained for f in every), sum(f.owned for f in every)
+    counts_by_section = _counts_by_section(spec, sharding, replica_ranks, distributed_optimizer, frozen_parts)
+    all_counts = [counts_by_section[name, -1] for name in ("vision", "embedding", "head")]
+    all_counts.append(counts_by_section["before", spec.language.num_layers])
+    return (
+        sum(counts.parameter_count for counts in all_counts),
+        sum(counts.trained_count for counts in all_counts),
+        sum(counts.owned_count for counts in all_counts),
+    )
 
 
-def _parameters(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, dp: int, element: int
+def _parameter_memory(
+    config: TrainConfig,
+    spec: ModelSpec,
+    layout: Layout,
+    pipeline_stage: int,
+    data_parallel_size: int,
+    bytes_per_element: int,
 ) -> StageMemory:
-    found = stage_parameters(config, spec, layout, stage, dp)
-    share = offloaded(config)
-    on_gpu, in_host_memory = state_bytes(config)
-    host = in_host_memory * found.owned * share
-    here = on_gpu * found.owned * (1 - share)
-    return StageMemory(stage, element * found.held, 4 * found.trained, here, host=host)
+    parameter_counts = stage_parameters(config, spec, layout, pipeline_stage, data_parallel_size)
+    offload_fraction = offloaded_fraction(config)
+    gpu_state_bytes, host_state_bytes = optimizer_state_bytes(config)
+    offloaded_bytes = host_state_bytes * parameter_counts.owned_count * offload_fraction
+    optimizer_bytes = gpu_state_bytes * parameter_counts.owned_count * (1 - offload_fraction)
+    return StageMemory(
+        pipeline_stage,
+        bytes_per_element * parameter_counts.parameter_count,
+        4 * parameter_counts.trained_count,
+        optimizer_bytes,
+        host_bytes=offloaded_bytes,
+    )
 
 
-def state_bytes(config: TrainConfig) -> tuple[int, int]:
+def optimizer_state_bytes(config: TrainConfig) -> tuple[int, int]:
     """Bytes of optimizer state of one parameter: on the GPU, and in host memory.
 
     float32 weights are their own master weights. Of a bf16 model's, a half lies in its weights where the
     state is kept in chunks: in host memory, and everywhere if moments are bf16.
     """
-    halves = 2 if config.dtype == "bfloat16" else 0
+    half_weight_bytes = 2 if config.dtype == "bfloat16" else 0
     if config.optimizer.moments_dtype == "bfloat16":
-        return 4 + halves, 4 + halves
-    return 8 + 2 * halves, 8 + halves
+        return 4 + half_weight_bytes, 4 + half_weight_bytes
+    return 8 + 2 * half_weight_bytes, 8 + half_weight_bytes
 
 
-def offloaded(config: TrainConfig) -> float:
+def offloaded_fraction(config: TrainConfig) -> float:
     """Share of the optimizer's state in host memory; ``auto`` counts as none until it is resolved."""
-    share = config.optimizer.offload_fraction
-    return share if isinstance(share, int | float) else 0.0
+    offload_fraction = config.optimizer.offload_fraction
+    return offload_fraction if isinstance(offload_fraction, int | float) else 0.0
 
 
 # --- Activations --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class _Held:
+class _ActivationBytes:
     """Bytes of one micro-batch: those kept until its backward pass, and those needed while a
     layer is recomputed."""
 
-    kept: float = 0.0
-    transient: float = 0.0
+    kept_bytes: float = 0.0
+    transient_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class _ActivationEstimator:
     """Computes the bytes of the activations of one micro-batch on one rank."""
 
-    model: ModelConfig
-    recompute: RecomputeConfig
-    calls: VisionConfig
+    model_config: ModelConfig
+    recompute_config: RecomputeConfig
+    vision_config: VisionConfig
     sequence_parallel: bool
     seq_len: int
     """Tokens of a row on one rank."""
     spec: ModelSpec
     layout: Layout
-    element: int
-    patches: int
+    bytes_per_element: int
+    patch_count: int
 
     @staticmethod
-    def of(config: TrainConfig, spec: ModelSpec, layout: Layout, patches: int) -> _Sizes:
-        element = 2 if config.dtype == "bfloat16" else 4
+    def for_run(
+        config: TrainConfig, spec: ModelSpec, layout: Layout, patch_count: int
+    ) -> _ActivationEstimator:
+        bytes_per_element = 2 if config.dtype == "bfloat16" else 4
         shares_tokens = config.parallel.sequence_parallel
-        sections = config.model, config.recompute, config.vision
+        config_sections = config.model, config.recompute, config.vision
         tokens = config.data.seq_len // layout.cp
-        return _Sizes(*sections, shares_tokens, tokens, spec, layout, element, patches)
+        return _ActivationEstimator(
+            *config_sections, shares_tokens, tokens, spec, layout, bytes_per_element, patch_count
+        )
 
     @property
-    def _shared(self) -> int:
+    def _sequence_parallel_size(self) -> int:
         """Number of ranks that share what lies between the linears of a decoder layer."""
         return self.layout.tp if self.sequence_parallel else 1
 
-    def chunk(self, stage: int, v: int) -> _Held:
+    def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> _ActivationBytes:
         """The share of one chunk of the language model."""
-        m = self.spec.language
+        language_spec = self.spec.language
         layout = self.layout
-        recompute = self.recompute
-        first = stage + v == 0
-        last = stage == layout.pp - 1 and v == layout.vpp - 1
-        token = self.element * self.seq_len
-        hidden = token * m.hidden_size / self._shared
-        layers = [
-            token * self._kinds[m.has_experts(layer), m.is_linear(layer)]
-            for layer in layout.chunk_layers(stage, v)
+        recompute_config = self.recompute_config
+        is_first_chunk = pipeline_stage + chunk_index == 0
+        is_last_chunk = pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1
+        bytes_per_feature = self.bytes_per_element * self.seq_len
+        hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
+        layer_bytes = [
+            bytes_per_feature
+            * self._elements_by_layer_kind[
+                language_spec.has_experts(layer), language_spec.has_linear_attention(layer)
+            ]
+            for layer in layout.chunk_layers(pipeline_stage, chunk_index)
         ]
 
         # The input: the stage's input with room for levels of DeepStack, or the embedding and its copy
         # with features.
-        levels = len(self.spec.vision.deepstack_layers)
-        ends = (
-            hidden * (1 + levels) + (hidden * self._shared if first else 0.0) + (2 * hidden if last else 0.0)
+        deepstack_levels = len(self.spec.vision.deepstack_layers)
+        boundary_bytes = (
+            hidden_bytes * (1 + deepstack_levels)
+            + (hidden_bytes * self._sequence_parallel_size if is_first_chunk else 0.0)
+            + (2 * hidden_bytes if is_last_chunk else 0.0)
         )
-        linear = any(m.is_linear(layer) for layer in layout.chunk_layers(stage, v))
-        rule = token * self._delta_rule(m) + self._gathered_states(m) if linear else 0.0
-        if recompute.language == "full":
-            return _Held(len(layers) * hidden + ends, max(layers, default=0.0) + rule)
-
-        return _Held(sum(layers) + ends, rule)
-
-    @functools.cached_property
-    def _kinds(self) -> dict[tuple[bool, bool], float]:
-        """Elements of one token in a decoder layer: (with experts, with linear attention)."""
-        m = self.spec.language
-        both = (False, True)
-        return {(e, linear): self._decoder_layer(m, e, linear) for e in both for linear in both}
-
-    def _decoder_layer(self, m: LanguageSpec, experts: bool, linear: bool) -> float:
-        """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
-        tp, r = self.layout.tp, self.recompute
-        modules = set(r.language_modules) if r.language == "selective" else set()
-
-        attention = self._linear_attention(m, modules) if linear else self._attention(m)
-        norms = 4 * m.hidden_size / self._shared
-        if m.moe is not None and experts:
-            return (
-                norms
-                + attention
-                + ("mlp" not in modules) * self._experts(m.hidden_size, m.moe, "activation" in modules)
+        has_linear_layers = any(
+            language_spec.has_linear_attention(layer)
+            for layer in layout.chunk_layers(pipeline_stage, chunk_index)
+        )
+        delta_rule_bytes = (
+            bytes_per_feature * self._delta_rule_elements(language_spec)
+            + self._gathered_states(language_spec)
+            if has_linear_layers
+            else 0.0
+        )
+        if recompute_config.language == "full":
+            return _ActivationBytes(
+                len(layer_bytes) * hidden_bytes + boundary_bytes,
+                max(layer_bytes, default=0.0) + delta_rule_bytes,
             )
 
-        mlp = (2 if "activation" in modules else 3) * m.ffn_hidden_size / tp
-        if "mlp" in modules:
-            mlp = 0.0
-            norms = norms - m.hidden_size / self._shared
-        return norms + attention + mlp
+        return _ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
 
-    def _attention(self, m: LanguageSpec) -> float:
-        tp = self.layout.tp
+    @functools.cached_property
+    def _elements_by_layer_kind(self) -> dict[tuple[bool, bool], float]:
+        """Elements of one token in a decoder layer: (with experts, with linear attention)."""
+        language_spec = self.spec.language
+        both_values = (False, True)
+        return {
+            (has_experts, linear): self._decoder_layer_elements(language_spec, has_experts, linear)
+            for has_experts in both_values
+            for linear in both_values
+        }
+
+    def _decoder_layer_elements(
+        self, language_spec: LanguageSpec, has_experts: bool, is_linear: bool
+    ) -> float:
+        """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
+        tensor_parallel_size, recompute_config = self.layout.tp, self.recompute_config
+        recomputed_modules = (
+            set(recompute_config.language_modules) if recompute_config.language == "selective" else set()
+        )
+
+        attention_elements = (
+            self._linear_attention_elements(language_spec, recomputed_modules)
+            if is_linear
+            else self._attention_elements(language_spec)
+        )
+        norm_elements = 4 * language_spec.hidden_size / self._sequence_parallel_size
+        if language_spec.moe is not None and has_experts:
+            return (
+                norm_elements
+                + attention_elements
+                + ("mlp" not in recomputed_modules)
+                * self._expert_elements(
+                    language_spec.hidden_size, language_spec.moe, "activation" in recomputed_modules
+                )
+            )
+
+        mlp_elements = (
+            (2 if "activation" in recomputed_modules else 3)
+            * language_spec.ffn_hidden_size
+            / tensor_parallel_size
+        )
+        if "mlp" in recomputed_modules:
+            mlp_elements = 0.0
+            norm_elements = norm_elements - language_spec.hidden_size / self._sequence_parallel_size
+        return norm_elements + attention_elements + mlp_elements
+
+    def _attention_elements(self, language_spec: LanguageSpec) -> float:
+        tensor_parallel_size = self.layout.tp
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
-        heads = m.num_heads * m.head_dim / tp
-        kv = max(m.num_kv_heads / tp, 1.0) * m.head_dim
+        query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
+        key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
         exchanged = 0.0
         if self.layout.cp > 1:
-            kv *= key_value_copies(max(1, m.num_kv_heads // tp), self.layout.cp)
-            exchanged = heads  # the output of attention is kept before and after the exchange
-        name = self.model.language_attention
-        fused = name == "te" or (name == "auto" and m.head_dim in TE_HEADS)
-        v = kv if fused else heads + 2 * kv
-        gate = heads * (2 + 4 / self.element) if m.output_gate else 0.0
-        return heads + kv + v + heads + exchanged + m.num_heads * 4 / self.element / tp + gate
+            key_value_width *= key_value_copies(
+                max(1, language_spec.num_kv_heads // tensor_parallel_size), self.layout.cp
+            )
+            exchanged = query_width  # the output of attention is kept before and after the exchange
+        attention_backend = self.model_config.language_attention
+        is_fused = attention_backend == "te" or (
+            attention_backend == "auto" and language_spec.head_dim in TE_HEAD_DIMS
+        )
+        value_elements = key_value_width if is_fused else query_width + 2 * key_value_width
+        gate_elements = query_width * (2 + 4 / self.bytes_per_element) if language_spec.output_gate else 0.0
+        return (
+            query_width
+            + key_value_width
+            + value_elements
+            + query_width
+            + exchanged
+            + language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
+            + gate_elements
+        )
 
-    def _linear_attention(self, m: LanguageSpec, modules: set[str]) -> float:
-        a = m.linear_attention
-        if a is None:
+    def _linear_attention_elements(self, language_spec: LanguageSpec, recomputed_modules: set[str]) -> float:
+        linear_attention = language_spec.linear_attention
+        if linear_attention is None:
             return 0.0
-        values = a.value_heads * a.value_dim
-        projected = a.conv_channels + values + 2 * a.value_heads
-        inside = a.conv_channels + values + a.value_heads * (1 + 4 / self.element + DELTA_CHUNK)
-        return (projected + values + inside * ("core_attn" not in modules)) / self.layout.tp
+        values = linear_attention.value_heads * linear_attention.value_dim
+        projected_elements = linear_attention.conv_channels + values + 2 * linear_attention.value_heads
+        core_elements = (
+            linear_attention.conv_channels
+            + values
+            + linear_attention.value_heads * (1 + 4 / self.bytes_per_element + DELTA_CHUNK)
+        )
+        return (
+            projected_elements + values + core_elements * ("core_attn" not in recomputed_modules)
+        ) / self.layout.tp
 
-    def _delta_rule(self, m: LanguageSpec) -> float:
+    def _delta_rule_elements(self, language_spec: LanguageSpec) -> float:
         """Elements of one token that the backward pass of a delta rule holds while it runs: the states of all
         chunks in both directions, and products that are computed a second time."""
-        a = m.linear_attention
-        assert a is not None
-        states = 2 * a.key_dim * a.value_dim / DELTA_CHUNK
-        return a.value_heads * (states + 2 * a.key_dim + 4 * a.value_dim) / self.layout.tp
+        linear_attention = language_spec.linear_attention
+        assert linear_attention is not None
+        chunk_state_elements = 2 * linear_attention.key_dim * linear_attention.value_dim / DELTA_CHUNK
+        return (
+            linear_attention.value_heads
+            * (chunk_state_elements + 2 * linear_attention.key_dim + 4 * linear_attention.value_dim)
+            / self.layout.tp
+        )
 
     def _gathered_states(self, m: LanguageSpec) -> float:
         """Bytes of the states and matrices that a rank receives from all ranks that share its rows."""
@@ -453,97 +617,150 @@ class _Sizes:
         ranks = self.layout.cp if self.layout.cp > 1 else 0
         return 4 * ranks * a.state_exchange_size / self.layout.tp
 
-    def _experts(self, hidden_size: int, moe: MoeSpec, activation_again: bool) -> float:
+    def _expert_elements(self, hidden_size: int, moe_spec: MoeSpec, recomputes_activation: bool) -> float:
         """Elements of one token: router logits, probabilities and the map in float32; inputs of the
         experts, their linear and activation. A token becomes ``top_k`` rows. With an even load, a
         rank's experts process as many rows as its own tokens become, times the number of ranks that
         share its experts' matrices."""
-        inside = moe.top_k * (
-            self.layout.etp * hidden_size + (2 if activation_again else 3) * moe.ffn_hidden_size
+        expert_elements = moe_spec.top_k * (
+            self.layout.etp * hidden_size + (2 if recomputes_activation else 3) * moe_spec.ffn_hidden_size
         )
-        shared = 0.0
-        if moe.shared_ffn_hidden_size:
-            shared = (2 if activation_again else 3) * moe.shared_ffn_hidden_size + hidden_size
-        return (inside + shared + 3 * moe.num_experts * 4 / self.element) / self._shared
+        shared_expert_elements = 0.0
+        if moe_spec.shared_ffn_hidden_size:
+            shared_expert_elements = (
+                2 if recomputes_activation else 3
+            ) * moe_spec.shared_ffn_hidden_size + hidden_size
+        return (
+            expert_elements + shared_expert_elements + 3 * moe_spec.num_experts * 4 / self.bytes_per_element
+        ) / self._sequence_parallel_size
 
-    def vision(self) -> _Held:
+    def vision_tower_bytes(self) -> _ActivationBytes:
         """The tower on one row's patches; it is tensor-parallel without sequence parallelism."""
-        v = self.spec.vision
-        model = self.model
-        tp = self.layout.tp
-        patch = self.element * self.patches
-        layers = [patch * self._vision_layer(v, layer) for layer in range(v.num_layers)]
+        vision_spec = self.spec.vision
+        model_config = self.model_config
+        tensor_parallel_size = self.layout.tp
+        bytes_per_feature = self.bytes_per_element * self.patch_count
+        layer_bytes = [
+            bytes_per_feature * self._vision_layer_elements(vision_spec, layer)
+            for layer in range(vision_spec.num_layers)
+        ]
 
         # Pixels are kept as float32 and twice as patches; mergers keep the outputs of their norm, linear
         # and activation.
-        pixels = self.patches * v.patch_dim * (2 + 2 * self.element)
-        mergers = (
-            (1 + len(v.deepstack_layers))
-            * patch
-            * (v.hidden_size * (2 + 2 / tp) + v.out_hidden_size / v.merge_unit)
+        pixel_bytes = self.patch_count * vision_spec.patch_dim * (2 + 2 * self.bytes_per_element)
+        merger_bytes = (
+            (1 + len(vision_spec.deepstack_layers))
+            * bytes_per_feature
+            * (
+                vision_spec.hidden_size * (2 + 2 / tensor_parallel_size)
+                + vision_spec.out_hidden_size / vision_spec.merge_unit
+            )
         )
-        if model.freeze_vision:
-            return _Held(0.0 if model.freeze_merger else mergers, max(layers) + pixels)
-        if self.recompute.vision == "full":
-            return _Held(v.num_layers * patch * v.hidden_size + mergers + pixels, max(layers))
+        if model_config.freeze_vision:
+            return _ActivationBytes(
+                0.0 if model_config.freeze_merger else merger_bytes, max(layer_bytes) + pixel_bytes
+            )
+        if self.recompute_config.vision == "full":
+            return _ActivationBytes(
+                vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size
+                + merger_bytes
+                + pixel_bytes,
+                max(layer_bytes),
+            )
 
-        return _Held(sum(layers) + mergers + pixels)
+        return _ActivationBytes(sum(layer_bytes) + merger_bytes + pixel_bytes)
 
-    def decoupled(self, others: float, placed: int) -> float:
+    def decoupled_tower_bytes(self, pipeline_bytes: float, placed_patches: int) -> float:
         """A tower that every rank holds, for the rank's own share of a step's patches.
 
         It runs while the activations of the pipeline do not exist, and may use their memory.
 
         Args:
-            others: bytes of these activations.
-            placed: patches whose features this stage holds, and whose gradients.
+            pipeline_bytes: bytes of these activations.
+            placed_patches: patches whose features this stage holds, and whose gradients.
         """
-        v, calls = self.spec.vision, self.calls
-        frozen = self.model.freeze_vision and self.model.freeze_merger
-        unkept = dataclasses.replace(self.model, freeze_vision=True, freeze_merger=True)
+        vision_spec, vision_config = self.spec.vision, self.vision_config
+        is_frozen = self.model_config.freeze_vision and self.model_config.freeze_merger
+        frozen_model = dataclasses.replace(self.model_config, freeze_vision=True, freeze_merger=True)
 
-        def peak(patches: int, model: ModelConfig) -> float:
-            held = dataclasses.replace(self, model=model, patches=min(self.patches, patches)).vision()
-            return held.kept + held.transient
+        def peak(patch_count: int, model_config: ModelConfig) -> float:
+            tower_activations = dataclasses.replace(
+                self, model_config=model_config, patch_count=min(self.patch_count, patch_count)
+            ).vision_tower_bytes()
+            return tower_activations.kept_bytes + tower_activations.transient_bytes
 
-        encode = peak(calls.encode_patches, unkept)
-        backward = 0.0 if frozen else peak(calls.backward_patches, self.model)
-        feature = self.element * (1 + len(v.deepstack_layers)) * v.out_hidden_size / v.merge_unit
-        features = feature * placed * (1 if frozen else 2)
-        own = feature * self.patches
+        encode_bytes = peak(vision_config.encode_patches, frozen_model)
+        backward_bytes = 0.0 if is_frozen else peak(vision_config.backward_patches, self.model_config)
+        feature_bytes_per_patch = (
+            self.bytes_per_element
+            * (1 + len(vision_spec.deepstack_layers))
+            * vision_spec.out_hidden_size
+            / vision_spec.merge_unit
+        )
+        feature_bytes = feature_bytes_per_patch * placed_patches * (1 if is_frozen else 2)
+        local_feature_bytes = feature_bytes_per_patch * self.patch_count
 
-        kept = 0.0
-        if not frozen:
-            most = self.patches if self.model.freeze_vision else calls.keep_patches
-            kept = dataclasses.replace(self, patches=min(self.patches, most)).vision().kept
+        kept_bytes = 0.0
+        if not is_frozen:
+            most_kept_patches = (
+                self.patch_count if self.model_config.freeze_vision else vision_config.keep_patches
+            )
+            kept_bytes = (
+                dataclasses.replace(self, patch_count=min(self.patch_count, most_kept_patches))
+                .vision_tower_bytes()
+                .kept_bytes
+            )
         # What is kept is there beside the pipeline's passes and the first pass of other pictures; its own
         # backward pass comes first and frees it.
-        return features + max(kept, own + backward - others, kept + own + encode - others)
+        return feature_bytes + max(
+            kept_bytes,
+            local_feature_bytes + backward_bytes - pipeline_bytes,
+            kept_bytes + local_feature_bytes + encode_bytes - pipeline_bytes,
+        )
 
-    def _vision_layer(self, v: VisionSpec, layer: int) -> float:
-        model, tp = self.model, self.layout.tp
-        if not v.is_full_attention(layer) and model.window_attention != "backend":
-            attention = 4.0 * v.hidden_size  # one kernel from the fused QKV output to the attention's output
-        elif model.vision_attention == "triton" or model.vision_attention == "auto" and self._own_kernels(v):
+    def _vision_layer_elements(self, vision_spec: VisionSpec, layer_index: int) -> float:
+        model, tensor_parallel_size = self.model_config, self.layout.tp
+        if not vision_spec.is_full_attention(layer_index) and model.window_attention != "backend":
+            attention_elements = (
+                4.0 * vision_spec.hidden_size
+            )  # one kernel from the fused QKV output to the attention's output
+        elif (
+            model.vision_attention == "triton"
+            or model.vision_attention == "auto"
+            and self._uses_triton_kernels(vision_spec)
+        ):
             # likewise, from rotated copies
-            attention = 4.0 * v.hidden_size + v.num_heads * 4 / self.element
+            attention_elements = (
+                4.0 * vision_spec.hidden_size + vision_spec.num_heads * 4 / self.bytes_per_element
+            )
         else:
-            fused = v.hidden_size if model.vision_attention == "te" else 3 * v.hidden_size
-            attention = 3 * v.hidden_size + fused + v.num_heads * 4 / self.element
-        mlp = (3 if v.gated_mlp else 2) - (self.recompute.vision == "activation")
-        return 4 * v.hidden_size + (attention + mlp * v.padded_ffn_hidden_size) / tp
+            value_elements = (
+                vision_spec.hidden_size if model.vision_attention == "te" else 3 * vision_spec.hidden_size
+            )
+            attention_elements = (
+                3 * vision_spec.hidden_size
+                + value_elements
+                + vision_spec.num_heads * 4 / self.bytes_per_element
+            )
+        mlp_matrices = (3 if vision_spec.gated_mlp else 2) - (self.recompute_config.vision == "activation")
+        return (
+            4 * vision_spec.hidden_size
+            + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / tensor_parallel_size
+        )
 
-    def _own_kernels(self, v: VisionSpec) -> bool:
+    def _uses_triton_kernels(self, vision_spec: VisionSpec) -> bool:
         """Whether ``auto`` means ``triton`` on GPUs, like
         :func:`megatron_vl.models.attention.choose_backend`, whose module takes seconds to import."""
-        return self.element == 2 and kernels_are_fastest(v.head_dim)
+        return self.bytes_per_element == 2 and kernels_are_fastest(vision_spec.head_dim)
 
-    def row(self, pixels: bool) -> float:
+    def row_bytes(self, includes_pixels: bool) -> float:
         """One row on the device: 24 bytes per token in int32 buffers of the whole row, 44 in int64 copies of
         this rank's tokens, and uint8 planes of every patch."""
-        v = self.spec.vision
+        vision_spec = self.spec.vision
         return (24.0 * self.layout.cp + 44.0) * self.seq_len + (
-            self.patches * (v.patch_dim / v.temporal_patch_size + 32) if pixels else 0.0
+            self.patch_count * (vision_spec.patch_dim / vision_spec.temporal_patch_size + 32)
+            if includes_pixels
+            else 0.0
         )
 
 
@@ -551,34 +768,55 @@ class _Sizes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _held_at_most(pp: int, vpp: int, stage: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-    """The different states of :func:`play_schedule`, in order."""
-    return tuple(dict.fromkeys(play_schedule(pp, vpp, stage, micro_batches)))
+def _in_flight_states(
+    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
+) -> tuple[tuple[int, ...], ...]:
+    """The different states of :func:`in_flight_by_pass`, in order."""
+    return tuple(
+        dict.fromkeys(
+            in_flight_by_pass(pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches)
+        )
+    )
 
 
-def warm_up_passes(pp: int, vpp: int, stage: int, micro_batches: int) -> int:
+def warmup_forward_passes(
+    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
+) -> int:
     """Number of forward passes of a stage before its first backward pass."""
-    passes = (pp - stage - 1) * 2 + (vpp - 1) * pp if vpp > 1 else pp - stage - 1
-    return min(passes, micro_batches * vpp)
+    pass_count = (
+        (pipeline_parallel_size - pipeline_stage - 1) * 2
+        + (virtual_pipeline_size - 1) * pipeline_parallel_size
+        if virtual_pipeline_size > 1
+        else pipeline_parallel_size - pipeline_stage - 1
+    )
+    return min(pass_count, micro_batches * virtual_pipeline_size)
 
 
-def play_schedule(pp: int, vpp: int, stage: int, micro_batches: int) -> list[tuple[int, ...]]:
+def in_flight_by_pass(
+    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
+) -> list[tuple[int, ...]]:
     """The micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
 
     The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
     forward passes, then alternating forward and backward passes, then the remaining backward passes. With
-    interleaving, the chunks take turns of ``pp`` micro-batches each, in the backward passes from the last
+    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each, in the backward passes from the last
     chunk to the first.
     """
-    total = micro_batches * vpp
-    turns = [(i // pp) % vpp for i in range(total)] if vpp > 1 else [0] * total
-    warm_up = warm_up_passes(pp, vpp, stage, micro_batches)
-    held = [0] * vpp
-    seen = []
-    for forward, chunk in enumerate(turns):
-        held[chunk] += 1
-        seen.append(tuple(held))
-        backward = forward - warm_up
-        if backward >= 0:
-            held[vpp - 1 - turns[backward]] -= 1
-    return seen
+    pass_count = micro_batches * virtual_pipeline_size
+    chunk_order = (
+        [(i // pipeline_parallel_size) % virtual_pipeline_size for i in range(pass_count)]
+        if virtual_pipeline_size > 1
+        else [0] * pass_count
+    )
+    warmup_passes = warmup_forward_passes(
+        pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches
+    )
+    in_flight_counts = [0] * virtual_pipeline_size
+    recorded_states = []
+    for forward_index, chunk_index in enumerate(chunk_order):
+        in_flight_counts[chunk_index] += 1
+        recorded_states.append(tuple(in_flight_counts))
+        backward_index = forward_index - warmup_passes
+        if backward_index >= 0:
+            in_flight_counts[virtual_pipeline_size - 1 - chunk_order[backward_index]] -= 1
+    return recorded_states

@@ -11,9 +11,9 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import TrainConfig, validate
-from megatron_vl.planning.calibration import Calibration, shipped
-from megatron_vl.planning.cost import Costs, Network, PassTime
+from megatron_vl.config import TrainConfig, validate_config
+from megatron_vl.planning.calibration import Calibration, shipped_calibration
+from megatron_vl.planning.cost import Network, PassTime, StepCosts
 from megatron_vl.planning.flops import row_flops
 from megatron_vl.planning.memory import (
     GIB,
@@ -22,14 +22,14 @@ from megatron_vl.planning.memory import (
     stage_memories,
     stage_parameters,
 )
-from megatron_vl.planning.rows import RowStatistics, stated_rows
-from megatron_vl.planning.simulate import Timeline, pipeline_seconds, simulate
+from megatron_vl.planning.pipeline_timeline import PipelineTimeline, pipeline_seconds, simulate_pipeline
+from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
-BUCKET = 40_000_000
+DEFAULT_BUCKET_SIZE = 40_000_000
 """Parameters of a gradient bucket, if ``parallel.bucket_size`` does not say; Megatron-core's default."""
-DRAWN_PASSES = 20_000
+MAX_TIMELINE_PASSES = 20_000
 """From more passes in a step on, its timeline is that of a part of its micro-batches."""
 
 
@@ -37,255 +37,307 @@ DRAWN_PASSES = 20_000
 class StagePlan:
     """One pipeline stage."""
 
-    layers: tuple[int, ...]
+    layers_per_chunk: tuple[int, ...]
     """Number of decoder layers of each chunk."""
-    parameters: float
+    parameter_count: float
     """Parameters on one GPU."""
-    memory: StageMemory
-    chunks: tuple[PassTime, ...]
+    stage_memory: StageMemory
+    times_by_chunk: tuple[PassTime, ...]
     """Seconds of each chunk for one micro-batch."""
-    exposed: float
+    exposed_collective_seconds: float
     """Seconds of reducing gradients and gathering weights that no pass hides."""
-    update: float
+    optimizer_seconds: float
     """Seconds of the update of the weights."""
 
     @property
-    def per_row(self) -> float:
+    def seconds_per_row(self) -> float:
         """Seconds of both passes of all chunks for one micro-batch."""
-        return sum(chunk.both for chunk in self.chunks)
+        return sum(chunk.total_seconds for chunk in self.times_by_chunk)
 
 
 @dataclass(frozen=True)
-class Prediction:
+class RunPrediction:
     """What a run will do, by the model."""
 
     config: TrainConfig
     spec: ModelSpec
     layout: Layout
-    dp: int
+    data_parallel_size: int
     micro_batches: int
-    rows: RowStatistics
+    row_statistics: RowStatistics
     calibration: Calibration
     network: Network
-    stages: tuple[StagePlan, ...]
-    message: float
+    stage_plans: tuple[StagePlan, ...]
+    message_seconds: float
     """Seconds of a message between stages."""
-    ahead: float
+    decoupled_tower_seconds: float
     """Seconds before and after the pipeline in which all ranks run the tower (decoupled placement)."""
-    pipeline: float
+    timeline_seconds: float
     """Seconds of the pipeline's timeline."""
-    step: float
+    step_seconds: float
     """Seconds of a step."""
 
     @property
-    def world(self) -> int:
-        return self.layout.replica_ranks * self.dp
+    def world_size(self) -> int:
+        return self.layout.replica_ranks * self.data_parallel_size
 
     @property
     def peak_gib(self) -> float:
-        return max(stage.memory.total for stage in self.stages) / GIB
+        return max(stage.stage_memory.total_bytes for stage in self.stage_plans) / GIB
 
     @property
-    def fits(self) -> bool:
+    def fits_memory(self) -> bool:
         """Whether the fullest stage leaves :data:`RESERVE_GIB` free."""
         return self.peak_gib + RESERVE_GIB <= self.calibration.memory_gib
 
     @property
     def tokens_per_second(self) -> float:
         """Real tokens of the whole run in a second."""
-        return self.config.global_batch_size * self.rows.tokens / self.step
+        return self.config.global_batch_size * self.row_statistics.mean_tokens / self.step_seconds
 
     @property
     def mfu(self) -> float:
         """FLOPs that training needs, as a share of the peak."""
-        needed = self.config.global_batch_size * needed_flops(self.config, self.spec, self.rows)
-        return needed / (self.step * self.world * self.calibration.peak_tflops * 1e12)
+        model_flops = self.config.global_batch_size * mean_row_flops(
+            self.config, self.spec, self.row_statistics
+        )
+        return model_flops / (self.step_seconds * self.world_size * self.calibration.peak_tflops * 1e12)
 
     @property
-    def bubble(self) -> float:
+    def bubble_share(self) -> float:
         """Share of the pipeline's time in which its stages wait."""
-        busy = self.micro_batches * sum(stage.per_row for stage in self.stages)
-        return max(0.0, 1 - busy / (self.layout.pp * self.pipeline)) if self.pipeline else 0.0
+        busy_seconds = self.micro_batches * sum(stage.seconds_per_row for stage in self.stage_plans)
+        return (
+            max(0.0, 1 - busy_seconds / (self.layout.pp * self.timeline_seconds))
+            if self.timeline_seconds
+            else 0.0
+        )
 
     @property
     def hours_per_billion_tokens(self) -> float:
         return 1e9 / self.tokens_per_second / 3600
 
-    def timeline(self) -> Timeline:
+    def timeline(self) -> PipelineTimeline:
         """The pipeline's passes; of very long steps, those of the first micro-batches."""
-        p = self.layout
-        most = max(p.pp, DRAWN_PASSES // (2 * p.pp * p.vpp) // p.pp * p.pp)
-        times = [stage.chunks for stage in self.stages]
-        return simulate(times, min(self.micro_batches, most), self.message)
+        layout = self.layout
+        max_micro_batches = max(
+            layout.pp, MAX_TIMELINE_PASSES // (2 * layout.pp * layout.vpp) // layout.pp * layout.pp
+        )
+        times_by_stage = [stage.times_by_chunk for stage in self.stage_plans]
+        return simulate_pipeline(
+            times_by_stage, min(self.micro_batches, max_micro_batches), self.message_seconds
+        )
 
     def as_json(self) -> dict[str, Any]:
-        c = self.calibration
+        calibration = self.calibration
         return {
-            "layout": {**self.layout.as_dict(), "dp": self.dp},
-            "step_s": round(self.step, 4),
-            "pipeline_s": round(self.pipeline, 4),
-            "bubble": round(self.bubble, 4),
+            "layout": {**self.layout.as_dict(), "dp": self.data_parallel_size},
+            "step_s": round(self.step_seconds, 4),
+            "pipeline_s": round(self.timeline_seconds, 4),
+            "bubble": round(self.bubble_share, 4),
             "mfu": round(self.mfu, 4),
             "tokens_per_second": round(self.tokens_per_second),
             "hours_per_billion_tokens": round(self.hours_per_billion_tokens, 2),
             "peak_gib": round(self.peak_gib, 1),
-            "fits": self.fits,
-            "gpu": c.gpu,
+            "fits": self.fits_memory,
+            "gpu": calibration.gpu,
             "stages": [
                 {
-                    "layers": list(stage.layers),
-                    "parameters": round(stage.parameters),
-                    "memory_gib": stage.memory.as_json(),
-                    "forward_s": [round(chunk.forward, 5) for chunk in stage.chunks],
-                    "backward_s": [round(chunk.backward, 5) for chunk in stage.chunks],
-                    "exposed_s": round(stage.exposed, 4),
-                    "update_s": round(stage.update, 4),
+                    "layers": list(stage.layers_per_chunk),
+                    "parameters": round(stage.parameter_count),
+                    "memory_gib": stage.stage_memory.as_json(),
+                    "forward_s": [round(chunk.forward, 5) for chunk in stage.times_by_chunk],
+                    "backward_s": [round(chunk.backward, 5) for chunk in stage.times_by_chunk],
+                    "exposed_s": round(stage.exposed_collective_seconds, 4),
+                    "update_s": round(stage.optimizer_seconds, 4),
                 }
-                for stage in self.stages
+                for stage in self.stage_plans
             ],
         }
 
 
-def predict(
+def predict_layout(
     config: TrainConfig,
     spec: ModelSpec,
-    world: int,
+    world_size: int,
     layout: Layout,
     *,
-    rows: RowStatistics | None = None,
+    row_statistics: RowStatistics | None = None,
     calibration: Calibration | None = None,
     network: Network | None = None,
-    patches: int | None = None,
-) -> Prediction:
+    patch_count: int | None = None,
+) -> RunPrediction:
     """Predicts a run under a layout.
 
     Args:
-        rows: what the rows hold; None: :func:`~megatron_vl.planning.rows.stated_rows`.
+        row_statistics: what the rows hold; None: :func:`~megatron_vl.planning.row_statistics.make_assumed_rows`.
         calibration: None: that of H200.
-        patches: patches of the fullest row, for memory; None: as many as a row can hold.
+        patch_count: patches of the fullest row, for memory; None: as many as a row can hold.
 
     Raises:
         RunConfigError: the run is impossible.
     """
-    dp = validate(config, world)
-    micro_batches = config.global_batch_size // dp
-    rows = rows or stated_rows(spec, config.data.seq_len, config.data.max_patches)
-    calibration = calibration or shipped()
-    costs = Costs(config, spec, layout, dp, rows, calibration, network or Network())
+    data_parallel_size = validate_config(config, world_size)
+    micro_batches = config.global_batch_size // data_parallel_size
+    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
+    calibration = calibration or shipped_calibration()
+    step_costs = StepCosts(
+        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+    )
 
-    memories = stage_memories(config, spec, layout, dp, patches)
-    stages = tuple(_stage(costs, memory, stage) for stage, memory in enumerate(memories))
-    message = costs.message()
-    pipeline = pipeline_seconds([stage.chunks for stage in stages], micro_batches, message)
-    ahead = _tower_ahead(costs, micro_batches)
-    end = max(stage.exposed + stage.update for stage in stages) + calibration.step_s
-    return Prediction(
+    stage_memory_list = stage_memories(config, spec, layout, data_parallel_size, patch_count)
+    stage_plans = tuple(
+        _plan_stage(step_costs, memory, stage) for stage, memory in enumerate(stage_memory_list)
+    )
+    message_seconds = step_costs.stage_message_seconds()
+    timeline_seconds = pipeline_seconds(
+        [stage.times_by_chunk for stage in stage_plans], micro_batches, message_seconds
+    )
+    decoupled_seconds = _decoupled_tower_seconds(step_costs, micro_batches)
+    step_end_seconds = (
+        max(stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans)
+        + calibration.step_s
+    )
+    return RunPrediction(
         config,
         spec,
         layout,
-        dp,
+        data_parallel_size,
         micro_batches,
-        rows,
+        row_statistics,
         calibration,
-        costs.network,
-        stages,
-        message,
-        ahead,
-        pipeline,
-        pipeline + ahead + end,
+        step_costs.network,
+        stage_plans,
+        message_seconds,
+        decoupled_seconds,
+        timeline_seconds,
+        timeline_seconds + decoupled_seconds + step_end_seconds,
     )
 
 
-def needed_flops(config: TrainConfig, spec: ModelSpec, rows: RowStatistics) -> float:
+def mean_row_flops(config: TrainConfig, spec: ModelSpec, row_statistics: RowStatistics) -> float:
     """FLOPs that training needs for a row, as ``mfu`` of the trainer and of ``bench`` counts them."""
     return statistics.mean(
         row_flops(
-            spec, config.model, list(row.lengths), list(row.frames), list(row.windows), row.loss_tokens
+            spec,
+            config.model,
+            list(row.document_lengths),
+            list(row.frame_lengths),
+            list(row.window_lengths),
+            row.loss_tokens,
         ).total
-        for row in rows.rows
+        for row in row_statistics.row_shapes
     )
 
 
-def chunk_times(costs: Costs, layout: Layout, stage: int) -> tuple[PassTime, ...]:
+def chunk_times(step_costs: StepCosts, layout: Layout, pipeline_stage: int) -> tuple[PassTime, ...]:
     """The times of a stage's chunks for one micro-batch."""
-    times = []
-    wait = costs.calibration.pass_s if layout.pp > 1 else 0.0
-    for v in range(layout.vpp):
-        time = PassTime(wait, wait) + costs.decoder_layers(layout.chunk_layers(stage, v))
-        if stage + v == 0:
-            time += costs.embedding()
-            time += PassTime() if layout.decoupled else costs.tower()
-        if stage == layout.pp - 1 and v == layout.vpp - 1:
-            time += costs.head()
-        times.append(time)
-    return tuple(times)
+    times_by_chunk = []
+    pass_overhead = step_costs.calibration.pass_s if layout.pp > 1 else 0.0
+    for chunk_index in range(layout.vpp):
+        chunk_time = PassTime(pass_overhead, pass_overhead) + step_costs.decoder_layers_time(
+            layout.chunk_layers(pipeline_stage, chunk_index)
+        )
+        if pipeline_stage + chunk_index == 0:
+            chunk_time += step_costs.embedding_time()
+            chunk_time += PassTime() if layout.decoupled else step_costs.vision_tower_time()
+        if pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1:
+            chunk_time += step_costs.output_layer_time()
+        times_by_chunk.append(chunk_time)
+    return tuple(times_by_chunk)
 
 
-def step_ends(costs: Costs, layout: Layout, times: list[tuple[PassTime, ...]]) -> float:
-    """What a step takes beside the passes of its pipeline; ``times`` are those of its stages' chunks."""
-    longest = 0.0
-    for stage, chunks in enumerate(times):
-        held = stage_parameters(costs.config, costs.spec, layout, stage, costs.dp)
-        longest = max(longest, _exposed(costs, held.trained, chunks) + costs.update(held))
-    micro_batches = costs.config.global_batch_size // costs.dp
-    return longest + besides(costs, micro_batches)
+def seconds_outside_pipeline(
+    step_costs: StepCosts, layout: Layout, times_by_stage: list[tuple[PassTime, ...]]
+) -> float:
+    """What a step takes beside the passes of its pipeline; ``times_by_stage`` are those of its stages' chunks."""
+    longest_seconds = 0.0
+    for stage, chunks in enumerate(times_by_stage):
+        parameter_counts = stage_parameters(
+            step_costs.config, step_costs.spec, layout, stage, step_costs.data_parallel_size
+        )
+        longest_seconds = max(
+            longest_seconds,
+            _exposed_collective_seconds(step_costs, parameter_counts.trained_count, chunks)
+            + step_costs.optimizer_seconds(parameter_counts),
+        )
+    micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
+    return longest_seconds + tower_and_step_overhead(step_costs, micro_batches)
 
 
-def besides(costs: Costs, micro_batches: int) -> float:
+def tower_and_step_overhead(step_costs: StepCosts, micro_batches: int) -> float:
     """What a step takes beside the pipeline's passes, the reduction of gradients and the update."""
-    return _tower_ahead(costs, micro_batches) + costs.calibration.step_s
+    return _decoupled_tower_seconds(step_costs, micro_batches) + step_costs.calibration.step_s
 
 
-def _stage(costs: Costs, memory: StageMemory, stage: int) -> StagePlan:
-    layout = costs.layout
-    chunks = chunk_times(costs, layout, stage)
-    held = stage_parameters(costs.config, costs.spec, layout, stage, costs.dp)
-    layers = tuple(len(layout.chunk_layers(stage, v)) for v in range(layout.vpp))
+def _plan_stage(step_costs: StepCosts, stage_memory: StageMemory, pipeline_stage: int) -> StagePlan:
+    layout = step_costs.layout
+    chunks = chunk_times(step_costs, layout, pipeline_stage)
+    parameter_counts = stage_parameters(
+        step_costs.config, step_costs.spec, layout, pipeline_stage, step_costs.data_parallel_size
+    )
+    layers = tuple(len(layout.chunk_layers(pipeline_stage, chunk_index)) for chunk_index in range(layout.vpp))
     return StagePlan(
         layers,
-        held.held,
-        memory,
+        parameter_counts.parameter_count,
+        stage_memory,
         chunks,
-        _exposed(costs, held.trained, chunks),
-        costs.update(held),
+        _exposed_collective_seconds(step_costs, parameter_counts.trained_count, chunks),
+        step_costs.optimizer_seconds(parameter_counts),
     )
 
 
-def _exposed(costs: Costs, trained: float, chunks: tuple[PassTime, ...]) -> float:
+def _exposed_collective_seconds(
+    step_costs: StepCosts, trained_count: float, times_by_chunk: tuple[PassTime, ...]
+) -> float:
     """Reduction and gathering that no pass hides.
 
     Gradients are reduced bucket by bucket beside the last backward pass, and the last bucket after it;
     weights are gathered beside the first forward pass, the first bucket before it.
     """
-    p = costs.config.parallel
-    bucket = min(trained, p.bucket_size or max(BUCKET, 1_000_000 * costs.gradient_ranks))
-    exposed = 0.0
-    backward, forward = chunks[0].backward, chunks[0].forward
+    parallel_config = step_costs.config.parallel
+    bucket_size = min(
+        trained_count,
+        parallel_config.bucket_size or max(DEFAULT_BUCKET_SIZE, 1_000_000 * step_costs.gradient_ranks),
+    )
+    exposed_seconds = 0.0
+    last_backward_seconds, first_forward_seconds = times_by_chunk[0].backward, times_by_chunk[0].forward
 
-    for seconds, part, beside, overlap in (
-        (costs.reduction(4 * trained), costs.reduction(4 * bucket), backward, p.overlap_grad_reduce),
+    for collective_seconds, bucket_seconds, concurrent_seconds, is_overlapped in (
         (
-            costs.gathering(costs.element * trained),
-            costs.gathering(costs.element * bucket),
-            forward,
-            p.overlap_param_gather,
+            step_costs.grad_reduce_seconds(4 * trained_count),
+            step_costs.grad_reduce_seconds(4 * bucket_size),
+            last_backward_seconds,
+            parallel_config.overlap_grad_reduce,
+        ),
+        (
+            step_costs.param_gather_seconds(step_costs.bytes_per_element * trained_count),
+            step_costs.param_gather_seconds(step_costs.bytes_per_element * bucket_size),
+            first_forward_seconds,
+            parallel_config.overlap_param_gather,
         ),
     ):
-        hidden = costs.calibration.hidden_reduction * min(seconds, beside) if overlap else 0.0
-        exposed += max(part, seconds - hidden)
+        hidden_seconds = (
+            step_costs.calibration.hidden_reduction * min(collective_seconds, concurrent_seconds)
+            if is_overlapped
+            else 0.0
+        )
+        exposed_seconds += max(bucket_seconds, collective_seconds - hidden_seconds)
 
-    return exposed
+    return exposed_seconds
 
 
-def _tower_ahead(costs: Costs, micro_batches: int) -> float:
+def _decoupled_tower_seconds(step_costs: StepCosts, micro_batches: int) -> float:
     """Seconds of the tower on all ranks, ahead of the pipeline and, computed again, after it."""
-    if not costs.layout.decoupled:
+    if not step_costs.layout.decoupled:
         return 0.0
-    ranks = costs.layout.replica_ranks
-    tower = costs.tower_alone(1)
-    trained = not (costs.config.model.freeze_vision and costs.config.model.freeze_merger)
-    own = costs.rows.patches * micro_batches / ranks
+    ranks = step_costs.layout.replica_ranks
+    tower_time = step_costs.tower_time_at(1)
+    is_trained = not (step_costs.config.model.freeze_vision and step_costs.config.model.freeze_merger)
+    patches_per_rank = step_costs.row_statistics.mean_patches * micro_batches / ranks
     # What is kept is not computed a second time.
-    kept = min(1.0, costs.config.vision.keep_patches / own) if own else 1.0
-    after = ((1 - kept) * tower.forward + tower.backward) * trained
-    return (tower.forward + after) * micro_batches / ranks
+    kept_share = (
+        min(1.0, step_costs.config.vision.keep_patches / patches_per_rank) if patches_per_rank else 1.0
+    )
+    second_pass_seconds = ((1 - kept_share) * tower_time.forward + tower_time.backward) * is_trained
+    return (tower_time.forward + second_pass_seconds) * micro_batches / ranks

@@ -24,9 +24,9 @@ class Platform:
 
     name: str
     """``cuda`` or ``cpu``."""
-    backend: str
+    distributed_backend: str
     """torch.distributed backend: ``nccl`` or ``gloo``."""
-    transformer_engine: bool
+    has_transformer_engine: bool
     """Whether modules come from Transformer Engine."""
 
     @property
@@ -41,16 +41,16 @@ class Platform:
         if self.name == "cuda":
             torch.cuda.synchronize()
 
-    def memory_gib(self) -> float | None:
+    def total_memory_gib(self) -> float | None:
         """The total memory of this rank's GPU; None on CPU."""
         return torch.cuda.mem_get_info()[1] / 2**30 if self.name == "cuda" else None
 
-    def memory(self) -> tuple[int, int]:
+    def memory_usage(self) -> tuple[int, int]:
         """(bytes that tensors use on the GPU, their peak); on CPU, 0 and a very large number."""
         if self.name != "cuda":
             return 0, 1 << 60
-        used = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
-        return used["current"], used["peak"]
+        allocated_bytes = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
+        return allocated_bytes["current"], allocated_bytes["peak"]
 
     def peak_memory_gib(self) -> float:
         """Peak memory of the process so far: allocated on the GPU, or resident on the CPU."""
@@ -61,39 +61,41 @@ class Platform:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-_platform: Platform | None = None
+_process_platform: Platform | None = None
 
 
-def get_platform(name: str = "auto") -> Platform:
+def get_platform(platform_name: str = "auto") -> Platform:
     """The platform of this process. The first call decides.
 
     Args:
-        name: ``auto`` (CUDA if there is a GPU), ``cuda`` or ``cpu``.
+        platform_platform_name: ``auto`` (CUDA if there is a GPU), ``cuda`` or ``cpu``.
 
     Raises:
         CoreVersionError: this version of Megatron-core was never tested with this toolkit.
         PlatformError: there is no GPU for ``cuda``, Transformer Engine cannot be imported on CUDA, or an
             earlier call chose another platform.
     """
-    global _platform
-    if _platform is None:
+    global _process_platform
+    if _process_platform is None:
         check_core_version()
-        _platform = _make(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-    elif name not in ("auto", _platform.name):
-        raise PlatformError(
-            f"platform {name} was requested, but this process already runs on {_platform.name}"
+        _process_platform = _make_platform(
+            ("cuda" if torch.cuda.is_available() else "cpu") if platform_name == "auto" else platform_name
         )
-    return _platform
+    elif platform_name not in ("auto", _process_platform.name):
+        raise PlatformError(
+            f"platform {platform_name} was requested, but this process already runs on {_process_platform.name}"
+        )
+    return _process_platform
 
 
-def _make(name: str) -> Platform:
-    if name == "cpu":
+def _make_platform(platform_name: str) -> Platform:
+    if platform_name == "cpu":
         from megatron_vl.platform import cpu
 
-        cpu.install()
+        cpu.install_cpu_platform()
         return Platform("cpu", "gloo", False)
-    if name != "cuda":
-        raise PlatformError(f"platform {name!r} is unknown; valid: auto, cuda, cpu")
+    if platform_name != "cuda":
+        raise PlatformError(f"platform {platform_name!r} is unknown; valid: auto, cuda, cpu")
     if not torch.cuda.is_available():
         raise PlatformError("platform cuda was requested, but torch sees no GPU; use platform: cpu")
     try:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_vl.core_fixes.gloo_threads import use_one_worker
+from megatron_vl.core_fixes.gloo_threads import use_one_gloo_worker
 
 
-class _Stream:
+class _CpuStream:
     """A stream on which every operation is finished when its call returns, as on the CPU."""
 
     cuda_stream = 0
@@ -33,7 +33,7 @@ class _Stream:
         pass
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
+        return event or _CpuEvent()
 
     def synchronize(self) -> None:
         pass
@@ -42,7 +42,7 @@ class _Stream:
         return True
 
 
-class _Event:
+class _CpuEvent:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -59,7 +59,7 @@ class _Event:
         return True
 
 
-def _is_cuda(device: Any) -> bool:
+def _is_cuda_device(device: Any) -> bool:
     """Whether ``device``, a string, a torch.device or an index, means a GPU."""
     if isinstance(device, bool):
         return False
@@ -73,7 +73,7 @@ def _is_cuda(device: Any) -> bool:
 _TENSOR_TYPE = torch.Tensor.type
 _TENSOR_CUDA = torch.Tensor.cuda
 _TENSOR_TO = torch.Tensor.to
-_REDIRECTED = frozenset((_TENSOR_TYPE, _TENSOR_CUDA, _TENSOR_TO))
+_REDIRECTED_METHODS = frozenset((_TENSOR_TYPE, _TENSOR_CUDA, _TENSOR_TO))
 
 
 class CudaOnCpu(TorchFunctionMode):
@@ -84,15 +84,15 @@ class CudaOnCpu(TorchFunctionMode):
         # comparisons.
         if kwargs:
             device = kwargs.get("device")
-            if device is not None and _is_cuda(device):
+            if device is not None and _is_cuda_device(device):
                 kwargs = {**kwargs, "device": "cpu"}
-        if func in _REDIRECTED:
+        if func in _REDIRECTED_METHODS:
             if func is _TENSOR_CUDA:
                 return args[0]
             if func is _TENSOR_TYPE and len(args) == 1 and not kwargs:
                 # Core decides by the type string whether a parameter gets master weights.
                 return func(*args).replace("torch.", "torch.cuda.", 1)
-            if func is _TENSOR_TO and len(args) > 1 and _is_cuda(args[1]):
+            if func is _TENSOR_TO and len(args) > 1 and _is_cuda_device(args[1]):
                 args = (args[0], "cpu", *args[2:])
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -105,17 +105,17 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool =
     torch.set_rng_state(new_state)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-_installed: CudaOnCpu | None = None
+_installed_mode: CudaOnCpu | None = None
 
 
-def install() -> None:
+def install_cpu_platform() -> None:
     """Redirects core's CUDA calls to the CPU for the life of the process. A second call does nothing."""
-    global _installed
-    if _installed is not None:
+    global _installed_mode
+    if _installed_mode is not None:
         return
     if torch.cuda.is_available():
         # If the machine has a GPU, core's imports would initialise it. The user's own setting takes
@@ -125,37 +125,37 @@ def install() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _patch_torch_cuda()
     _patch_core_rng()
-    use_one_worker()
-    _installed = CudaOnCpu()
-    _installed.__enter__()
+    use_one_gloo_worker()
+    _installed_mode = CudaOnCpu()
+    _installed_mode.__enter__()
 
 
 def _patch_torch_cuda() -> None:
-    cuda: Any = torch.cuda
-    stream = _Stream()
-    answers: dict[str, Any] = {
+    torch_cuda: Any = torch.cuda
+    stream = _CpuStream()
+    cpu_functions: dict[str, Any] = {
         "current_device": lambda: torch.device("cpu"),
         "device_count": lambda: 1,
-        "synchronize": _nothing,
-        "empty_cache": _nothing,
-        "set_device": _nothing,
+        "synchronize": _do_nothing,
+        "empty_cache": _do_nothing,
+        "set_device": _do_nothing,
         "manual_seed": torch.manual_seed,
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
         "current_stream": lambda device=None: stream,
         "default_stream": lambda device=None: stream,
         "stream": lambda stream=None: contextlib.nullcontext(),
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": _CpuStream,
+        "Event": _CpuEvent,
         "memory_allocated": lambda device=None: 0,
         "max_memory_allocated": lambda device=None: 0,
         "memory_reserved": lambda device=None: 0,
-        "reset_peak_memory_stats": _nothing,
+        "reset_peak_memory_stats": _do_nothing,
         "is_current_stream_capturing": lambda: False,
     }
 
-    for name, answer in answers.items():
-        setattr(cuda, name, answer)
+    for function_name, cpu_function in cpu_functions.items():
+        setattr(torch_cuda, function_name, cpu_function)
 
 
 def _patch_core_rng() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_vl.kernels.sizes import MAX_STATE_RANKS
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import Cut, LayoutError, TensorInfo, check_cut
+from megatron_vl.spec.tensors import LayoutError, Sharding, TensorInfo, check_sharding
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Layout:
     tp: int
     pp: int
     vpp: int
-    layers: tuple[int, ...]
+    layers_per_chunk: tuple[int, ...]
     """Number of decoder layers of each of the ``pp * vpp`` entries, in model order."""
     ep: int = 1
     """Expert parallel size. For experts, the ``tp * cp * dp`` ranks of a stage are arranged as ``etp * ep *
@@ -45,45 +45,45 @@ class Layout:
         return self.tp * self.cp * self.pp
 
     @property
-    def cut(self) -> Cut:
+    def sharding(self) -> Sharding:
         """The numbers of parts that the tensors of a stage are cut into."""
-        return Cut(self.tp, self.ep, self.etp, self.decoupled)
+        return Sharding(self.tp, self.ep, self.etp, self.decoupled)
 
     @property
-    def least_dp(self) -> int:
+    def min_data_parallel_size(self) -> int:
         """The smallest data-parallel size for which ``ep * etp`` divides a stage's ``tp * cp * dp`` ranks."""
         experts = self.ep * self.etp
         return experts // math.gcd(self.tp * self.cp, experts)
 
     def first_layer(self, pp_rank: int, vp_stage: int = 0) -> int:
         """Global zero-based number of the first decoder layer of this chunk."""
-        return sum(self.layers[: vp_stage * self.pp + pp_rank])
+        return sum(self.layers_per_chunk[: vp_stage * self.pp + pp_rank])
 
     def chunk_layers(self, pp_rank: int, vp_stage: int = 0) -> range:
         """Global numbers of the decoder layers of one chunk."""
-        first = self.first_layer(pp_rank, vp_stage)
-        return range(first, first + self.layers[vp_stage * self.pp + pp_rank])
+        first_layer = self.first_layer(pp_rank, vp_stage)
+        return range(first_layer, first_layer + self.layers_per_chunk[vp_stage * self.pp + pp_rank])
 
-    def stage_of(self, info: TensorInfo) -> int:
+    def owning_pipeline_rank(self, tensor_info: TensorInfo) -> int:
         """The pipeline rank that holds a tensor. If all ranks hold it, the one that writes it.
 
         Raises:
             LayoutError: the tensor's decoder layer is outside the layout.
         """
-        if info.section in ("vision", "embedding"):
+        if tensor_info.model_section in ("vision", "embedding"):
             return 0
-        if info.section == "head":
+        if tensor_info.model_section == "head":
             return self.pp - 1
-        end = 0
-        for entry, count in enumerate(self.layers):
-            end += count
-            if info.layer < end:
-                return entry % self.pp
-        raise LayoutError(f"layer {info.layer} is outside the layout {self.layers}")
+        end_layer = 0
+        for chunk_index, layer_count in enumerate(self.layers_per_chunk):
+            end_layer += layer_count
+            if tensor_info.layer_index < end_layer:
+                return chunk_index % self.pp
+        raise LayoutError(f"layer {tensor_info.layer_index} is outside the layout {self.layers_per_chunk}")
 
-    def core_string(self) -> str:
+    def megatron_layout_string(self) -> str:
         """The layout in Megatron-core's notation (``E`` embedding, ``t`` decoder layer, ``L`` loss)."""
-        entries = ["t" * n for n in self.layers]
+        entries = ["t" * layer_count for layer_count in self.layers_per_chunk]
         entries[0] = "E" + entries[0]
         entries[-1] = entries[-1] + "L"
         return "|".join(entries)
@@ -94,7 +94,7 @@ class Layout:
             "tp": self.tp,
             "pp": self.pp,
             "vpp": self.vpp,
-            "layers": list(self.layers),
+            "layers": list(self.layers_per_chunk),
             "ep": self.ep,
             "etp": self.etp,
             **({"cp": self.cp} if self.cp > 1 else {}),
@@ -125,33 +125,47 @@ def make_layout(
     Raises:
         LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
-    for name, value in (("tp", tp), ("pp", pp), ("vpp", vpp), ("ep", ep), ("etp", etp), ("cp", cp)):
-        if value < 1:
-            raise LayoutError(f"{name}={value} must be at least 1")
+    for size_name, parallel_size in (
+        ("tp", tp),
+        ("pp", pp),
+        ("vpp", vpp),
+        ("ep", ep),
+        ("etp", etp),
+        ("cp", cp),
+    ):
+        if parallel_size < 1:
+            raise LayoutError(f"{size_name}={parallel_size} must be at least 1")
 
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
-    check_cut(spec, Cut(tp, ep, etp))
+    check_sharding(spec, Sharding(tp, ep, etp))
     check_context_parallel(spec, tp, cp)
 
-    total = spec.language.num_layers
-    entries = pp * vpp
+    num_layers = spec.language.num_layers
+    num_chunks = pp * vpp
     if layers is None:
-        if total < entries:
+        if num_layers < num_chunks:
             raise LayoutError(
-                f"pp={pp} x vpp={vpp} gives {entries} chunks for {total} decoder layers; set layers by hand"
+                f"pp={pp} x vpp={vpp} gives {num_chunks} chunks for {num_layers} decoder layers; set layers by hand"
                 " to leave some empty"
             )
-        more = range(total % entries) if decoupled else range(entries - total % entries, entries)
-        layers = [total // entries + (i in more) for i in range(entries)]
-
-    if len(layers) != entries:
-        raise LayoutError(
-            f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {entries}"
+        chunks_with_one_more = (
+            range(num_layers % num_chunks)
+            if decoupled
+            else range(num_chunks - num_layers % num_chunks, num_chunks)
         )
-    if min(layers) < 0 or sum(layers) != total:
+        layers = [
+            num_layers // num_chunks + (chunk_index in chunks_with_one_more)
+            for chunk_index in range(num_chunks)
+        ]
+
+    if len(layers) != num_chunks:
         raise LayoutError(
-            f"layers {list(layers)} add up to {sum(layers)}; the model has {total} decoder layers"
+            f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {num_chunks}"
+        )
+    if min(layers) < 0 or sum(layers) != num_layers:
+        raise LayoutError(
+            f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
 
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp)
@@ -193,7 +207,7 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
         )
 
 
-def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
+def check_experts_use_sequence_parallel(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
     """Checks that a model with experts uses sequence parallelism together with tensor parallelism.
 
     Raises:
@@ -206,17 +220,17 @@ def check_experts(spec: ModelSpec, tp: int, sequence_parallel: bool) -> None:
         )
 
 
-def read_layout(spec: ModelSpec, stored: Mapping[str, Any]) -> Layout:
+def read_layout(spec: ModelSpec, stored_layout: Mapping[str, Any]) -> Layout:
     """Reads a layout that :meth:`Layout.as_dict` wrote.
 
     Raises:
         KeyError: a field is missing.
         LayoutError: a field is impossible for this model.
     """
-    sizes = {key: stored[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")}
+    layout_sizes = {key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")}
     return make_layout(
         spec,
-        **sizes,
-        cp=stored.get("cp", 1),
-        decoupled=stored.get("vision") == "decoupled",
+        **layout_sizes,
+        cp=stored_layout.get("cp", 1),
+        decoupled=stored_layout.get("vision") == "decoupled",
     )

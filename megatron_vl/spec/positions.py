@@ -44,62 +44,69 @@ class GridTHW:
     """Seconds from the start of the video to each frame group, for families that write them into the text."""
 
     @property
-    def patches(self) -> int:
+    def num_patches(self) -> int:
         return self.t * self.h * self.w
 
-    def tokens(self, merge: int) -> int:
-        """Number of placeholders of this medium in the text, for a spatial merge size of ``merge``."""
-        return self.patches // merge**2
+    def num_tokens(self, merge_size: int) -> int:
+        """Number of placeholders of this medium in the text, for a spatial merge size of ``merge_size``."""
+        return self.num_patches // merge_size**2
 
 
-def placeholder_runs(grids: Sequence[GridTHW], spec: ModelSpec) -> list[GridTHW]:
+def placeholder_runs(media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[GridTHW]:
     """The media as the text contains them.
 
     If the family writes a timestamp before each frame group of a video, each group is a separate entry.
     """
     if not spec.vision.video_timestamps:
-        return list(grids)
+        return list(media_grids)
 
-    runs = []
-    for grid in grids:
+    placeholder_grids = []
+    for grid in media_grids:
         frame = dataclasses.replace(grid, t=1, timestamps=())
-        runs += [frame] * (grid.t if grid.kind == "video" else 1)
-    return runs
+        placeholder_grids += [frame] * (grid.t if grid.kind == "video" else 1)
+    return placeholder_grids
 
 
-def placeholder_positions(token_ids: Tensor, grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:
+def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:
     """The index in ``token_ids`` (int64 [S]) of the first placeholder of each grid, in the order of the text.
 
-    ``grids`` come from :func:`placeholder_runs`. Their token counts separate the runs, so two media may be
+    ``media_grids`` come from :func:`placeholder_runs`. Their token counts separate the runs, so two media may be
     adjacent.
 
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
     """
-    merge = spec.vision.spatial_merge_size
+    merge_size = spec.vision.spatial_merge_size
     is_media = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
-    where = is_media.nonzero().flatten()
-    wanted = [grid.tokens(merge) for grid in grids]
-    if len(where) != sum(wanted):
+    media_positions = is_media.nonzero().flatten()
+    token_counts = [media_grid.num_tokens(merge_size) for media_grid in media_grids]
+    if len(media_positions) != sum(token_counts):
         raise PositionError(
-            f"the text holds {len(where)} image and video placeholders; its media need {sum(wanted)}"
+            f"the text holds {len(media_positions)} image and video placeholders; its media need {sum(token_counts)}"
         )
 
-    starts = []
-    seen = 0
-    for number, (grid, count) in enumerate(zip(grids, wanted, strict=True)):
-        run = where[seen : seen + count]
-        token = spec.image_token_id if grid.kind == "image" else spec.video_token_id
-        if count == 0 or int(run[-1] - run[0]) != count - 1 or not bool((token_ids[run] == token).all()):
-            what = f"medium {number + 1} ({grid.kind}) needs {count} {grid.kind} placeholders in one run"
-            raise PositionError(f"{what}; the text does not have them there")
-        starts.append(int(run[0]))
-        seen += count
-    return starts
+    first_positions = []
+    tokens_seen = 0
+    for medium_index, (media_grid, token_count) in enumerate(zip(media_grids, token_counts, strict=True)):
+        placeholder_run = media_positions[tokens_seen : tokens_seen + token_count]
+        placeholder_id = spec.image_token_id if media_grid.kind == "image" else spec.video_token_id
+        if (
+            token_count == 0
+            or int(placeholder_run[-1] - placeholder_run[0]) != token_count - 1
+            or not bool((token_ids[placeholder_run] == placeholder_id).all())
+        ):
+            requirement_text = f"medium {medium_index + 1} ({media_grid.kind}) needs {token_count} {media_grid.kind} placeholders in one run"
+            raise PositionError(f"{requirement_text}; the text does not have them there")
+        first_positions.append(int(placeholder_run[0]))
+        tokens_seen += token_count
+    return first_positions
 
 
 def mrope_positions(
-    token_ids: Tensor, grids: Sequence[GridTHW], spec: ModelSpec, video_positions: VideoPositions = "released"
+    token_ids: Tensor,
+    media_grids: Sequence[GridTHW],
+    spec: ModelSpec,
+    video_positions: VideoPositions = "released",
 ) -> Tensor:
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
@@ -115,57 +122,78 @@ def mrope_positions(
 
     Args:
         token_ids: int64 [S], with expanded placeholders.
-        grids: the media of the sample in the order of the text.
+        media_grids: the media of the sample in the order of the text.
         spec: the model.
         video_positions: the rule. It makes no difference for images or for Qwen3-VL.
 
     Raises:
         PositionError: the placeholders do not match the grids.
     """
-    merge = spec.vision.spatial_merge_size
-    parts: list[Tensor] = []
-    here = position = 0
-    runs = placeholder_runs(grids, spec)
+    merge_size = spec.vision.spatial_merge_size
+    position_parts: list[Tensor] = []
+    next_token = next_position = 0
+    placeholder_grids = placeholder_runs(media_grids, spec)
 
-    for grid, start in zip(runs, placeholder_positions(token_ids, runs, spec), strict=True):
-        parts.append((torch.arange(start - here) + position).expand(3, -1))
-        position += start - here
+    for media_grid, first_placeholder in zip(
+        placeholder_grids, placeholder_positions(token_ids, placeholder_grids, spec), strict=True
+    ):
+        position_parts.append((torch.arange(first_placeholder - next_token) + next_position).expand(3, -1))
+        next_position += first_placeholder - next_token
 
-        medium = _medium_positions(grid, spec.vision, video_positions)
-        parts.append(medium + position)
-        position += int(medium.max()) + 1 if video_positions == "released" else max(grid.h, grid.w) // merge
-        here = start + grid.tokens(merge)
+        medium_positions = _merge_unit_positions(media_grid, spec.vision, video_positions)
+        position_parts.append(medium_positions + next_position)
+        next_position += (
+            int(medium_positions.max()) + 1
+            if video_positions == "released"
+            else max(media_grid.h, media_grid.w) // merge_size
+        )
+        next_token = first_placeholder + media_grid.num_tokens(merge_size)
 
-    parts.append((torch.arange(len(token_ids) - here) + position).expand(3, -1))
-    return torch.cat(parts, dim=1)
+    position_parts.append((torch.arange(len(token_ids) - next_token) + next_position).expand(3, -1))
+    return torch.cat(position_parts, dim=1)
 
 
-def _medium_positions(grid: GridTHW, vision: VisionSpec, video_positions: VideoPositions) -> Tensor:
+def _merge_unit_positions(
+    media_grid: GridTHW, vision_spec: VisionSpec, video_positions: VideoPositions
+) -> Tensor:
     """int64 [3, tokens]: time, row and column of each merge unit, from 0."""
-    times = torch.arange(grid.t)
-    if grid.kind == "video" and vision.tokens_per_second:
-        seconds = grid.second_per_grid if video_positions == "released" else int(grid.second_per_grid)
+    time_positions = torch.arange(media_grid.t)
+    if media_grid.kind == "video" and vision_spec.tokens_per_second:
+        seconds = (
+            media_grid.second_per_grid if video_positions == "released" else int(media_grid.second_per_grid)
+        )
         # Computed in float32, as in the references: a float64 product may be truncated to another number.
-        times = (times * torch.tensor(seconds, dtype=torch.float32) * vision.tokens_per_second).long()
+        time_positions = (
+            time_positions * torch.tensor(seconds, dtype=torch.float32) * vision_spec.tokens_per_second
+        ).long()
 
-    merge = vision.spatial_merge_size
-    axes = (times, torch.arange(grid.h // merge), torch.arange(grid.w // merge))
-    return torch.stack(torch.meshgrid(*axes, indexing="ij")).reshape(3, -1)
+    merge_size = vision_spec.spatial_merge_size
+    position_axes = (
+        time_positions,
+        torch.arange(media_grid.h // merge_size),
+        torch.arange(media_grid.w // merge_size),
+    )
+    return torch.stack(torch.meshgrid(*position_axes, indexing="ij")).reshape(3, -1)
 
 
-def patch_positions(grid: GridTHW, merge: int) -> Tensor:
+def patch_positions(media_grid: GridTHW, merge_size: int) -> Tensor:
     """int64 [patches, 2]: row and column of each patch within its frame, in merge-unit order."""
-    rows, columns = torch.meshgrid(torch.arange(grid.h), torch.arange(grid.w), indexing="ij")
-    blocks = (grid.h // merge, merge, grid.w // merge, merge)
-    frame = torch.stack([a.reshape(blocks).transpose(1, 2).flatten() for a in (rows, columns)], dim=1)
-    return frame.repeat(grid.t, 1)
+    rows, patch_columns = torch.meshgrid(
+        torch.arange(media_grid.h), torch.arange(media_grid.w), indexing="ij"
+    )
+    block_shape = (media_grid.h // merge_size, merge_size, media_grid.w // merge_size, merge_size)
+    frame = torch.stack(
+        [coordinates.reshape(block_shape).transpose(1, 2).flatten() for coordinates in (rows, patch_columns)],
+        dim=1,
+    )
+    return frame.repeat(media_grid.t, 1)
 
 
 @dataclass
 class WindowOrder:
     """The order in which the vision tower processes the merge units of a list of media."""
 
-    units: Tensor
+    unit_order: Tensor
     """int64 [N]: for each merge unit in the tower's order, its index in HF order over all media."""
     cu_seqlens: Tensor
     """int32 [frames + 1]: cumulative numbers of patches of whole frames."""
@@ -173,44 +201,53 @@ class WindowOrder:
     """int32 [windows + 1]: cumulative numbers of patches of windows. Equal to ``cu_seqlens`` for a family
     without windows."""
 
-    def patches(self, merge_unit: int) -> Tensor:
+    def patch_order(self, merge_unit: int) -> Tensor:
         """int64 [N * merge_unit]: the same permutation for patches."""
-        return (self.units[:, None] * merge_unit + torch.arange(merge_unit)).flatten()
+        return (self.unit_order[:, None] * merge_unit + torch.arange(merge_unit)).flatten()
 
 
-def window_order(grids: Sequence[GridTHW], vision: VisionSpec) -> WindowOrder:
+def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> WindowOrder:
     """The window order of all media of a row.
 
     Frames stay together. Within a frame, windows are in row-major order. There are no empty windows.
     """
-    unit = vision.merge_unit
-    frames = torch.tensor([grid.h * grid.w for grid in grids for _ in range(grid.t)], dtype=torch.int32)
-    cu_seqlens = _cumulative(frames)
-    if not vision.window_size:
-        return WindowOrder(torch.arange(int(frames.sum()) // unit), cu_seqlens, cu_seqlens)
+    merge_unit = vision_spec.merge_unit
+    patches_per_frame = torch.tensor(
+        [media_grid.h * media_grid.w for media_grid in media_grids for _ in range(media_grid.t)],
+        dtype=torch.int32,
+    )
+    cu_seqlens = _cumulative_lengths(patches_per_frame)
+    if not vision_spec.window_size:
+        return WindowOrder(torch.arange(int(patches_per_frame.sum()) // merge_unit), cu_seqlens, cu_seqlens)
 
-    side = vision.window_size // vision.spatial_merge_size // vision.patch_size
-    keys = []
-    first = 0
-    for grid in grids:
-        window, per_frame = _window_of_unit(
-            grid.h // vision.spatial_merge_size, grid.w // vision.spatial_merge_size, side
+    window_side = vision_spec.window_size // vision_spec.spatial_merge_size // vision_spec.patch_size
+    window_keys = []
+    first_window = 0
+    for media_grid in media_grids:
+        unit_windows, windows_per_frame = _window_indices(
+            media_grid.h // vision_spec.spatial_merge_size,
+            media_grid.w // vision_spec.spatial_merge_size,
+            window_side,
         )
-        keys.append((torch.arange(grid.t)[:, None] * per_frame + window + first).flatten())
-        first += grid.t * per_frame
+        window_keys.append(
+            (torch.arange(media_grid.t)[:, None] * windows_per_frame + unit_windows + first_window).flatten()
+        )
+        first_window += media_grid.t * windows_per_frame
 
-    key = torch.cat(keys)
-    units = torch.argsort(key, stable=True)
-    sizes = torch.unique_consecutive(key[units], return_counts=True)[1]
-    return WindowOrder(units, cu_seqlens, _cumulative(sizes * unit))
+    window_key = torch.cat(window_keys)
+    unit_order = torch.argsort(window_key, stable=True)
+    units_per_window = torch.unique_consecutive(window_key[unit_order], return_counts=True)[1]
+    return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * merge_unit))
 
 
-def _window_of_unit(rows: int, columns: int, side: int) -> tuple[Tensor, int]:
+def _window_indices(unit_rows: int, unit_columns: int, window_side: int) -> tuple[Tensor, int]:
     """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
-    across = -(-columns // side)
-    window = (torch.arange(rows) // side)[:, None] * across + torch.arange(columns) // side
-    return window.flatten(), across * -(-rows // side)
+    windows_across = -(-unit_columns // window_side)
+    window_index = (torch.arange(unit_rows) // window_side)[:, None] * windows_across + torch.arange(
+        unit_columns
+    ) // window_side
+    return window_index.flatten(), windows_across * -(-unit_rows // window_side)
 
 
-def _cumulative(sizes: Tensor) -> Tensor:
-    return torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).int()
+def _cumulative_lengths(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()

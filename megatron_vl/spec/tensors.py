@@ -28,20 +28,20 @@ from typing import Literal, NamedTuple
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import LanguageSpec, ModelSpec
 
-Split = Literal["replicated", "column", "row", "gated", "sections"]
+ParallelStyle = Literal["replicated", "column", "row", "gated", "sections"]
 """How a matrix is cut: not at all, along dim 0, along dim 1, along dim 0 of each of two stacked halves (gate,
 up), or along dim 0 of each of several stacked :attr:`TensorInfo.sections`. In a stack of experts, each
 expert's matrix is cut in this way."""
 
-EMBEDDING = "language_model.embedding.word_embeddings.weight"
-OUTPUT = "language_model.output_layer.weight"
+EMBEDDING_TENSOR = "language_model.embedding.word_embeddings.weight"
+OUTPUT_TENSOR = "language_model.output_layer.weight"
 
 
 class LayoutError(UserError, ValueError):
     """A parallel layout does not fit the model. The message says which number, and what would be valid."""
 
 
-class Cut(NamedTuple):
+class Sharding(NamedTuple):
     """The numbers of parts into which the tensors of a stage are cut.
 
     Dense tensors are cut into ``tp`` parts, experts' tensors into ``ep * etp``.
@@ -56,29 +56,31 @@ class Cut(NamedTuple):
     """Expert parallel size: it divides the experts into contiguous runs of whole experts."""
     etp: int = 1
     """Expert tensor parallel size: it cuts each expert's matrices."""
-    whole_vision: bool = False
+    is_tower_replicated: bool = False
     """Whether every rank holds the whole vision tower, so that tensor parallelism does not cut it."""
 
-    def ways(self, info: TensorInfo) -> int:
+    def tensor_parallel_ways(self, tensor_info: TensorInfo) -> int:
         """The number of parts into which tensor parallelism cuts a dense tensor."""
-        return 1 if self.on_every_rank(info) else self.tp
+        return 1 if self.is_on_every_rank(tensor_info) else self.tp
 
-    def on_every_rank(self, info: TensorInfo) -> bool:
+    def is_on_every_rank(self, tensor_info: TensorInfo) -> bool:
         """Whether every rank of the run holds the whole tensor."""
-        return self.whole_vision and info.section == "vision"
+        return self.is_tower_replicated and tensor_info.model_section == "vision"
 
-    def parts(self, info: TensorInfo) -> int:
+    def num_shards(self, tensor_info: TensorInfo) -> int:
         """The number of parts of a tensor. The parts of a replicated tensor are all equal."""
-        return self.ep * self.etp if info.experts else self.ways(info)
+        return self.ep * self.etp if tensor_info.num_experts else self.tensor_parallel_ways(tensor_info)
 
-    def part(self, info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0) -> int:
+    def shard_index(
+        self, tensor_info: TensorInfo, *, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
+    ) -> int:
         """The part that a rank holds: ``tp_rank``, or ``ep_rank * etp + etp_rank`` for an expert tensor."""
-        if info.experts:
+        if tensor_info.num_experts:
             return ep_rank * self.etp + etp_rank
-        return 0 if self.on_every_rank(info) else tp_rank
+        return 0 if self.is_on_every_rank(tensor_info) else tp_rank
 
 
-WHOLE = Cut()
+UNSHARDED = Sharding()
 """No cut: one part holds the whole tensor."""
 
 
@@ -88,220 +90,299 @@ class TensorInfo:
 
     name: str
     shape: tuple[int, ...]
-    split: Split
-    section: str
-    """``vision``, ``embedding``, ``head`` or ``layer``."""
-    layer: int = -1
-    """Zero-based decoder layer if ``section`` is ``layer``."""
-    experts: int = 0
-    """Number of experts stacked along dim 0, which expert parallelism divides among ranks. ``split`` then
+    parallel_style: ParallelStyle
+    model_section: str
+    """``vision``, ``embedding``, ``head`` or ``layer_index``."""
+    layer_index: int = -1
+    """Zero-based decoder layer if ``model_section`` is ``layer_index``."""
+    num_experts: int = 0
+    """Number of experts stacked along dim 0, which expert parallelism divides among ranks. ``parallel_style`` then
     says how expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
-    sections: tuple[int, ...] = ()
-    """Number of rows of each section if ``split`` is ``sections``."""
+    section_rows: tuple[int, ...] = ()
+    """Number of rows of each section if ``parallel_style`` is ``section_rows``."""
 
-    def shard_shape(self, cut: Cut) -> tuple[int, ...]:
+    def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
         """The shape of one part."""
-        if self.experts:
-            one = dataclasses.replace(self, shape=self.shape[1:], experts=0)
-            return (self.experts // cut.ep, *one.shard_shape(Cut(cut.etp)))
-        if self.split == "replicated":
+        if self.num_experts:
+            expert_info = dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
+            return (self.num_experts // sharding.ep, *expert_info.shard_shape(Sharding(sharding.etp)))
+        if self.parallel_style == "replicated":
             return self.shape
-        axis = 1 if self.split == "row" else 0
-        ways = cut.ways(self)
-        return tuple(n // ways if i == axis else n for i, n in enumerate(self.shape))
+        shard_axis = 1 if self.parallel_style == "row" else 0
+        num_ways = sharding.tensor_parallel_ways(self)
+        return tuple(
+            dim_size // num_ways if dim_index == shard_axis else dim_size
+            for dim_index, dim_size in enumerate(self.shape)
+        )
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
     """All tensors of the model by canonical name, in model order. A tied output layer has no entry."""
-    infos = [*_vision(spec), *_language(spec)]
-    return {info.name: info for info in infos}
+    tensor_infos = [*_vision_tensors(spec), *_language_tensors(spec)]
+    return {info.name: info for info in tensor_infos}
 
 
-def _vision(spec: ModelSpec) -> list[TensorInfo]:
-    v = spec.vision
-    h = v.hidden_size
-    f = v.padded_ffn_hidden_size
-    unit = v.merge_unit * v.hidden_size
-    norm_bias = v.norm == "LayerNorm"
-    out: list[TensorInfo] = []
+def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
+    vision_spec = spec.vision
+    hidden_size = vision_spec.hidden_size
+    ffn_hidden_size = vision_spec.padded_ffn_hidden_size
+    merged_width = vision_spec.merge_unit * vision_spec.hidden_size
+    has_norm_bias = vision_spec.norm == "LayerNorm"
+    tensor_infos: list[TensorInfo] = []
 
-    def add(name: str, shape: tuple[int, ...], split: Split = "replicated") -> None:
-        out.append(TensorInfo(f"vision_model.{name}", shape, split, "vision"))
+    def add_tensor(
+        tensor_name: str, shape: tuple[int, ...], parallel_style: ParallelStyle = "replicated"
+    ) -> None:
+        tensor_infos.append(TensorInfo(f"vision_model.{tensor_name}", shape, parallel_style, "vision"))
 
-    def norm(prefix: str, joint: str = ".", width: int = h) -> None:
-        add(f"{prefix}{joint}weight", (width,))
-        if norm_bias:
-            add(f"{prefix}{joint}bias", (width,))
+    def add_norm(prefix: str, separator: str = ".", norm_width: int = hidden_size) -> None:
+        add_tensor(f"{prefix}{separator}weight", (norm_width,))
+        if has_norm_bias:
+            add_tensor(f"{prefix}{separator}bias", (norm_width,))
 
-    def merger(name: str, norm_width: int) -> None:
-        norm(f"{name}.norm", width=norm_width)
-        add(f"{name}.linear_fc1.weight", (unit, unit), "column")
-        add(f"{name}.linear_fc1.bias", (unit,), "column")
-        add(f"{name}.linear_fc2.weight", (v.out_hidden_size, unit), "row")
-        add(f"{name}.linear_fc2.bias", (v.out_hidden_size,))
+    def add_merger(merger_name: str, norm_width: int) -> None:
+        add_norm(f"{merger_name}.norm", norm_width=norm_width)
+        add_tensor(f"{merger_name}.linear_fc1.weight", (merged_width, merged_width), "column")
+        add_tensor(f"{merger_name}.linear_fc1.bias", (merged_width,), "column")
+        add_tensor(f"{merger_name}.linear_fc2.weight", (vision_spec.out_hidden_size, merged_width), "row")
+        add_tensor(f"{merger_name}.linear_fc2.bias", (vision_spec.out_hidden_size,))
 
-    add("patch_embed.proj.weight", (h, v.patch_dim))
-    if v.patch_bias:
-        add("patch_embed.proj.bias", (h,))
-    if v.position_table_side:
-        add("position_table.weight", (v.position_table_side**2, h))
+    add_tensor("patch_embed.proj.weight", (hidden_size, vision_spec.patch_dim))
+    if vision_spec.patch_bias:
+        add_tensor("patch_embed.proj.bias", (hidden_size,))
+    if vision_spec.position_table_side:
+        add_tensor("position_table.weight", (vision_spec.position_table_side**2, hidden_size))
 
-    fc1: tuple[int, Split] = (2 * f, "gated") if v.gated_mlp else (f, "column")
-    for i in range(v.num_layers):
-        layer = f"decoder.layers.{i}."
-        norm(f"{layer}self_attention.linear_qkv.layer_norm", "_")
-        add(f"{layer}self_attention.linear_qkv.weight", (3 * h, h), "column")
-        add(f"{layer}self_attention.linear_qkv.bias", (3 * h,), "column")
-        add(f"{layer}self_attention.linear_proj.weight", (h, h), "row")
-        add(f"{layer}self_attention.linear_proj.bias", (h,))
-        norm(f"{layer}mlp.linear_fc1.layer_norm", "_")
-        add(f"{layer}mlp.linear_fc1.weight", (fc1[0], h), fc1[1])
-        add(f"{layer}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
-        add(f"{layer}mlp.linear_fc2.weight", (h, f), "row")
-        add(f"{layer}mlp.linear_fc2.bias", (h,))
+    fc1: tuple[int, ParallelStyle] = (
+        (2 * ffn_hidden_size, "gated") if vision_spec.gated_mlp else (ffn_hidden_size, "column")
+    )
+    for layer_index in range(vision_spec.num_layers):
+        layer_prefix = f"decoder.layers.{layer_index}."
+        add_norm(f"{layer_prefix}self_attention.linear_qkv.layer_norm", "_")
+        add_tensor(
+            f"{layer_prefix}self_attention.linear_qkv.weight", (3 * hidden_size, hidden_size), "column"
+        )
+        add_tensor(f"{layer_prefix}self_attention.linear_qkv.bias", (3 * hidden_size,), "column")
+        add_tensor(f"{layer_prefix}self_attention.linear_proj.weight", (hidden_size, hidden_size), "row")
+        add_tensor(f"{layer_prefix}self_attention.linear_proj.bias", (hidden_size,))
+        add_norm(f"{layer_prefix}mlp.linear_fc1.layer_norm", "_")
+        add_tensor(f"{layer_prefix}mlp.linear_fc1.weight", (fc1[0], hidden_size), fc1[1])
+        add_tensor(f"{layer_prefix}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
+        add_tensor(f"{layer_prefix}mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
+        add_tensor(f"{layer_prefix}mlp.linear_fc2.bias", (hidden_size,))
 
-    merger("merger", h)
-    for number in range(len(v.deepstack_layers)):
-        merger(f"deepstack_mergers.{number}", unit)
-    return out
+    add_merger("merger", hidden_size)
+    for merger_index in range(len(vision_spec.deepstack_layers)):
+        add_merger(f"deepstack_mergers.{merger_index}", merged_width)
+    return tensor_infos
 
 
-def _language(spec: ModelSpec) -> list[TensorInfo]:
-    m = spec.language
-    h = m.hidden_size
-    out = [TensorInfo(EMBEDDING, (m.vocab_size, h), "column", "embedding")]
+def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
+    language_spec = spec.language
+    hidden_size = language_spec.hidden_size
+    tensor_infos = [
+        TensorInfo(EMBEDDING_TENSOR, (language_spec.vocab_size, hidden_size), "column", "embedding")
+    ]
 
-    for i in range(m.num_layers):
+    for layer_index in range(language_spec.num_layers):
 
-        def add(
-            name: str,
+        def add_tensor(
+            tensor_name: str,
             shape: tuple[int, ...],
-            split: Split = "replicated",
-            experts: int = 0,
-            sections: tuple[int, ...] = (),
-            i: int = i,
+            parallel_style: ParallelStyle = "replicated",
+            num_experts: int = 0,
+            section_rows: tuple[int, ...] = (),
+            layer_index: int = layer_index,
         ) -> None:
-            full = f"language_model.decoder.layers.{i}.{name}"
-            out.append(TensorInfo(full, shape, split, "layer", i, experts, sections))
+            full_name = f"language_model.decoder.layers.{layer_index}.{tensor_name}"
+            tensor_infos.append(
+                TensorInfo(full_name, shape, parallel_style, "layer", layer_index, num_experts, section_rows)
+            )
 
-        (_linear_attention if m.is_linear(i) else _softmax_attention)(m, add)
-        if m.has_experts(i):
-            _experts(m, add)
+        (
+            _linear_attention_tensors
+            if language_spec.has_linear_attention(layer_index)
+            else _softmax_attention_tensors
+        )(language_spec, add_tensor)
+        if language_spec.has_experts(layer_index):
+            _expert_tensors(language_spec, add_tensor)
         else:
-            f = m.ffn_hidden_size
-            add("mlp.linear_fc1.layer_norm_weight", (h,))
-            add("mlp.linear_fc1.weight", (2 * f, h), "gated")
-            add("mlp.linear_fc2.weight", (h, f), "row")
+            ffn_hidden_size = language_spec.ffn_hidden_size
+            add_tensor("mlp.linear_fc1.layer_norm_weight", (hidden_size,))
+            add_tensor("mlp.linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated")
+            add_tensor("mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
 
-    out.append(TensorInfo("language_model.decoder.final_layernorm.weight", (h,), "replicated", "head"))
-    if not m.tied_embeddings:
-        out.append(TensorInfo(OUTPUT, (m.vocab_size, h), "column", "head"))
-    return out
+    tensor_infos.append(
+        TensorInfo("language_model.decoder.final_layernorm.weight", (hidden_size,), "replicated", "head")
+    )
+    if not language_spec.tied_embeddings:
+        tensor_infos.append(
+            TensorInfo(OUTPUT_TENSOR, (language_spec.vocab_size, hidden_size), "column", "head")
+        )
+    return tensor_infos
 
 
-def _softmax_attention(m: LanguageSpec, add: Callable[..., None]) -> None:
+def _softmax_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
     """Adds the tensors of one layer's softmax attention."""
-    h = m.hidden_size
-    queries = m.num_heads * (2 if m.output_gate else 1)
-    qkv = (queries + 2 * m.num_kv_heads) * m.head_dim
-    add("self_attention.linear_qkv.layer_norm_weight", (h,))
-    add("self_attention.linear_qkv.weight", (qkv, h), "column")
-    if m.qkv_bias:
-        add("self_attention.linear_qkv.bias", (qkv,), "column")
-    if m.qk_norm:
-        add("self_attention.q_layernorm.weight", (m.head_dim,))
-        add("self_attention.k_layernorm.weight", (m.head_dim,))
-    add("self_attention.linear_proj.weight", (h, m.num_heads * m.head_dim), "row")
+    hidden_size = language_spec.hidden_size
+    num_query_heads = language_spec.num_heads * (2 if language_spec.output_gate else 1)
+    qkv_rows = (num_query_heads + 2 * language_spec.num_kv_heads) * language_spec.head_dim
+    add_tensor("self_attention.linear_qkv.layer_norm_weight", (hidden_size,))
+    add_tensor("self_attention.linear_qkv.weight", (qkv_rows, hidden_size), "column")
+    if language_spec.qkv_bias:
+        add_tensor("self_attention.linear_qkv.bias", (qkv_rows,), "column")
+    if language_spec.qk_norm:
+        add_tensor("self_attention.q_layernorm.weight", (language_spec.head_dim,))
+        add_tensor("self_attention.k_layernorm.weight", (language_spec.head_dim,))
+    add_tensor(
+        "self_attention.linear_proj.weight",
+        (hidden_size, language_spec.num_heads * language_spec.head_dim),
+        "row",
+    )
 
 
-def _experts(m: LanguageSpec, add: Callable[..., None]) -> None:
+def _expert_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
     """Adds the tensors of one layer's mixture of experts."""
-    assert m.moe is not None
-    h = m.hidden_size
-    count, width = m.moe.num_experts, m.moe.ffn_hidden_size
+    assert language_spec.moe is not None
+    hidden_size = language_spec.hidden_size
+    num_experts, expert_ffn_size = language_spec.moe.num_experts, language_spec.moe.ffn_hidden_size
     # The router also reads this norm's output, so Megatron-core does not fuse it.
-    add("pre_mlp_layernorm.weight", (h,))
-    add("mlp.router.weight", (count, h))
-    add("mlp.experts.linear_fc1.weight", (count, 2 * width, h), "gated", count)
-    add("mlp.experts.linear_fc2.weight", (count, h, width), "row", count)
-    if shared := m.moe.shared_ffn_hidden_size:
-        add("mlp.shared_experts.linear_fc1.weight", (2 * shared, h), "gated")
-        add("mlp.shared_experts.linear_fc2.weight", (h, shared), "row")
-        add("mlp.shared_experts.gate_weight", (1, h))
+    add_tensor("pre_mlp_layernorm.weight", (hidden_size,))
+    add_tensor("mlp.router.weight", (num_experts, hidden_size))
+    add_tensor(
+        "mlp.experts.linear_fc1.weight", (num_experts, 2 * expert_ffn_size, hidden_size), "gated", num_experts
+    )
+    add_tensor(
+        "mlp.experts.linear_fc2.weight", (num_experts, hidden_size, expert_ffn_size), "row", num_experts
+    )
+    if shared_ffn_size := language_spec.moe.shared_ffn_hidden_size:
+        add_tensor("mlp.shared_experts.linear_fc1.weight", (2 * shared_ffn_size, hidden_size), "gated")
+        add_tensor("mlp.shared_experts.linear_fc2.weight", (hidden_size, shared_ffn_size), "row")
+        add_tensor("mlp.shared_experts.gate_weight", (1, hidden_size))
 
 
-def _linear_attention(m: LanguageSpec, add: Callable[..., None]) -> None:
+def _linear_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]) -> None:
     """Adds the tensors of one Gated DeltaNet layer, with the names of Megatron-core's module."""
-    a = m.linear_attention
-    assert a is not None
-    h = m.hidden_size
-    keys, values = a.key_heads * a.key_dim, a.value_heads * a.value_dim
-    channels = (keys, keys, values)
-    sections = (*channels, values, a.value_heads, a.value_heads)
-    add("self_attention.in_proj.layer_norm_weight", (h,))
-    add("self_attention.in_proj.weight", (sum(sections), h), "sections", sections=sections)
-    add("self_attention.conv1d.weight", (sum(channels), 1, a.conv_width), "sections", sections=channels)
-    add("self_attention.A_log", (a.value_heads,), "column")
-    add("self_attention.dt_bias", (a.value_heads,), "column")
-    add("self_attention.out_norm.weight", (a.value_dim,))
-    add("self_attention.out_proj.weight", (h, values), "row")
+    linear_spec = language_spec.linear_attention
+    assert linear_spec is not None
+    hidden_size = language_spec.hidden_size
+    key_width, value_width = (
+        linear_spec.key_heads * linear_spec.key_dim,
+        linear_spec.value_heads * linear_spec.value_dim,
+    )
+    conv_sections = (key_width, key_width, value_width)
+    projection_sections = (*conv_sections, value_width, linear_spec.value_heads, linear_spec.value_heads)
+    add_tensor("self_attention.in_proj.layer_norm_weight", (hidden_size,))
+    add_tensor(
+        "self_attention.in_proj.weight",
+        (sum(projection_sections), hidden_size),
+        "sections",
+        section_rows=projection_sections,
+    )
+    add_tensor(
+        "self_attention.conv1d.weight",
+        (sum(conv_sections), 1, linear_spec.conv_width),
+        "sections",
+        section_rows=conv_sections,
+    )
+    add_tensor("self_attention.A_log", (linear_spec.value_heads,), "column")
+    add_tensor("self_attention.dt_bias", (linear_spec.value_heads,), "column")
+    add_tensor("self_attention.out_norm.weight", (linear_spec.value_dim,))
+    add_tensor("self_attention.out_proj.weight", (hidden_size, value_width), "row")
 
 
-def check_cut(spec: ModelSpec, cut: Cut) -> None:
+def check_sharding(spec: ModelSpec, sharding: Sharding) -> None:
     """Raises :class:`LayoutError` unless every tensor of the model can be cut in this way."""
-    check_tp(spec, cut.tp)
-    moe = spec.language.moe
-    if moe is None:
-        for name, value in (("ep", cut.ep), ("etp", cut.etp)):
-            if value != 1:
+    check_tensor_parallel(spec, sharding.tp)
+    moe_spec = spec.language.moe
+    if moe_spec is None:
+        for size_name, parallel_size in (("ep", sharding.ep), ("etp", sharding.etp)):
+            if parallel_size != 1:
                 raise LayoutError(
-                    f"{name}={value} is for models with experts; {spec.family} is dense: leave {name} at 1"
+                    f"{size_name}={parallel_size} is for models with experts; {spec.family} is dense: leave {size_name} at 1"
                 )
         return
 
-    if moe.num_experts % cut.ep:
-        valid = [n for n in range(1, moe.num_experts + 1) if moe.num_experts % n == 0]
-        raise LayoutError(f"ep={cut.ep} does not divide {moe.num_experts} experts; valid: {valid}")
-
-    if moe.ffn_hidden_size % cut.etp:
-        valid = [n for n in (1, 2, 4, 8, 16) if moe.ffn_hidden_size % n == 0]
+    if moe_spec.num_experts % sharding.ep:
+        valid_sizes = [
+            candidate_size
+            for candidate_size in range(1, moe_spec.num_experts + 1)
+            if moe_spec.num_experts % candidate_size == 0
+        ]
         raise LayoutError(
-            f"etp={cut.etp} does not divide the experts' FFN width {moe.ffn_hidden_size}; valid: {valid}"
+            f"ep={sharding.ep} does not divide {moe_spec.num_experts} experts; valid: {valid_sizes}"
+        )
+
+    if moe_spec.ffn_hidden_size % sharding.etp:
+        valid_sizes = [
+            candidate_size
+            for candidate_size in (1, 2, 4, 8, 16)
+            if moe_spec.ffn_hidden_size % candidate_size == 0
+        ]
+        raise LayoutError(
+            f"etp={sharding.etp} does not divide the experts' FFN width {moe_spec.ffn_hidden_size}; valid: {valid_sizes}"
         )
 
 
-def part_of(name: str) -> str:
+def model_part(tensor_name: str) -> str:
     """``vision``, ``merger`` or ``language``: the part of the model that a canonical name belongs to.
 
     Each part can be frozen and can have its own learning rate.
     """
-    if name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
+    if tensor_name.startswith(("vision_model.merger.", "vision_model.deepstack_mergers.")):
         return "merger"
-    return "vision" if name.startswith("vision_model.") else "language"
+    return "vision" if tensor_name.startswith("vision_model.") else "language"
 
 
-def check_tp(spec: ModelSpec, tp: int) -> None:
-    """Raises :class:`LayoutError` unless tensor parallelism can cut every dense tensor into ``tp`` parts."""
-    m, v = spec.language, spec.vision
-    has_dense = any(not m.has_experts(i) for i in range(m.num_layers))
-    a = m.linear_attention
-    shared = m.moe.shared_ffn_hidden_size if m.moe else 0
+def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
+    """Raises :class:`LayoutError` unless tensor parallelism can cut every dense tensor into ``tp_size`` parts."""
+    language_spec, vision_spec = spec.language, spec.vision
+    has_dense = any(
+        not language_spec.has_experts(layer_index) for layer_index in range(language_spec.num_layers)
+    )
+    linear_spec = language_spec.linear_attention
+    shared_ffn_size = language_spec.moe.shared_ffn_hidden_size if language_spec.moe else 0
     # With more ranks than key/value heads, core cuts a head's weight and gathers the projected head.
-    kv_fits = m.num_kv_heads % tp == 0 or tp % m.num_kv_heads == 0
+    kv_fits = language_spec.num_kv_heads % tp_size == 0 or tp_size % language_spec.num_kv_heads == 0
 
-    checks = [
-        (m.num_heads % tp == 0, f"{m.num_heads} attention heads of the language model"),
-        (kv_fits, f"{m.num_kv_heads} key/value heads of the language model"),
-        (a is None or a.key_heads % tp == 0, f"{a and a.key_heads} key heads of linear attention"),
-        (v.num_heads % tp == 0, f"{v.num_heads} attention heads of the vision tower"),
-        (m.ffn_hidden_size % tp == 0 or not has_dense, f"the language model's FFN width {m.ffn_hidden_size}"),
-        (shared % tp == 0, f"the shared expert's FFN width {shared}"),
-        (m.vocab_size % tp == 0, f"the vocabulary of {m.vocab_size} tokens"),
-        (v.merge_unit * v.hidden_size % tp == 0, f"the merger's width {v.merge_unit * v.hidden_size}"),
+    divisibility_checks = [
+        (
+            language_spec.num_heads % tp_size == 0,
+            f"{language_spec.num_heads} attention heads of the language model",
+        ),
+        (kv_fits, f"{language_spec.num_kv_heads} key/value heads of the language model"),
+        (
+            linear_spec is None or linear_spec.key_heads % tp_size == 0,
+            f"{linear_spec and linear_spec.key_heads} key heads of linear attention",
+        ),
+        (
+            vision_spec.num_heads % tp_size == 0,
+            f"{vision_spec.num_heads} attention heads of the vision tower",
+        ),
+        (
+            language_spec.ffn_hidden_size % tp_size == 0 or not has_dense,
+            f"the language model's FFN width {language_spec.ffn_hidden_size}",
+        ),
+        (shared_ffn_size % tp_size == 0, f"the shared expert's FFN width {shared_ffn_size}"),
+        (language_spec.vocab_size % tp_size == 0, f"the vocabulary of {language_spec.vocab_size} tokens"),
+        (
+            vision_spec.merge_unit * vision_spec.hidden_size % tp_size == 0,
+            f"the merger's width {vision_spec.merge_unit * vision_spec.hidden_size}",
+        ),
     ]
 
-    for fits, what in checks:
-        if not fits:
-            heads = (m.num_heads, v.num_heads, *((a.key_heads,) if a else ()))
-            valid = [n for n in (1, 2, 4, 8, 16) if not any(count % n for count in heads)]
-            raise LayoutError(f"tp={tp} does not divide {what}; the heads allow tp in {valid}")
+    for is_divisible, dimension_text in divisibility_checks:
+        if not is_divisible:
+            head_counts = (
+                language_spec.num_heads,
+                vision_spec.num_heads,
+                *((linear_spec.key_heads,) if linear_spec else ()),
+            )
+            valid_sizes = [
+                candidate_size
+                for candidate_size in (1, 2, 4, 8, 16)
+                if not any(count % candidate_size for count in head_counts)
+            ]
+            raise LayoutError(
+                f"tp={tp_size} does not divide {dimension_text}; the heads allow tp in {valid_sizes}"
+            )

@@ -40,160 +40,175 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_vl import durable, progress
-from megatron_vl.data.source.bad_samples import BadSampleMeter, add_pending
-from megatron_vl.json_files import check_version, manifest_digest, write_json
+from megatron_vl import durable_files, progress
+from megatron_vl.data.source.bad_samples import BadSampleMeter, add_pending_counts
+from megatron_vl.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
-from megatron_vl.models.names import LiveTensor
+from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
-from megatron_vl.parallel.grid import ProcessGrid
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.optimizer_state import (
-    INDEX,
-    NoStateError,
-    OptimizerReader,
-    check_hash,
+    INDEX_FILE,
+    MissingOptimizerStateError,
+    OptimizerStateReader,
+    check_file_hash,
     host_copy,
-    restore,
-    slices_of,
-    snapshot,
-    write_hashed,
-    write_index,
+    list_index_entries,
+    restore_optimizer,
+    snapshot_optimizer,
+    write_hashed_safetensors,
+    write_slice_index,
 )
-from megatron_vl.training.out_of_memory import host_message
-from megatron_vl.weights.blocks import shard
+from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.weights.manifest import write_expert_file, write_manifest, write_rank_file
-from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.run_folder import (
-    LATEST,
-    LINEAGE,
+    LATEST_FILE,
+    LINEAGE_FILE,
     CheckpointError,
+    CheckpointPoint,
     Lineage,
-    Point,
-    Saved,
-    aside,
-    folder_step,
-    new_branch,
-    parse_lineage,
+    SavedCheckpoint,
+    aside_path,
+    lineage_from_json,
+    make_branch_name,
     read_lineage,
-    read_signed,
+    read_signed_json,
     saved_checkpoints,
-    step_folder,
+    step_dir_path,
+    step_of_dir,
     write_lineage,
 )
 from megatron_vl.weights.tensor_files import WeightsError
+from megatron_vl.weights.weight_reader import WeightReader
 
 __all__ = [
     "CheckpointError",
     "CheckpointSaver",
-    "Restored",
-    "Snapshot",
-    "load",
+    "RestoredState",
+    "CheckpointSnapshot",
+    "load_checkpoint",
     "load_weights",
     "take_snapshot",
 ]
 
-_FORMAT = 1
+_FORMAT_VERSION = 1
 """The version of ``run.json``."""
 
 
-def run_parameters(
-    chunks: list[DistributedDataParallel], layout: Layout, grid: ProcessGrid
+def collect_live_tensors(
+    model_chunks: list[DistributedDataParallel], layout: Layout, grid: ProcessGrid
 ) -> list[LiveTensor]:
     """The parameters of this rank. A tied output layer is a second parameter under the embedding's name."""
-    return chunk_tensors([chunk.module for chunk in chunks], layout, grid.pp_rank, grid.ep_rank)
+    return chunk_tensors([chunk.module for chunk in model_chunks], layout, grid.pp_rank, grid.ep_rank)
 
 
 @dataclass
-class Snapshot:
+class CheckpointSnapshot:
     """One rank's part of a checkpoint: a copy in host memory, which training no longer changes."""
 
     step: int
-    weights: dict[str, Tensor] | None
+    dense_weights: dict[str, Tensor] | None
     """This rank's dense tensors by canonical name; None unless it is the first rank that holds them."""
-    experts: dict[str, Tensor] | None
+    expert_stacks: dict[str, Tensor] | None
     """Stacks of this rank's experts. If several ranks hold the same experts, only the first has them."""
-    optimizer: dict[str, Tensor]
-    loader: dict[str, Any] | None
-    facts: dict[str, Any]
-    pending: dict[str, int] = field(default_factory=dict)
-    """This rank's counts since the last printed step (see :func:`add_pending`)."""
+    optimizer_state: dict[str, Tensor]
+    loader_state: dict[str, Any] | None
+    run_metadata: dict[str, Any]
+    unlogged_counts: dict[str, int] = field(default_factory=dict)
+    """This rank's counts since the last printed step (see :func:`add_pending_counts`)."""
 
 
 def take_snapshot(
     step: int,
     *,
-    chunks: list[DistributedDataParallel],
+    model_chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     spec: ModelSpec,
     layout: Layout,
     grid: ProcessGrid,
     loader_state: dict[str, Any] | None,
-    run: dict[str, Any],
-    pending: dict[str, int] | None = None,
-) -> Snapshot:
+    run_metadata: dict[str, Any],
+    unlogged_counts: dict[str, int] | None = None,
+) -> CheckpointSnapshot:
     """Copies this rank's state to the host. Collective if parameters are still being gathered.
 
     Args:
-        run: facts for ``run.json``; those of rank 0 are written.
-        pending: this rank's counts that ``run["bad_samples"]`` does not include yet.
+        run_metadata: facts for ``run.json``; those of rank 0 are written.
+        unlogged_counts: this rank's counts that ``run["bad_samples"]`` does not include yet.
     """
-    for chunk in chunks:
+    for model_chunk in model_chunks:
         # With the overlapped gather, the weights of the last update arrive only in the next forward pass.
-        if chunk.ddp_config.overlap_param_gather:
-            chunk.start_param_sync(force_sync=True)
+        if model_chunk.ddp_config.overlap_param_gather:
+            model_chunk.start_param_sync(force_sync=True)
 
-    parameters, table = run_parameters(chunks, layout, grid), tensor_table(spec)
-    weights = experts = None
+    live_tensors, tensor_infos = collect_live_tensors(model_chunks, layout, grid), tensor_table(spec)
+    dense_weights = expert_stacks = None
     if grid.is_first_dense_copy:
-        dense = [t for t in parameters if t.expert is None and layout.stage_of(table[t.name]) == grid.pp_rank]
+        dense_tensors = [
+            live_tensor
+            for live_tensor in live_tensors
+            if live_tensor.expert_index is None
+            and layout.owning_pipeline_rank(tensor_infos[live_tensor.tensor_name]) == grid.pp_rank
+        ]
         # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
-        cut, stored = layout.cut, layout.cut._replace(whole_vision=False)
-        weights = {}
-        for tensor in dense:
-            weights[tensor.name] = host_copy(tensor.parameter)
-            if cut.on_every_rank(info := table[tensor.name]):
-                part = shard(weights[tensor.name], info, grid.tp_rank, stored)
-                weights[tensor.name] = part.contiguous()
+        sharding, stored_sharding = layout.sharding, layout.sharding._replace(is_tower_replicated=False)
+        dense_weights = {}
+        for tensor in dense_tensors:
+            dense_weights[tensor.tensor_name] = host_copy(tensor.parameter)
+            if sharding.is_on_every_rank(tensor_info := tensor_infos[tensor.tensor_name]):
+                tensor_shard = cut_shard(
+                    dense_weights[tensor.tensor_name], tensor_info, grid.tp_rank, stored_sharding
+                )
+                dense_weights[tensor.tensor_name] = tensor_shard.contiguous()
     if spec.language.moe and grid.edp_rank == 0:
-        experts = stack_experts([tensor for tensor in parameters if tensor.expert is not None])
+        expert_stacks = stack_experts([tensor for tensor in live_tensors if tensor.expert_index is not None])
 
-    facts = {"format": _FORMAT, "step": step, "layout": layout.as_dict(), **run}
-    return Snapshot(
-        step, weights, experts, snapshot(optimizer, parameters), loader_state, facts, pending or {}
+    snapshot_metadata = {"format": _FORMAT_VERSION, "step": step, "layout": layout.as_dict(), **run_metadata}
+    return CheckpointSnapshot(
+        step,
+        dense_weights,
+        expert_stacks,
+        snapshot_optimizer(optimizer, live_tensors),
+        loader_state,
+        snapshot_metadata,
+        unlogged_counts or {},
     )
 
 
 @torch.no_grad()
-def stack_experts(tensors: list[LiveTensor]) -> dict[str, Tensor]:
+def stack_experts(live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
     """Copies a rank's experts to the host, by canonical name and stacked [E / ep, ...] by expert number."""
-    numbers: dict[str, list[int]] = {}
-    for name, _, expert in tensors:
-        numbers.setdefault(name, []).append(expert)  # type: ignore[arg-type]
+    expert_indices: dict[str, list[int]] = {}
+    for name, _, expert in live_tensors:
+        expert_indices.setdefault(name, []).append(expert)  # type: ignore[arg-type]
 
-    stacks: dict[str, Tensor] = {}
-    for name, parameter, expert in tensors:
-        if name not in stacks:
-            stacks[name] = torch.empty(len(numbers[name]), *parameter.shape, dtype=parameter.dtype)
-        stacks[name][expert - min(numbers[name])].copy_(parameter)  # type: ignore[operator]
-    return stacks
+    expert_stacks: dict[str, Tensor] = {}
+    for name, parameter, expert in live_tensors:
+        if name not in expert_stacks:
+            expert_stacks[name] = torch.empty(
+                len(expert_indices[name]), *parameter.shape, dtype=parameter.dtype
+            )
+        expert_stacks[name][expert - min(expert_indices[name])].copy_(parameter)  # type: ignore[operator]
+    return expert_stacks
 
 
 class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        keep: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the current
+        num_latest_kept: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the current
             weights were trained are counted and deleted. Users delete those that a roll-back abandoned. The
             checkpoint that the current branch was rolled back to is kept too, so that the roll-back can be
             repeated.
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
-        lineage: lineage of the checkpoints to save (see :func:`megatron_vl.weights.run_folder.choose`);
+        lineage: lineage of the checkpoints to save (see :func:`megatron_vl.weights.run_folder.choose_start_point`);
             None: a new branch.
-        exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
+        hf_hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
 
     Raises:
         CheckpointError: another run is writing to the folder, or the folder's checkpoints cannot be read.
@@ -201,505 +216,605 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        folder: Path,
+        run_dir: Path,
         spec: ModelSpec,
         layout: Layout,
         grid: ProcessGrid,
-        keep: int,
+        num_latest_kept: int,
         keep_every: int = 0,
         lineage: Lineage | None = None,
-        exporter: HfExporter | None = None,
+        hf_exporter: HfExporter | None = None,
     ) -> None:
-        self.folder, self.spec, self.layout, self.grid = folder, spec, layout, grid
-        self.keep, self.keep_every = keep, keep_every
-        self.exporter = exporter
-        self._lineage = lineage or Lineage(branch=new_branch())
-        self._thread: threading.Thread | None = None
-        self._error: str | None = None
-        self._lock: Any = None
+        self.run_dir, self.spec, self.layout, self.grid = run_dir, spec, layout, grid
+        self.num_latest_kept, self.keep_every = num_latest_kept, keep_every
+        self.hf_exporter = hf_exporter
+        self._lineage = lineage or Lineage(branch=make_branch_name())
+        self._writer_thread: threading.Thread | None = None
+        self._write_error: str | None = None
+        self._lock_file: Any = None
 
         if grid.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_folder(folder)
-            for left in folder.glob("step_*.partial"):  # from a run that was killed while it saved
-                shutil.rmtree(left, ignore_errors=True)
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self._lock_file = lock_run_dir(run_dir)
+            for leftover_dir in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
+                shutil.rmtree(leftover_dir, ignore_errors=True)
             try:
-                saved = saved_checkpoints(folder)
+                existing_checkpoints = saved_checkpoints(run_dir)
             except BaseException:
                 self.close()
                 raise
             self._lineage = dataclasses.replace(
-                self._lineage, serial=saved[-1].lineage.serial if saved else 0
+                self._lineage, serial=existing_checkpoints[-1].lineage.serial if existing_checkpoints else 0
             )
 
-    def start(self, take: Callable[[], Snapshot], step: int) -> None:
+    def start_save(self, make_snapshot: Callable[[], CheckpointSnapshot], step: int) -> None:
         """Waits for an unfinished earlier save, takes a snapshot, and starts to write it. Collective."""
-        self.wait()
-        partial = self._partial(step)
+        self.wait_until_saved()
+        partial_dir = self._partial_dir(step)
         if self.grid.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            for name in ("weights", "optimizer", "loader", "done"):
-                (partial / name).mkdir(parents=True)
+            shutil.rmtree(partial_dir, ignore_errors=True)
+            for subdir_name in ("weights", "optimizer", "loader", "done"):
+                (partial_dir / subdir_name).mkdir(parents=True)
 
         try:
             dist.barrier()
-            snapshot = take()
-            self._thread = threading.Thread(target=self._write, args=(snapshot,), name=f"checkpoint-{step}")
-            self._thread.start()
+            checkpoint_snapshot = make_snapshot()
+            self._writer_thread = threading.Thread(
+                target=self._write_snapshot, args=(checkpoint_snapshot,), name=f"checkpoint-{step}"
+            )
+            self._writer_thread.start()
         except BaseException as error:
-            self._mark_failed(partial, error)  # other ranks may already be writing
+            self._mark_failed(partial_dir, error)  # other ranks may already be writing
             raise
 
-    def error(self) -> str | None:
+    def save_error(self) -> str | None:
         """Why a save failed on this rank; None if none failed."""
-        return self._error
+        return self._write_error
 
-    def wait(self) -> None:
+    def wait_until_saved(self) -> None:
         """Waits until this rank's part (on rank 0: the whole checkpoint) is on disk.
 
         Raises:
             CheckpointError: the save failed.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error:
-            raise CheckpointError(self._error)
+        if self._writer_thread is not None:
+            self._writer_thread.join()
+            self._writer_thread = None
+        if self._write_error:
+            raise CheckpointError(self._write_error)
 
     def close(self) -> None:
         """Lets other runs write to the folder, unless a save that failed still goes on in this process."""
-        if self._lock is not None and (self._thread is None or not self._thread.is_alive()):
-            unlock(self._lock)
-            self._lock = None
+        if self._lock_file is not None and (
+            self._writer_thread is None or not self._writer_thread.is_alive()
+        ):
+            unlock_run_dir(self._lock_file)
+            self._lock_file = None
 
-    def _partial(self, step: int) -> Path:
-        return self.folder / f"{step_folder(self.folder, step).name}.partial"
+    def _partial_dir(self, step: int) -> Path:
+        return self.run_dir / f"{step_dir_path(self.run_dir, step).name}.partial"
 
-    def _write(self, snapshot: Snapshot) -> None:
+    def _write_snapshot(self, checkpoint_snapshot: CheckpointSnapshot) -> None:
         """Writes this rank's part in the background thread and, on rank 0, completes the checkpoint."""
-        partial, rank = self._partial(snapshot.step), self.grid.rank
-        progress.in_background(progress.WRITING)
+        partial_dir, rank = self._partial_dir(checkpoint_snapshot.step), self.grid.rank
+        progress.set_background_task(progress.WRITING_CHECKPOINT)
         try:
             grid = self.grid
-            slices = slices_of(snapshot.optimizer, grid.tp_rank, grid.etp_rank, grid.cut.whole_vision)
-            marker = {
-                "weights": self._write_weights(partial, snapshot),
-                "files": self._write_state(partial, snapshot),
-                "slices": {state_file(rank): slices},
-                "pending": snapshot.pending,
+            index_entries = list_index_entries(
+                checkpoint_snapshot.optimizer_state,
+                grid.tp_rank,
+                grid.etp_rank,
+                grid.sharding.is_tower_replicated,
+            )
+            rank_marker = {
+                "weights": self._write_weights(partial_dir, checkpoint_snapshot),
+                "files": self._write_state(partial_dir, checkpoint_snapshot),
+                "slices": {state_file_name(rank): index_entries},
+                "pending": checkpoint_snapshot.unlogged_counts,
             }
-            write_json(partial / "done" / f"rank_{rank:05d}.json", marker)
-            progress.in_background("")
+            write_json(partial_dir / "done" / f"rank_{rank:05d}.json", rank_marker)
+            progress.set_background_task("")
             if rank == 0:
-                self._commit(partial, snapshot)
+                self._commit_checkpoint(partial_dir, checkpoint_snapshot)
 
         except BaseException as error:  # a thread's exception would be lost, so the loop reads _error
-            progress.in_background("")
-            why = host_message(error) or f"{type(error).__name__}: {error}"
-            self._error = f"checkpoint of step {snapshot.step} could not be written: {why}"
-            self._mark_failed(partial, error)
+            progress.set_background_task("")
+            error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
+            self._write_error = (
+                f"checkpoint of step {checkpoint_snapshot.step} could not be written: {error_text}"
+            )
+            self._mark_failed(partial_dir, error)
 
-    def _mark_failed(self, partial: Path, error: BaseException) -> None:
+    def _mark_failed(self, partial_dir: Path, error: BaseException) -> None:
         """Tells rank 0 that this rank cannot write its part."""
-        failed = partial / "done" / f"rank_{self.grid.rank:05d}.failed"
+        failure_marker = partial_dir / "done" / f"rank_{self.grid.rank:05d}.failed"
         try:
             try:
-                write_json(failed, f"{type(error).__name__}: {error}")
+                write_json(failure_marker, f"{type(error).__name__}: {error}")
             except (OSError, MemoryError):  # the message does not fit on the disk, or into memory
-                failed.touch()
+                failure_marker.touch()
         except (OSError, MemoryError):
             pass  # rank 0 will see the missing marker when this rank stops
 
-    def _write_weights(self, partial: Path, snapshot: Snapshot) -> list[dict[str, Any]]:
+    def _write_weights(
+        self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot
+    ) -> list[dict[str, Any]]:
         """Writes the weights in the snapshot. Returns the manifest's entries of the files."""
-        grid, folder, entries = self.grid, partial / "weights", []
-        if snapshot.weights is not None:
-            entries.append(write_rank_file(folder, grid.tp_rank, grid.pp_rank, snapshot.weights))
-        if snapshot.experts is not None:
+        grid, folder, entries = self.grid, partial_dir / "weights", []
+        if checkpoint_snapshot.dense_weights is not None:
             entries.append(
-                write_expert_file(folder, grid.ep_rank, grid.etp_rank, grid.pp_rank, snapshot.experts)
+                write_rank_file(folder, grid.tp_rank, grid.pp_rank, checkpoint_snapshot.dense_weights)
+            )
+        if checkpoint_snapshot.expert_stacks is not None:
+            entries.append(
+                write_expert_file(
+                    folder, grid.ep_rank, grid.etp_rank, grid.pp_rank, checkpoint_snapshot.expert_stacks
+                )
             )
         return entries
 
-    def _write_state(self, partial: Path, snapshot: Snapshot) -> dict[str, Any]:
+    def _write_state(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
         ranks = {
             axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
         }
-        name = f"optimizer/{state_file(self.grid.rank)}"
-        files = {name: write_hashed(partial / name, snapshot.optimizer, ranks)}
-        if snapshot.loader is not None:
+        name = f"optimizer/{state_file_name(self.grid.rank)}"
+        files = {
+            name: write_hashed_safetensors(partial_dir / name, checkpoint_snapshot.optimizer_state, ranks)
+        }
+        if checkpoint_snapshot.loader_state is not None:
             name = f"loader/dp_{self.grid.dp_rank:05d}.json"
-            files[name] = write_json(partial / name, snapshot.loader)
+            files[name] = write_json(partial_dir / name, checkpoint_snapshot.loader_state)
         return files
 
-    def _commit(self, partial: Path, snapshot: Snapshot) -> None:
+    def _commit_checkpoint(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> None:
         """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
-        markers = self._wait_for_markers(partial / "done")
-        entries = [entry for marker in markers for entry in marker["weights"]]
-        weights = write_manifest(
-            partial / "weights",
+        rank_markers = self._wait_for_markers(partial_dir / "done")
+        manifest_entries = [entry for marker in rank_markers for entry in marker["weights"]]
+        weights_digest = write_manifest(
+            partial_dir / "weights",
             self.spec,
             dataclasses.replace(self.layout, decoupled=False, cp=1),
-            entries,
-            {"step": snapshot.step},
+            manifest_entries,
+            {"step": checkpoint_snapshot.step},
         )
-        files = {name: facts for marker in markers for name, facts in marker["files"].items()}
-        slices = {name: found for marker in markers for name, found in marker["slices"].items()}
-        files[f"optimizer/{INDEX}"] = write_index(partial / "optimizer", slices)
+        file_records = {
+            name: metadata for marker in rank_markers for name, metadata in marker["files"].items()
+        }
+        entries_by_file = {name: found for marker in rank_markers for name, found in marker["slices"].items()}
+        file_records[f"optimizer/{INDEX_FILE}"] = write_slice_index(
+            partial_dir / "optimizer", entries_by_file
+        )
 
         lineage = dataclasses.replace(self._lineage, serial=self._lineage.serial + 1)
-        facts = {**snapshot.facts, "files": files, "weights": weights, "lineage": lineage.as_json()}
-        if "bad_samples" in facts:
-            facts["bad_samples"] = add_pending(
-                facts["bad_samples"], [marker["pending"] for marker in markers]
+        metadata = {
+            **checkpoint_snapshot.run_metadata,
+            "files": file_records,
+            "weights": weights_digest,
+            "lineage": lineage.as_json(),
+        }
+        if "bad_samples" in metadata:
+            metadata["bad_samples"] = add_pending_counts(
+                metadata["bad_samples"], [marker["pending"] for marker in rank_markers]
             )
-        write_lineage(partial, snapshot.step, lineage)
-        write_json(partial / "run.json", facts | {"digest": manifest_digest(facts)})
-        shutil.rmtree(partial / "done")
-        durable.sync(partial)
+        write_lineage(partial_dir, checkpoint_snapshot.step, lineage)
+        write_json(partial_dir / "run.json", metadata | {"digest": manifest_digest(metadata)})
+        shutil.rmtree(partial_dir / "done")
+        durable_files.fsync_path(partial_dir)
 
-        self._name(partial, snapshot.step)
+        self._give_final_name(partial_dir, checkpoint_snapshot.step)
         write_json(
-            self.folder / LATEST, {"step": snapshot.step, "serial": lineage.serial, "branch": lineage.branch}
+            self.run_dir / LATEST_FILE,
+            {"step": checkpoint_snapshot.step, "serial": lineage.serial, "branch": lineage.branch},
         )
-        self._lineage = dataclasses.replace(lineage, parent=Point(lineage.branch, snapshot.step))
-        if self.exporter is not None:
-            self.exporter.add(Saved(step_folder(self.folder, snapshot.step), snapshot.step, lineage))
-        self.prune()
+        self._lineage = dataclasses.replace(
+            lineage, parent=CheckpointPoint(lineage.branch, checkpoint_snapshot.step)
+        )
+        if self.hf_exporter is not None:
+            self.hf_exporter.enqueue_export(
+                SavedCheckpoint(
+                    step_dir_path(self.run_dir, checkpoint_snapshot.step), checkpoint_snapshot.step, lineage
+                )
+            )
+        self.delete_old_checkpoints()
 
-    def _name(self, partial: Path, step: int) -> None:
+    def _give_final_name(self, partial_dir: Path, step: int) -> None:
         """Gives a complete checkpoint its final name. If a checkpoint already has it, that one is renamed."""
-        final = step_folder(self.folder, step)
-        if final.exists():
+        final_dir = step_dir_path(self.run_dir, step)
+        if final_dir.exists():
             # If the old checkpoint was the latest, it stays the latest until the new one has the name. A kill
             # between the two renames loses only the new one.
-            os.replace(final, aside(Saved(final, step, lineage_or_none(final, step))))
-        os.replace(partial, final)
-        durable.sync(self.folder)
+            os.replace(
+                final_dir, aside_path(SavedCheckpoint(final_dir, step, lineage_or_empty(final_dir, step)))
+            )
+        os.replace(partial_dir, final_dir)
+        durable_files.fsync_path(self.run_dir)
 
-    def _wait_for_markers(self, done: Path) -> list[dict[str, Any]]:
+    def _wait_for_markers(self, marker_dir: Path) -> list[dict[str, Any]]:
         """Waits for the markers of all ranks. Raises CheckpointError if a rank failed or ended."""
         while True:
-            failed = sorted(done.glob("*.failed"))
-            if failed:
-                rank, said = int(failed[0].stem.split("_")[1]), failed[0].read_text()
-                raise CheckpointError(
-                    f"rank {rank}: {json.loads(said) if said else 'its part could not be written'}"
+            failure_markers = sorted(marker_dir.glob("*.failed"))
+            if failure_markers:
+                rank, failure_text = (
+                    int(failure_markers[0].stem.split("_")[1]),
+                    failure_markers[0].read_text(),
                 )
-            present = sorted(done.glob("rank_*.json"))
-            if len(present) == self.grid.world_size:
-                return [json.loads(path.read_text()) for path in present]
-            lost = [rank for rank in failures.lost() if done / f"rank_{rank:05d}.json" not in present]
-            if lost:
-                raise CheckpointError(f"rank {lost[0]} ended before its part was written")
+                raise CheckpointError(
+                    f"rank {rank}: {json.loads(failure_text) if failure_text else 'its part could not be written'}"
+                )
+            rank_markers = sorted(marker_dir.glob("rank_*.json"))
+            if len(rank_markers) == self.grid.world_size:
+                return [json.loads(path.read_text()) for path in rank_markers]
+            lost_ranks = [
+                rank
+                for rank in failures.lost_ranks()
+                if marker_dir / f"rank_{rank:05d}.json" not in rank_markers
+            ]
+            if lost_ranks:
+                raise CheckpointError(f"rank {lost_ranks[0]} ended before its part was written")
             time.sleep(0.05)
 
-    def prune(self) -> None:
+    def delete_old_checkpoints(self) -> None:
         """On rank 0: of the checkpoints that led to the newest one, deletes those that need not be kept."""
-        newest = self._lineage.parent
-        held = self.exporter.held() if self.exporter is not None else set()
+        newest_point = self._lineage.parent
+        pending_exports = self.hf_exporter.pending_checkpoints() if self.hf_exporter is not None else set()
         try:
-            saved = saved_checkpoints(self.folder)
+            existing_checkpoints = saved_checkpoints(self.run_dir)
         except CheckpointError:
             return  # the lineage is not known, so nothing is deleted; the next start reports it
-        if newest is None:
+        if newest_point is None:
             return
 
-        line = sorted((s for s in saved if self._lineage.holds(newest.step, s.point)), key=lambda s: s.step)
-        kept = line[-self.keep :] if self.keep else line
-        if back := self._lineage.rollback:
-            kept = [*kept, *(one for one in line if one.point == Point(back.branch, back.step))]
-        for one in line:
-            for_good = self.keep_every and one.step % self.keep_every == 0
-            if one not in kept and one.path not in held and not for_good:
-                _delete(one.path)
+        branch_checkpoints = sorted(
+            (
+                s
+                for s in existing_checkpoints
+                if self._lineage.contains_checkpoint(newest_point.step, s.checkpoint_point)
+            ),
+            key=lambda s: s.step,
+        )
+        kept_checkpoints = (
+            branch_checkpoints[-self.num_latest_kept :] if self.num_latest_kept else branch_checkpoints
+        )
+        if rollback_record := self._lineage.rollback:
+            kept_checkpoints = [
+                *kept_checkpoints,
+                *(
+                    branch_checkpoint
+                    for branch_checkpoint in branch_checkpoints
+                    if branch_checkpoint.checkpoint_point
+                    == CheckpointPoint(rollback_record.branch, rollback_record.step)
+                ),
+            ]
+        for branch_checkpoint in branch_checkpoints:
+            is_permanent = self.keep_every and branch_checkpoint.step % self.keep_every == 0
+            if (
+                branch_checkpoint not in kept_checkpoints
+                and branch_checkpoint.path not in pending_exports
+                and not is_permanent
+            ):
+                _delete_checkpoint(branch_checkpoint.path)
 
 
-def _delete(path: Path) -> None:
+def _delete_checkpoint(checkpoint_path: Path) -> None:
     """Deletes a checkpoint. If that is not possible, a line says so: it is no reason to lose a good save."""
-    going = path.with_name(f"{path.name}.old.partial")
+    removal_path = checkpoint_path.with_name(f"{checkpoint_path.name}.old.partial")
     try:
-        if going.exists():  # an earlier start could not delete it
-            shutil.rmtree(going)
-        os.replace(path, going)  # a checkpoint that is only partly deleted must not look complete
-        shutil.rmtree(going)
+        if removal_path.exists():  # an earlier start could not delete it
+            shutil.rmtree(removal_path)
+        os.replace(
+            checkpoint_path, removal_path
+        )  # a checkpoint that is only partly deleted must not look complete
+        shutil.rmtree(removal_path)
     except OSError as error:
-        print(f"NOTE: {path} is not needed any more and could not be deleted ({error})", flush=True)
+        print(
+            f"NOTE: {checkpoint_path} is not needed any more and could not be deleted ({error})", flush=True
+        )
 
 
-def lineage_or_none(path: Path, step: int) -> Lineage:
+def lineage_or_empty(checkpoint_path: Path, step: int) -> Lineage:
     """Reads a checkpoint's lineage, which is needed only for its new name.
 
     If it cannot be read, the name says so.
     """
     try:
-        return read_lineage(path, step)
+        return read_lineage(checkpoint_path, step)
     except CheckpointError:
         return Lineage()
 
 
-def state_file(rank: int) -> str:
+def state_file_name(rank: int) -> str:
     return f"rank_{rank:05d}.safetensors"
 
 
-def lock_folder(folder: Path) -> Any:
-    """Keeps other runs from writing to ``folder`` until :func:`unlock`, or until the process ends.
+def lock_run_dir(run_dir: Path) -> Any:
+    """Keeps other runs from writing to ``run_dir`` until :func:`unlock`, or until the process ends.
 
     Returns the open lock file.
 
     Raises:
         CheckpointError: another run holds the lock.
     """
-    file = (folder / ".lock").open("w")
+    lock_file = (run_dir / ".lock").open("w")
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise CheckpointError(
-            f"another run is writing to {folder}; end it, or give another checkpoint.dir"
+            f"another run is writing to {run_dir}; end it, or give another checkpoint.dir"
         ) from error
     except OSError:
         pass  # a file system without locks
-    return file
+    return lock_file
 
 
-def unlock(file: Any) -> None:
-    """Undoes :func:`lock_folder`. Closing alone would not: forked processes hold the file too."""
+def unlock_run_dir(lock_file: Any) -> None:
+    """Undoes :func:`lock_run_dir`. Closing alone would not: forked processes hold the file too."""
     with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(file, fcntl.LOCK_UN)
-    file.close()
+        fcntl.flock(lock_file, fcntl.LOCK_UN)
+    lock_file.close()
 
 
-def read_run(source: Path) -> dict[str, Any]:
+def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
     """Reads ``run.json`` of a step folder.
 
     Raises:
         CheckpointError: the file is missing, damaged, or of another format.
     """
-    path = source / "run.json"
-    if not path.is_file():
-        raise CheckpointError(f"{source} is not a checkpoint of a run: {path.name} is missing")
+    metadata_path = checkpoint_path / "run.json"
+    if not metadata_path.is_file():
+        raise CheckpointError(
+            f"{checkpoint_path} is not a checkpoint of a run: {metadata_path.name} is missing"
+        )
 
     try:
-        saved = json.loads(path.read_text())
-        check_version(path, saved["format"], _FORMAT, "resume from another checkpoint", CheckpointError)
-        if saved["digest"] != manifest_digest(saved):
+        run_metadata = json.loads(metadata_path.read_text())
+        check_format_version(
+            metadata_path,
+            run_metadata["format"],
+            _FORMAT_VERSION,
+            "resume from another checkpoint",
+            CheckpointError,
+        )
+        if run_metadata["digest"] != manifest_digest(run_metadata):
             raise CheckpointError(
-                f"{path} was changed after it was written (its digest differs); resume from another step"
+                f"{metadata_path} was changed after it was written (its digest differs); resume from another step"
             )
 
-        if not all(isinstance(saved[key], dict) for key in ("layout", "files")) or not isinstance(
-            saved["step"], int
+        if not all(isinstance(run_metadata[key], dict) for key in ("layout", "files")) or not isinstance(
+            run_metadata["step"], int
         ):
-            raise CheckpointError(f"{path} is damaged: layout, files or step has a wrong type")
-        for name in saved["files"]:
+            raise CheckpointError(f"{metadata_path} is damaged: layout, files or step has a wrong type")
+        for file_name in run_metadata["files"]:
             # A checkpoint may come from an untrusted source, so its names must stay inside its folder.
             if not re.fullmatch(
-                r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", name
+                r"(optimizer/[\w.-]+\.safetensors)|(optimizer/index\.json)|(loader/[\w.-]+\.json)", file_name
             ):
-                raise CheckpointError(f"{path}: {name!r} is not a file name of optimizer or loader state")
-        if "bad_samples" in saved:
-            BadSampleMeter(1.0).load_state_dict(saved["bad_samples"])  # checks the counts
+                raise CheckpointError(
+                    f"{metadata_path}: {file_name!r} is not a file name of optimizer or loader state"
+                )
+        if "bad_samples" in run_metadata:
+            BadSampleMeter(1.0).load_state_dict(run_metadata["bad_samples"])  # checks the counts
 
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    return saved
+        raise CheckpointError(f"{metadata_path} is damaged: {type(error).__name__}: {error}") from error
+    return run_metadata
 
 
 class LoaderStates:
     """The loader states of a checkpoint, one for each data-parallel rank that saved it."""
 
-    def __init__(self, source: Path, files: dict[str, Any]) -> None:
-        self.source, self.files = source, files
-        self.ranks = sum(name.startswith("loader/") for name in files)
+    def __init__(self, checkpoint_path: Path, file_records: dict[str, Any]) -> None:
+        self.checkpoint_path, self.file_records = checkpoint_path, file_records
+        self.num_ranks = sum(name.startswith("loader/") for name in file_records)
 
-    def read(self, rank: int) -> dict[str, Any]:
+    def read_state(self, rank: int) -> dict[str, Any]:
         """Reads the state of a rank. Raises CheckpointError if it is missing or damaged."""
         name = f"loader/dp_{rank:05d}.json"
-        if name not in self.files:
-            raise CheckpointError(f"{self.source} has no {name}: data-parallel rank {rank} did not save")
-        with remedied(self.source):
-            check_hash(self.source / name, self.files[name])
-        return json.loads((self.source / name).read_text())
+        if name not in self.file_records:
+            raise CheckpointError(
+                f"{self.checkpoint_path} has no {name}: data-parallel rank {rank} did not save"
+            )
+        with suggest_remedy(self.checkpoint_path):
+            check_file_hash(self.checkpoint_path / name, self.file_records[name])
+        return json.loads((self.checkpoint_path / name).read_text())
 
 
 @dataclass
-class Restored:
+class RestoredState:
     """The parts of a checkpoint that :func:`load` returns instead of restoring them itself."""
 
-    loader: LoaderStates | None
+    loader_states: LoaderStates | None
     """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
-    bad_samples: dict[str, Any] | None
+    bad_sample_counts: dict[str, Any] | None
     """Counts over all ranks (see
     :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the program that saved counts none,
     unlike a training run."""
 
 
-def load(
-    source: Path,
+def load_checkpoint(
+    checkpoint_path: Path,
     *,
-    chunks: list[DistributedDataParallel],
+    model_chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     spec: ModelSpec,
     grid: ProcessGrid,
     layout: Layout,
-    run: dict[str, Any],
+    run_metadata: dict[str, Any],
     restart_data: bool = False,
-) -> Restored:
+) -> RestoredState:
     """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
     Args:
-        run: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.run_facts`).
+        run_metadata: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.data_order_metadata`).
             Those in :data:`SAME` must equal the saved ones.
         restart_data: whether to read the data set from its start. The facts may then differ.
 
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples would change.
     """
-    saved = check_resumable(source, run, restart_data)
-    parameters = run_parameters(chunks, layout, grid)
-    written = read_layout(spec, saved["layout"])
-    files = {
-        name.removeprefix("optimizer/"): facts
-        for name, facts in saved["files"].items()
-        if name.startswith("optimizer/")
+    saved_metadata = check_resumable(checkpoint_path, run_metadata, restart_data)
+    live_tensors = collect_live_tensors(model_chunks, layout, grid)
+    saved_layout = read_layout(spec, saved_metadata["layout"])
+    optimizer_files = {
+        entry_name.removeprefix("optimizer/"): facts
+        for entry_name, facts in saved_metadata["files"].items()
+        if entry_name.startswith("optimizer/")
     }
-    weights = open_weights(source, saved)
-    with remedied(source):
-        load_weights(weights, parameters, grid)
-        state = OptimizerReader(source / "optimizer", files, written.cut, state_file(grid.rank))
-        restore(state, optimizer, parameters, tensor_table(spec), grid)
-    if written == layout and saved["dp"] == grid.dp:
-        for name, value in state.rng(state_file(grid.rank)).items():
-            if name == "rng/cpu":
-                torch.set_rng_state(value)
+    weight_reader = open_checkpoint_weights(checkpoint_path, saved_metadata)
+    with suggest_remedy(checkpoint_path):
+        load_weights(weight_reader, live_tensors, grid)
+        optimizer_reader = OptimizerStateReader(
+            checkpoint_path / "optimizer", optimizer_files, saved_layout.sharding, state_file_name(grid.rank)
+        )
+        restore_optimizer(optimizer_reader, optimizer, live_tensors, tensor_table(spec), grid)
+    if saved_layout == layout and saved_metadata["dp"] == grid.dp:
+        for entry_name, rng_state in optimizer_reader.rng_states(state_file_name(grid.rank)).items():
+            if entry_name == "rng/cpu":
+                torch.set_rng_state(rng_state)
             elif torch.cuda.is_available():
-                torch.cuda.set_rng_state(value)
-    state.close()
+                torch.cuda.set_rng_state(rng_state)
+    optimizer_reader.close()
 
-    loader = None
+    loader_states = None
     if grid.owns_loader and not restart_data:
-        loader = LoaderStates(source, saved["files"])
-    return Restored(loader, saved.get("bad_samples"))
+        loader_states = LoaderStates(checkpoint_path, saved_metadata["files"])
+    return RestoredState(loader_states, saved_metadata.get("bad_samples"))
 
 
-def open_weights(source: Path, saved: dict[str, Any]) -> WeightReader:
+def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any]) -> WeightReader:
     """Opens the weights of a step folder.
 
     Raises:
         CheckpointError: they are not the weights that ``run.json`` names.
         WeightsError: they cannot be read.
     """
-    with remedied(source):
-        reader = WeightReader(source / "weights")
-        if reader.manifest["digest"] != saved.get("weights"):
+    with suggest_remedy(checkpoint_path):
+        weight_reader = WeightReader(checkpoint_path / "weights")
+        if weight_reader.manifest["digest"] != saved_metadata.get("weights"):
             raise CheckpointError(
-                f"{reader.path / 'manifest.json'} does not belong to {source / 'run.json'} (its digest"
+                f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'} (its digest"
                 " differs)"
             )
-    return reader
+    return weight_reader
 
 
 @contextlib.contextmanager
-def remedied(source: Path) -> Iterator[None]:
+def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
     """A context that adds to the message about a damaged checkpoint from which other one a run can resume.
 
     Raises:
-        CheckpointError: in place of any error about files of ``source``.
+        CheckpointError: in place of any error about files of ``checkpoint_path``.
     """
     try:
         yield
-    except NoStateError:
+    except MissingOptimizerStateError:
         raise
     except (CheckpointError, WeightsError, OSError) as error:
-        raise CheckpointError(f"{error}. {_remedy(source)}") from error
+        raise CheckpointError(f"{error}. {_remedy_text(checkpoint_path)}") from error
 
 
-def _remedy(source: Path) -> str:
-    """A sentence that says how a run can go on without the checkpoint ``source``, which is damaged."""
-    step, folder = folder_step(source) or 0, source.parent
+def _remedy_text(checkpoint_path: Path) -> str:
+    """A sentence that says how a run can go on without the checkpoint ``checkpoint_path``, which is damaged."""
+    step, run_dir = step_of_dir(checkpoint_path) or 0, checkpoint_path.parent
     try:
-        lineage = read_lineage(source, step)
-        others = [saved for saved in saved_checkpoints(folder) if saved.path != source]
+        lineage = read_lineage(checkpoint_path, step)
+        other_checkpoints = [
+            saved_checkpoint
+            for saved_checkpoint in saved_checkpoints(run_dir)
+            if saved_checkpoint.path != checkpoint_path
+        ]
     except CheckpointError:
-        return f"Fetch the checkpoint again, or move {source} away"
+        return f"Fetch the checkpoint again, or move {checkpoint_path} away"
 
     # Those that led to the damaged one go before those of abandoned branches.
-    others.sort(key=lambda one: (lineage.holds(step, one.point), one.lineage.serial), reverse=True)
-    for saved in others:
-        if _seems_whole(saved.path):
-            back = lineage.rollback
-            again = f" --checkpoint.attempt {back.attempt + 1}" if back and back.step == saved.step else ""
-            option = f"--checkpoint.step {saved.step}{again}"
-            return f"Resume with {option}, the last one whose files are all there"
-    return f"{folder} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
+    other_checkpoints.sort(
+        key=lambda one: (lineage.contains_checkpoint(step, one.checkpoint_point), one.lineage.serial),
+        reverse=True,
+    )
+    for saved_checkpoint in other_checkpoints:
+        if _has_all_files(saved_checkpoint.path):
+            rollback_record = lineage.rollback
+            attempt_option = (
+                f" --checkpoint.attempt {rollback_record.attempt + 1}"
+                if rollback_record and rollback_record.step == saved_checkpoint.step
+                else ""
+            )
+            step_option = f"--checkpoint.step {saved_checkpoint.step}{attempt_option}"
+            return f"Resume with {step_option}, the last one whose files are all there"
+    return f"{run_dir} has no other whole one: fetch this one again, or begin in another checkpoint.dir"
 
 
-def _seems_whole(source: Path) -> bool:
+def _has_all_files(checkpoint_path: Path) -> bool:
     """Whether a step folder has all its files in their sizes. Their content is not read."""
     try:
-        files = read_run(source)["files"]
-        WeightReader(source / "weights")
-        return all((source / name).stat().st_size == facts["bytes"] for name, facts in files.items())
+        files = read_run_metadata(checkpoint_path)["files"]
+        WeightReader(checkpoint_path / "weights")
+        return all((checkpoint_path / name).stat().st_size == facts["bytes"] for name, facts in files.items())
     except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
         return False
 
 
-SAME = ("seq_len",)
+UNCHANGEABLE_FIELDS = ("seq_len",)
 """The facts of a run that must not change if it is to continue in the data where it stopped."""
 
 
-def check_resumable(source: Path, now: dict[str, Any], restart_data: bool) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder, and checks that a run with the facts ``now`` can resume from it.
+def check_resumable(
+    checkpoint_path: Path, run_metadata: dict[str, Any], restart_data: bool
+) -> dict[str, Any]:
+    """Reads ``run.json`` of a step folder, and checks that a run with the facts ``run_metadata`` can resume from it.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the order of samples would change.
     """
-    with remedied(source):
-        saved = read_run(source)
-    for name in () if restart_data else SAME:
-        value = now[name]
-        if saved.get(name) != value:
+    with suggest_remedy(checkpoint_path):
+        saved_metadata = read_run_metadata(checkpoint_path)
+    for field_name in () if restart_data else UNCHANGEABLE_FIELDS:
+        current_value = run_metadata[field_name]
+        if saved_metadata.get(field_name) != current_value:
             raise CheckpointError(
-                f"{source} was saved with {name} {saved.get(name)}, this run has {value}: the order of"
-                f" samples would change. Resume with the same {name}, or give --checkpoint.restart_data true"
+                f"{checkpoint_path} was saved with {field_name} {saved_metadata.get(field_name)}, this run has {current_value}: the order of"
+                f" samples would change. Resume with the same {field_name}, or give --checkpoint.restart_data true"
                 " to keep weights and optimizer and read the data set from its start"
             )
-    return saved
+    return saved_metadata
 
 
 @torch.no_grad()
-def load_weights(reader: WeightReader, parameters: list[LiveTensor], grid: ProcessGrid) -> None:
+def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], grid: ProcessGrid) -> None:
     """Fills this rank's parameters from weights of any layout. Each rank reads only its own slices."""
-    for name, parameter, expert in parameters:
-        info = reader.table[name]
-        local = None if expert is None else expert % (info.experts // grid.cut.ep)
-        parameter.copy_(reader.get(name, grid.part(info), grid.cut, local))
-        progress.tick()
+    for name, parameter, expert in live_tensors:
+        tensor_info = weight_reader.tensor_infos[name]
+        local_expert = None if expert is None else expert % (tensor_info.num_experts // grid.sharding.ep)
+        parameter.copy_(
+            weight_reader.read_shard(name, grid.shard_index(tensor_info), grid.sharding, local_expert)
+        )
+        progress.note_progress()
 
 
-def verify_files(source: Path) -> list[str]:
+def verify_files(checkpoint_path: Path) -> list[str]:
     """Lists what is wrong with the optimizer, loader and lineage files of a step folder.
 
     Raises:
         CheckpointError: ``run.json`` cannot be used.
     """
-    problems, saved = [], read_run(source)
-    for name, facts in sorted(saved["files"].items()):
+    problems, saved_metadata = [], read_run_metadata(checkpoint_path)
+    for file_name, file_record in sorted(saved_metadata["files"].items()):
         try:
-            check_hash(source / name, facts)
+            check_file_hash(checkpoint_path / file_name, file_record)
         except CheckpointError as error:
             problems.append(str(error))
-    if not _is_same_lineage(source, saved):
+    if not _is_same_lineage(checkpoint_path, saved_metadata):
         problems.append(
-            f"{source / LINEAGE} is missing or damaged; run.json holds a copy, so nothing is lost"
+            f"{checkpoint_path / LINEAGE_FILE} is missing or damaged; run.json holds a copy, so nothing is lost"
         )
     return problems
 
 
-def _is_same_lineage(source: Path, saved: dict[str, Any]) -> bool:
+def _is_same_lineage(checkpoint_path: Path, saved_metadata: dict[str, Any]) -> bool:
     """Whether ``lineage.json`` exists and has the same lineage as ``run.json``."""
     try:
-        return parse_lineage(read_signed(source / LINEAGE, saved["step"])) == parse_lineage(saved["lineage"])
+        return lineage_from_json(
+            read_signed_json(checkpoint_path / LINEAGE_FILE, saved_metadata["step"])
+        ) == lineage_from_json(saved_metadata["lineage"])
     except (OSError, ValueError, KeyError, TypeError):
         return False

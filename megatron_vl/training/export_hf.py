@@ -24,13 +24,13 @@ from typing import Literal
 
 from megatron_vl import host_memory
 from megatron_vl.processes import python_path_with_tools
-from megatron_vl.weights.manifest import MANIFEST
-from megatron_vl.weights.run_folder import EXPORTED, EXPORTS, Saved, export_folder
+from megatron_vl.weights.manifest import MANIFEST_FILE
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, EXPORTS_DIR, SavedCheckpoint, export_dir_path
 
-PROGRAM = "toolkit.weights.export_step"
-WAITING_TOLD = 2
+EXPORT_PROGRAM = "toolkit.weights.export_step"
+REPORTED_QUEUE_LENGTH = 2
 """If at least this many checkpoints wait for their export, a line says so."""
-_END_S = 10.0
+_TERMINATE_TIMEOUT_S = 10.0
 """Seconds that an export has to end before it is killed."""
 
 
@@ -40,131 +40,154 @@ class HfExporter:
     If an export fails, this is reported, and the run continues without that folder.
 
     Args:
-        folder: the folder of the run's checkpoints.
-        hf: the Hugging Face folder that the model comes from.
-        every: ``checkpoint.export_hf``.
-        last: last step of the run, which is always exported.
+        run_dir: the folder of the run's checkpoints.
+        hf_dir: the Hugging Face folder that the model comes from.
+        export_interval: ``checkpoint.export_hf``.
+        last_step: last step of the run, which is always exported.
     """
 
-    def __init__(self, folder: Path, hf: Path, every: int | Literal["last"], last: int) -> None:
-        self.folder, self.hf = folder, hf
-        self.every, self.last = 0 if every == "last" else every, last
-        self._waiting: deque[Saved] = deque()
+    def __init__(
+        self, run_dir: Path, hf_dir: Path, export_interval: int | Literal["last"], last_step: int
+    ) -> None:
+        self.run_dir, self.hf_dir = run_dir, hf_dir
+        self.export_interval, self.last_step = 0 if export_interval == "last" else export_interval, last_step
+        self._export_queue: deque[SavedCheckpoint] = deque()
         """The checkpoints to export. The first one is being exported."""
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._process: subprocess.Popen[str] | None = None
-        self._stopped = False
+        self._export_thread: threading.Thread | None = None
+        self._export_process: subprocess.Popen[str] | None = None
+        self._is_stopped = False
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a step is to be exported."""
-        return step == self.last or bool(self.every) and step % self.every == 0
+        return step == self.last_step or bool(self.export_interval) and step % self.export_interval == 0
 
-    def add(self, saved: Saved) -> None:
+    def enqueue_export(self, saved_checkpoint: SavedCheckpoint) -> None:
         """Starts the export of a complete checkpoint, if it is due and not exported yet. Returns at once."""
-        if not self.due(saved.step) or self._is_exported(saved):
+        if not self.is_due(saved_checkpoint.step) or self._is_exported(saved_checkpoint):
             return
 
         with self._lock:
-            if self._stopped:
+            if self._is_stopped:
                 return
-            self._waiting.append(saved)
-            waiting = len(self._waiting) - 1
-            if self._thread is None:
+            self._export_queue.append(saved_checkpoint)
+            waiting_count = len(self._export_queue) - 1
+            if self._export_thread is None:
                 # A daemon thread, so that a rank that fails does not wait for it.
-                self._thread = threading.Thread(target=self._work, name="export-hf", daemon=True)
-                self._thread.start()
-        if waiting >= WAITING_TOLD:
-            _say(f"NOTE: {waiting} checkpoints wait for their export and are kept until then")
+                self._export_thread = threading.Thread(target=self._run_queue, name="export-hf", daemon=True)
+                self._export_thread.start()
+        if waiting_count >= REPORTED_QUEUE_LENGTH:
+            _print_message(f"NOTE: {waiting_count} checkpoints wait for their export and are kept until then")
 
-    def make_up(self, line: Iterable[Saved]) -> None:
+    def enqueue_missing_exports(self, ancestor_checkpoints: Iterable[SavedCheckpoint]) -> None:
         """Exports the checkpoints that an earlier start of the run did not export.
 
         Args:
-            line: the checkpoints that led to the current weights, sorted by step.
+            ancestor_checkpoints: the checkpoints that led to the current weights, sorted by step.
         """
-        due = [saved for saved in line if self.due(saved.step)]
-        continued = {_partial(self.folder, saved.step) for saved in due}
-        for partial in (self.folder / EXPORTS).glob("step_*.partial"):
-            if partial not in continued:  # its checkpoint is gone
-                shutil.rmtree(partial, ignore_errors=True)
-        for saved in due:
-            self.add(saved)
+        due_checkpoints = [
+            saved_checkpoint
+            for saved_checkpoint in ancestor_checkpoints
+            if self.is_due(saved_checkpoint.step)
+        ]
+        resumable_dirs = {
+            _partial_export_dir(self.run_dir, saved_checkpoint.step) for saved_checkpoint in due_checkpoints
+        }
+        for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):
+            if partial_dir not in resumable_dirs:  # its checkpoint is gone
+                shutil.rmtree(partial_dir, ignore_errors=True)
+        for saved_checkpoint in due_checkpoints:
+            self.enqueue_export(saved_checkpoint)
 
-    def held(self) -> set[Path]:
+    def pending_checkpoints(self) -> set[Path]:
         """The checkpoints that must be kept until they are exported."""
         with self._lock:
-            return {saved.path for saved in self._waiting}
+            return {saved.path for saved in self._export_queue}
 
-    def wait(self, stop: Callable[[], object]) -> None:
+    def wait_for_exports(self, should_stop: Callable[[], object]) -> None:
         """Waits until all exports are done. If ``stop()`` becomes true, leaves the rest to the next start."""
-        told = False
-        while (thread := self._thread) is not None:
-            if stop():
-                return self.stop()
-            if not told:
-                told = True
-                _say(f"waiting for the export of step {', '.join(self._steps())}")
-            thread.join(0.2)
+        has_printed = False
+        while (export_thread := self._export_thread) is not None:
+            if should_stop():
+                return self.stop_exports()
+            if not has_printed:
+                has_printed = True
+                _print_message(f"waiting for the export of step {', '.join(self._queued_steps())}")
+            export_thread.join(0.2)
 
-    def stop(self) -> None:
+    def stop_exports(self) -> None:
         """Ends the current export and starts no more."""
         with self._lock:
-            self._stopped, thread, process = True, self._thread, self._process
-        if thread is None:
+            self._is_stopped, export_thread, export_process = True, self._export_thread, self._export_process
+        if export_thread is None:
             return
-        _say(f"the export of step {', '.join(self._steps())} is left to the next start of this run")
-        if process is not None:
-            process.terminate()
-        thread.join(_END_S)
-        if thread.is_alive() and process is not None:
-            process.kill()
+        _print_message(
+            f"the export of step {', '.join(self._queued_steps())} is left to the next start of this run"
+        )
+        if export_process is not None:
+            export_process.terminate()
+        export_thread.join(_TERMINATE_TIMEOUT_S)
+        if export_thread.is_alive() and export_process is not None:
+            export_process.kill()
 
-    def _steps(self) -> list[str]:
+    def _queued_steps(self) -> list[str]:
         with self._lock:
-            return [str(saved.step) for saved in self._waiting]
+            return [str(saved.step) for saved in self._export_queue]
 
-    def _is_exported(self, saved: Saved) -> bool:
+    def _is_exported(self, saved_checkpoint: SavedCheckpoint) -> bool:
         """Whether the step's folder was exported from these weights, and not from those of another branch."""
         try:
-            made_of = json.loads((export_folder(self.folder, saved.step) / EXPORTED).read_text())["weights"]
-            return made_of == json.loads((saved.path / "weights" / MANIFEST).read_text())["digest"]
+            exported_digest = json.loads(
+                (export_dir_path(self.run_dir, saved_checkpoint.step) / EXPORT_FACTS_FILE).read_text()
+            )["weights"]
+            return (
+                exported_digest
+                == json.loads((saved_checkpoint.path / "weights" / MANIFEST_FILE).read_text())["digest"]
+            )
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
-    def _work(self) -> None:
+    def _run_queue(self) -> None:
         """Exports one checkpoint after another until none is left. Runs in the thread."""
         while True:
             with self._lock:
-                if self._stopped or not self._waiting:
-                    self._thread = None
+                if self._is_stopped or not self._export_queue:
+                    self._export_thread = None
                     return
-                saved = self._waiting[0]
+                saved_checkpoint = self._export_queue[0]
             try:
-                self._export(saved)
+                self._export_checkpoint(saved_checkpoint)
             except Exception as error:  # a thread's exception would be lost
-                _say(f"NOTE: step {saved.step} could not be exported: {type(error).__name__}: {error}")
+                _print_message(
+                    f"NOTE: step {saved_checkpoint.step} could not be exported: {type(error).__name__}: {error}"
+                )
             with self._lock:
-                if not self._stopped:
-                    self._waiting.popleft()
+                if not self._is_stopped:
+                    self._export_queue.popleft()
 
-    def _export(self, saved: Saved) -> None:
+    def _export_checkpoint(self, saved_checkpoint: SavedCheckpoint) -> None:
         """Runs the program on one checkpoint and waits until it ends."""
-        start = time.monotonic()
-        out = export_folder(self.folder, saved.step)
-        job = {
-            "checkpoint": str(saved.path),
-            "hf": str(self.hf),
-            "out": str(out),
+        start_time = time.monotonic()
+        hf_export_dir = export_dir_path(self.run_dir, saved_checkpoint.step)
+        export_job = {
+            "checkpoint": str(saved_checkpoint.path),
+            "hf": str(self.hf_dir),
+            "out": str(hf_export_dir),
             "parent": os.getpid(),
-            "leave_free": 0 if saved.step == self.last else _size(saved.path),
-            "facts": {"step": saved.step, "branch": saved.lineage.branch, "serial": saved.lineage.serial},
+            "leave_free": 0
+            if saved_checkpoint.step == self.last_step
+            else _dir_size_bytes(saved_checkpoint.path),
+            "facts": {
+                "step": saved_checkpoint.step,
+                "branch": saved_checkpoint.lineage.branch,
+                "serial": saved_checkpoint.lineage.serial,
+            },
         }
         with self._lock:
-            if self._stopped:
+            if self._is_stopped:
                 return
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROGRAM, json.dumps(job)],
+            export_process = self._export_process = subprocess.Popen(
+                [sys.executable, "-P", "-m", EXPORT_PROGRAM, json.dumps(export_job)],
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -172,39 +195,39 @@ class HfExporter:
                 text=True,
                 start_new_session=True,  # Ctrl-C goes only to the ranks
             )
-        _, said = process.communicate()
-        if self._stopped:
+        _, stderr_text = export_process.communicate()
+        if self._is_stopped:
             return
 
-        seconds = time.monotonic() - start
-        if process.returncode == 0:
-            _say(f"step {saved.step} is exported to {out} ({seconds:.0f} s)")
+        elapsed_s = time.monotonic() - start_time
+        if export_process.returncode == 0:
+            _print_message(f"step {saved_checkpoint.step} is exported to {hf_export_dir} ({elapsed_s:.0f} s)")
             return
-        why = _why(process.returncode, said)
-        _say(
-            f"NOTE: step {saved.step} could not be exported to {out}: {why}. Training is not affected; the"
+        failure_reason = _failure_reason(export_process.returncode, stderr_text)
+        _print_message(
+            f"NOTE: step {saved_checkpoint.step} could not be exported to {hf_export_dir}: {failure_reason}. Training is not affected; the"
             " next start of this run tries again, as long as the checkpoint exists"
         )
 
 
-def _why(exit_code: int, said: str) -> str:
+def _failure_reason(exit_code: int, stderr_text: str) -> str:
     """Why an export failed, from its process's exit code and standard error."""
     if exit_code < 0:
         name = signal.Signals(-exit_code).name
-        return f"{name} ended it" + (f". {host_memory.about_kill()}" if name == "SIGKILL" else "")
-    lines = [line for line in said.splitlines() if line.strip()]
+        return f"{name} ended it" + (f". {host_memory.explain_kill()}" if name == "SIGKILL" else "")
+    lines = [line for line in stderr_text.splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else f"it ended with exit code {exit_code}"
 
 
-def _partial(folder: Path, step: int) -> Path:
-    path = export_folder(folder, step)
+def _partial_export_dir(run_dir: Path, step: int) -> Path:
+    path = export_dir_path(run_dir, step)
     return path.with_name(f"{path.name}.partial")
 
 
-def _size(folder: Path) -> int:
+def _dir_size_bytes(checkpoint_path: Path) -> int:
     """Size of a checkpoint in bytes, which the next checkpoint will need too."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in checkpoint_path.rglob("*") if path.is_file())
 
 
-def _say(message: str) -> None:
+def _print_message(message: str) -> None:
     print(message, flush=True)

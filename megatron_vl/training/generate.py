@@ -17,196 +17,223 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.packing.row import Row
+from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.models.batch import DeviceRow, Segments
-from megatron_vl.models.kv_cache import CacheUse, KVCache
-from megatron_vl.models.transformer_configs import fp8_rows
+from megatron_vl.models.kv_cache import CacheAccess, KVCache
+from megatron_vl.models.transformer_configs import fp8_row_multiple
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
-from megatron_vl.parallel.grid import ProcessGrid
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
-from megatron_vl.training.feed import Feed
+from megatron_vl.training.batch_broadcast import BatchBroadcast
 from megatron_vl.training.step import run_schedule
 
 
 @dataclass
-class Prompt:
-    """A row that begins with a prompt of ``length`` tokens. The rest of the row is ignored."""
+class PromptRow:
+    """A row that begins with a prompt of ``prompt_length`` tokens. The rest of the row is ignored."""
 
-    row: Row
-    length: int
+    row: TrainingRow
+    prompt_length: int
 
     @property
     def next_position(self) -> int:
         """The position of the first new token: one after that of the prompt's last token, which is text."""
-        return int(self.row.position_ids[:, self.length - 1].max()) + 1
+        return int(self.row.position_ids[:, self.prompt_length - 1].max()) + 1
 
 
 @dataclass
-class _Request:
+class _DecodeRequest:
     """A row, and the indices of its tokens whose successors are to be predicted."""
 
     row: DeviceRow
-    tokens: list[int]
+    token_indices: list[int]
 
 
 @contextmanager
-def inference(chunks: Sequence[VisionLanguageModel]) -> Iterator[None]:
+def inference_context(model_chunks: Sequence[VisionLanguageModel]) -> Iterator[None]:
     """A context without gradients, dropout and recomputation."""
-    for chunk in chunks:
+    for chunk in model_chunks:
         chunk.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for chunk in chunks:
+        for chunk in model_chunks:
             chunk.train()
 
 
-def generate(
-    chunks: list[VisionLanguageModel],
+def generate_greedily(
+    model_chunks: list[VisionLanguageModel],
     grid: ProcessGrid,
     platform: Platform,
-    prompts: list[Prompt] | None,
+    prompt_rows: list[PromptRow] | None,
     *,
     max_new_tokens: int,
-    stop: Collection[int],
+    stop_token_ids: Collection[int],
 ) -> list[list[int]]:
     """Decodes an answer to each prompt greedily. Collective over all ranks.
 
     Args:
-        chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
-        prompts: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
+        model_model_chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
+        prompt_rows: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
             may have different prompts, but the same number of them.
-        stop: tokens that end an answer.
+        stop_token_ids: tokens that end an answer.
 
     Returns:
         The tokens of each prompt's answer, including the stop token that ended it. They are equal on all
         ranks of a replica.
     """
-    facts: list[Any] = [[(p.length, p.next_position) for p in prompts] if prompts is not None else None]
+    shared_positions: list[Any] = [
+        [(p.prompt_length, p.next_position) for p in prompt_rows] if prompt_rows is not None else None
+    ]
     assert grid.cp == 1, "answers are not generated under context parallelism"
     if grid.replica_size > 1:
-        dist.broadcast_object_list(facts, src=grid.replica_source, group=grid.replica_gloo)
-    lengths = [length for length, _ in facts[0]]
-    positions = [position for _, position in facts[0]]
+        dist.broadcast_object_list(
+            shared_positions, src=grid.replica_source_rank, group=grid.replica_gloo_group
+        )
+    prompt_lengths = [length for length, _ in shared_positions[0]]
+    next_positions = [position for _, position in shared_positions[0]]
 
-    rows = iter([p.row for p in prompts]) if prompts is not None else None
-    cache = KVCache(lengths, max_new_tokens)
-    answers: list[list[int]] = [[] for _ in lengths]
+    row_iterator = iter([p.row for p in prompt_rows]) if prompt_rows is not None else None
+    kv_cache = KVCache(prompt_lengths, max_new_tokens)
+    answer_tokens: list[list[int]] = [[] for _ in prompt_lengths]
 
-    with inference(chunks), tp_overlap.paused(chunks):
-        requests = []
-        tower = chunks[0].decoupled
-        vision = None if tower is None else tower.vision
-        data = Feed(grid, platform, rows, len(lengths), vision=vision).next_step()
-        for i, row in enumerate(data.rows):
-            row.cache = CacheUse(cache, [i], filling=True)
-            requests.append(_Request(row, [lengths[i] - 1]))
-        chosen = _successors(chunks, grid, platform, requests, len(lengths))
+    with inference_context(model_chunks), tp_overlap.pause_overlap(model_chunks):
+        decode_requests = []
+        decoupled_tower = model_chunks[0].decoupled
+        vision_spec = None if decoupled_tower is None else decoupled_tower.vision
+        step_batch = BatchBroadcast(
+            grid, platform, row_iterator, len(prompt_lengths), vision_spec=vision_spec
+        ).next_batch()
+        for i, device_row in enumerate(step_batch.rows):
+            device_row.cache = CacheAccess(kv_cache, [i], is_prefill=True)
+            decode_requests.append(_DecodeRequest(device_row, [prompt_lengths[i] - 1]))
+        chosen_tokens = _next_tokens(model_chunks, grid, platform, decode_requests, len(prompt_lengths))
 
-        active = list(range(len(lengths)))
-        for count in range(max_new_tokens):
-            for prompt, token in zip(active, chosen, strict=True):
-                answers[prompt].append(token)
-            active = [p for p in active if answers[p][-1] not in stop]
-            if count + 1 == max_new_tokens or not _any_rank(bool(active), platform):
+        active_prompts = list(range(len(prompt_lengths)))
+        for new_token_count in range(max_new_tokens):
+            for prompt_index, chosen_token in zip(active_prompts, chosen_tokens, strict=True):
+                answer_tokens[prompt_index].append(chosen_token)
+            active_prompts = [p for p in active_prompts if answer_tokens[p][-1] not in stop_token_ids]
+            if new_token_count + 1 == max_new_tokens or not _is_true_on_any_rank(
+                bool(active_prompts), platform
+            ):
                 break
 
-            tokens = [(answers[p][-1], positions[p] + count) for p in active]
-            row = _new_tokens(chunks[0], grid, platform, tokens)
-            row.cache = CacheUse(cache, active, filling=False)
-            request = _Request(row, list(range(len(active))))
-            chosen = _successors(chunks, grid, platform, [request], len(active))
-            cache.advance(active)
-    return answers
+            token_positions = [
+                (answer_tokens[p][-1], next_positions[p] + new_token_count) for p in active_prompts
+            ]
+            device_row = _new_token_row(model_chunks[0], grid, platform, token_positions)
+            device_row.cache = CacheAccess(kv_cache, active_prompts, is_prefill=False)
+            decode_request = _DecodeRequest(device_row, list(range(len(active_prompts))))
+            chosen_tokens = _next_tokens(model_chunks, grid, platform, [decode_request], len(active_prompts))
+            kv_cache.advance_lengths(active_prompts)
+    return answer_tokens
 
 
-def _any_rank(here: bool, platform: Platform) -> bool:
-    """Whether ``here`` is true on any rank. Collective over all ranks.
+def _is_true_on_any_rank(local_flag: bool, platform: Platform) -> bool:
+    """Whether ``local_flag`` is true on any rank. Collective over all ranks.
 
     All ranks must make the same number of passes, because experts exchange tokens between ranks.
     """
-    flag = torch.tensor([int(here)], device=platform.device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
+    reduced_flag = torch.tensor([int(local_flag)], device=platform.device)
+    dist.all_reduce(reduced_flag, op=dist.ReduceOp.MAX)
+    return bool(reduced_flag.item())
 
 
-def _new_tokens(
-    chunk: VisionLanguageModel, grid: ProcessGrid, platform: Platform, tokens: list[tuple[int, int]]
+def _new_token_row(
+    model_chunk: VisionLanguageModel,
+    grid: ProcessGrid,
+    platform: Platform,
+    token_positions: list[tuple[int, int]],
 ) -> DeviceRow:
     """A row of (token, position) pairs, padded to a length that sequence parallelism and FP8 support."""
-    multiple = (grid.tp if chunk.config.sequence_parallel else 1) * fp8_rows(chunk.config)
-    length = -(-max(len(tokens), 1) // multiple) * multiple
-    filled = tokens + [(0, 0)] * (length - len(tokens))
-    ids, positions = torch.tensor(filled, device=platform.device).unbind(1)
-    segments = Segments(torch.tensor([0, length], dtype=torch.int32, device=platform.device), length)
+    length_multiple = (grid.tp if model_chunk.config.sequence_parallel else 1) * fp8_row_multiple(
+        model_chunk.config
+    )
+    padded_length = -(-max(len(token_positions), 1) // length_multiple) * length_multiple
+    padded_tokens = token_positions + [(0, 0)] * (padded_length - len(token_positions))
+    token_ids, position_ids = torch.tensor(padded_tokens, device=platform.device).unbind(1)
+    segments = Segments(
+        torch.tensor([0, padded_length], dtype=torch.int32, device=platform.device), padded_length
+    )
     return DeviceRow(
-        tokens=ids,
-        labels=torch.zeros_like(ids),
-        loss_mask=torch.zeros(length, device=platform.device),
-        real_tokens=len(tokens),
-        position_ids=positions.expand(3, -1),
+        tokens=token_ids,
+        labels=torch.zeros_like(token_ids),
+        loss_mask=torch.zeros(padded_length, device=platform.device),
+        num_real_tokens=len(token_positions),
+        position_ids=position_ids.expand(3, -1),
         segments=segments,
-        vision=None,
+        vision_input=None,
         feature_index=None,
     )
 
 
-def _successors(
-    chunks: list[VisionLanguageModel],
+def _next_tokens(
+    model_chunks: list[VisionLanguageModel],
     grid: ProcessGrid,
     platform: Platform,
-    requests: list[_Request],
-    count: int,
+    decode_requests: list[_DecodeRequest],
+    token_count: int,
 ) -> list[int]:
     """The most likely successor of each requested token, on every rank of the replica.
 
     Args:
-        count: number of requested tokens.
+        token_token_count: number of requested tokens.
     """
     # The interleaved schedule needs a multiple of the number of stages. Results of this padding are not used.
-    padded = list(requests)
-    while grid.vpp > 1 and len(padded) % grid.pp:
-        row = requests[0].row
-        padded.append(_Request(DeviceRow(**{**vars(row), "cache": None}), []))
+    padded_requests = list(decode_requests)
+    while grid.vpp > 1 and len(padded_requests) % grid.pp:
+        first_row = decode_requests[0].row
+        padded_requests.append(_DecodeRequest(DeviceRow(**{**vars(first_row), "cache": None}), []))
 
-    length = requests[0].row.tokens.numel()
-    found = run_schedule(
-        chunks,
-        padded,
-        seq_len=length,
+    row_length = decode_requests[0].row.tokens.numel()
+    chosen_by_request = run_schedule(
+        model_chunks,
+        padded_requests,
+        seq_len=row_length,
         forward_only=True,
-        step=partial(_choose_step, grid=grid),
+        forward_step_func=partial(_argmax_forward_step, grid=grid),
         collect_non_loss_data=True,
     )
 
-    chosen = torch.cat(found) if found else torch.zeros(count, dtype=torch.int64, device=platform.device)
+    chosen_tokens = (
+        torch.cat(chosen_by_request)
+        if chosen_by_request
+        else torch.zeros(token_count, dtype=torch.int64, device=platform.device)
+    )
     if grid.pp > 1:
-        last = max(dist.get_process_group_ranks(grid.replica_group))
-        dist.broadcast(chosen, src=last, group=grid.replica_group)
-    return chosen.tolist()
+        last_rank = max(dist.get_process_group_ranks(grid.replica_group))
+        dist.broadcast(chosen_tokens, src=last_rank, group=grid.replica_group)
+    return chosen_tokens.tolist()
 
 
-def _choose_step(
-    requests: Iterator[_Request], model: torch.nn.Module, *, grid: ProcessGrid
+def _argmax_forward_step(
+    request_iterator: Iterator[_DecodeRequest], model: torch.nn.Module, *, grid: ProcessGrid
 ) -> tuple[Tensor, Any]:
     """The function that core's schedules call for each micro-batch of each chunk."""
-    request = next(requests)
-    return model(request.row, labels=False), partial(_choose, request=request, grid=grid)
+    decode_request = next(request_iterator)
+    return model(decode_request.row, labels=False), partial(
+        _argmax_tokens, decode_request=decode_request, grid=grid
+    )
 
 
-def _choose(logits: Tensor, non_loss_data: bool, *, request: _Request, grid: ProcessGrid) -> Tensor:
+def _argmax_tokens(
+    logits: Tensor, non_loss_data: bool, *, decode_request: _DecodeRequest, grid: ProcessGrid
+) -> Tensor:
     """The most likely tokens, int64 [requested tokens], from logits [1, S, V / tp].
 
     Among equal logits, the first one is chosen, as in ``argmax``.
     """
-    best = logits[0, request.tokens].float().max(-1)
+    local_best = logits[0, decode_request.token_indices].float().max(-1)
     if grid.tp == 1:
-        return best.indices
+        return local_best.indices
 
-    mine = torch.stack((best.values.double(), (best.indices + grid.tp_rank * logits.shape[-1]).double()))
-    everyone = [torch.empty_like(mine) for _ in range(grid.tp)]
-    dist.all_gather(everyone, mine, group=grid.tp_group)
-    values, indices = torch.stack(everyone).unbind(1)
-    return indices.gather(0, values.argmax(0, keepdim=True))[0].long()
+    local_candidates = torch.stack(
+        (local_best.values.double(), (local_best.indices + grid.tp_rank * logits.shape[-1]).double())
+    )
+    all_candidates = [torch.empty_like(local_candidates) for _ in range(grid.tp)]
+    dist.all_gather(all_candidates, local_candidates, group=grid.tp_group)
+    candidate_logits, candidate_tokens = torch.stack(all_candidates).unbind(1)
+    return candidate_tokens.gather(0, candidate_logits.argmax(0, keepdim=True))[0].long()

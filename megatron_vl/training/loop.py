@@ -9,90 +9,105 @@ import torch.distributed as dist
 from megatron_vl import progress
 from megatron_vl.errors import UserError
 from megatron_vl.parallel import failures
-from megatron_vl.signals import asked_to_stop
+from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
-from megatron_vl.training.feed import Feed
-from megatron_vl.training.metrics import MetricsLog, say
+from megatron_vl.training.batch_broadcast import BatchBroadcast
+from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.resume import checkpoint_facts
-from megatron_vl.training.setup import Run, announce
+from megatron_vl.training.resume import checkpoint_metadata
+from megatron_vl.training.setup import TrainingRun, print_run_summary
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE, StepResult, train_step
-from megatron_vl.weights.run_folder import by_branch, latest
+from megatron_vl.weights.run_folder import find_latest_checkpoint, split_by_branch
 
 
 class TrainingStopped(UserError, RuntimeError):
     """The run cannot continue. The message says why."""
 
 
-def run_steps(run: Run) -> None:
+def run_steps(training_run: TrainingRun) -> None:
     """Runs the remaining steps of a run, and saves the last one. Collective.
 
     Raises:
         TrainingStopped, CheckpointError: the run cannot continue.
     """
-    config, last_step = run.config, run.resolved.last_step
-    announce(run)
-    log = run.log = _open_log(run)
-    feed = _open_feed(run)
-    skipped_in_a_row: list[str] = []
-    is_asked_to_stop = False
-    if run.step == 0:
-        evaluate(run)
+    config, last_step = training_run.config, training_run.resolved_run.last_step
+    print_run_summary(training_run)
+    metrics_log = training_run.metrics_log = _open_metrics_log(training_run)
+    batch_broadcast = _open_batch_broadcast(training_run)
+    consecutive_skips: list[str] = []
+    stop_requested = False
+    if training_run.completed_steps == 0:
+        evaluate_if_due(training_run)
 
-    while run.step < last_step and not is_asked_to_stop:
-        progress.enter(progress.LOADING, run.step + 1)
-        run.profiler.begin(run.step + 1)
-        batch = feed.next_step()
-        rates = set_learning_rates(run.optimizer, config, run.step)
-        result = train_step(
-            run.chunks,
-            run.optimizer,
-            batch.rows,
-            run.grid,
+    while training_run.completed_steps < last_step and not stop_requested:
+        progress.enter_phase(progress.LOADING_ROWS, training_run.completed_steps + 1)
+        training_run.step_profiler.begin_step(training_run.completed_steps + 1)
+        step_batch = batch_broadcast.next_batch()
+        learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
+        step_result = train_step(
+            training_run.model_chunks,
+            training_run.optimizer,
+            step_batch.rows,
+            training_run.grid,
             config.data.seq_len,
             # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
-            failed=run.saver is not None and run.saver.error() is not None,
-            stop=bool(asked_to_stop()),
-            learnt=SourceCounts.of_rows(batch.learnt, len(run.sources)) if run.sources else None,
+            has_failed=training_run.checkpoint_saver is not None
+            and training_run.checkpoint_saver.save_error() is not None,
+            stop_requested=bool(requested_stop_signal()),
+            local_source_counts=SourceCounts.from_rows(
+                step_batch.source_loss_tokens, len(training_run.blend_sources)
+            )
+            if training_run.blend_sources
+            else None,
         )
-        run.step += 1
-        progress.step_is_done()
-        log.leave_out(run.profiler.end(run.step))
-        log.add(batch, result.sources)
+        training_run.completed_steps += 1
+        progress.note_step_done()
+        metrics_log.exclude_seconds(training_run.step_profiler.end_step(training_run.completed_steps))
+        metrics_log.add_step(step_batch, step_result.source_counts)
 
-        is_asked_to_stop = result.stop
-        is_last = run.step == last_step or is_asked_to_stop
-        if result.skipped:
-            run.skipped[result.skipped] += 1
-        skipped_in_a_row = [*skipped_in_a_row, result.skipped] if result.skipped else []
+        stop_requested = step_result.stop_requested
+        is_last_step = training_run.completed_steps == last_step or stop_requested
+        if step_result.skip_reason:
+            training_run.skipped_steps[step_result.skip_reason] += 1
+        consecutive_skips = [*consecutive_skips, step_result.skip_reason] if step_result.skip_reason else []
 
-        if run.step % config.log.interval == 0 or is_last or result.skipped:
-            log.write(run.step, result, rates, run.skipped)
-        _stop_if_hopeless(run, result, skipped_in_a_row)
-        if config.checkpoint.dir and (is_last or _is_due(run.step, config.checkpoint.interval)):
-            save(run)
-        if not is_asked_to_stop or run.step == last_step:
-            evaluate(run)
+        if training_run.completed_steps % config.log.interval == 0 or is_last_step or step_result.skip_reason:
+            metrics_log.log_step(
+                training_run.completed_steps, step_result, learning_rates, training_run.skipped_steps
+            )
+        _stop_if_unrecoverable(training_run, step_result, consecutive_skips)
+        if config.checkpoint.dir and (
+            is_last_step or _is_due(training_run.completed_steps, config.checkpoint.interval)
+        ):
+            save_checkpoint(training_run)
+        if not stop_requested or training_run.completed_steps == last_step:
+            evaluate_if_due(training_run)
 
-    _finish(run, is_asked_to_stop)
-
-
-def _open_log(run: Run) -> MetricsLog:
-    log = MetricsLog(run.config, run.spec, run.grid, run.platform, run.sources)
-    log.sources.load_state_dict(run.source_counts)
-    if run.bad_samples is not None:
-        log.load_bad_samples(run.bad_samples)
-    return log
+    _finish_run(training_run, stop_requested)
 
 
-def _open_feed(run: Run) -> Feed:
-    return Feed(
-        run.grid,
-        run.platform,
-        run.loader,
-        run.config.global_batch_size // run.grid.dp,
-        vision=run.spec.vision,
+def _open_metrics_log(training_run: TrainingRun) -> MetricsLog:
+    metrics_log = MetricsLog(
+        training_run.config,
+        training_run.spec,
+        training_run.grid,
+        training_run.platform,
+        training_run.blend_sources,
+    )
+    metrics_log.source_meter.load_state_dict(training_run.source_counts)
+    if training_run.bad_samples is not None:
+        metrics_log.load_bad_sample_state(training_run.bad_samples)
+    return metrics_log
+
+
+def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
+    return BatchBroadcast(
+        training_run.grid,
+        training_run.platform,
+        training_run.data_loader,
+        training_run.config.global_batch_size // training_run.grid.dp,
+        vision_spec=training_run.spec.vision,
     )
 
 
@@ -101,110 +116,127 @@ def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def save(run: Run) -> None:
+def save_checkpoint(training_run: TrainingRun) -> None:
     """Starts to save a checkpoint of the current step. Collective."""
-    assert run.saver is not None and run.log is not None
-    log, loader = run.log, run.loader
-    progress.enter(progress.SAVING)
-    bad_samples, pending = log.bad_samples()
-    if loader is not None:
-        bad_samples["dataset"] = loader.dataset
+    assert training_run.checkpoint_saver is not None and training_run.metrics_log is not None
+    metrics_log, data_loader = training_run.metrics_log, training_run.data_loader
+    progress.enter_phase(progress.SAVING_CHECKPOINT)
+    bad_sample_counts, unlogged_counts = metrics_log.bad_sample_state()
+    if data_loader is not None:
+        bad_sample_counts["dataset"] = data_loader.dataset_identity
 
-    def take() -> checkpoint.Snapshot:
+    def take_run_snapshot() -> checkpoint.CheckpointSnapshot:
         return checkpoint.take_snapshot(
-            run.step,
-            chunks=run.chunks,
-            optimizer=run.optimizer,
-            spec=run.spec,
-            layout=run.layout,
-            grid=run.grid,
-            loader_state=loader.state_dict() if loader is not None else None,
-            run=checkpoint_facts(run, log) | {"bad_samples": bad_samples},
-            pending=pending,
+            training_run.completed_steps,
+            model_chunks=training_run.model_chunks,
+            optimizer=training_run.optimizer,
+            spec=training_run.spec,
+            layout=training_run.layout,
+            grid=training_run.grid,
+            loader_state=data_loader.state_dict() if data_loader is not None else None,
+            run_metadata=checkpoint_metadata(training_run, metrics_log) | {"bad_samples": bad_sample_counts},
+            unlogged_counts=unlogged_counts,
         )
 
-    run.saver.start(take, run.step)
-    if not run.config.checkpoint.background:
-        run.saver.wait()
+    training_run.checkpoint_saver.start_save(take_run_snapshot, training_run.completed_steps)
+    if not training_run.config.checkpoint.background:
+        training_run.checkpoint_saver.wait_until_saved()
 
 
-def evaluate(run: Run) -> None:
+def evaluate_if_due(training_run: TrainingRun) -> None:
     """Evaluates the current weights if an evaluation is due. Collective."""
-    if run.evaluator is not None and run.evaluator.due(run.step, run.resolved.last_step):
-        assert run.log is not None
-        progress.enter(progress.EVALUATING)
-        run.log.evaluated(run.step, run.evaluator.run(run.chunks))
+    if training_run.evaluator is not None and training_run.evaluator.is_due(
+        training_run.completed_steps, training_run.resolved_run.last_step
+    ):
+        assert training_run.metrics_log is not None
+        progress.enter_phase(progress.RUNNING_EVALUATION)
+        training_run.metrics_log.log_evaluation(
+            training_run.completed_steps, training_run.evaluator.evaluate(training_run.model_chunks)
+        )
 
 
-def _finish(run: Run, is_asked_to_stop: bool) -> None:
+def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
     """Waits until all is written, and says what was saved. Collective."""
-    progress.enter(progress.SAVING)
-    run.profiler.finish()
-    if run.saver is not None:
-        run.saver.wait()
+    progress.enter_phase(progress.SAVING_CHECKPOINT)
+    training_run.step_profiler.finish_trace()
+    if training_run.checkpoint_saver is not None:
+        training_run.checkpoint_saver.wait_until_saved()
 
-    progress.enter(progress.ENDING)
+    progress.enter_phase(progress.ENDING_RUN)
     dist.barrier()  # no rank ends before rank 0 has named the checkpoint
-    folder = run.config.checkpoint.dir
-    if folder and run.grid.rank == 0:  # other nodes may see an older state of the folder
-        say(run.grid, f"checkpoints in {folder}: {list_checkpoints(Path(folder))}")
-    if is_asked_to_stop and run.step < run.resolved.last_step:
-        then = "start it again to continue" if folder else "nothing is saved, as checkpoint.dir is empty"
-        say(run.grid, f"a signal stopped the run after step {run.step} of {run.config.steps}; {then}")
-    failures.stop()
+    run_dir = training_run.config.checkpoint.dir
+    if run_dir and training_run.grid.rank == 0:  # other nodes may see an older state of the folder
+        log_rank_0(training_run.grid, f"checkpoints in {run_dir}: {describe_checkpoints(Path(run_dir))}")
+    if stop_requested and training_run.completed_steps < training_run.resolved_run.last_step:
+        restart_hint = (
+            "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
+        )
+        log_rank_0(
+            training_run.grid,
+            f"a signal stopped the run after step {training_run.completed_steps} of {training_run.config.steps}; {restart_hint}",
+        )
+    failures.stop_watching()
 
 
-def list_checkpoints(folder: Path) -> str:
+def describe_checkpoints(run_dir: Path) -> str:
     """The checkpoints that led to the latest one and those of abandoned branches, or why they are unknown."""
     try:
-        present, left = by_branch(folder)
+        current_checkpoints, abandoned_checkpoints = split_by_branch(run_dir)
     except (checkpoint.CheckpointError, OSError) as error:
         return str(error)
-    steps = str([saved.step for saved in present])
-    return f"{steps}; of abandoned branches: {[saved.step for saved in left]}" if left else steps
+    steps = str([saved.step for saved in current_checkpoints])
+    return (
+        f"{steps}; of abandoned branches: {[saved.step for saved in abandoned_checkpoints]}"
+        if abandoned_checkpoints
+        else steps
+    )
 
 
 # --- Why a run cannot continue ------------------------------------------------------------------------------
 
 
-def _stop_if_hopeless(run: Run, result: StepResult, skipped_in_a_row: list[str]) -> None:
+def _stop_if_unrecoverable(
+    training_run: TrainingRun, step_result: StepResult, consecutive_skips: list[str]
+) -> None:
     """Stops a run whose data, weights or checkpoints are of no use, on all ranks at the same step.
 
     Raises:
         TrainingStopped: the message says why.
     """
-    assert run.log is not None
-    if problem := run.log.too_many_bad():
-        raise TrainingStopped(f"{problem}; they are listed in quarantine.jsonl")
+    assert training_run.metrics_log is not None
+    if bad_sample_problem := training_run.metrics_log.bad_sample_problem():
+        raise TrainingStopped(f"{bad_sample_problem}; they are listed in quarantine.jsonl")
     # At the end two are enough: nobody would look at a run that ended well, and one may be chance.
-    is_last = run.step == run.config.steps
-    allowed = min(run.config.max_bad_steps, 2) if is_last else run.config.max_bad_steps
-    if len(skipped_in_a_row) >= allowed:
-        raise TrainingStopped(too_many_skipped(skipped_in_a_row, run.step))
-    if result.failed:
-        raise TrainingStopped(_save_failure(run))
+    is_last_step = training_run.completed_steps == training_run.config.steps
+    allowed_skips = (
+        min(training_run.config.max_bad_steps, 2) if is_last_step else training_run.config.max_bad_steps
+    )
+    if len(consecutive_skips) >= allowed_skips:
+        raise TrainingStopped(skipped_steps_message(consecutive_skips, training_run.completed_steps))
+    if step_result.any_rank_failed:
+        raise TrainingStopped(_save_failure_message(training_run))
 
 
-def too_many_skipped(reasons: list[str], step: int) -> str:
-    """The message of a run that ends because its last steps were all skipped for ``reasons``."""
-    where = f"in {len(reasons)} steps in a row, the last one step {step}"
-    if NOT_FINITE not in reasons:
-        return (
-            f"no token bore loss {where}; only answers of the assistant do, so look for them in the data set"
-        )
+def skipped_steps_message(skip_reasons: list[str], step: int) -> str:
+    """The message of a run that ends because its last steps were all skipped for ``skip_reasons``."""
+    steps_text = f"in {len(skip_reasons)} steps in a row, the last one step {step}"
+    if NOT_FINITE not in skip_reasons:
+        return f"no token bore loss {steps_text}; only answers of the assistant do, so look for them in the data set"
 
-    also = " or no token bore loss" if NO_LOSS_TOKENS in reasons else ""
-    return f"loss or gradient was not finite{also} {where}"
+    no_tokens_text = " or no token bore loss" if NO_LOSS_TOKENS in skip_reasons else ""
+    return f"loss or gradient was not finite{no_tokens_text} {steps_text}"
 
 
-def _save_failure(run: Run) -> str:
+def _save_failure_message(training_run: TrainingRun) -> str:
     """Why a checkpoint could not be written, as reported by the rank that failed."""
-    own_error = run.saver.error() if run.saver is not None else None
-    if own_error is None and (reported := failures.cause()):
-        return reported
+    own_error = (
+        training_run.checkpoint_saver.save_error() if training_run.checkpoint_saver is not None else None
+    )
+    if own_error is None and (reported_failure := failures.first_failure_message()):
+        return reported_failure
     try:
-        good = latest(Path(run.config.checkpoint.dir))
-        last = f"the last good checkpoint is step {good.step if good is not None else 'none'}"
+        newest_checkpoint = find_latest_checkpoint(Path(training_run.config.checkpoint.dir))
+        latest_text = f"the last good checkpoint is step {newest_checkpoint.step if newest_checkpoint is not None else 'none'}"
     except checkpoint.CheckpointError as error:
-        last = str(error)
-    return f"{own_error or 'another rank could not write its checkpoint'}; {last}"
+        latest_text = str(error)
+    return f"{own_error or 'another rank could not write its checkpoint'}; {latest_text}"

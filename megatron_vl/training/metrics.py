@@ -1,5 +1,5 @@
 """The metrics of a run: one printed line per step, and the same numbers in every sink (see
-:mod:`megatron_vl.training.sinks`)."""
+:mod:`megatron_vl.training.metrics_sinks`)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.source.bad_samples import DROPPED, BadSampleMeter, details_by_reason
-from megatron_vl.data.source.blend import Source
-from megatron_vl.parallel.grid import ProcessGrid
+from megatron_vl.data.source.bad_samples import DROPPED_PREFIX, BadSampleMeter, details_by_reason
+from megatron_vl.data.source.blend import BlendSource
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.planning.flops import peak_tflops, row_flops
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.training.evaluation import Evaluation
-from megatron_vl.training.feed import StepData
-from megatron_vl.training.mailbox import Mailbox
-from megatron_vl.training.optimizer import Rates
-from megatron_vl.training.sinks import Sink, open_sinks
+from megatron_vl.training.batch_broadcast import StepBatch
+from megatron_vl.training.evaluation import ValidationResult
+from megatron_vl.training.metrics_sinks import MetricsSink, open_metrics_sinks
+from megatron_vl.training.optimizer import PartLearningRates
+from megatron_vl.training.rank_0_gather import Rank0Gather
 from megatron_vl.training.source_counts import SourceCounts, SourceMeter
-from megatron_vl.training.step import SKIPPED, StepResult
-from megatron_vl.training.tally import Tally
+from megatron_vl.training.step import SKIP_REASONS, StepResult
+from megatron_vl.training.step_metrics import StepMetrics
 
-LISTED_BYTES = 4 << 20
+MAX_LIST_BYTES = 4 << 20
 """Largest size in bytes of the lists of samples that a printed line collects from all ranks together."""
-BACKLOG = 10_000
+MAX_BACKLOG_SAMPLES = 10_000
 """Largest number of samples that a rank keeps for the lists of later lines. Further ones are only counted."""
 
 
@@ -42,7 +42,7 @@ class MetricsLog:
     Tokens do not include the padded tails of rows.
 
     Args:
-        sources: the sources of the blend; none if the data set is no blend.
+        source_meter: the sources of the blend; none if the data set is no blend.
     """
 
     def __init__(
@@ -51,109 +51,126 @@ class MetricsLog:
         spec: ModelSpec,
         grid: ProcessGrid,
         platform: Platform,
-        sources: Sequence[Source] = (),
+        blend_sources: Sequence[BlendSource] = (),
     ) -> None:
         self.spec, self.grid, self.platform = spec, grid, platform
-        self.model, self.steps_of_run = config.model, config.steps
-        self.folder = Path(config.checkpoint.dir) if config.checkpoint.dir else None
+        self.model_config, self.total_steps = config.model, config.steps
+        self.run_dir = Path(config.checkpoint.dir) if config.checkpoint.dir else None
         self.lists_samples = config.log.samples
-        self.mark = time.perf_counter()
-        self.mailbox = Mailbox(grid.rank)
-        self.steps = 0
-        self.tally = Tally()
-        self.reasons: Counter[str] = Counter()
-        self.keys: list[list[str]] = []
-        self.dropped: list[dict[str, Any]] = []
+        self.interval_start = time.perf_counter()
+        self.rank_0_gather = Rank0Gather(grid.rank)
+        self.interval_steps = 0
+        self.step_metrics = StepMetrics()
+        self.drop_reasons: Counter[str] = Counter()
+        self.sample_keys: list[list[str]] = []
+        self.unsent_samples: list[dict[str, Any]] = []
         """Samples that could not be used and that were not yet sent to rank 0."""
-        self.listed: set[tuple[str, ...]] = set()
-        self.meter = BadSampleMeter(config.data.max_bad_share)
-        self.sources = SourceMeter(sources)
-        name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-        self.peak = peak_tflops(name, config.log.peak_tflops)
-        self.sinks: list[Sink] = open_sinks(config) if grid.rank == 0 else []
+        self.quarantined_ids: set[tuple[str, ...]] = set()
+        self.bad_sample_meter = BadSampleMeter(config.data.max_bad_share)
+        self.source_meter = SourceMeter(blend_sources)
+        device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
+        self.device_peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+        self.metrics_sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
-    def add(self, data: StepData, sources: SourceCounts | None = None) -> None:
+    def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
         """Counts a step's rows. Only the rank of each replica that owns the loader counts,
         so that sums are right.
 
         Args:
-            sources: numbers by source of the whole step, equal on all ranks.
+            source_counts: numbers by source of the whole step, equal on all ranks.
         """
-        self.steps += 1
-        self.sources.add(sources)
+        self.interval_steps += 1
+        self.source_meter.add(source_counts)
         if not self.grid.owns_loader:
             return
 
-        tally = self.tally
-        tally.data_wait_s += data.wait_s
-        rows = zip(data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True)
-        for lengths, (full, window), loss_tokens in rows:
-            tally.tokens += sum(lengths)
-            flops = row_flops(self.spec, self.model, lengths, full, window, loss_tokens)
-            tally.language_flops += flops.language
-            tally.vision_flops += flops.vision
+        step_metrics = self.step_metrics
+        step_metrics.data_wait_s += step_batch.loader_wait_s
+        row_lengths = zip(
+            step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True
+        )
+        for segment_lengths, (frame_lengths, window_lengths), loss_tokens in row_lengths:
+            step_metrics.num_real_tokens += sum(segment_lengths)
+            flops = row_flops(
+                self.spec, self.model_config, segment_lengths, frame_lengths, window_lengths, loss_tokens
+            )
+            step_metrics.language_flops += flops.language
+            step_metrics.vision_flops += flops.vision
 
-        for name, value in data.counts.items():
-            if name.startswith(DROPPED):
-                self.reasons[name.removeprefix(DROPPED)] += value
-                tally.dropped += value
+        for item_name, item_count in step_batch.item_counts.items():
+            if item_name.startswith(DROPPED_PREFIX):
+                self.drop_reasons[item_name.removeprefix(DROPPED_PREFIX)] += item_count
+                step_metrics.dropped_samples += item_count
             else:
-                setattr(tally, name, getattr(tally, name) + value)
+                setattr(step_metrics, item_name, getattr(step_metrics, item_name) + item_count)
 
         if self.lists_samples:
-            self.keys += data.keys
-        self.dropped = (self.dropped + data.dropped)[:BACKLOG]
+            self.sample_keys += step_batch.sample_keys
+        self.unsent_samples = (self.unsent_samples + step_batch.dropped_samples)[:MAX_BACKLOG_SAMPLES]
 
-    def write(
-        self, step: int, result: StepResult, rates: Rates, skipped: Mapping[str, int]
+    def log_step(
+        self,
+        step: int,
+        step_result: StepResult,
+        learning_rates: PartLearningRates,
+        skipped_steps: Mapping[str, int],
     ) -> dict[str, Any]:
         """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
 
         Args:
-            rates: learning rate of each part.
-            skipped: the run's skipped steps so far, by reason.
+            learning_learning_rates: learning rate of each part.
+            skipped_steps: the run's skipped steps so far, by reason.
         """
-        now = time.perf_counter()
-        seconds, self.mark = now - self.mark, now
-        self.tally.memory_gib = self.platform.peak_memory_gib()
-        self.tally.senders = int(bool(self.reasons or self.dropped or self.keys))
-        total = self.tally.reduced(self.platform.device)
-        reasons, details = self._exchange_lists(step, total)
+        current_time = time.perf_counter()
+        elapsed_s, self.interval_start = current_time - self.interval_start, current_time
+        self.step_metrics.memory_gib = self.platform.peak_memory_gib()
+        self.step_metrics.sending_ranks = int(
+            bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
+        )
+        global_metrics = self.step_metrics.reduce_over_ranks(self.platform.device)
+        drop_reasons, drop_details = self._gather_sample_lists(step, global_metrics)
 
-        by_source, in_words = self.sources.next_line()
+        source_metrics, source_summary = self.source_meter.take_line()
 
-        flops, world = total.language_flops + total.vision_flops, self.grid.world_size
-        numbers: dict[str, Any] = {
+        total_flops, world_size = (
+            global_metrics.language_flops + global_metrics.vision_flops,
+            self.grid.world_size,
+        )
+        logged_metrics: dict[str, Any] = {
             "step": step,
-            "loss": result.loss,
-            "loss_tokens": result.loss_tokens,
-            "grad_norm": result.grad_norm,
-            "updated": result.updated,
-            "lr": rates["language"],
-            **{f"lr/{part}": rate for part, rate in rates.items()},
-            **{f"skipped/{reason}": count for reason, count in skipped.items()},
-            "step_s": seconds / self.steps,
-            "tokens_per_s_per_rank": total.tokens / seconds / world,
-            "tflops_per_rank": flops / seconds / world / 1e12,
-            "vision_flops_share": total.vision_flops / flops if flops else 0.0,
-            "mfu": flops / seconds / world / 1e12 / self.peak if self.peak else None,
-            "memory_gib": total.memory_gib,
-            "data_wait_s": total.data_wait_s / self.steps,
-            **self._expert_load(step, result),
-            "samples": total.samples,
-            "images": total.images,
-            "patches": total.patches,
-            **{f"{DROPPED}{reason}": count for reason, count in reasons.items()},
-            **by_source,
+            "loss": step_result.loss,
+            "loss_tokens": step_result.loss_tokens,
+            "grad_norm": step_result.grad_norm,
+            "updated": step_result.is_updated,
+            "lr": learning_rates["language"],
+            **{f"lr/{part}": rate for part, rate in learning_rates.items()},
+            **{f"skipped/{reason}": count for reason, count in skipped_steps.items()},
+            "step_s": elapsed_s / self.interval_steps,
+            "tokens_per_s_per_rank": global_metrics.num_real_tokens / elapsed_s / world_size,
+            "tflops_per_rank": total_flops / elapsed_s / world_size / 1e12,
+            "vision_flops_share": global_metrics.vision_flops / total_flops if total_flops else 0.0,
+            "mfu": total_flops / elapsed_s / world_size / 1e12 / self.device_peak_tflops
+            if self.device_peak_tflops
+            else None,
+            "memory_gib": global_metrics.memory_gib,
+            "data_wait_s": global_metrics.data_wait_s / self.interval_steps,
+            **self._expert_load_metric(step, step_result),
+            "samples": global_metrics.samples,
+            "images": global_metrics.images,
+            "patches": global_metrics.patches,
+            **{f"{DROPPED_PREFIX}{reason}": count for reason, count in drop_reasons.items()},
+            **source_metrics,
         }
-        self.meter.add(total.samples, reasons, details)
-        self._emit(numbers, in_words, result.skipped)
+        self.bad_sample_meter.add_counts(global_metrics.samples, drop_reasons, drop_details)
+        self._print_line(logged_metrics, source_summary, step_result.skip_reason)
 
-        self.steps = 0
-        self.tally = Tally()
-        return numbers
+        self.interval_steps = 0
+        self.step_metrics = StepMetrics()
+        return logged_metrics
 
-    def _exchange_lists(self, step: int, total: Tally) -> tuple[dict[str, int], dict[str, Any]]:
+    def _gather_sample_lists(
+        self, step: int, global_metrics: StepMetrics
+    ) -> tuple[dict[str, int], dict[str, Any]]:
         """Rank 0 writes the samples that the loaders' owners list.
 
         Returns the number of unusable samples by reason, and what is known of those that are listed, equal on
@@ -162,150 +179,168 @@ class MetricsLog:
         The size of one line's lists is bounded for all ranks together.
         What does not fit is sent with the next line.
         """
-        if not total.senders:
+        if not global_metrics.sending_ranks:
             return {}, {}
-        self.mailbox.begin()
-        if self.tally.senders:
-            now, self.dropped = _split_list(self.dropped, LISTED_BYTES // total.senders)
-            letter = {"reasons": dict(self.reasons), "dropped": now, "keys": self.keys}
-            self.mailbox.send(self.grid.dp_rank, letter)
-            self.reasons, self.keys = Counter(), []
+        self.rank_0_gather.begin_round()
+        if self.step_metrics.sending_ranks:
+            samples_to_send, self.unsent_samples = _split_by_size(
+                self.unsent_samples, MAX_LIST_BYTES // global_metrics.sending_ranks
+            )
+            list_message = {
+                "reasons": dict(self.drop_reasons),
+                "dropped": samples_to_send,
+                "keys": self.sample_keys,
+            }
+            self.rank_0_gather.send_message(self.grid.dp_rank, list_message)
+            self.drop_reasons, self.sample_keys = Counter(), []
 
-        found: Counter[str] = Counter()
-        listed: list[dict[str, Any]] = []
+        global_reasons: Counter[str] = Counter()
+        listed_samples: list[dict[str, Any]] = []
         if self.grid.rank == 0:
-            letters = self.mailbox.receive(total.senders)
-            for letter in letters:
-                found.update(letter["reasons"])
-            listed = [sample for letter in letters for sample in letter["dropped"]]
-            self._quarantine(step, listed)
+            list_messages = self.rank_0_gather.receive_messages(global_metrics.sending_ranks)
+            for list_message in list_messages:
+                global_reasons.update(list_message["reasons"])
+            listed_samples = [sample for list_message in list_messages for sample in list_message["dropped"]]
+            self._write_quarantine(step, listed_samples)
             if self.lists_samples:
-                self._list_samples(step, [letter["keys"] for letter in letters])
-        if not total.dropped:
+                self._write_sample_keys(step, [list_message["keys"] for list_message in list_messages])
+        if not global_metrics.dropped_samples:
             return {}, {}
-        reasons, details = self.mailbox.share([dict(found), details_by_reason(listed)])
-        return reasons, details
+        drop_reasons, drop_details = self.rank_0_gather.share_answer(
+            [dict(global_reasons), details_by_reason(listed_samples)]
+        )
+        return drop_reasons, drop_details
 
-    def _expert_load(self, step: int, result: StepResult) -> dict[str, float]:
+    def _expert_load_metric(self, step: int, step_result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer.
 
         The sinks get the number of each layer.
         """
-        if result.expert_load is None:
+        if step_result.expert_load is None:
             return {}
-        load = result.expert_load.double().cpu()
-        layers = load.sum(1).nonzero()[:, 0].tolist()
-        shares = {layer: load[layer] / load[layer].mean() for layer in layers}
-        for sink in self.sinks:
-            sink.expert_load(step, shares)
-        return {"expert_load": max(float(share.max()) for share in shares.values())}
+        expert_tokens = step_result.expert_load.double().cpu()
+        layers = expert_tokens.sum(1).nonzero()[:, 0].tolist()
+        relative_loads = {layer: expert_tokens[layer] / expert_tokens[layer].mean() for layer in layers}
+        for metrics_sink in self.metrics_sinks:
+            metrics_sink.write_expert_load(step, relative_loads)
+        return {"expert_load": max(float(share.max()) for share in relative_loads.values())}
 
-    def evaluated(self, step: int, result: Evaluation) -> None:
+    def log_evaluation(self, step: int, validation_result: ValidationResult) -> None:
         """Prints and writes an evaluation. Its time does not count in the steps' speed."""
-        self.leave_out(result.seconds)
+        self.exclude_seconds(validation_result.elapsed_s)
         if self.grid.rank != 0:
             return
         print(
-            f"step {step:>6}/{self.steps_of_run} | validation loss {result.loss:.6f} | {result.loss_tokens}"
-            f" tokens | {result.seconds:.1f} s",
+            f"step {step:>6}/{self.total_steps} | validation loss {validation_result.loss:.6f} | {validation_result.loss_tokens}"
+            f" tokens | {validation_result.elapsed_s:.1f} s",
             flush=True,
         )
-        for sink in self.sinks:
-            sink.evaluation(step, result)
+        for metrics_sink in self.metrics_sinks:
+            metrics_sink.write_evaluation(step, validation_result)
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude_seconds(self, excluded_s: float) -> None:
         """Takes time out of the steps' speed that was not spent on training."""
-        self.mark += seconds
+        self.interval_start += excluded_s
 
-    def _quarantine(self, step: int, dropped: list[dict[str, Any]]) -> None:
+    def _write_quarantine(self, step: int, dropped_samples: list[dict[str, Any]]) -> None:
         """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints,
         each of them once per run."""
         # Keys are those of one data set, and a blend has several.
-        named = {
+        samples_by_id = {
             tuple(sample[name] for name in ("data_set", "shard", "key", "reason")): sample
-            for sample in dropped
+            for sample in dropped_samples
         }
-        new = {name: sample for name, sample in named.items() if name not in self.listed}
-        self.listed.update(new)
-        if new and self.grid.rank == 0 and self.folder is not None:
-            with (self.folder / "quarantine.jsonl").open("a") as file:
-                file.writelines(json.dumps({"step": step, **sample}) + "\n" for sample in new.values())
+        new_samples = {
+            name: sample for name, sample in samples_by_id.items() if name not in self.quarantined_ids
+        }
+        self.quarantined_ids.update(new_samples)
+        if new_samples and self.grid.rank == 0 and self.run_dir is not None:
+            with (self.run_dir / "quarantine.jsonl").open("a") as file:
+                file.writelines(
+                    json.dumps({"step": step, **sample}) + "\n" for sample in new_samples.values()
+                )
 
-    def too_many_bad(self) -> str | None:
+    def bad_sample_problem(self) -> str | None:
         """Why the run must stop if more samples than ``data.max_bad_share`` could not be used;
         equal on all ranks."""
-        return self.meter.problem() or None
+        return self.bad_sample_meter.stop_reason() or None
 
-    def bad_samples(self) -> tuple[dict[str, Any], dict[str, int]]:
+    def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
         """The counts to save in a checkpoint.
 
         They are the counts over all ranks up to the last printed step, and this rank's own counts since then.
         """
-        own = {f"{DROPPED}{reason}": count for reason, count in self.reasons.items()}
-        return self.meter.state_dict(), {"samples": self.tally.samples, **own}
+        local_counts = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
+        return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **local_counts}
 
-    def load_bad_samples(self, state: dict[str, Any]) -> None:
+    def load_bad_sample_state(self, meter_state: dict[str, Any]) -> None:
         """Continues counting from a checkpoint. Call it on all ranks with the same state."""
-        self.meter.load_state_dict(state)
+        self.bad_sample_meter.load_state_dict(meter_state)
 
-    def _list_samples(self, step: int, keys: list[list[list[str]]]) -> None:
+    def _write_sample_keys(self, step: int, keys_by_rank: list[list[list[str]]]) -> None:
         """Writes one line per printed step: the samples of each row, rows of data-parallel rank 0 first."""
-        if self.grid.rank == 0 and self.folder is not None:
-            with (self.folder / "samples.jsonl").open("a") as file:
-                file.write(json.dumps({"step": step, "rows": [row for part in keys for row in part]}) + "\n")
+        if self.grid.rank == 0 and self.run_dir is not None:
+            with (self.run_dir / "samples.jsonl").open("a") as file:
+                file.write(
+                    json.dumps({"step": step, "rows": [row for part in keys_by_rank for row in part]}) + "\n"
+                )
 
-    def _emit(self, n: dict[str, Any], sources: str, skipped: str) -> None:
+    def _print_line(self, logged_metrics: dict[str, Any], source_summary: str, skip_reason: str) -> None:
         if self.grid.rank != 0:
             return
-        dropped = self.meter.bad
-        speed = (
-            f"MFU {n['mfu']:6.1%} (vision {n['vision_flops_share']:.0%})"
-            if n["mfu"] is not None
-            else f"{n['tflops_per_rank']:.3f} TFLOP/s"
+        dropped_count = self.bad_sample_meter.bad_count
+        speed_text = (
+            f"MFU {logged_metrics['mfu']:6.1%} (vision {logged_metrics['vision_flops_share']:.0%})"
+            if logged_metrics["mfu"] is not None
+            else f"{logged_metrics['tflops_per_rank']:.3f} TFLOP/s"
         )
-        line = (
-            f"step {n['step']:>6}/{self.steps_of_run} | loss {n['loss']:.6f} | grad norm {n['grad_norm']:.4f}"
-            f" | {_rates(n)} | {n['step_s'] * 1e3:.0f} ms | {n['tokens_per_s_per_rank']:.0f} tok/s/GPU |"
-            f" {speed} | {n['memory_gib']:.1f} GiB | data wait {n['data_wait_s'] * 1e3:.0f} ms"
+        printed_line = (
+            f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad norm {logged_metrics['grad_norm']:.4f}"
+            f" | {_learning_rates_text(logged_metrics)} | {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f} tok/s/GPU |"
+            f" {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait {logged_metrics['data_wait_s'] * 1e3:.0f} ms"
         )
-        line += f" | busiest expert {n['expert_load']:.2f}x" if "expert_load" in n else ""
-        line += f" | {sources}" if sources else ""
-        line += f" | dropped {dropped}" if dropped else ""
-        line += f" | SKIPPED: {SKIPPED[skipped]}" if skipped else ""
-        print(line, flush=True)
-        for sink in self.sinks:
-            sink.step(n)
+        printed_line += (
+            f" | busiest expert {logged_metrics['expert_load']:.2f}x"
+            if "expert_load" in logged_metrics
+            else ""
+        )
+        printed_line += f" | {source_summary}" if source_summary else ""
+        printed_line += f" | dropped {dropped_count}" if dropped_count else ""
+        printed_line += f" | SKIPPED: {SKIP_REASONS[skip_reason]}" if skip_reason else ""
+        print(printed_line, flush=True)
+        for metrics_sink in self.metrics_sinks:
+            metrics_sink.write_step(logged_metrics)
 
-    def close(self, failed: bool = False) -> None:
-        """``failed``: the run ends with an error."""
-        for sink in self.sinks:
-            sink.close(failed)
+    def close(self, has_failed: bool = False) -> None:
+        """``has_failed``: the run ends with an error."""
+        for metrics_sink in self.metrics_sinks:
+            metrics_sink.close(has_failed)
 
 
-def _rates(numbers: dict[str, Any]) -> str:
+def _learning_rates_text(logged_metrics: dict[str, Any]) -> str:
     """The learning rate of each part as a printed line shows it:
     ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
-    language, vision, merger = (
-        "frozen" if numbers[f"lr/{part}"] is None else f"{numbers[f'lr/{part}']:.3e}"
+    language_rate, vision_rate, merger_rate = (
+        "frozen" if logged_metrics[f"lr/{part}"] is None else f"{logged_metrics[f'lr/{part}']:.3e}"
         for part in ("language", "vision", "merger")
     )
-    return f"lr {language} (vision {vision}, merger {merger})"
+    return f"lr {language_rate} (vision {vision_rate}, merger {merger_rate})"
 
 
-def _split_list(
-    samples: list[dict[str, Any]], size: int
+def _split_by_size(
+    dropped_samples: list[dict[str, Any]], max_bytes: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The first samples up to about ``size`` bytes (at least one sample), and the remaining ones."""
-    count, used = 0, 0
-    for sample in samples:
-        used += len(json.dumps(sample))
-        if count and used > size:
+    """The first samples up to about ``max_bytes`` bytes (at least one sample), and the remaining ones."""
+    count, used_bytes = 0, 0
+    for sample in dropped_samples:
+        used_bytes += len(json.dumps(sample))
+        if count and used_bytes > max_bytes:
             break
         count += 1
-    return samples[:count], samples[count:]
+    return dropped_samples[:count], dropped_samples[count:]
 
 
-def say(grid: ProcessGrid, message: str) -> None:
+def log_rank_0(grid: ProcessGrid, message: str) -> None:
     """Prints on rank 0."""
     if grid.rank == 0:
         print(message, flush=True)

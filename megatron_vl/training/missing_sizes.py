@@ -19,16 +19,16 @@ import torch.distributed as dist
 
 from megatron_vl import progress
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.description import LoaderError, read_description
-from megatron_vl.data.source.location import location
-from megatron_vl.data.source.sizes import without_sizes
-from megatron_vl.parallel.groups import from_first_rank
+from megatron_vl.data.source.dataset_description import LoaderError, read_description
+from megatron_vl.data.source.location import resolve_location
+from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
+from megatron_vl.parallel.process_groups import broadcast_from_rank_0
 from megatron_vl.platform import Platform
 from megatron_vl.processes import python_path_with_tools
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.setup import end_if_asked
+from megatron_vl.training.setup import exit_if_stop_requested
 
-WAIT_S = 10.0
+POLL_INTERVAL_S = 10.0
 """Seconds between two looks at the process: the other ranks wait in a collective for so long."""
 _PROGRAM = """
 from megatron_vl.processes import end_with_parent
@@ -39,27 +39,31 @@ from megatron_vl.__main__ import main
 raise SystemExit(main())
 """
 """``python -m megatron_vl``, which is killed when the process with the id ``parent`` ends."""
-_END_S = 10.0
+_TERMINATE_TIMEOUT_S = 10.0
 """Seconds that the process has to end before it is killed."""
 
 
-def write_missing_sizes(resolved: ResolvedRun, platform: Platform) -> None:
+def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
     """Lets rank 0 write the sizes that are missing, while all ranks wait. Collective.
 
     Raises:
         LoaderError: the sizes cannot be written. The message says where else to write them.
         SystemExit: a signal asked a rank to stop.
     """
-    lacking = resolved.data["train"].without_sizes
-    if not lacking:
+    unsized_datasets = resolved_run.facts_by_split["train"].datasets_without_sizes
+    if not unsized_datasets:
         return
 
-    config, is_first = resolved.config, dist.get_rank() == 0
-    process = closing(IndexingProcess(config.data, config.model.hf, lacking)) if is_first else nullcontext()
-    with process as indexing:
-        while from_first_rank(lambda: indexing is not None and indexing.is_running()):
-            progress.tick()
-            end_if_asked(platform)
+    config, is_first = resolved_run.config, dist.get_rank() == 0
+    process = (
+        closing(IndexingProcess(config.data, config.model.hf, unsized_datasets))
+        if is_first
+        else nullcontext()
+    )
+    with process as indexing_process:
+        while broadcast_from_rank_0(lambda: indexing_process is not None and indexing_process.is_running()):
+            progress.note_progress()
+            exit_if_stop_requested(platform)
 
 
 def write_missing_sizes_alone(data: DataConfig, hf: str | Path) -> None:
@@ -68,7 +72,10 @@ def write_missing_sizes_alone(data: DataConfig, hf: str | Path) -> None:
     Raises:
         LoaderError: there is no data set, or the sizes cannot be written.
     """
-    lacking = [str(one.path) for one in without_sizes(read_description(location(data.path)), hf, data)]
+    lacking = [
+        str(one.path)
+        for one in find_datasets_without_sizes(read_description(resolve_location(data.path)), hf, data)
+    ]
     if not lacking:
         return
 
@@ -132,7 +139,7 @@ class IndexingProcess:
             LoaderError: it failed.
         """
         try:
-            code = self._process.wait(WAIT_S)
+            code = self._process.wait(POLL_INTERVAL_S)
         except subprocess.TimeoutExpired:
             code = None
         self._output.seek(0)
@@ -154,7 +161,7 @@ class IndexingProcess:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(_END_S)
+                self._process.wait(_TERMINATE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._output.close()

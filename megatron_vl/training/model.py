@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.data.sample.pixels import PixelNorm, read_pixel_norm
-from megatron_vl.models.build import build_chunks, check_tensors, chunk_tensors
-from megatron_vl.models.names import LiveTensor
+from megatron_vl.models.build import build_chunks, check_live_tensors, chunk_tensors
+from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.models.vision_language import VisionLanguageModel
-from megatron_vl.parallel.grid import ProcessGrid
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.checkpoint import load_weights
-from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.weight_reader import WeightReader
 
-HALF = PixelNorm((0.5,) * 3, (0.5,) * 3)
+HALF_PIXEL_NORM = PixelNorm((0.5,) * 3, (0.5,) * 3)
 """Pixel statistics for models that are not given real pictures."""
 
 
@@ -24,9 +24,9 @@ HALF = PixelNorm((0.5,) * 3, (0.5,) * 3)
 class BuiltModel:
     """One rank's part of a model."""
 
-    chunks: list[VisionLanguageModel]
+    model_chunks: list[VisionLanguageModel]
     """One chunk for each virtual stage, not wrapped in DDP."""
-    tensors: list[LiveTensor]
+    live_tensors: list[LiveTensor]
     """The chunks' parameters with canonical names."""
 
 
@@ -37,26 +37,28 @@ def build_model(
     platform: Platform,
     grid: ProcessGrid,
     *,
-    weights: WeightReader | None = None,
-    norm: PixelNorm | None = None,
+    weight_reader: WeightReader | None = None,
+    pixel_norm: PixelNorm | None = None,
 ) -> BuiltModel:
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
 
     Args:
         grid: the grid of ``layout``, whose process groups must exist.
-        weights: weights in any layout, of which each rank reads its own slices; None: random weights.
-        norm: statistics of pixels; None: those of ``model.hf``.
+        weight_reader: weights in any layout, of which each rank reads its own slices; None: random weights.
+        pixel_pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Raises:
         RuntimeError: the modules do not match the tensor table.
         WeightsError: a stored tensor is damaged.
     """
-    norm = norm or read_pixel_norm(config.model.hf)
-    chunks = build_chunks(platform, spec, layout, config, pixel_mean=norm.mean, pixel_std=norm.std)
+    pixel_norm = pixel_norm or read_pixel_norm(config.model.hf)
+    model_chunks = build_chunks(
+        platform, spec, layout, config, pixel_mean=pixel_norm.mean, pixel_std=pixel_norm.std
+    )
 
-    tensors = chunk_tensors(chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_tensors(spec, layout, tensors)
+    live_tensors = chunk_tensors(model_chunks, layout, grid.pp_rank, grid.ep_rank)
+    check_live_tensors(spec, layout, live_tensors)
 
-    if weights is not None:
-        load_weights(weights, tensors, grid)
-    return BuiltModel(chunks, tensors)
+    if weight_reader is not None:
+        load_weights(weight_reader, live_tensors, grid)
+    return BuiltModel(model_chunks, live_tensors)

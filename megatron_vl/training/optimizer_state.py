@@ -6,12 +6,12 @@ moments in their dtype. What is read is fp32, whatever was written.
 Megatron-core's ``dist_checkpointing`` is not used for two reasons: core 0.19.2 packs buckets without their
 padding but slices them with it, so that moments silently get wrong offsets, and its files are pickled.
 
-The key of a tensor is ``NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
-``step``. For expert 17 of a stack, NAME ends in ``#17``,
+The key of a tensor is ``PART_FILE_NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
+``step``. For expert 17 of a stack, PART_FILE_NAME ends in ``#17``,
 and the range is that of the expert's own flattened shard.
 
 ``index.json`` says which file holds which ranges, so that a resuming rank opens only the files that it needs:
-``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
+``{"files": [FILE, ...], "slices": {PART_FILE_NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
 PART is the rank in tensor (or expert tensor) parallelism, FILE an index into ``files``, KINDS has a bit for
 each of :data:`KINDS`, and STEP is Adam's step count.
 """
@@ -34,22 +34,24 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl import durable, progress
+from megatron_vl import durable_files, progress
 from megatron_vl.json_files import write_json
-from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import ProcessGrid
-from megatron_vl.spec.tensors import Cut, TensorInfo, part_of
+from megatron_vl.models.parameter_names import LiveTensor
+from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.spec.tensors import Sharding, TensorInfo, model_part
 from megatron_vl.training.offload.build import chunked_state
-from megatron_vl.training.offload.state import Parameter
-from megatron_vl.training.offload.step import counts_by_group
-from megatron_vl.weights.blocks import gather, part_blocks, shard_blocks
+from megatron_vl.training.offload.chunked_step import counts_steps_by_group
+from megatron_vl.training.offload.state_chunks import ChunkedParameter
+from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
 from megatron_vl.weights.run_folder import CheckpointError
-from megatron_vl.weights.tensor_files import Region, make_header, matrix_shape
+from megatron_vl.weights.tensor_files import MatrixRegion, make_safetensors_header, matrix_shape
 
-INDEX = "index.json"
-KINDS = ("main", "exp_avg", "exp_avg_sq")
-_KEY = re.compile(r"^(?P<name>.+)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<kind>main|exp_avg|exp_avg_sq|step)$")
-_CHUNK = 16 << 20
+INDEX_FILE = "index.json"
+STATE_KINDS = ("main", "exp_avg", "exp_avg_sq")
+_KEY_PATTERN = re.compile(
+    r"^(?P<name>.+)\[(?P<start>\d+):(?P<end>\d+)\]/(?P<kind>main|exp_avg|exp_avg_sq|step)$"
+)
+_CHUNK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -57,91 +59,115 @@ class OptimizerSlice:
     """A contiguous range of one parameter's flattened shard,
     with this rank's optimizer tensors for it."""
 
-    tensor: LiveTensor
+    live_tensor: LiveTensor
     start: int
     end: int
-    main: Tensor
-    state: dict[str, Any]
-    group: dict[str, Any]
-    chunked: Parameter | None = None
-    """Where the state is if it is in chunks; ``state`` is then empty, and ``main`` may be."""
+    main_param: Tensor
+    adam_state: dict[str, Any]
+    param_group: dict[str, Any]
+    chunked_parameter: ChunkedParameter | None = None
+    """Where the state is if it is in chunks; ``adam_state`` is then empty, and ``main_param`` may be."""
 
     @property
-    def name(self) -> str:
+    def state_name(self) -> str:
         """The canonical name; for one expert of a stack, followed by its number."""
-        return state_name(self.tensor.name, self.tensor.expert)
+        return optimizer_state_name(self.live_tensor.tensor_name, self.live_tensor.expert_index)
 
-    def key(self, kind: str) -> str:
-        return f"{self.name}[{self.start}:{self.end}]/{kind}"
+    def tensor_key(self, state_kind: str) -> str:
+        return f"{self.state_name}[{self.start}:{self.end}]/{state_kind}"
 
-    def read(self, kind: str) -> Tensor | None:
+    def read_state(self, state_kind: str) -> Tensor | None:
         """A host copy [end - start] of one of :data:`KINDS`, in its dtype; None if there is none (before
         step 1)."""
-        if self.chunked is not None:
-            return self.chunked.read(kind)
-        held = self.main if kind == "main" else self.state.get(kind)
-        return None if held is None else host_copy(held).view(-1)
+        if self.chunked_parameter is not None:
+            return self.chunked_parameter.read_state(state_kind)
+        state_tensor = self.main_param if state_kind == "main" else self.adam_state.get(state_kind)
+        return None if state_tensor is None else host_copy(state_tensor).view(-1)
 
-    def write(self, kind: str, value: Tensor | None) -> None:
+    def write_state(self, state_kind: str, new_value: Tensor | None) -> None:
         """Replaces one of :data:`KINDS` with fp32 [end - start]. None: there are no moments yet."""
-        if self.chunked is not None:
-            self.chunked.write(kind, torch.zeros(self.end - self.start) if value is None else value)
-        elif kind == "main":
-            assert value is not None
-            self.main.copy_(value.view_as(self.main))
-        elif value is not None:
-            self.state[kind] = value.view_as(self.main).to(self.main.device)
+        if self.chunked_parameter is not None:
+            self.chunked_parameter.write_state(
+                state_kind, torch.zeros(self.end - self.start) if new_value is None else new_value
+            )
+        elif state_kind == "main":
+            assert new_value is not None
+            self.main_param.copy_(new_value.view_as(self.main_param))
+        elif new_value is not None:
+            self.adam_state[state_kind] = new_value.view_as(self.main_param).to(self.main_param.device)
 
     @property
-    def steps(self) -> int:
+    def step_count(self) -> int:
         """Adam's step count: torch keeps it per parameter, Transformer Engine's FusedAdam per group."""
-        if self.chunked is not None:
-            return self.chunked.steps
-        steps = self.state.get("step", self.group.get("step", 0))
+        if self.chunked_parameter is not None:
+            return self.chunked_parameter.step_count
+        steps = self.adam_state.get("step", self.param_group.get("step", 0))
         return int(steps.item() if isinstance(steps, Tensor) else steps)
 
 
-def state_name(name: str, expert: int | None) -> str:
+def optimizer_state_name(tensor_name: str, expert_index: int | None) -> str:
     """The name under which the state of a tensor, or of one expert of a stack, is stored."""
-    return name if expert is None else f"{name}#{expert}"
+    return tensor_name if expert_index is None else f"{tensor_name}#{expert_index}"
 
 
-def optimizer_slices(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> Iterator[OptimizerSlice]:
+def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> Iterator[OptimizerSlice]:
     """The state that this rank's optimizer holds, parameter by parameter."""
-    tensors = {id(tensor.parameter): tensor for tensor in parameters}
-    kept = chunked_state(optimizer)
-    chunked = kept.parameters if kept is not None else {}
+    tensors_by_id = {id(live_tensor.parameter): live_tensor for live_tensor in live_tensors}
+    state_chunks = chunked_state(optimizer)
+    chunked_parameters = state_chunks.parameters_by_id if state_chunks is not None else {}
 
-    for part in optimizer.chained_optimizers:
-        if getattr(part, "is_stub_optimizer", False):
+    for sub_optimizer in optimizer.chained_optimizers:
+        if getattr(sub_optimizer, "is_stub_optimizer", False):
             continue
-        if isinstance(part, DistributedOptimizer):
-            for parameter in part.model_param_gbuf_map:
-                if parameter not in part.model_param_group_index_map:
+        if isinstance(sub_optimizer, DistributedOptimizer):
+            for model_param in sub_optimizer.model_param_gbuf_map:
+                if model_param not in sub_optimizer.model_param_group_index_map:
                     continue  # its range on this data-parallel rank is empty
-                index, order = part.model_param_group_index_map[parameter]
-                group = part.optimizer.param_groups[index]
-                main = group["params"][order]
-                span = part._get_model_param_range_map(parameter)["param"]
-                state, stored = _state_of(part, main, chunked)
-                yield OptimizerSlice(tensors[id(parameter)], span.start, span.end, main, state, group, stored)
+                group_index, param_index = sub_optimizer.model_param_group_index_map[model_param]
+                param_group = sub_optimizer.optimizer.param_groups[group_index]
+                main_param = param_group["params"][param_index]
+                param_range = sub_optimizer._get_model_param_range_map(model_param)["param"]
+                adam_state, chunked_parameter = _locate_moments(sub_optimizer, main_param, chunked_parameters)
+                yield OptimizerSlice(
+                    tensors_by_id[id(model_param)],
+                    param_range.start,
+                    param_range.end,
+                    main_param,
+                    adam_state,
+                    param_group,
+                    chunked_parameter,
+                )
             continue
 
         # Experts have their own optimizer, so each part of the chain holds only some of the parameters.
-        groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
-        for tensor in parameters:
-            main = getattr(tensor.parameter, "main_param", tensor.parameter)
-            if id(main) in groups:
-                state, stored = _state_of(part, main, chunked)
-                yield OptimizerSlice(tensor, 0, main.numel(), main, state, groups[id(main)], stored)
+        groups_by_id = {
+            id(main_param): param_group
+            for param_group in sub_optimizer.optimizer.param_groups
+            for main_param in param_group["params"]
+        }
+        for live_tensor in live_tensors:
+            main_param = getattr(live_tensor.parameter, "main_param", live_tensor.parameter)
+            if id(main_param) in groups_by_id:
+                adam_state, chunked_parameter = _locate_moments(sub_optimizer, main_param, chunked_parameters)
+                yield OptimizerSlice(
+                    live_tensor,
+                    0,
+                    main_param.numel(),
+                    main_param,
+                    adam_state,
+                    groups_by_id[id(main_param)],
+                    chunked_parameter,
+                )
 
 
-def _state_of(
-    part: Any, main: Tensor, chunked: Mapping[int, Parameter]
-) -> tuple[dict[str, Any], Parameter | None]:
+def _locate_moments(
+    sub_optimizer: Any, main_param: Tensor, chunked_parameters: Mapping[int, ChunkedParameter]
+) -> tuple[dict[str, Any], ChunkedParameter | None]:
     """The moments of a parameter in the optimizer, or where they are in chunks."""
-    stored = chunked.get(id(main))
-    return ({} if stored is not None else part.optimizer.state[main]), stored
+    chunked_parameter = chunked_parameters.get(id(main_param))
+    return (
+        {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
+    ), chunked_parameter
 
 
 def host_copy(tensor: Tensor) -> Tensor:
@@ -150,353 +176,435 @@ def host_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
-def snapshot(optimizer: ChainedOptimizer, parameters: list[LiveTensor]) -> dict[str, Tensor]:
+def snapshot_optimizer(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
     """Host copies of this rank's optimizer state and random number generators."""
     tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    for piece in optimizer_slices(optimizer, parameters):
-        tensors[piece.key("step")] = torch.tensor([piece.steps], dtype=torch.int64)
-        for kind in KINDS:
-            value = piece.read(kind)
+    for optimizer_slice in optimizer_slices(optimizer, live_tensors):
+        tensors[optimizer_slice.tensor_key("step")] = torch.tensor(
+            [optimizer_slice.step_count], dtype=torch.int64
+        )
+        for kind in STATE_KINDS:
+            value = optimizer_slice.read_state(kind)
             if value is not None:
-                tensors[piece.key(kind)] = value
+                tensors[optimizer_slice.tensor_key(kind)] = value
     return tensors
 
 
-def write_hashed(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
+def write_hashed_safetensors(
+    file_path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> dict[str, Any]:
     """Writes a safetensors file atomically and flushes it to the disk.
 
     Returns its size in bytes and the SHA-256 of its content.
     """
-    digest, partial = hashlib.sha256(), path.with_name(path.name + ".partial")
-    header = make_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata)
+    sha256_digest, partial_path = hashlib.sha256(), file_path.with_name(file_path.name + ".partial")
+    file_header = make_safetensors_header(
+        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, metadata
+    )
     # The header puts wide types first, so that all tensors are aligned. The data follow in the same order.
-    ordered = sorted(tensors.values(), key=lambda tensor: -tensor.element_size())
+    ordered_tensors = sorted(tensors.values(), key=lambda tensor: -tensor.element_size())
 
-    size = 0
+    file_size_bytes = 0
     try:
-        with partial.open("wb") as file:
-            for data in (memoryview(header), *(_bytes(tensor) for tensor in ordered)):
-                for at in range(0, len(data), _CHUNK):
-                    piece = data[at : at + _CHUNK]
-                    file.write(piece)
-                    digest.update(piece)
-                    progress.tick()
-                size += len(data)
+        with partial_path.open("wb") as file:
+            for data_view in (
+                memoryview(file_header),
+                *(_tensor_bytes(tensor) for tensor in ordered_tensors),
+            ):
+                for piece_start in range(0, len(data_view), _CHUNK_BYTES):
+                    data_piece = data_view[piece_start : piece_start + _CHUNK_BYTES]
+                    file.write(data_piece)
+                    sha256_digest.update(data_piece)
+                    progress.note_progress()
+                file_size_bytes += len(data_view)
             file.flush()
-            durable.flush(file.fileno(), partial)
+            durable_files.fsync_file(file.fileno(), partial_path)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        partial_path.unlink(missing_ok=True)
         raise
-    durable.rename(partial, path)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    durable_files.rename_path(partial_path, file_path)
+    return {"bytes": file_size_bytes, "sha256": sha256_digest.hexdigest()}
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def check_hash(path: Path, facts: Mapping[str, Any]) -> None:
+def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
     """Raises :class:`CheckpointError` unless the file exists with the size and content that were written."""
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing; the checkpoint is not whole")
-    if path.stat().st_size != facts["bytes"]:
-        raise CheckpointError(f"{path} has {path.stat().st_size} bytes; {facts['bytes']} were written")
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while data := file.read(_CHUNK):
-            digest.update(data)
-    if digest.hexdigest() != facts["sha256"]:
-        raise CheckpointError(f"{path} is damaged: its content is not what was written (SHA-256 differs)")
+    if not file_path.is_file():
+        raise CheckpointError(f"{file_path} is missing; the checkpoint is not whole")
+    if file_path.stat().st_size != file_record["bytes"]:
+        raise CheckpointError(
+            f"{file_path} has {file_path.stat().st_size} bytes; {file_record['bytes']} were written"
+        )
+    sha256_digest = hashlib.sha256()
+    with file_path.open("rb") as file:
+        while data := file.read(_CHUNK_BYTES):
+            sha256_digest.update(data)
+    if sha256_digest.hexdigest() != file_record["sha256"]:
+        raise CheckpointError(
+            f"{file_path} is damaged: its content is not what was written (SHA-256 differs)"
+        )
 
 
 # --- The index: which file holds what
 
 
-def slices_of(
-    tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
+def list_index_entries(
+    state_tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> list[list[Any]]:
-    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
+    """``[PART_FILE_NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
 
     This is one rank's part of the index.
 
     Args:
-        whole_vision: see :attr:`Cut.whole_vision`.
+        whole_vision: see :attr:`Sharding.is_tower_replicated`.
     """
-    found = []
-    for key, place in _places(tensors, tp_rank, etp_rank, whole_vision).items():
-        step = int(tensors[f"{key}/step"])
-        found.append([*place, step])
-    return found
+    index_entries = []
+    for slice_key, slice_location in _slice_locations(state_tensors, tp_rank, etp_rank, whole_vision).items():
+        step_count = int(state_tensors[f"{slice_key}/step"])
+        index_entries.append([*slice_location, step_count])
+    return index_entries
 
 
-def _places(
-    keys: Iterable[str], tp_rank: int, etp_rank: int, whole_vision: bool = False
+def _slice_locations(
+    tensor_keys: Iterable[str], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> dict[str, tuple[str, int, int, int, int]]:
-    """``NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
-    kinds: dict[str, int] = {}
-    matches: dict[str, re.Match[str]] = {}
-    for key in keys:
-        match = _KEY.match(key)
-        if match and match["kind"] in KINDS:
-            piece = key.rpartition("/")[0]
-            matches[piece] = match
-            kinds[piece] = kinds.get(piece, 0) | 1 << KINDS.index(match["kind"])
+    """``PART_FILE_NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
+    kind_bits: dict[str, int] = {}
+    key_matches: dict[str, re.Match[str]] = {}
+    for tensor_key in tensor_keys:
+        key_match = _KEY_PATTERN.match(tensor_key)
+        if key_match and key_match["kind"] in STATE_KINDS:
+            slice_key = tensor_key.rpartition("/")[0]
+            key_matches[slice_key] = key_match
+            kind_bits[slice_key] = kind_bits.get(slice_key, 0) | 1 << STATE_KINDS.index(key_match["kind"])
 
-    def part(name: str) -> int:
-        if whole_vision and part_of(name) != "language":
+    def shard_of_state(state_name: str) -> int:
+        if whole_vision and model_part(state_name) != "language":
             return 0
-        return etp_rank if "#" in name else tp_rank
+        return etp_rank if "#" in state_name else tp_rank
 
     return {
-        piece: (
-            m["name"],
-            part(m["name"]),
-            int(m["start"]),
-            int(m["end"]),
-            kinds[piece],
+        slice_key: (
+            slice_match["name"],
+            shard_of_state(slice_match["name"]),
+            int(slice_match["start"]),
+            int(slice_match["end"]),
+            kind_bits[slice_key],
         )
-        for piece, m in matches.items()
-        if kinds[piece] & 1  # a slice exists if its master weights do
+        for slice_key, slice_match in key_matches.items()
+        if kind_bits[slice_key] & 1  # a slice exists if its master weights do
     }
 
 
-def write_index(folder: Path, slices: Mapping[str, Iterable[Iterable[Any]]]) -> dict[str, Any]:
+def write_slice_index(
+    optimizer_dir: Path, entries_by_file: Mapping[str, Iterable[Iterable[Any]]]
+) -> dict[str, Any]:
     """Writes ``index.json`` beside the files. Returns its size in bytes and hash.
 
     Args:
-        slices: file -> its slices, as :func:`slices_of` lists them.
+        entries_by_file: file -> its slices, as :func:`list_index_entries` lists them.
     """
-    files = sorted(slices)
+    files = sorted(entries_by_file)
     table: dict[str, list[list[Any]]] = {}
     for number, file in enumerate(files):
-        for name, part, start, end, kinds, step in slices[file]:
-            table.setdefault(name, []).append([part, start, end, number, kinds, step])
-    return write_json(folder / INDEX, {"files": files, "slices": table})
+        for name, shard_index, start, end, kind_bits, step in entries_by_file[file]:
+            table.setdefault(name, []).append([shard_index, start, end, number, kind_bits, step])
+    return write_json(optimizer_dir / INDEX_FILE, {"files": files, "slices": table})
 
 
-def read_index(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def read_slice_index(optimizer_dir: Path, file_records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The index that was written with the checkpoint.
 
     Raises:
         CheckpointError: the index is missing or damaged.
     """
-    if INDEX not in files:
-        raise CheckpointError(f"{folder}: run.json names no {INDEX}; the checkpoint is not whole")
-    check_hash(folder / INDEX, files[INDEX])
-    return json.loads((folder / INDEX).read_text())
+    if INDEX_FILE not in file_records:
+        raise CheckpointError(f"{optimizer_dir}: run.json names no {INDEX_FILE}; the checkpoint is not whole")
+    check_file_hash(optimizer_dir / INDEX_FILE, file_records[INDEX_FILE])
+    return json.loads((optimizer_dir / INDEX_FILE).read_text())
 
 
-class NoStateError(CheckpointError):
+class MissingOptimizerStateError(CheckpointError):
     """A checkpoint that is whole has no optimizer state for a tensor."""
 
 
-class _Piece(NamedTuple):
+class _SavedSlice(NamedTuple):
     start: int
     end: int
-    file: str
-    kinds: int
-    step: int
+    file_name: str
+    kind_bits: int
+    step_count: int
 
 
-class _NotSaved(Exception):
+class _StateNotSaved(Exception):
     """There is no state of this kind: the optimizer had made no step."""
 
 
-class OptimizerReader:
+class OptimizerStateReader:
     """The optimizer state of a checkpoint, whatever layout wrote it.
 
     A file is opened and verified against its hash when one of its ranges is first needed.
 
     Args:
-        folder: the checkpoint's ``optimizer`` folder.
-        files: name -> size and hash, as in the checkpoint's ``run.json``.
-        cut: how the tensors were cut in the layout that wrote the checkpoint.
-        own: the file that this rank wrote, if it did. If several files hold the same state, this one is
+        optimizer_dir: the checkpoint's ``optimizer`` folder.
+        file_records: name -> size and hash, as in the checkpoint's ``run.json``.
+        saved_sharding: how the tensors were cut in the layout that wrote the checkpoint.
+        own_file: the file that this rank wrote, if it did. If several files hold the same state, this one is
             preferred, so that ranks share the reading.
     """
 
     def __init__(
         self,
-        folder: Path,
-        files: Mapping[str, Mapping[str, Any]],
-        cut: Cut,
-        own: str = "",
+        optimizer_dir: Path,
+        file_records: Mapping[str, Mapping[str, Any]],
+        saved_sharding: Sharding,
+        own_file: str = "",
     ) -> None:
-        self.folder, self.files, self.cut, self.own = folder, files, cut, own
-        self._open: dict[str, Any] = {}
-        self._pieces: dict[tuple[str, int], list[_Piece]] = {}
-        self._take(read_index(folder, files))
+        self.optimizer_dir, self.file_records, self.saved_sharding, self.own_file = (
+            optimizer_dir,
+            file_records,
+            saved_sharding,
+            own_file,
+        )
+        self._open_files: dict[str, Any] = {}
+        self._saved_slices: dict[tuple[str, int], list[_SavedSlice]] = {}
+        self._parse_index(read_slice_index(optimizer_dir, file_records))
 
-    def _take(self, index: dict[str, Any]) -> None:
+    def _parse_index(self, slice_index: dict[str, Any]) -> None:
         try:
-            names = index["files"]
-            for name, slices in index["slices"].items():
-                for part, start, end, file, kinds, step in slices:
-                    if any(type(value) is not int for value in (part, start, end, file, kinds, step)):
-                        raise TypeError(f"a slice of {name} has an entry that is not a number")
-                    self._pieces.setdefault((name, part), []).append(
-                        _Piece(start, end, names[file], kinds, step)
+            file_names = slice_index["files"]
+            for state_name, index_entries in slice_index["slices"].items():
+                for shard_index, start, end, file_number, kind_bits, step_count in index_entries:
+                    if any(
+                        type(value) is not int
+                        for value in (shard_index, start, end, file_number, kind_bits, step_count)
+                    ):
+                        raise TypeError(f"a slice of {state_name} has an entry that is not a number")
+                    self._saved_slices.setdefault((state_name, shard_index), []).append(
+                        _SavedSlice(start, end, file_names[file_number], kind_bits, step_count)
                     )
-            unknown = set(names) - self.files.keys()
+            unknown_files = set(file_names) - self.file_records.keys()
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise CheckpointError(
-                f"{self.folder / INDEX} is damaged: {type(error).__name__}: {error}"
+                f"{self.optimizer_dir / INDEX_FILE} is damaged: {type(error).__name__}: {error}"
             ) from error
 
-        if unknown:
+        if unknown_files:
             raise CheckpointError(
-                f"{self.folder / INDEX} names {min(unknown)!r}, which is not a file of this checkpoint"
+                f"{self.optimizer_dir / INDEX_FILE} names {min(unknown_files)!r}, which is not a file of this checkpoint"
             )
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            check_hash(self.folder / name, self.files[name])
-            self._open[name] = safe_open(self.folder / name, framework="pt").__enter__()
-        return self._open[name]
+    def _open_verified(self, file_name: str) -> Any:
+        if file_name not in self._open_files:
+            check_file_hash(self.optimizer_dir / file_name, self.file_records[file_name])
+            self._open_files[file_name] = safe_open(
+                self.optimizer_dir / file_name, framework="pt"
+            ).__enter__()
+        return self._open_files[file_name]
 
     def close(self) -> None:
-        for file in self._open.values():
+        for file in self._open_files.values():
             file.__exit__(None, None, None)
-        self._open.clear()
+        self._open_files.clear()
 
-    def _range(self, name: str, rank: int, kind: str, start: int, end: int) -> Tensor:
+    def _read_saved_range(
+        self, state_name: str, shard_index: int, state_kind: str, start: int, end: int
+    ) -> Tensor:
         """Elements ``start:end`` of what a tensor-parallel (or expert-tensor-parallel)
         rank wrote. Raises _NotSaved."""
-        out = torch.empty(end - start, dtype=torch.float32)
-        pieces = [
-            piece for piece in self._pieces.get((name, rank), []) if piece.start < end and piece.end > start
+        output_tensor = torch.empty(end - start, dtype=torch.float32)
+        overlapping_slices = [
+            saved_slice
+            for saved_slice in self._saved_slices.get((state_name, shard_index), [])
+            if saved_slice.start < end and saved_slice.end > start
         ]
 
-        at = start
-        while at < end:
+        read_position = start
+        while read_position < end:
             # A tied weight has state on two stages, and state that is not spread is on every replica. The
             # copies are equal, so any of them will do.
-            covering = [piece for piece in pieces if piece.start <= at < piece.end]
-            if not covering:
-                self._nothing_for(name, rank, at, end)
+            covering_slices = [
+                saved_slice
+                for saved_slice in overlapping_slices
+                if saved_slice.start <= read_position < saved_slice.end
+            ]
+            if not covering_slices:
+                self._raise_missing_state(state_name, shard_index, read_position, end)
 
-            piece = min(covering, key=lambda piece: (piece.file not in self._open, piece.file != self.own))
-            if not piece.kinds & 1 << KINDS.index(kind):
-                raise _NotSaved
+            saved_slice = min(
+                covering_slices,
+                key=lambda saved_slice: (
+                    saved_slice.file_name not in self._open_files,
+                    saved_slice.file_name != self.own_file,
+                ),
+            )
+            if not saved_slice.kind_bits & 1 << STATE_KINDS.index(state_kind):
+                raise _StateNotSaved
 
-            upto = min(end, piece.end)
-            data = self._tensor(piece, f"{name}[{piece.start}:{piece.end}]/{kind}")
-            out[at - start : upto - start] = data[at - piece.start : upto - piece.start]
-            at = upto
-        return out
+            read_end = min(end, saved_slice.end)
+            stored_slice = self._tensor_slice(
+                saved_slice, f"{state_name}[{saved_slice.start}:{saved_slice.end}]/{state_kind}"
+            )
+            output_tensor[read_position - start : read_end - start] = stored_slice[
+                read_position - saved_slice.start : read_end - saved_slice.start
+            ]
+            read_position = read_end
+        return output_tensor
 
-    def _tensor(self, piece: _Piece, key: str) -> Any:
+    def _tensor_slice(self, saved_slice: _SavedSlice, tensor_key: str) -> Any:
         """A slice of a file, which is read later."""
         try:
-            return self._file(piece.file).get_slice(key)
+            return self._open_verified(saved_slice.file_name).get_slice(tensor_key)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{self.folder / piece.file} lacks {key}, which {INDEX} says it has: {error}"
+                f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it has: {error}"
             ) from error
 
-    def _nothing_for(self, name: str, rank: int, at: int, end: int) -> NoReturn:
-        raise NoStateError(
-            f"{self.folder} has no optimizer state for {name}, elements {at} to {end} of tensor rank {rank};"
+    def _raise_missing_state(
+        self, state_name: str, shard_index: int, missing_start: int, missing_end: int
+    ) -> NoReturn:
+        raise MissingOptimizerStateError(
+            f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {missing_start} to {missing_end} of tensor rank {shard_index};"
             " were other parts frozen when it was saved? Start a new run from its weights instead"
             " (model.checkpoint)"
         )
 
-    def get(
+    def read_range(
         self,
-        info: TensorInfo,
-        kind: str,
-        part: int,
-        cut: Cut,
+        tensor_info: TensorInfo,
+        state_kind: str,
+        shard_index: int,
+        sharding: Sharding,
         start: int,
         end: int,
-        expert: int | None = None,
+        expert_index: int | None = None,
     ) -> Tensor | None:
         """Elements ``start:end`` of a flattened part of a tensor, from whatever layout is on disk.
 
         Args:
-            part: number of the part (see :meth:`Cut.part`).
-            cut: how the tensor is to be cut.
-            expert: for a stack of experts, the expert's number over all ranks.
+            shard_index: number of the part (see :meth:`Sharding.part`).
+            sharding: how the tensor is to be cut.
+            expert_index: for a stack of experts, the expert's number over all ranks.
                 The range is then that of its own shard.
 
         Returns:
             None if there is no state of this kind (before step 1).
         """
-        name, written = state_name(info.name, expert), self.cut
-        if info.experts:
+        state_name, saved_sharding = optimizer_state_name(tensor_info.name, expert_index), self.saved_sharding
+        if tensor_info.num_experts:
             # Which rank held an expert does not matter for its matrix,
             # which is cut as tensor parallelism cuts a dense one.
-            info = dataclasses.replace(info, shape=info.shape[1:], experts=0)
-            part, cut, written = part % cut.etp, Cut(cut.etp), Cut(written.etp)
+            tensor_info = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
+            shard_index, sharding, saved_sharding = (
+                shard_index % sharding.etp,
+                Sharding(sharding.etp),
+                Sharding(saved_sharding.etp),
+            )
         try:
-            if cut.ways(info) == written.ways(info):
-                return self._range(name, part, kind, start, end)
-            return self._recut(name, info, kind, part, cut, written, start, end)
-        except _NotSaved:
+            if sharding.tensor_parallel_ways(tensor_info) == saved_sharding.tensor_parallel_ways(tensor_info):
+                return self._read_saved_range(state_name, shard_index, state_kind, start, end)
+            return self._read_resharded(
+                state_name, tensor_info, state_kind, shard_index, sharding, saved_sharding, start, end
+            )
+        except _StateNotSaved:
             return None
 
-    def _recut(
-        self, name: str, info: TensorInfo, kind: str, part: int, cut: Cut, written: Cut, start: int, end: int
+    def _read_resharded(
+        self,
+        state_name: str,
+        tensor_info: TensorInfo,
+        state_kind: str,
+        shard_index: int,
+        sharding: Sharding,
+        saved_sharding: Sharding,
+        start: int,
+        end: int,
     ) -> Tensor:
-        """:meth:`get` from parts that were cut differently:
+        """:meth:`read_range` from parts that were cut differently:
         reads those of their rows that the range touches."""
-        columns = matrix_shape(info.shard_shape(cut))[1]
-        theirs = matrix_shape(info.shard_shape(written))[1]
-        first = start // columns
+        num_columns = matrix_shape(tensor_info.shard_shape(sharding))[1]
+        saved_columns = matrix_shape(tensor_info.shard_shape(saved_sharding))[1]
+        first_row = start // num_columns
 
-        def stored(rank: str | int, w: Region) -> Tensor:
-            flat = self._range(name, int(rank), kind, w.row * theirs, w.row_end * theirs)
-            return flat.view(-1, theirs)[:, w.col : w.col_end]
+        def read_stored_block(saved_shard: str | int, block_region: MatrixRegion) -> Tensor:
+            flat_rows = self._read_saved_range(
+                state_name,
+                int(saved_shard),
+                state_kind,
+                block_region.row * saved_columns,
+                block_region.row_end * saved_columns,
+            )
+            return flat_rows.view(-1, saved_columns)[:, block_region.col : block_region.col_end]
 
-        def whole(_: str | int, w: Region) -> Tensor:
-            return gather(shard_blocks(info, written), w, stored, torch.float32)
+        def read_whole_block(_: str | int, block_region: MatrixRegion) -> Tensor:
+            return gather_region(
+                shard_blocks(tensor_info, saved_sharding), block_region, read_stored_block, torch.float32
+            )
 
-        region = Region(first, math.ceil(end / columns), 0, columns)
-        data = gather(part_blocks(info, part, cut), region, whole, torch.float32)
-        return data.reshape(-1)[start - first * columns : end - first * columns].clone()
+        shard_region = MatrixRegion(first_row, math.ceil(end / num_columns), 0, num_columns)
+        shard_rows = gather_region(
+            blocks_of_shard(tensor_info, shard_index, sharding), shard_region, read_whole_block, torch.float32
+        )
+        return shard_rows.reshape(-1)[start - first_row * num_columns : end - first_row * num_columns].clone()
 
-    def step(self, name: str) -> int:
+    def adam_step_count(self, state_name: str) -> int:
         """Adam's step count of a parameter."""
-        ranks = range(max(self.cut.tp, self.cut.etp))
-        pieces = [piece for rank in ranks for piece in self._pieces.get((name, rank), [])]
-        if not pieces:
+        ranks = range(max(self.saved_sharding.tp, self.saved_sharding.etp))
+        saved_slices = [piece for rank in ranks for piece in self._saved_slices.get((state_name, rank), [])]
+        if not saved_slices:
             return 0
-        return pieces[0].step
+        return saved_slices[0].step_count
 
-    def rng(self, file: str) -> dict[str, Tensor]:
+    def rng_states(self, file_name: str) -> dict[str, Tensor]:
         """The states of random number generators that a rank saved in its file;
         empty if there is no such file."""
-        if file not in self.files:
+        if file_name not in self.file_records:
             return {}
-        tensors = self._file(file)
+        tensors = self._open_verified(file_name)
         return {key: tensors.get_tensor(key) for key in tensors.keys() if key.startswith("rng/")}
 
 
 @torch.no_grad()
-def restore(
-    reader: OptimizerReader,
+def restore_optimizer(
+    state_reader: OptimizerStateReader,
     optimizer: ChainedOptimizer,
-    parameters: list[LiveTensor],
-    table: Mapping[str, TensorInfo],
+    live_tensors: list[LiveTensor],
+    tensor_infos: Mapping[str, TensorInfo],
     grid: ProcessGrid,
 ) -> None:
     """Restores this rank's master weights and moments from a checkpoint of any layout."""
-    fused = any(counts_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers)
-    for piece in optimizer_slices(optimizer, parameters):
-        info, expert = table[piece.tensor.name], piece.tensor.expert
-        for kind in KINDS:
-            value = reader.get(info, kind, grid.part(info), grid.cut, piece.start, piece.end, expert)
-            assert kind != "main" or value is not None
-            piece.write(kind, value)
+    uses_group_counts = any(
+        counts_steps_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers
+    )
+    for optimizer_slice in optimizer_slices(optimizer, live_tensors):
+        tensor_info, expert_index = (
+            tensor_infos[optimizer_slice.live_tensor.tensor_name],
+            optimizer_slice.live_tensor.expert_index,
+        )
+        for state_kind in STATE_KINDS:
+            state_tensor = state_reader.read_range(
+                tensor_info,
+                state_kind,
+                grid.shard_index(tensor_info),
+                grid.sharding,
+                optimizer_slice.start,
+                optimizer_slice.end,
+                expert_index,
+            )
+            assert state_kind != "main" or state_tensor is not None
+            optimizer_slice.write_state(state_kind, state_tensor)
 
-        steps = reader.step(piece.name)
-        if piece.chunked is not None:
-            piece.chunked.steps = steps
-        if fused:
-            piece.group["step"] = steps
-        elif steps and piece.chunked is None:
+        step_count = state_reader.adam_step_count(optimizer_slice.state_name)
+        if optimizer_slice.chunked_parameter is not None:
+            optimizer_slice.chunked_parameter.step_count = step_count
+        if uses_group_counts:
+            optimizer_slice.param_group["step"] = step_count
+        elif step_count and optimizer_slice.chunked_parameter is None:
             # Each parameter needs its own tensor: torch's Adam counts in place, so that a shared tensor would
             # be counted up once per parameter.
-            piece.state["step"] = torch.tensor(float(steps))
+            optimizer_slice.adam_state["step"] = torch.tensor(float(step_count))

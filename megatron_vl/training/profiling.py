@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megatron_vl import durable
+from megatron_vl import durable_files
 from megatron_vl.config import TrainConfig
 
-FOLDER = "profile"
+PROFILE_DIR = "profile"
 """The subfolder of ``checkpoint.dir`` for traces, if ``profile.dir`` is empty."""
 
 
@@ -28,71 +28,79 @@ class StepProfiler:
     """
 
     def __init__(self, config: TrainConfig, rank: int) -> None:
-        chosen = config.profile.steps if rank in config.profile.ranks else None
-        self.first, self.last = chosen or (0, 0)
+        traced_steps = config.profile.steps if rank in config.profile.ranks else None
+        self.first_step, self.last_step = traced_steps or (0, 0)
         self.rank = rank
-        self.folder = Path(config.profile.dir or Path(config.checkpoint.dir) / FOLDER)
-        self._trace: profile | None = None
-        self._step: record_function | None = None
-        self._began = self._ended = 0
+        self.trace_dir = Path(config.profile.dir or Path(config.checkpoint.dir) / PROFILE_DIR)
+        self._running_trace: profile | None = None
+        self._step_record: record_function | None = None
+        self._first_traced = self._last_traced = 0
 
-    def begin(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Call this before ``step`` (counted from 1) begins."""
-        if not self.first <= step <= self.last:
+        if not self.first_step <= step <= self.last_step:
             return
-        if self._trace is None:
-            self._began = step
-            self._trace = profile(activities=_activities(), acc_events=True)  # without acc_events, it warns
-            self._trace.start()
+        if self._running_trace is None:
+            self._first_traced = step
+            self._running_trace = profile(
+                activities=_profiler_activities(), acc_events=True
+            )  # without acc_events, it warns
+            self._running_trace.start()
 
-        self._step = record_function(f"step {step}")
-        self._step.__enter__()
+        self._step_record = record_function(f"step {step}")
+        self._step_record.__enter__()
 
-    def end(self, step: int) -> float:
+    def end_step(self, step: int) -> float:
         """Call this when ``step`` is done. Returns the seconds that it took to write the trace, else 0."""
-        if self._trace is None:
+        if self._running_trace is None:
             return 0.0
-        if self._step is not None:
-            self._step.__exit__(None, None, None)
-            self._step, self._ended = None, step
-        return self.finish() if step >= self.last else 0.0
+        if self._step_record is not None:
+            self._step_record.__exit__(None, None, None)
+            self._step_record, self._last_traced = None, step
+        return self.finish_trace() if step >= self.last_step else 0.0
 
-    def finish(self) -> float:
+    def finish_trace(self) -> float:
         """Writes the trace, if one has begun. Returns the seconds that this took.
 
         If the trace cannot be written, a line says so, and the run continues.
         """
-        trace, self._trace = self._trace, None
-        if trace is None:
+        finished_trace, self._running_trace = self._running_trace, None
+        if finished_trace is None:
             return 0.0
 
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # so that the trace includes the kernels of the last step
-        trace.stop()
-        name = f"rank_{self.rank:05d}_steps_{self._began}_to_{self._ended}.pt.trace.json.gz"
+        finished_trace.stop()
+        file_name = f"rank_{self.rank:05d}_steps_{self._first_traced}_to_{self._last_traced}.pt.trace.json.gz"
         try:
-            self._write(trace, self.folder / name)
-            print(f"profile: {self.folder / name}", flush=True)
+            self._write_trace(finished_trace, self.trace_dir / file_name)
+            print(f"profile: {self.trace_dir / file_name}", flush=True)
         except (OSError, RuntimeError) as error:
-            print(f"NOTE: {self.folder / name} could not be written: {error}", file=sys.stderr, flush=True)
-        return time.perf_counter() - start
+            print(
+                f"NOTE: {self.trace_dir / file_name} could not be written: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return time.perf_counter() - start_time
 
-    def drop(self) -> None:
+    def drop_trace(self) -> None:
         """Ends a trace without writing it."""
-        trace, self._trace = self._trace, None
-        if trace is not None:
-            trace.stop()
+        dropped_trace, self._running_trace = self._running_trace, None
+        if dropped_trace is not None:
+            dropped_trace.stop()
 
-    def _write(self, trace: profile, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def _write_trace(self, finished_trace: profile, trace_path: Path) -> None:
+        trace_path.parent.mkdir(parents=True, exist_ok=True)
         # torch compresses the file if its name ends with .gz.
-        partial = path.with_name(f".{path.name.removesuffix('.gz')}{durable.PARTIAL}.gz")
-        trace.export_chrome_trace(str(partial))
-        durable.put(partial, path)
+        partial_path = trace_path.with_name(
+            f".{trace_path.name.removesuffix('.gz')}{durable_files.PARTIAL_SUFFIX}.gz"
+        )
+        finished_trace.export_chrome_trace(str(partial_path))
+        durable_files.publish_file(partial_path, trace_path)
 
 
-def _activities() -> list[ProfilerActivity]:
+def _profiler_activities() -> list[ProfilerActivity]:
     """The activities to trace. Without a GPU, tracing CUDA would make Kineto warn that CUPTI is missing."""
-    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    return [ProfilerActivity.CPU, *gpu]
+    gpu_activities = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    return [ProfilerActivity.CPU, *gpu_activities]

@@ -12,29 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.config import RunConfigError, TrainConfig, validate
+from megatron_vl.config import RunConfigError, TrainConfig, validate_config
 from megatron_vl.core_fixes.register import check_core_version
-from megatron_vl.data.source.description import SplitFacts, read_description
-from megatron_vl.data.source.location import location
-from megatron_vl.planning.fit import check_memory
-from megatron_vl.planning.gpus import calibration_for, calibration_here
-from megatron_vl.planning.offload import settle_offload
-from megatron_vl.planning.run import run_layout, split_source
+from megatron_vl.data.source.dataset_description import SplitFacts, read_description
+from megatron_vl.data.source.location import resolve_location
+from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
+from megatron_vl.planning.memory_check import check_memory
+from megatron_vl.planning.offload_fraction import resolve_offload_fraction
+from megatron_vl.planning.run_layout import run_layout, split_source
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training import preflight
-from megatron_vl.training.resolved_run import ResolvedRun, Start
+from megatron_vl.training.resolved_run import ResolvedRun, RunStart
 from megatron_vl.weights.run_folder import (
     DataRestart,
-    Saved,
+    SavedCheckpoint,
     StepMissingError,
-    choose,
-    read_signed,
+    choose_start_point,
+    read_signed_json,
 )
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineMemory:
     """What the ranks of a run have."""
 
     gpu_gib: float | None
@@ -43,13 +43,17 @@ class Machine:
     """Host memory that each rank may still use, on the node that has the least."""
 
 
-def resolve(
-    config: TrainConfig, world_size: int, machine: Machine | None = None, *, show_only: bool = False
+def resolve_run(
+    config: TrainConfig,
+    world_size: int,
+    machine_memory: MachineMemory | None = None,
+    *,
+    show_only: bool = False,
 ) -> ResolvedRun:
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
 
     Args:
-        machine: what the ranks have; None: by the GPUs of this machine (without any, an H200), and without a
+        machine_memory: what the ranks have; None: by the GPUs of this machine (without any, an H200), and without a
             limit on host memory.
         show_only: whether the run will not start here. Then data set, weights, GPUs and enough memory need
             not be there, and of ``model.hf`` only ``config.json`` is read.
@@ -59,7 +63,7 @@ def resolve(
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
     check_core_version()
-    dp = validate(config, world_size)
+    dp = validate_config(config, world_size)
     preflight.check_inputs(config, model_only=show_only)
     if not show_only:
         preflight.check_outputs(config)
@@ -69,131 +73,171 @@ def resolve(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
 
-    start = _find_start(config, dp)
-    saved = _saved_layout(config, spec, start.source)
-    calibration = calibration_for(config.platform)
-    layout = run_layout(config, spec, world_size, calibration=calibration, saved=saved)
-    split = split_source(config, layout, saved, calibration)
-    if machine is None:
-        machine = Machine(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
-    gpu = None if config.platform == "cpu" or show_only else calibration_here()
+    run_start = _find_run_start(config, dp)
+    saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
+    calibration = calibration_for_platform(config.platform)
+    layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
+    layer_split_origin = split_source(config, layout, saved_layout, calibration)
+    if machine_memory is None:
+        machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
+    gpu_calibration = None if config.platform == "cpu" or show_only else read_local_calibration()
     # The advice of these checks names options that differ from the user's own.
-    memory_note = "" if gpu is None else check_memory(config, spec, layout, world_size, gpu)
-    preflight.check_host_memory(config, spec, layout, dp, machine.gpu_gib, machine.host_gib)
+    memory_note = (
+        "" if gpu_calibration is None else check_memory(config, spec, layout, world_size, gpu_calibration)
+    )
+    preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
     if layout.pp > 1:
-        parallel = dataclasses.replace(config.parallel, layers=list(layout.layers))
-        config = dataclasses.replace(config, parallel=parallel)
-    config = settle_offload(config, spec, layout, dp, machine.gpu_gib, machine.host_gib)
+        parallel_config = dataclasses.replace(config.parallel, layers=list(layout.layers_per_chunk))
+        config = dataclasses.replace(config, parallel=parallel_config)
+    config = resolve_offload_fraction(
+        config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib
+    )
 
-    run = ResolvedRun(config, spec, layout, dp, split, start, {}, ())
-    return run if show_only else _with_inputs(run, memory_note, on_cpu=machine.gpu_gib is None)
+    resolved_run = ResolvedRun(config, spec, layout, dp, layer_split_origin, run_start, {}, ())
+    return (
+        resolved_run
+        if show_only
+        else _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
+    )
 
 
-def _with_inputs(run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
+def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
     """Checks weights and data of a run that starts here, and adds what follows from them."""
-    config, spec, source = run.config, run.spec, run.start.source
-    notes = [f"NOTE: {remark}" for remark in preflight.remarks(config, on_cpu, run.resumes)]
-    if run.split != "given":
-        origins = {
-            "planned": f"planned, {calibration_for(config.platform).source}",
+    config, spec, source_checkpoint = (
+        resolved_run.config,
+        resolved_run.spec,
+        resolved_run.run_start.source_checkpoint,
+    )
+    run_notes = [
+        f"NOTE: {remark}" for remark in preflight.config_remarks(config, on_cpu, resolved_run.is_resumed)
+    ]
+    if resolved_run.layer_split_origin != "given":
+        origin_texts = {
+            "planned": f"planned, {calibration_for_platform(config.platform).source}",
             "saved": "as it was saved",
             "even": "even, as no rates of this CPU are known",
         }
-        notes.append(f"decoder layers of the stages {list(run.layout.layers)}: {origins[run.split]}")
+        run_notes.append(
+            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}: {origin_texts[resolved_run.layer_split_origin]}"
+        )
     if memory_note:
-        notes.append(f"NOTE: {memory_note}")
+        run_notes.append(f"NOTE: {memory_note}")
 
-    if source is not None:
-        from megatron_vl.training.checkpoint import remedied
+    if source_checkpoint is not None:
+        from megatron_vl.training.checkpoint import suggest_remedy
 
-        with remedied(source.path):
-            preflight.check_video_rule(config, spec, source.path)
-        preflight.check_own_checkpoint(config, spec, run.dp, source.path, run.start.restart_data)
-    elif config.model.checkpoint and (note := preflight.check_start_weights(config, spec)):
-        notes.append(f"NOTE: {note}")
+        with suggest_remedy(source_checkpoint.path):
+            preflight.check_video_rule(config, spec, source_checkpoint.path)
+        preflight.check_own_checkpoint(
+            config, spec, resolved_run.dp, source_checkpoint.path, resolved_run.run_start.restarts_data
+        )
+    elif config.model.checkpoint and (weights_note := preflight.check_start_weights(config, spec)):
+        run_notes.append(f"NOTE: {weights_note}")
 
-    return dataclasses.replace(run, data=read_data(config), notes=tuple(notes))
+    return dataclasses.replace(
+        resolved_run, facts_by_split=read_split_facts(config), run_notes=tuple(run_notes)
+    )
 
 
-def read_data(config: TrainConfig) -> dict[str, SplitFacts]:
+def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
     """Reads the facts of each split that a run uses, about 60 bytes for each shard.
 
     Raises:
         LoaderError: there is no data set, or one of these splits is empty.
         DescriptionError: the data set's description could run code, or refers to files outside its folder.
     """
-    from megatron_vl.data.source.sizes import without_sizes  # it imports torch
+    from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
-    description = read_description(location(config.data.path))
-    splits = {"train", config.eval.split} if config.eval.interval else {"train"}
-    facts = {split: description.facts(split) for split in sorted(splits)}
-    lacking = tuple(str(one.path) for one in without_sizes(description, config.model.hf, config.data))
-    facts["train"] = dataclasses.replace(facts["train"], without_sizes=lacking)
-    return facts
+    dataset_description = read_description(resolve_location(config.data.path))
+    split_names = {"train", config.eval.split} if config.eval.interval else {"train"}
+    facts_by_split = {split: dataset_description.split_facts(split) for split in sorted(split_names)}
+    unsized_datasets = tuple(
+        str(one.path)
+        for one in find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
+    )
+    facts_by_split["train"] = dataclasses.replace(
+        facts_by_split["train"], datasets_without_sizes=unsized_datasets
+    )
+    return facts_by_split
 
 
 # --- Where a run begins -------------------------------------------------------------------------------------
 
 
-def _find_start(config: TrainConfig, dp: int) -> Start:
+def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
     """Decides where a run with data-parallel size ``dp`` begins.
 
     Raises:
         RunConfigError: there is no checkpoint of step ``checkpoint.step``.
         CheckpointError: the latest checkpoint is not known or cannot be read.
     """
-    c = config.checkpoint
-    folder = Path(c.dir) if c.dir and c.resume else None
+    checkpoint_config = config.checkpoint
+    run_dir = Path(checkpoint_config.dir) if checkpoint_config.dir and checkpoint_config.resume else None
     try:
-        choice = choose(folder, c.step, c.branch, c.attempt)
+        start_choice = choose_start_point(
+            run_dir, checkpoint_config.step, checkpoint_config.branch, checkpoint_config.attempt
+        )
     except StepMissingError as error:
-        if c.step is None:
+        if checkpoint_config.step is None:
             raise
         raise RunConfigError(str(error)) from error
 
-    source, lineage = choice.source, choice.lineage
-    if not c.restart_data:
+    source_checkpoint, lineage = start_choice.source_checkpoint, start_choice.lineage
+    if not checkpoint_config.restart_data:
         # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that
         # overrides it does not make the next start restart the data again.
-        return Start(source, lineage, False, choice.said)
-    if source is None:
-        lineage = dataclasses.replace(lineage, data_restart=DataRestart(0, c.attempt))
-        return Start(None, lineage, False, choice.said)
+        return RunStart(source_checkpoint, lineage, False, start_choice.user_messages)
+    if source_checkpoint is None:
+        lineage = dataclasses.replace(lineage, data_restart=DataRestart(0, checkpoint_config.attempt))
+        return RunStart(None, lineage, False, start_choice.user_messages)
 
-    done, facts = source.lineage.data_restart, preflight.run_facts(config, dp)
-    if done is not None and done.attempt >= c.attempt and _reads_the_same(source, facts):
-        note = (
+    earlier_restart, current_metadata = (
+        source_checkpoint.lineage.data_restart,
+        preflight.data_order_metadata(config, dp),
+    )
+    if (
+        earlier_restart is not None
+        and earlier_restart.attempt >= checkpoint_config.attempt
+        and _reads_same_data(source_checkpoint, current_metadata)
+    ):
+        restart_note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
-            f" step {done.step}; the run continues in it. To read it from its start once more, give"
-            f" --checkpoint.attempt {done.attempt + 1}"
+            f" step {earlier_restart.step}; the run continues in it. To read it from its start once more, give"
+            f" --checkpoint.attempt {earlier_restart.attempt + 1}"
         )
-        return Start(source, lineage, False, (*choice.said, note))
+        return RunStart(source_checkpoint, lineage, False, (*start_choice.user_messages, restart_note))
 
-    note = (
-        f"checkpoint.restart_data: the data set is read from its start at step {source.step}; once this run"
+    restart_note = (
+        f"checkpoint.restart_data: the data set is read from its start at step {source_checkpoint.step}; once this run"
         " has saved, a start with the same option continues in it"
     )
-    lineage = dataclasses.replace(lineage, data_restart=DataRestart(source.step, c.attempt))
-    return Start(source, lineage, True, (*choice.said, note))
+    lineage = dataclasses.replace(
+        lineage, data_restart=DataRestart(source_checkpoint.step, checkpoint_config.attempt)
+    )
+    return RunStart(source_checkpoint, lineage, True, (*start_choice.user_messages, restart_note))
 
 
-def _reads_the_same(source: Saved, now: dict[str, Any]) -> bool:
-    """Whether a run with the facts ``now`` can continue in the data where a checkpoint stopped."""
-    from megatron_vl.training.checkpoint import SAME, read_run
+def _reads_same_data(source_checkpoint: SavedCheckpoint, current_metadata: dict[str, Any]) -> bool:
+    """Whether a run with the facts ``current_metadata`` can continue in the data where a checkpoint stopped."""
+    from megatron_vl.training.checkpoint import UNCHANGEABLE_FIELDS, read_run_metadata
 
-    saved = read_run(source.path)
-    return all(saved.get(name) == now[name] for name in SAME)
+    saved_metadata = read_run_metadata(source_checkpoint.path)
+    return all(saved_metadata.get(name) == current_metadata[name] for name in UNCHANGEABLE_FIELDS)
 
 
-def _saved_layout(config: TrainConfig, spec: ModelSpec, source: Saved | None) -> Layout | None:
+def _saved_layout(
+    config: TrainConfig, spec: ModelSpec, source_checkpoint: SavedCheckpoint | None
+) -> Layout | None:
     """The layout of a checkpoint, whose split a resumed run keeps; None if the run does not need it.
 
     It is also None if the checkpoint is damaged, which :func:`preflight.check_own_checkpoint` reports.
     """
-    if source is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
+    if source_checkpoint is None or config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return None
     try:
-        return read_layout(spec, read_signed(source.path / "run.json", source.step)["layout"])
+        return read_layout(
+            spec, read_signed_json(source_checkpoint.path / "run.json", source_checkpoint.step)["layout"]
+        )
     except (ValueError, KeyError, TypeError, OSError, RuntimeError):
         return None

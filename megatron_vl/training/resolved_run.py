@@ -6,23 +6,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.source.description import SplitFacts
+from megatron_vl.data.source.dataset_description import SplitFacts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.weights.run_folder import Lineage, Saved
+from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins."""
 
-    source: Saved | None
+    source_checkpoint: SavedCheckpoint | None
     """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or random weights."""
     lineage: Lineage
     """Lineage of the checkpoints that the run will save."""
-    restart_data: bool
+    restarts_data: bool
     """Whether the data set is read from its start."""
-    notes: tuple[str, ...] = ()
+    start_notes: tuple[str, ...] = ()
     """Lines to print for the user."""
 
 
@@ -36,12 +36,12 @@ class ResolvedRun:
     layout: Layout
     dp: int
     """Data-parallel size."""
-    split: Literal["given", "saved", "planned", "even"]
+    layer_split_origin: Literal["given", "saved", "planned", "even"]
     """Where the split of the decoder layers comes from."""
-    start: Start
-    data: dict[str, SplitFacts]
+    run_start: RunStart
+    facts_by_split: dict[str, SplitFacts]
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
-    notes: tuple[str, ...]
+    run_notes: tuple[str, ...]
     """Lines to print for the user."""
 
     @property
@@ -50,11 +50,11 @@ class ResolvedRun:
         return min(self.config.steps, self.config.stop_after or self.config.steps)
 
     @property
-    def resumes(self) -> bool:
+    def is_resumed(self) -> bool:
         """Whether weights come from the run's own checkpoint."""
-        return self.start.source is not None
+        return self.run_start.source_checkpoint is not None
 
     @property
-    def resumes_data(self) -> bool:
+    def is_data_resumed(self) -> bool:
         """Whether the run continues in its data where a checkpoint stopped."""
-        return self.resumes and not self.start.restart_data
+        return self.is_resumed and not self.run_start.restarts_data

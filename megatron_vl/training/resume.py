@@ -10,171 +10,215 @@ import torch.distributed as dist
 
 from megatron_vl.config import video_rule
 from megatron_vl.data.sample.thinking import ThinkingRule
-from megatron_vl.data.source.description import difference
+from megatron_vl.data.source.dataset_description import compare_identities
 from megatron_vl.models.build import aux_loss_coefficient
 from megatron_vl.training import checkpoint
-from megatron_vl.training.metrics import MetricsLog, say
-from megatron_vl.training.optimizer import SCHEDULE, changed_schedule, schedule_facts
-from megatron_vl.training.preflight import run_facts
-from megatron_vl.training.setup import Run, end_if_asked
-from megatron_vl.training.step import SKIPPED
+from megatron_vl.training.metrics import MetricsLog, log_rank_0
+from megatron_vl.training.optimizer import SCHEDULE_KEY, schedule_change_note, schedule_fields
+from megatron_vl.training.preflight import data_order_metadata
+from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
+from megatron_vl.training.step import SKIP_REASONS
 from megatron_vl.weights.run_folder import saved_checkpoints
 
-_SKIPPED_STEPS, _AUX_LOSS, _THINKING, _SOURCES = "skipped_steps", "moe_aux_loss", "thinking_rule", "sources"
-_MOMENTS = "moments_dtype"
+_SKIPPED_STEPS_KEY, _AUX_LOSS_KEY, _THINKING_KEY, _SOURCES_KEY = (
+    "skipped_steps",
+    "moe_aux_loss",
+    "thinking_rule",
+    "sources",
+)
+_MOMENTS_DTYPE_KEY = "moments_dtype"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
 
-def restore(run: Run) -> None:
+def restore_run(training_run: TrainingRun) -> None:
     """Resumes from the chosen checkpoint, if there is one, and prints which one was chosen. Collective.
 
     Raises:
         CheckpointError: the checkpoint cannot be used. The message says what to do.
-        SystemExit: a signal asked a rank to stop, see :func:`end_if_asked`.
+        SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
     """
-    for note in run.resolved.start.notes:
-        say(run.grid, note)
-    if run.resolved.resumes:
-        _restore(run)
-    end_if_asked(run.platform)  # what came before takes minutes with large models
-    _make_up_exports(run)
+    for start_note in training_run.resolved_run.run_start.start_notes:
+        log_rank_0(training_run.grid, start_note)
+    if training_run.resolved_run.is_resumed:
+        _restore_checkpoint(training_run)
+    exit_if_stop_requested(training_run.platform)  # what came before takes minutes with large models
+    _start_missing_exports(training_run)
 
 
-def _restore(run: Run) -> None:
-    start = run.resolved.start
-    assert start.source is not None
-    restored = checkpoint.load(
-        start.source.path,
-        chunks=run.chunks,
-        optimizer=run.optimizer,
-        spec=run.spec,
-        layout=run.layout,
-        grid=run.grid,
-        run=run_facts(run.config, run.grid.dp),
-        restart_data=start.restart_data,
+def _restore_checkpoint(training_run: TrainingRun) -> None:
+    run_start = training_run.resolved_run.run_start
+    assert run_start.source_checkpoint is not None
+    restored_state = checkpoint.load_checkpoint(
+        run_start.source_checkpoint.path,
+        model_chunks=training_run.model_chunks,
+        optimizer=training_run.optimizer,
+        spec=training_run.spec,
+        layout=training_run.layout,
+        grid=training_run.grid,
+        run_metadata=data_order_metadata(training_run.config, training_run.grid.dp),
+        restart_data=run_start.restarts_data,
     )
-    if run.loader is not None and restored.loader is not None and restored.loader.ranks:
-        _load_loader(run, restored.loader)
-    run.step = start.source.step
-    run.bad_samples = _kept_counts(run, restored.bad_samples)
+    if (
+        training_run.data_loader is not None
+        and restored_state.loader_states is not None
+        and restored_state.loader_states.num_ranks
+    ):
+        _load_loader_state(training_run, restored_state.loader_states)
+    training_run.completed_steps = run_start.source_checkpoint.step
+    training_run.bad_samples = _continued_bad_sample_counts(training_run, restored_state.bad_sample_counts)
 
-    saved = checkpoint.read_run(start.source.path)
+    saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
     try:
-        run.skipped = {reason: int(saved[_SKIPPED_STEPS][reason]) for reason in SKIPPED}
-        run.source_counts = dict(saved[_SOURCES])
-        changes = [
-            _changed_aux_loss(run, saved),
-            _changed_thinking(run, saved),
-            _changed_moments(run, saved),
-            changed_schedule(run.config, saved[SCHEDULE], run.step),
+        training_run.skipped_steps = {
+            reason: int(saved_metadata[_SKIPPED_STEPS_KEY][reason]) for reason in SKIP_REASONS
+        }
+        training_run.source_counts = dict(saved_metadata[_SOURCES_KEY])
+        change_notes = [
+            _aux_loss_change_note(training_run, saved_metadata),
+            _thinking_change_note(training_run, saved_metadata),
+            _moments_change_note(training_run, saved_metadata),
+            schedule_change_note(
+                training_run.config, saved_metadata[SCHEDULE_KEY], training_run.completed_steps
+            ),
         ]
     except (KeyError, TypeError, ValueError) as error:
-        what = f"{type(error).__name__}: {error}"
-        raise checkpoint.CheckpointError(f"{start.source.path / 'run.json'} is damaged: {what}") from error
+        error_text = f"{type(error).__name__}: {error}"
+        raise checkpoint.CheckpointError(
+            f"{run_start.source_checkpoint.path / 'run.json'} is damaged: {error_text}"
+        ) from error
 
-    say(run.grid, f"resumed at step {run.step} from {run.config.checkpoint.dir}")
-    for change in filter(None, changes):
-        say(run.grid, f"NOTE: {change}")
+    log_rank_0(
+        training_run.grid,
+        f"resumed at step {training_run.completed_steps} from {training_run.config.checkpoint.dir}",
+    )
+    for change_note in filter(None, change_notes):
+        log_rank_0(training_run.grid, f"NOTE: {change_note}")
 
 
-def checkpoint_facts(run: Run, log: MetricsLog) -> dict[str, Any]:
+def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> dict[str, Any]:
     """What ``run.json`` of a checkpoint says of the run, beside its layout and files."""
-    return run_facts(run.config, run.grid.dp) | {
-        _SKIPPED_STEPS: dict(run.skipped),
-        "video_rule": video_rule(run.config.data, run.spec.vision.video_timestamps),
-        _THINKING: dataclasses.asdict(ThinkingRule.of(run.config.data)),
-        _MOMENTS: run.config.optimizer.moments_dtype,
-        SCHEDULE: schedule_facts(run.config),
-        _AUX_LOSS: aux_loss_coefficient(run.spec, run.config.model) if run.spec.language.moe else None,
-        _SOURCES: log.sources.state_dict(),
+    return data_order_metadata(training_run.config, training_run.grid.dp) | {
+        _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
+        "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
+        _THINKING_KEY: dataclasses.asdict(ThinkingRule.from_data_config(training_run.config.data)),
+        _MOMENTS_DTYPE_KEY: training_run.config.optimizer.moments_dtype,
+        SCHEDULE_KEY: schedule_fields(training_run.config),
+        _AUX_LOSS_KEY: aux_loss_coefficient(training_run.spec, training_run.config.model)
+        if training_run.spec.language.moe
+        else None,
+        _SOURCES_KEY: metrics_log.source_meter.state_dict(),
     }
 
 
 # --- What has changed since the checkpoint ------------------------------------------------------------------
 
 
-def _changed_moments(run: Run, saved: dict[str, Any]) -> str:
+def _moments_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
     """A note if Adam's moments were saved in another type; otherwise empty."""
-    before, now = saved[_MOMENTS], run.config.optimizer.moments_dtype
-    if before == now:
+    saved_dtype, current_dtype = (
+        saved_metadata[_MOMENTS_DTYPE_KEY],
+        training_run.config.optimizer.moments_dtype,
+    )
+    if saved_dtype == current_dtype:
         return ""
-    how = "rounded to the nearest bfloat16" if now == "bfloat16" else "converted without loss"
+    conversion_text = (
+        "rounded to the nearest bfloat16" if current_dtype == "bfloat16" else "converted without loss"
+    )
     return (
-        f"Adam's moments were saved in {before} and are {how}, because optimizer.moments_dtype is {now} from"
+        f"Adam's moments were saved in {saved_dtype} and are {conversion_text}, because optimizer.moments_dtype is {current_dtype} from"
         " here on"
     )
 
 
-def _changed_thinking(run: Run, saved: dict[str, Any]) -> str:
+def _thinking_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
     """A note if the rule for the loss of answers with thinking has changed; otherwise empty.
 
     A loader that continues in its data refuses such a change. One that restarts its data does not.
     """
-    if run.loader is None or not run.loader.thinking:
+    if training_run.data_loader is None or not training_run.data_loader.thinking_rule:
         return ""
 
-    before = saved[_THINKING]
-    changed = [
-        f"data.{name} was {before[name]}, is {rule}"
-        for name, rule in run.loader.thinking.items()
-        if before[name] != rule
+    saved_rules = saved_metadata[_THINKING_KEY]
+    changed_fields = [
+        f"data.{name} was {saved_rules[name]}, is {rule}"
+        for name, rule in training_run.data_loader.thinking_rule.items()
+        if saved_rules[name] != rule
     ]
-    if not changed:
+    if not changed_fields:
         return ""
-    return f"answers with thinking bear loss under another rule from here on: {'; '.join(changed)}"
+    return f"answers with thinking bear loss under another rule from here on: {'; '.join(changed_fields)}"
 
 
-def _changed_aux_loss(run: Run, saved: dict[str, Any]) -> str:
+def _aux_loss_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
     """A note if the coefficient of the experts' load-balancing loss has changed; otherwise empty."""
-    if run.spec.language.moe is None or run.config.model.freeze_language:
+    if training_run.spec.language.moe is None or training_run.config.model.freeze_language:
         return ""
-    before, now = saved[_AUX_LOSS], aux_loss_coefficient(run.spec, run.config.model)
-    if before == now:
+    saved_coefficient, current_coefficient = (
+        saved_metadata[_AUX_LOSS_KEY],
+        aux_loss_coefficient(training_run.spec, training_run.config.model),
+    )
+    if saved_coefficient == current_coefficient:
         return ""
-    return f"the experts' load-balancing loss had the coefficient {before}; from here on it is {now}"
+    return f"the experts' load-balancing loss had the coefficient {saved_coefficient}; from here on it is {current_coefficient}"
 
 
 # --- Data and exports ---------------------------------------------------------------------------------------
 
 
-def _load_loader(run: Run, states: checkpoint.LoaderStates) -> None:
+def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.LoaderStates) -> None:
     """Makes the loader continue in its data.
 
     Raises:
         CheckpointError: the loader refuses the state. The message says how to restart the data instead.
     """
     try:
-        run.loader.load_state_dict(states.read(run.grid.dp_rank % states.ranks), states.read)
+        training_run.data_loader.load_state_dict(
+            loader_states.read_state(training_run.grid.dp_rank % loader_states.num_ranks),
+            loader_states.read_state,
+        )
     except ValueError as error:
-        source = run.resolved.start.source
-        done = source.lineage.data_restart if source is not None else None
-        option = "--checkpoint.restart_data true"
-        options = f"{option} --checkpoint.attempt {done.attempt + 1}" if done else option
-        if option in str(error):
-            raise checkpoint.CheckpointError(str(error).replace(option, options)) from error
+        source_checkpoint = training_run.resolved_run.run_start.source_checkpoint
+        earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
+        restart_option = "--checkpoint.restart_data true"
+        restart_options = (
+            f"{restart_option} --checkpoint.attempt {earlier_restart.attempt + 1}"
+            if earlier_restart
+            else restart_option
+        )
+        if restart_option in str(error):
+            raise checkpoint.CheckpointError(str(error).replace(restart_option, restart_options)) from error
         raise checkpoint.CheckpointError(
-            f"{error}. Or keep weights and optimizer and read the data set from its start: {options}"
+            f"{error}. Or keep weights and optimizer and read the data set from its start: {restart_options}"
         ) from error
 
 
-def _kept_counts(run: Run, counts: dict[str, Any] | None) -> dict[str, Any] | None:
+def _continued_bad_sample_counts(
+    training_run: TrainingRun, saved_counts: dict[str, Any] | None
+) -> dict[str, Any] | None:
     """The checkpoint's counts of bad samples; None if the run continues with another data set.
 
     Collective if the data was restarted.
     """
-    if counts is None or not run.resolved.start.restart_data:
-        return counts
-    is_same_data = [run.loader is not None and not difference(counts.get("dataset"), run.loader.dataset)]
-    if run.grid.world_size > 1:
-        dist.broadcast_object_list(is_same_data)  # rank 0 owns a loader
-    return counts if is_same_data[0] else None
+    if saved_counts is None or not training_run.resolved_run.run_start.restarts_data:
+        return saved_counts
+    is_same_dataset = [
+        training_run.data_loader is not None
+        and not compare_identities(saved_counts.get("dataset"), training_run.data_loader.dataset_identity)
+    ]
+    if training_run.grid.world_size > 1:
+        dist.broadcast_object_list(is_same_dataset)  # rank 0 owns a loader
+    return saved_counts if is_same_dataset[0] else None
 
 
-def _make_up_exports(run: Run) -> None:
+def _start_missing_exports(training_run: TrainingRun) -> None:
     """Starts the exports that an earlier start of the run did not finish; on rank 0."""
-    start = run.resolved.start
-    if run.exporter is None or start.source is None:
+    start = training_run.resolved_run.run_start
+    if training_run.hf_exporter is None or start.source_checkpoint is None:
         return
-    saved = saved_checkpoints(Path(run.config.checkpoint.dir))
-    ancestors = [one for one in saved if start.lineage.holds(start.source.step, one.point)]
-    run.exporter.make_up(sorted(ancestors, key=lambda one: one.step))
+    existing_checkpoints = saved_checkpoints(Path(training_run.config.checkpoint.dir))
+    ancestor_checkpoints = [
+        one
+        for one in existing_checkpoints
+        if start.lineage.contains_checkpoint(start.source_checkpoint.step, one.checkpoint_point)
+    ]
+    training_run.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda one: one.step))

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_vl.data.packing.row import Row, loss_index
+from megatron_vl.data.packing.training_row import TrainingRow, loss_index
 from megatron_vl.kernels.shard_exchange import shard_route
 from megatron_vl.models.batch import DeviceRow, RowShard, Segments, VisionInput
 from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
-from megatron_vl.models.frame_shares import Array, starts
+from megatron_vl.models.frame_shares import Array, cumulative_starts
 from megatron_vl.spec.families import VisionSpec
-from megatron_vl.training.pictures import Shares, cumulative
+from megatron_vl.training.picture_scatter import PictureShares, cumulative
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Sharding:
     vision: VisionSpec
     decoupled: bool
 
-    def describe(self, row: Row, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def describe(self, row: TrainingRow, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Describes the parts of a row, and replaces tensors by those that are sent for its parts.
 
         ``loss_index`` and ``feature_index`` become the indices of all parts, one after another, each counted
@@ -87,13 +87,13 @@ class Sharding:
         longest = int(np.diff(np.clip(bounds[first : last + 1], start, stop)).max())
         return {"segments": (first, last), "longest": longest, "route": route}
 
-    def _encoded(self, row: Row) -> Array:
+    def _encoded(self, row: TrainingRow) -> Array:
         """int64 [cp + 1]: bounds of the features that each rank has before they are exchanged."""
         count = row.vision.feature_index.numel()
         if self.decoupled or not count:
             return np.array([0, *[count] * self.cp])
         lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
-        return starts(np.array(self.shares(lengths).features_of_rank))
+        return cumulative_starts(np.array(self.shares(lengths).features_of_rank))
 
     def route_step(
         self,
@@ -112,13 +112,13 @@ class Sharding:
         """
         counts = np.array([d["features"][0] for d in described], dtype=np.int64)  # [rows, cp]
         step.features_of_part = counts.sum(0).tolist()
-        first = starts(np.array(step.features_of_row))
-        step.features_of_row = counts[:, rank].tolist()
+        first = cumulative_starts(np.array(step.features_per_row))
+        step.features_per_row = counts[:, rank].tolist()
         if not fields:
             return
 
         orders = [row["feature_order"].numpy() for row in fields]
-        cuts = [starts(row) for row in counts]
+        cuts = [cumulative_starts(row) for row in counts]
         parts = [
             order[cut[part] : cut[part + 1]] + before
             for part in range(self.cp)
@@ -128,15 +128,17 @@ class Sharding:
         order = order.pin_memory() if torch.cuda.is_available() else order
         step.part_order = order.to(device, non_blocking=True)
 
-    def shares(self, lengths: tuple[list[int], list[int]], bounds: list[list[int]] | None = None) -> Shares:
+    def shares(
+        self, lengths: tuple[list[int], list[int]], bounds: list[list[int]] | None = None
+    ) -> PictureShares:
         """The frames of one row that each context-parallel rank encodes.
 
         Args:
             lengths: the numbers of patches of the row's frames and windows.
-            bounds: result of :func:`~megatron_vl.training.pictures.plane_bounds`; None: planes are not asked
+            bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds`; None: planes are not asked
                 for.
         """
-        return Shares(self.vision, [lengths], [bounds or []], self.cp)
+        return PictureShares(self.vision, [lengths], [bounds or []], self.cp)
 
 
 def text_of_part(described: dict[str, Any], fields: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
@@ -163,8 +165,8 @@ def as_part(row: DeviceRow, described: dict[str, Any], rank: int) -> DeviceRow:
 
     bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
     shard = RowShard(Segments(bounds, part["longest"]), part["route"])
-    real_tokens = min(max(row.real_tokens - start, 0), length)
-    return dataclasses.replace(row, shard=shard, real_tokens=real_tokens)
+    real_tokens = min(max(row.num_real_tokens - start, 0), length)
+    return dataclasses.replace(row, shard=shard, num_real_tokens=real_tokens)
 
 
 def features_of_part(described: dict[str, Any], fields: dict[str, Tensor], rank: int) -> Tensor:
@@ -186,19 +188,19 @@ def pictures_of_part(
     A rank without frames gets the first merge unit of the row's pictures, for a tower that must always run.
 
     Args:
-        bounds: result of :func:`~megatron_vl.training.pictures.plane_bounds` for the row.
+        bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds` for the row.
     """
     shares = sharding.shares(described["vision_lengths"], bounds)
-    frames, _, _ = shares.of_rank(rank)
+    frames, _, _ = shares.share_of_rank(rank)
     table = np.array(described["features"])
     before = int(table[:rank].sum())
     own = int(table[rank].sum())
 
-    runs = shares.runs(rank)
+    runs = shares.frame_runs(rank)
     if runs:
-        low, high = shares.planes_of_run(runs[0])
-        patches = shares.patches_of_run(runs[0])
-        frame_sizes, window_sizes = frames.patches, frames.windows
+        low, high = shares.plane_range(runs[0])
+        patches = shares.patch_slice(runs[0])
+        frame_sizes, window_sizes = frames.patches_per_frame, frames.patches_per_window
     else:
         unit = sharding.vision.merge_unit
         low, high, patches = 0, bounds[0][1], slice(0, unit)
@@ -211,8 +213,8 @@ def pictures_of_part(
         plane_index=index - low if low else index,
         position_hw=fields["position_hw"][patches],
         frame_hw=fields["frame_hw"][patches],
-        full=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
-        window=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
+        full_segments=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
+        window_segments=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
     )
 
     route = FeatureRoute(

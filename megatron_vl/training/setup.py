@@ -18,52 +18,52 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import progress
 from megatron_vl.config import TrainConfig
-from megatron_vl.data.source.blend import Source, sources_of
+from megatron_vl.data.source.blend import BlendSource, read_blend_sources
 from megatron_vl.models.build import aux_loss_reason
 from megatron_vl.parallel import failures
-from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
-from megatron_vl.parallel.groups import end_groups
-from megatron_vl.parallel.signs_of_life import longest_s
+from megatron_vl.parallel.heartbeat import slow_start_timeout_s
+from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
+from megatron_vl.parallel.process_groups import destroy_groups
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.signals import asked_to_stop
+from megatron_vl.plurals import pluralize
+from megatron_vl.signals import requested_stop_signal
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.checkpoint import CheckpointSaver
 from megatron_vl.training.evaluation import Evaluator
 from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.training.metrics import MetricsLog, say
+from megatron_vl.training.metrics import MetricsLog, log_rank_0
 from megatron_vl.training.model import build_model
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer
-from megatron_vl.training.out_of_memory import explained
+from megatron_vl.training.out_of_memory import explain_memory_errors
 from megatron_vl.training.profiling import StepProfiler
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.training.step import SKIPPED, wrap
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.words import counted
+from megatron_vl.training.step import SKIP_REASONS, wrap_in_ddp
+from megatron_vl.weights.weight_reader import WeightReader
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """The state of a run on one rank."""
 
-    resolved: ResolvedRun
+    resolved_run: ResolvedRun
     platform: Platform
     grid: ProcessGrid
-    chunks: list[DistributedDataParallel]
+    model_chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
-    loader: Any
+    data_loader: Any
     """The loader on the rank that owns it; None elsewhere."""
-    profiler: StepProfiler
-    saver: CheckpointSaver | None = None
-    exporter: HfExporter | None = None
+    step_profiler: StepProfiler
+    checkpoint_saver: CheckpointSaver | None = None
+    hf_exporter: HfExporter | None = None
     """On rank 0, if the run exports saved steps."""
     evaluator: Evaluator | None = None
-    log: MetricsLog | None = None
+    metrics_log: MetricsLog | None = None
     """None until the first step."""
-    step: int = 0
+    completed_steps: int = 0
     """Number of optimizer steps done, including skipped ones."""
-    skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIPPED, 0))
+    skipped_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     """Skipped steps of the whole run, by reason."""
     bad_samples: dict[str, Any] | None = None
     """Counts over all ranks from the checkpoint that the run resumes from."""
@@ -72,20 +72,20 @@ class Run:
 
     @property
     def config(self) -> TrainConfig:
-        return self.resolved.config
+        return self.resolved_run.config
 
     @property
     def spec(self) -> ModelSpec:
-        return self.resolved.spec
+        return self.resolved_run.spec
 
     @property
     def layout(self) -> Layout:
-        return self.resolved.layout
+        return self.resolved_run.layout
 
     @functools.cached_property
-    def sources(self) -> tuple[Source, ...]:
+    def blend_sources(self) -> tuple[BlendSource, ...]:
         """The sources of the blend; none if the data set is no blend."""
-        sources = sources_of(self.resolved.data["train"].identity)
+        sources = read_blend_sources(self.resolved_run.facts_by_split["train"].dataset_identity)
         return sources if len(sources) > 1 else ()
 
 
@@ -93,127 +93,153 @@ def join_ranks(config: TrainConfig) -> Platform:
     """Joins the process group of all ranks, and watches them from now on. Collective."""
     timeout_s = config.failures.timeout_s
     # Collectives wait longer than `failures.timeout_s`, whose message says more.
-    minutes = max(30, math.ceil(longest_s(timeout_s) / 60) + 10) if timeout_s else 30
+    timeout_minutes = max(30, math.ceil(slow_start_timeout_s(timeout_s) / 60) + 10) if timeout_s else 30
 
     platform = get_platform(config.platform)
-    init_distributed(platform, minutes)
-    failures.watch(timeout_s)
+    init_distributed(platform, timeout_minutes)
+    failures.watch_ranks(timeout_s)
     return platform
 
 
-def build(resolved: ResolvedRun, platform: Platform) -> Run:
+def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
     """Builds model, optimizer and loader of this rank, with the weights in ``model.checkpoint``. Collective.
 
     Raises:
-        SystemExit: a signal asked a rank to stop, see :func:`end_if_asked`.
+        SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
     """
-    end_if_asked(platform)
-    config = resolved.config
-    grid = make_grid(resolved.layout)
+    exit_if_stop_requested(platform)
+    config = resolved_run.config
+    grid = make_grid(resolved_run.layout)
     context = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
-    progress.now.place = f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"
+    progress.current_progress.grid_position = (
+        f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"
+    )
 
     # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
-    starts_from_weights = config.model.checkpoint and not resolved.resumes
-    weights = WeightReader(config.model.checkpoint) if starts_from_weights else None
-    model = build_model(config, resolved.spec, resolved.layout, platform, grid, weights=weights)
-    chunks = wrap(config, model.chunks)
-    optimizer = build_optimizer(config, platform, chunks)
+    starts_from_weights = config.model.checkpoint and not resolved_run.is_resumed
+    weight_reader = WeightReader(config.model.checkpoint) if starts_from_weights else None
+    built_model = build_model(
+        config, resolved_run.spec, resolved_run.layout, platform, grid, weight_reader=weight_reader
+    )
+    model_chunks = wrap_in_ddp(config, built_model.model_chunks)
+    optimizer = build_optimizer(config, platform, model_chunks)
 
-    loader = _build_loader(resolved, grid) if grid.owns_loader else None
-    run = Run(resolved, platform, grid, chunks, optimizer, loader, StepProfiler(config, grid.rank))
+    data_loader = _build_data_loader(resolved_run, grid) if grid.owns_loader else None
+    training_run = TrainingRun(
+        resolved_run, platform, grid, model_chunks, optimizer, data_loader, StepProfiler(config, grid.rank)
+    )
     if config.checkpoint.dir:
-        run.exporter = _build_exporter(resolved) if grid.rank == 0 else None
-        run.saver = _build_saver(run)
+        training_run.hf_exporter = _build_exporter(resolved_run) if grid.rank == 0 else None
+        training_run.checkpoint_saver = _build_saver(training_run)
     if config.eval.interval:
-        with closed_on_failure(run), explained(resolved):
-            facts = resolved.data[config.eval.split]
-            run.evaluator = Evaluator(config, resolved.spec, grid, platform, facts)
-    return run
+        with close_on_failure(training_run), explain_memory_errors(resolved_run):
+            split_facts = resolved_run.facts_by_split[config.eval.split]
+            training_run.evaluator = Evaluator(config, resolved_run.spec, grid, platform, split_facts)
+    return training_run
 
 
-def _build_loader(resolved: ResolvedRun, grid: ProcessGrid) -> Any:
+def _build_data_loader(resolved_run: ResolvedRun, grid: ProcessGrid) -> Any:
     from megatron_vl.data.loader import build_loader
 
     return build_loader(
-        resolved.config.data,
-        resolved.spec,
-        resolved.config.model.hf,
+        resolved_run.config.data,
+        resolved_run.spec,
+        resolved_run.config.model.hf,
         dp_rank=grid.dp_rank,
         dp_size=grid.dp,
-        facts=resolved.data["train"],
-        rows_per_step=resolved.config.global_batch_size,
+        split_facts=resolved_run.facts_by_split["train"],
+        rows_per_step=resolved_run.config.global_batch_size,
     )
 
 
-def _build_saver(run: Run) -> CheckpointSaver:
-    c = run.config.checkpoint
-    lineage = run.resolved.start.lineage
+def _build_saver(training_run: TrainingRun) -> CheckpointSaver:
+    checkpoint_config = training_run.config.checkpoint
+    lineage = training_run.resolved_run.run_start.lineage
     return CheckpointSaver(
-        Path(c.dir), run.spec, run.layout, run.grid, c.keep, c.keep_every, lineage, run.exporter
+        Path(checkpoint_config.dir),
+        training_run.spec,
+        training_run.layout,
+        training_run.grid,
+        checkpoint_config.keep,
+        checkpoint_config.keep_every,
+        lineage,
+        training_run.hf_exporter,
     )
 
 
-def _build_exporter(resolved: ResolvedRun) -> HfExporter | None:
+def _build_exporter(resolved_run: ResolvedRun) -> HfExporter | None:
     """The exporter of saved steps, if the run exports them."""
-    c = resolved.config.checkpoint
-    if not c.export_hf:
+    checkpoint_config = resolved_run.config.checkpoint
+    if not checkpoint_config.export_hf:
         return None
-    return HfExporter(Path(c.dir), Path(resolved.config.model.hf), c.export_hf, resolved.last_step)
+    return HfExporter(
+        Path(checkpoint_config.dir),
+        Path(resolved_run.config.model.hf),
+        checkpoint_config.export_hf,
+        resolved_run.last_step,
+    )
 
 
-def end_if_asked(platform: Platform) -> None:
+def exit_if_stop_requested(platform: Platform) -> None:
     """Ends all ranks if a signal asked any of them to stop before the first step. Collective.
 
     Raises:
         SystemExit: on all ranks, with 128 + the number of the signal.
     """
-    name = asked_to_stop()
-    number = torch.tensor(signal.Signals[name].value if name else 0, device=platform.device)
-    dist.all_reduce(number, op=dist.ReduceOp.MAX)
-    asked = int(number)
-    if not asked:
+    signal_name = requested_stop_signal()
+    signal_tensor = torch.tensor(
+        signal.Signals[signal_name].value if signal_name else 0, device=platform.device
+    )
+    dist.all_reduce(signal_tensor, op=dist.ReduceOp.MAX)
+    signal_number = int(signal_tensor)
+    if not signal_number:
         return
 
     if dist.get_rank() == 0:
         print("a signal stopped the run before its first step; nothing was saved", flush=True)
-    failures.stop()
-    raise SystemExit(128 + asked)
+    failures.stop_watching()
+    raise SystemExit(128 + signal_number)
 
 
-def announce(run: Run) -> None:
+def print_run_summary(training_run: TrainingRun) -> None:
     """Prints on rank 0 what this run is, and what its user should know before the first step."""
-    say(run.grid, _banner(run))
-    if reason := aux_loss_reason(run.spec, run.config.model):
-        say(run.grid, f"load-balancing loss of the experts: {reason}")
-    for note in run.resolved.notes:
-        say(run.grid, note)
+    log_rank_0(training_run.grid, _run_summary(training_run))
+    if aux_loss_note := aux_loss_reason(training_run.spec, training_run.config.model):
+        log_rank_0(training_run.grid, f"load-balancing loss of the experts: {aux_loss_note}")
+    for run_note in training_run.resolved_run.run_notes:
+        log_rank_0(training_run.grid, run_note)
 
     # The loader's notes look at all ranks, so only the rank that prints them asks for them.
-    for note in run.loader.notes if run.loader is not None and run.grid.rank == 0 else []:
-        say(run.grid, note)
-    if run.step >= run.resolved.last_step:
-        last = run.resolved.last_step
-        say(
-            run.grid,
-            f"nothing to do: step {run.step} of {last} is done; raise steps (or stop_after) to continue",
+    for run_note in (
+        training_run.data_loader.start_notes
+        if training_run.data_loader is not None and training_run.grid.rank == 0
+        else []
+    ):
+        log_rank_0(training_run.grid, run_note)
+    if training_run.completed_steps >= training_run.resolved_run.last_step:
+        last_step = training_run.resolved_run.last_step
+        log_rank_0(
+            training_run.grid,
+            f"nothing to do: step {training_run.completed_steps} of {last_step} is done; raise steps (or stop_after) to continue",
         )
 
 
-def _banner(run: Run) -> str:
-    grid, layout = run.grid, run.layout
-    experts = f" x ep {layout.ep} (etp {layout.etp})" if run.spec.language.moe else ""
-    moments = run.config.optimizer.moments_dtype
-    state = f", moments in {moments}" if moments != "float32" else ""
-    chunked = chunked_state(run.optimizer)
-    if chunked is not None and chunked.host_bytes:
-        state += f", {chunked.host_bytes / 2**30:.1f} GiB of optimizer state in host memory"
+def _run_summary(training_run: TrainingRun) -> str:
+    grid, layout = training_run.grid, training_run.layout
+    expert_sizes = f" x ep {layout.ep} (etp {layout.etp})" if training_run.spec.language.moe else ""
+    moments_dtype = training_run.config.optimizer.moments_dtype
+    optimizer_note = f", moments in {moments_dtype}" if moments_dtype != "float32" else ""
+    state_chunks = chunked_state(training_run.optimizer)
+    if state_chunks is not None and state_chunks.host_bytes:
+        optimizer_note += f", {state_chunks.host_bytes / 2**30:.1f} GiB of optimizer state in host memory"
     context = f" x cp {layout.cp}" if layout.cp > 1 else ""
-    sizes = f"tp {layout.tp}{context} x pp {layout.pp} x vpp {layout.vpp} x dp {grid.dp}{experts}"
+    parallel_sizes = (
+        f"tp {layout.tp}{context} x pp {layout.pp} x vpp {layout.vpp} x dp {grid.dp}{expert_sizes}"
+    )
     return (
-        f"{run.spec.family} on {run.platform.name}: {sizes},"
-        f" layers {list(layout.layers)}, {run.config.dtype}, rows of {run.config.data.seq_len} tokens,"
-        f" {counted(run.config.global_batch_size, 'row')} a step{state}"
+        f"{training_run.spec.family} on {training_run.platform.name}: {parallel_sizes},"
+        f" layers {list(layout.layers_per_chunk)}, {training_run.config.dtype}, rows of {training_run.config.data.seq_len} tokens,"
+        f" {pluralize(training_run.config.global_batch_size, 'row')} a step{optimizer_note}"
     )
 
 
@@ -221,7 +247,7 @@ def _banner(run: Run) -> str:
 
 
 @contextlib.contextmanager
-def closed_on_failure(run: Run) -> Iterator[None]:
+def close_on_failure(training_run: TrainingRun) -> Iterator[None]:
     """A context that closes log, loader and folder of a run that fails in it.
 
     A failure is first reported to the other ranks, because closing may take a while. It also remains the
@@ -231,41 +257,43 @@ def closed_on_failure(run: Run) -> Iterator[None]:
         yield
     except BaseException as error:
         if isinstance(error, Exception):
-            failures.report(error)
-        closing = [run.profiler.drop]
-        closing += [run.exporter.stop] if run.exporter is not None else []
-        closing += [lambda: close_log_and_loader(run, failed=True)]
+            failures.report_failure(error)
+        close_actions = [training_run.step_profiler.drop_trace]
+        close_actions += (
+            [training_run.hf_exporter.stop_exports] if training_run.hf_exporter is not None else []
+        )
+        close_actions += [lambda: close_log_and_data_loader(training_run, has_failed=True)]
         # Other ranks may write their parts of a checkpoint until they end.
-        closing += [lambda: close_folder(run)] if run.grid.world_size == 1 else []
-        for close in closing:
+        close_actions += [lambda: release_run_dir(training_run)] if training_run.grid.world_size == 1 else []
+        for close_action in close_actions:
             with contextlib.suppress(Exception):
-                close()
+                close_action()
         raise
 
 
-def close_log_and_loader(run: Run, failed: bool = False) -> None:
+def close_log_and_data_loader(training_run: TrainingRun, has_failed: bool = False) -> None:
     try:
-        if run.log is not None:
-            run.log.close(failed=failed)
+        if training_run.metrics_log is not None:
+            training_run.metrics_log.close(has_failed=has_failed)
     finally:
-        if run.loader is not None:
-            run.loader.close()
+        if training_run.data_loader is not None:
+            training_run.data_loader.close()
 
 
-def close(run: Run) -> None:
+def close_run(training_run: TrainingRun) -> None:
     """Ends a run whose steps are done. Rank 0 waits for its exports, while the other ranks may end."""
     try:
-        close_log_and_loader(run)
-        if run.exporter is not None:
-            end_groups()  # first, because ending them may wait for all ranks
-            run.exporter.wait(asked_to_stop)  # a signal ends the wait
-            assert run.saver is not None
-            run.saver.prune()  # deletes the checkpoints that were kept only for their export
+        close_log_and_data_loader(training_run)
+        if training_run.hf_exporter is not None:
+            destroy_groups()  # first, because ending them may wait for all ranks
+            training_run.hf_exporter.wait_for_exports(requested_stop_signal)  # a signal ends the wait
+            assert training_run.checkpoint_saver is not None
+            training_run.checkpoint_saver.delete_old_checkpoints()  # deletes the checkpoints that were kept only for their export
     finally:
-        close_folder(run)
+        release_run_dir(training_run)
 
 
-def close_folder(run: Run) -> None:
+def release_run_dir(training_run: TrainingRun) -> None:
     """Lets other runs write to the run's folder. Call it when this one writes no more."""
-    if run.saver is not None:
-        run.saver.close()
+    if training_run.checkpoint_saver is not None:
+        training_run.checkpoint_saver.close()

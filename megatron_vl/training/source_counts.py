@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.data.source.blend import Source
+from megatron_vl.data.source.blend import BlendSource
 
-SHOWN = 4
+MAX_SHOWN_SOURCES = 4
 """Largest number of sources that a printed line shows one by one."""
 
 
@@ -24,125 +24,139 @@ class SourceCounts:
     """Sums of the losses of these tokens, times their weights."""
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Sequence[tuple[int, int]]], sources: int) -> SourceCounts:
+    def from_rows(cls, rows: Sequence[Sequence[tuple[int, int]]], num_sources: int) -> SourceCounts:
         """The counts of some rows, without losses.
 
         Args:
             rows: (source, loss tokens) of each row's samples.
-            sources: number of sources.
+            num_num_sources: number of sources.
         """
-        found = cls.none(sources)
+        row_counts = cls.all_zero(num_sources)
         for row in rows:
             for source, tokens in row:
-                found.samples[source] += 1
-                found.tokens[source] += tokens
-        return found
+                row_counts.samples[source] += 1
+                row_counts.tokens[source] += tokens
+        return row_counts
 
     @classmethod
-    def none(cls, sources: int) -> SourceCounts:
-        return cls([0] * sources, [0] * sources, [0.0] * sources)
+    def all_zero(cls, num_sources: int) -> SourceCounts:
+        return cls([0] * num_sources, [0] * num_sources, [0.0] * num_sources)
 
     @classmethod
-    def from_flat(cls, numbers: Sequence[float]) -> SourceCounts:
-        """The inverse of :meth:`flat`."""
-        count = len(numbers) // 3
-        samples, tokens, losses = (numbers[start : start + count] for start in range(0, 3 * count, count))
+    def from_flat(cls, flat_counts: Sequence[float]) -> SourceCounts:
+        """The inverse of :meth:`to_flat`."""
+        count = len(flat_counts) // 3
+        samples, tokens, losses = (flat_counts[start : start + count] for start in range(0, 3 * count, count))
         return cls([int(n) for n in samples], [int(n) for n in tokens], list(losses))
 
-    def flat(self) -> list[float]:
+    def to_flat(self) -> list[float]:
         """Samples, tokens and losses in one list."""
         return [*map(float, self.samples), *map(float, self.tokens), *self.losses]
 
-    def add(self, other: SourceCounts) -> None:
+    def add(self, added_counts: SourceCounts) -> None:
         for name in ("samples", "tokens", "losses"):
-            mine = getattr(self, name)
-            for source, number in enumerate(getattr(other, name)):
-                mine[source] += number
+            own_values = getattr(self, name)
+            for source, number in enumerate(getattr(added_counts, name)):
+                own_values[source] += number
 
 
 class SourceMeter:
     """Adds up the counts of a run. Equal on all ranks.
 
     Args:
-        sources: the blend; a run without one has none.
+        blend_blend_sources: the blend; a run without one has none.
     """
 
-    def __init__(self, sources: Sequence[Source] = ()) -> None:
-        self.sources = tuple(sources)
-        self.recent = SourceCounts.none(len(self.sources))
+    def __init__(self, blend_sources: Sequence[BlendSource] = ()) -> None:
+        self.blend_sources = tuple(blend_sources)
+        self.recent_counts = SourceCounts.all_zero(len(self.blend_sources))
         """Since the last printed line."""
-        self.seen: dict[str, dict[str, Any]] = {
-            source.key: {"name": source.name, "samples": 0, "loss_tokens": 0} for source in sources
+        self.totals_by_source: dict[str, dict[str, Any]] = {
+            source.source_key: {"name": source.source_name, "samples": 0, "loss_tokens": 0}
+            for source in blend_sources
         }
-        """Of the whole run by what a source is known by. Sources that left the blend stay."""
+        """Totals of the whole run by the key of a source. Sources that left the blend stay."""
 
-    def add(self, counts: SourceCounts | None) -> None:
+    def add(self, source_counts: SourceCounts | None) -> None:
         """Counts a step."""
-        if counts is None:
+        if source_counts is None:
             return
-        self.recent.add(counts)
-        for source, samples, tokens in zip(self.sources, counts.samples, counts.tokens, strict=True):
-            self.seen[source.key]["samples"] += samples
-            self.seen[source.key]["loss_tokens"] += tokens
+        self.recent_counts.add(source_counts)
+        for source, samples, tokens in zip(
+            self.blend_sources, source_counts.samples, source_counts.tokens, strict=True
+        ):
+            self.totals_by_source[source.source_key]["samples"] += samples
+            self.totals_by_source[source.source_key]["loss_tokens"] += tokens
 
-    def next_line(self) -> tuple[dict[str, Any], str]:
+    def take_line(self) -> tuple[dict[str, Any], str]:
         """The numbers of a printed line by name, and its words; both empty without a blend.
 
         The losses are means since the last line, the counts those of the whole run. A source without a loss
         token since then has no loss.
         """
-        recent, self.recent = self.recent, SourceCounts.none(len(self.sources))
-        if not self.sources:
+        recent_counts, self.recent_counts = self.recent_counts, SourceCounts.all_zero(len(self.blend_sources))
+        if not self.blend_sources:
             return {}, ""
-        numbers: dict[str, Any] = {}
-        for i, source in enumerate(self.sources):
-            seen = self.seen[source.key]
-            numbers |= {
-                f"source/{source.name}/loss": _mean(recent, [i]),
-                f"source/{source.name}/samples_seen": seen["samples"],
-                f"source/{source.name}/loss_tokens_seen": seen["loss_tokens"],
+        source_metrics: dict[str, Any] = {}
+        for i, blend_source in enumerate(self.blend_sources):
+            source_totals = self.totals_by_source[blend_source.source_key]
+            source_metrics |= {
+                f"source/{blend_source.source_name}/loss": _mean_loss(recent_counts, [i]),
+                f"source/{blend_source.source_name}/samples_seen": source_totals["samples"],
+                f"source/{blend_source.source_name}/loss_tokens_seen": source_totals["loss_tokens"],
             }
-        return numbers, self._words(recent)
+        return source_metrics, self._line_text(recent_counts)
 
-    def _words(self, recent: SourceCounts) -> str:
-        order = sorted(range(len(self.sources)), key=lambda i: (-self.sources[i].share, i))
-        shown, rest = sorted(order[:SHOWN]), order[SHOWN:]
-        words = [self._word(self.sources[i].name, recent, [i]) for i in shown]
-        if rest:
-            words.append(self._word(f"{len(rest)} others", recent, rest))
-        return ", ".join(words)
+    def _line_text(self, recent_counts: SourceCounts) -> str:
+        sources_by_share = sorted(
+            range(len(self.blend_sources)), key=lambda i: (-self.blend_sources[i].sample_share, i)
+        )
+        shown_sources, other_sources = (
+            sorted(sources_by_share[:MAX_SHOWN_SOURCES]),
+            sources_by_share[MAX_SHOWN_SOURCES:],
+        )
+        source_texts = [
+            self._source_text(self.blend_sources[i].source_name, recent_counts, [i]) for i in shown_sources
+        ]
+        if other_sources:
+            source_texts.append(
+                self._source_text(f"{len(other_sources)} others", recent_counts, other_sources)
+            )
+        return ", ".join(source_texts)
 
-    def _word(self, name: str, recent: SourceCounts, which: list[int]) -> str:
-        loss = _mean(recent, which)
-        seen = [self.seen[self.sources[i].key] for i in which]
-        samples, tokens = (short(sum(one[field] for one in seen)) for field in ("samples", "loss_tokens"))
-        return f"{name} {'-' if loss is None else f'{loss:.4f}'} ({samples}, {tokens})"
+    def _source_text(self, source_name: str, recent_counts: SourceCounts, source_indices: list[int]) -> str:
+        loss = _mean_loss(recent_counts, source_indices)
+        source_totals = [self.totals_by_source[self.blend_sources[i].source_key] for i in source_indices]
+        samples, tokens = (
+            abbreviate_count(sum(one[field] for one in source_totals)) for field in ("samples", "loss_tokens")
+        )
+        return f"{source_name} {'-' if loss is None else f'{loss:.4f}'} ({samples}, {tokens})"
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
-        return {key: dict(counts) for key, counts in self.seen.items()}
+        return {key: dict(counts) for key, counts in self.totals_by_source.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved_state: Mapping[str, Any]) -> None:
         """Continues counting. Names are those of the present blend."""
-        names = {source.key: source.name for source in self.sources}
-        for key, counts in state.items():
-            self.seen[key] = {
-                "name": names.get(key, str(counts["name"])),
-                "samples": int(counts["samples"]),
-                "loss_tokens": int(counts["loss_tokens"]),
+        names = {source.source_key: source.source_name for source in self.blend_sources}
+        for key, source_totals in saved_state.items():
+            self.totals_by_source[key] = {
+                "name": names.get(key, str(source_totals["name"])),
+                "samples": int(source_totals["samples"]),
+                "loss_tokens": int(source_totals["loss_tokens"]),
             }
 
 
-def _mean(counts: SourceCounts, which: list[int]) -> float | None:
+def _mean_loss(source_counts: SourceCounts, source_indices: list[int]) -> float | None:
     """Mean loss of some sources; None without loss tokens."""
-    tokens = sum(counts.tokens[i] for i in which)
-    return math.fsum(counts.losses[i] for i in which) / tokens if tokens else None
+    tokens = sum(source_counts.tokens[i] for i in source_indices)
+    return math.fsum(source_counts.losses[i] for i in source_indices) / tokens if tokens else None
 
 
-def short(number: int) -> str:
+def abbreviate_count(full_count: int) -> str:
     """A count in at most five characters: 999, 1.2k, 34.5k, 6.7M."""
-    size = float(number)
-    for unit in ("", "k", "M", "G", "T"):
-        if size < 999.5 or unit == "T":
+    size = float(full_count)
+    for count_unit in ("", "k", "M", "G", "T"):
+        if size < 999.5 or count_unit == "T":
             break
         size /= 1000
-    return f"{size:.0f}" if not unit else f"{size:.1f}{unit}"
+    return f"{size:.0f}" if not count_unit else f"{size:.1f}{count_unit}"

@@ -29,15 +29,18 @@ from megatron_vl import progress
 from megatron_vl.config import TrainConfig
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.decoupled import DecoupledTower
-from megatron_vl.models.moe.router import begin_step, expert_load, report_directly
+from megatron_vl.models.moe.router import expert_load, notify_ddp_directly, reset_router_counts
 from megatron_vl.models.vision_language import VisionLanguageModel
-from megatron_vl.parallel.ddp import ReplicaDDP, connect_tower
-from megatron_vl.parallel.grid import ProcessGrid
-from megatron_vl.training.optimizer import update
+from megatron_vl.parallel.ddp import ReplicaDDP, connect_absent_tower
+from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.training.optimizer import clip_and_update
 from megatron_vl.training.source_counts import SourceCounts
 
 NOT_FINITE, NO_LOSS_TOKENS = "not_finite", "no_loss_tokens"
-SKIPPED = {NOT_FINITE: "loss or gradient is not finite", NO_LOSS_TOKENS: "no token of the step bears loss"}
+SKIP_REASONS = {
+    NOT_FINITE: "loss or gradient is not finite",
+    NO_LOSS_TOKENS: "no token of the step bears loss",
+}
 """The reasons for which a step's update is skipped. Weights, moments and Adam's step count then stay as they
 are; data and learning-rate schedules advance."""
 
@@ -50,230 +53,253 @@ class StepResult:
     """Mean over the loss tokens of the global batch; NaN if there are none."""
     loss_tokens: int
     grad_norm: float
-    skipped: str
-    """A key of :data:`SKIPPED`; empty if the weights were updated."""
+    skip_reason: str
+    """A key of :data:`SKIP_REASONS`; empty if the weights were updated."""
     expert_load: Tensor | None = None
     """Number of tokens by layer and expert, int64 [layers, experts] on the device; None for a dense model."""
-    failed: bool = False
+    any_rank_failed: bool = False
     """Whether any rank reported a failure outside the step, such as a checkpoint that cannot be written."""
-    stop: bool = False
+    stop_requested: bool = False
     """Whether any rank was asked to stop."""
-    sources: SourceCounts | None = None
+    source_counts: SourceCounts | None = None
     """Samples, loss tokens and losses by source; None if the data set is no blend."""
 
     @property
-    def updated(self) -> bool:
-        return not self.skipped
+    def is_updated(self) -> bool:
+        return not self.skip_reason
 
 
-def wrap(config: TrainConfig, chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
+def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
     """Wraps the chunks in Megatron-core's DDP and sets the schedule's hooks in the language config."""
-    p = config.parallel
+    parallel_config = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=p.overlap_grad_reduce,
-        overlap_param_gather=p.overlap_param_gather,
-        use_distributed_optimizer=p.distributed_optimizer,
-        bucket_size=p.bucket_size,
+        overlap_grad_reduce=parallel_config.overlap_grad_reduce,
+        overlap_param_gather=parallel_config.overlap_param_gather,
+        use_distributed_optimizer=parallel_config.distributed_optimizer,
+        bucket_size=parallel_config.bucket_size,
     )
 
-    core = chunks[0].config
-    wrapped = [ReplicaDDP(core, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    core_config = model_chunks[0].config
+    ddp_chunks = [
+        ReplicaDDP(core_config, ddp_config, model_chunk, disable_bucketing=i > 0)
+        for i, model_chunk in enumerate(model_chunks)
+    ]
     # Delayed scaling reduces the maxima of all layers over all ranks, so every rank must run all layers in
     # every row.
-    tower_may_rest = not (config.fp8.recipe == "delayed" and config.fp8.vision)
-    for chunk in wrapped:
-        report_directly(chunk)
-        if tower_may_rest:
-            connect_tower(chunk)
+    tower_can_be_skipped = not (config.fp8.recipe == "delayed" and config.fp8.vision)
+    for model_chunk in ddp_chunks:
+        notify_ddp_directly(model_chunk)
+        if tower_can_be_skipped:
+            connect_absent_tower(model_chunk)
 
-    if p.overlap_grad_reduce:
-        hooks = [chunk.no_sync for chunk in wrapped]
-        core.no_sync_func = hooks if len(hooks) > 1 else hooks[0]
-    core.finalize_model_grads_func = finalize_model_grads
+    if parallel_config.overlap_grad_reduce:
+        no_sync_hooks = [model_chunk.no_sync for model_chunk in ddp_chunks]
+        core_config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
+    core_config.finalize_model_grads_func = finalize_model_grads
 
-    tower = chunks[0].decoupled
-    if tower is not None:
+    decoupled_tower = model_chunks[0].decoupled
+    if decoupled_tower is not None:
         # The tower's gradients are reduced together, after the pipeline, when the number of loss tokens is
         # known.
-        alone = dataclasses.replace(ddp_config, overlap_grad_reduce=False, overlap_param_gather=False)
-        tower.wrap(alone)
-        core.finalize_model_grads_func = partial(_finalize_and_pass_on, tower)
-    core.grad_scale_func = None
-    return wrapped
+        tower_ddp_config = dataclasses.replace(
+            ddp_config, overlap_grad_reduce=False, overlap_param_gather=False
+        )
+        decoupled_tower.wrap(tower_ddp_config)
+        core_config.finalize_model_grads_func = partial(_finalize_language_grads, decoupled_tower)
+    core_config.grad_scale_func = None
+    return ddp_chunks
 
 
-def _finalize_and_pass_on(tower: DecoupledTower, model: Any, num_tokens: Tensor, **options: Any) -> None:
+def _finalize_language_grads(
+    decoupled_tower: DecoupledTower, model: Any, num_tokens: Tensor, **options: Any
+) -> None:
     """Completes the gradients of the language model, and passes the number of loss tokens on to the tower.
 
     Core sums ``num_tokens`` over the ranks in place. The tower's gradients are completed later.
     """
     finalize_model_grads(model, num_tokens, **options)
-    tower.tokens = num_tokens
+    decoupled_tower.tokens = num_tokens
 
 
-def token_loss(row: DeviceRow, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """(loss sum, loss tokens, report) of one row from its per-token losses [1, S].
 
     The report of a row of a blend also has the loss sum of each segment, float64, and the segments' sources.
     """
-    weighted = losses.view(-1).float() * row.loss_mask
-    total = weighted.sum()
+    weighted_losses = token_losses.view(-1).float() * row.loss_mask
+    loss_sum = weighted_losses.sum()
     # Weights change the sum of the losses, not the number of tokens by which it is divided.
-    tokens = (row.loss_mask != 0).sum()
-    report = {"loss": torch.stack((total.detach(), tokens.float()))}
-    if row.sources is not None and len(row.sources):
+    loss_token_count = (row.loss_mask != 0).sum()
+    row_report = {"loss": torch.stack((loss_sum.detach(), loss_token_count.float()))}
+    if row.segment_sources is not None and len(row.segment_sources):
         # `unsafe` leaves out checks of the bounds, for which the host would wait.
-        report["segments"] = torch.segment_reduce(
-            weighted.detach().double(), "sum", offsets=row.local_segments.cu_seqlens, unsafe=True
+        row_report["segments"] = torch.segment_reduce(
+            weighted_losses.detach().double(), "sum", offsets=row.local_segments.cu_seqlens, unsafe=True
         )
-        report["sources"] = row.sources
-    return total, tokens.to(torch.int), report
+        row_report["sources"] = row.segment_sources
+    return loss_sum, loss_token_count.to(torch.int), row_report
 
 
-def forward_step(rows: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
+def forward_step(row_iterator: Iterator[DeviceRow], model: torch.nn.Module) -> tuple[Tensor, Any]:
     """The function that core's schedules call for each micro-batch of each chunk."""
-    row = next(rows)
-    progress.tick()
+    row = next(row_iterator)
+    progress.note_progress()
     return model(row), partial(token_loss, row)
 
 
 def run_schedule(
-    chunks: list[DistributedDataParallel] | list[VisionLanguageModel],
+    model_chunks: list[DistributedDataParallel] | list[VisionLanguageModel],
     rows: list[Any],
     *,
     seq_len: int,
     forward_only: bool = False,
-    step: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
+    forward_step_func: Callable[[Iterator[Any], torch.nn.Module], tuple[Tensor, Any]] = forward_step,
     collect_non_loss_data: bool = False,
 ) -> list[Any]:
     """Runs the forward passes (and backward passes) of all rows through this rank's chunks.
 
     Args:
-        rows: the inputs of ``step``, one for each micro-batch.
+        rows: the inputs of ``forward_step_func``, one for each micro-batch.
         forward_only: whether to leave out the backward passes.
-        step: the function that core's schedules call, as :func:`forward_step`.
-        collect_non_loss_data: whether the function that ``step`` returns gives only a report and no loss.
+        forward_step_func: the function that core's schedules call, as :func:`forward_step`.
+        collect_non_loss_data: whether the function that ``forward_step_func`` returns gives only a report and no loss.
 
     Returns:
         The reports of the rows on the last stage; an empty list on other stages.
     """
-    progress.tick()
+    progress.note_progress()
     if not forward_only:
-        begin_step(chunks, rows)
+        reset_router_counts(model_chunks, rows)
 
-    iterators = [iter(rows) for _ in chunks]
+    row_iterators = [iter(rows) for _ in model_chunks]
     # Core uses the length only for the size of its messages, in which DeepStack's levels follow the hidden
     # state.
-    parts = 1 + get_attr_wrapped_model(chunks[0], "message_levels")
-    tower = get_attr_wrapped_model(chunks[0], "decoupled")
-    if tower is not None:
-        tower.encode(rows, train=not forward_only)
+    states_per_message = 1 + get_attr_wrapped_model(model_chunks[0], "message_levels")
+    decoupled_tower = get_attr_wrapped_model(model_chunks[0], "decoupled")
+    if decoupled_tower is not None:
+        decoupled_tower.encode(rows, train=not forward_only)
 
-    reports = get_forward_backward_func()(
-        forward_step_func=step,
-        data_iterator=iterators if len(chunks) > 1 else iterators[0],
-        model=chunks if len(chunks) > 1 else chunks[0],
+    row_reports = get_forward_backward_func()(
+        forward_step_func=forward_step_func,
+        data_iterator=row_iterators if len(model_chunks) > 1 else row_iterators[0],
+        model=model_chunks if len(model_chunks) > 1 else model_chunks[0],
         num_microbatches=len(rows),
-        seq_length=seq_len * parts,
+        seq_length=seq_len * states_per_message,
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=collect_non_loss_data,
     )
 
-    if tower is not None and not forward_only:
-        tower.backward()
-    return reports
+    if decoupled_tower is not None and not forward_only:
+        decoupled_tower.backward()
+    return row_reports
 
 
-def replicated_modules(chunks: list[ReplicaDDP]) -> list[ReplicaDDP]:
+def replicated_modules(model_chunks: list[ReplicaDDP]) -> list[ReplicaDDP]:
     """The DDP modules of this rank: its chunks, and the trained tower if every rank holds one."""
-    tower = chunks[0].module.decoupled
-    return [*chunks, tower.ddp] if tower is not None and tower.ddp is not None else list(chunks)
+    decoupled_tower = model_chunks[0].module.decoupled
+    return (
+        [*model_chunks, decoupled_tower.ddp]
+        if decoupled_tower is not None and decoupled_tower.ddp is not None
+        else list(model_chunks)
+    )
 
 
 def train_step(
-    chunks: list[DistributedDataParallel],
+    model_chunks: list[DistributedDataParallel],
     optimizer: ChainedOptimizer,
     rows: list[DeviceRow],
     grid: ProcessGrid,
     seq_len: int,
-    failed: bool = False,
-    stop: bool = False,
-    learnt: SourceCounts | None = None,
+    has_failed: bool = False,
+    stop_requested: bool = False,
+    local_source_counts: SourceCounts | None = None,
 ) -> StepResult:
     """Runs one step over this rank's micro-batches. Collective over all ranks.
 
     Args:
-        failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
-        stop: whether this rank was asked to stop. All ranks receive this flag too.
-        learnt: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+        has_has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
+        stop_requested: whether this rank was asked to stop. All ranks receive this flag too.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
     """
-    progress.enter(progress.COMPUTING)
-    for chunk in chunks:
-        chunk.zero_grad_buffer()
+    progress.enter_phase(progress.FORWARD_BACKWARD)
+    for model_chunk in model_chunks:
+        model_chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    reports = run_schedule(chunks, rows, seq_len=seq_len)
-    progress.enter(progress.UPDATING)
+    row_reports = run_schedule(model_chunks, rows, seq_len=seq_len)
+    progress.enter_phase(progress.UPDATING_WEIGHTS)
     device = rows[0].tokens.device
-    loss_sum, tokens, raised, sources = reduce_losses(reports, grid, device, (failed, stop), learnt)
-    loss = loss_sum / tokens if tokens else math.nan
-    # Without loss tokens, the gradient is zero, but an update would still decay moments and weights.
-    updated, norm = update(optimizer, wanted=math.isfinite(loss))
-    finite = math.isfinite(loss_sum) and math.isfinite(norm)
-    skipped = "" if updated else NO_LOSS_TOKENS if finite and not tokens else NOT_FINITE
-
-    core = chunks[0].config
-    load = (
-        expert_load(chunks, core.num_layers, core.num_moe_experts, device) if core.num_moe_experts else None
+    loss_sum, loss_tokens, raised_flags, source_counts = reduce_losses(
+        row_reports, grid, device, (has_failed, stop_requested), local_source_counts
     )
-    any_failed, any_stop = raised
-    return StepResult(loss, tokens, norm, skipped, load, any_failed, any_stop, sources)
+    mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
+    # Without loss tokens, the gradient is zero, but an update would still decay moments and weights.
+    is_updated, grad_norm = clip_and_update(optimizer, is_loss_finite=math.isfinite(mean_loss))
+    is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
+    skip_reason = "" if is_updated else NO_LOSS_TOKENS if is_finite and not loss_tokens else NOT_FINITE
+
+    core_config = model_chunks[0].config
+    tokens_per_expert = (
+        expert_load(model_chunks, core_config.num_layers, core_config.num_moe_experts, device)
+        if core_config.num_moe_experts
+        else None
+    )
+    any_failed, any_stop = raised_flags
+    return StepResult(
+        mean_loss, loss_tokens, grad_norm, skip_reason, tokens_per_expert, any_failed, any_stop, source_counts
+    )
 
 
 def reduce_losses(
-    reports: list[dict[str, Tensor]],
+    row_reports: list[dict[str, Tensor]],
     grid: ProcessGrid,
     device: torch.device,
-    flags: tuple[bool, ...] = (),
-    learnt: SourceCounts | None = None,
+    local_flags: tuple[bool, ...] = (),
+    local_source_counts: SourceCounts | None = None,
 ) -> tuple[float, int, list[bool], SourceCounts | None]:
     """Adds up the losses of the global batch over all ranks. Collective.
 
     This is the only host synchronisation of a step.
 
     Args:
-        learnt: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
 
     Returns:
         (loss sum, loss tokens, whether any rank set each flag, numbers by source), equal on every rank.
     """
-    counts = learnt.flat() if learnt is not None else []
+    flat_counts = local_source_counts.to_flat() if local_source_counts is not None else []
     has_loss = grid.is_last_stage and grid.tp_rank == 0
     if not has_loss or grid.cp_rank:  # the counts of a replica are added once
-        counts = [0.0] * len(counts)
-    mine = torch.tensor([0.0, 0.0, *map(float, flags), *counts], dtype=torch.float64, device=device)
+        flat_counts = [0.0] * len(flat_counts)
+    local_sums = torch.tensor(
+        [0.0, 0.0, *map(float, local_flags), *flat_counts], dtype=torch.float64, device=device
+    )
     if has_loss:
-        for report in reports:
-            mine[:2] += report["loss"].double()
-        if learnt is not None:
-            sources = len(learnt.losses)
-            mine[-sources:] += _loss_by_source(reports, sources)
-    dist.all_reduce(mine)
+        for row_report in row_reports:
+            local_sums[:2] += row_report["loss"].double()
+        if local_source_counts is not None:
+            num_sources = len(local_source_counts.losses)
+            local_sums[-num_sources:] += _loss_by_source(row_reports, num_sources)
+    dist.all_reduce(local_sums)
 
-    total, tokens, *rest = mine.tolist()
-    raised = [count > 0 for count in rest[: len(flags)]]
-    by_source = SourceCounts.from_flat(rest[len(flags) :]) if learnt is not None else None
-    return total, int(tokens), raised, by_source
+    loss_sum, loss_tokens, *remaining_sums = local_sums.tolist()
+    raised_flags = [count > 0 for count in remaining_sums[: len(local_flags)]]
+    global_source_counts = (
+        SourceCounts.from_flat(remaining_sums[len(local_flags) :])
+        if local_source_counts is not None
+        else None
+    )
+    return loss_sum, int(loss_tokens), raised_flags, global_source_counts
 
 
-def _loss_by_source(reports: list[dict[str, Tensor]], sources: int) -> Tensor:
+def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:
     """Sums the losses of the reports' segments by source, float64 [sources].
 
     This sums over a table. An addition by index has no fixed order on a GPU, so its bits vary. Segments of
     other sources are masked, not multiplied by 0, so that a NaN shows only in its own source.
     """
-    losses = torch.cat([report["segments"] for report in reports])
-    source = torch.cat([report["sources"] for report in reports])
-    own = source == torch.arange(sources, device=source.device)[:, None]
-    return torch.where(own, losses, 0.0).sum(1)
+    segment_losses = torch.cat([report["segments"] for report in row_reports])
+    source = torch.cat([report["sources"] for report in row_reports])
+    is_from_source = source == torch.arange(num_sources, device=source.device)[:, None]
+    return torch.where(is_from_source, segment_losses, 0.0).sum(1)

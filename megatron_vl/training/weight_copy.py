@@ -25,67 +25,78 @@ def copy_weights_together(optimizer: ChainedOptimizer) -> int:
     Returns:
         The number of parts that were changed.
     """
-    parts = [part for part in optimizer.chained_optimizers if _copies_shards(part)]
-    for part in parts:
-        part._copy_main_params_to_model_params = _Copy(part)
-    return len(parts)
+    copying_optimizers = [
+        sub_optimizer
+        for sub_optimizer in optimizer.chained_optimizers
+        if _copies_float32_shards(sub_optimizer)
+    ]
+    for sub_optimizer in copying_optimizers:
+        sub_optimizer._copy_main_params_to_model_params = _BatchedWeightCopy(sub_optimizer)
+    return len(copying_optimizers)
 
 
-def _copies_shards(part: object) -> bool:
+def _copies_float32_shards(sub_optimizer: object) -> bool:
     return (
-        isinstance(part, DistributedOptimizer)
-        and not part.is_stub_optimizer
-        and not part.config.use_precision_aware_optimizer
+        isinstance(sub_optimizer, DistributedOptimizer)
+        and not sub_optimizer.is_stub_optimizer
+        and not sub_optimizer.config.use_precision_aware_optimizer
         and not (
-            part.ddp_config.use_megatron_fsdp
-            or part.ddp_config.fp8_param_gather
-            or part.ddp_config.fp4_param_gather
+            sub_optimizer.ddp_config.use_megatron_fsdp
+            or sub_optimizer.ddp_config.fp8_param_gather
+            or sub_optimizer.ddp_config.fp4_param_gather
         )
     )
 
 
-class _Copy:
+class _BatchedWeightCopy:
     """The shards of one optimizer and the slices of the model's buffers that they are copied to."""
 
-    def __init__(self, part: DistributedOptimizer) -> None:
-        self.part = part
-        self.pairs: tuple[list[Tensor], list[Tensor]] | None = None
+    def __init__(self, sub_optimizer: DistributedOptimizer) -> None:
+        self.sub_optimizer = sub_optimizer
+        self.slices_and_shards: tuple[list[Tensor], list[Tensor]] | None = None
 
     @torch.no_grad()
     def __call__(self) -> None:
-        if self.pairs is None:
+        if self.slices_and_shards is None:
             # They are looked up only once, because buffers and shards live as long as the optimizer: loading
             # a checkpoint writes into them.
-            self.pairs = self._find()
-        slices, shards = self.pairs
-        if slices:
-            torch._foreach_copy_(slices, shards)
+            self.slices_and_shards = self._find_slices_and_shards()
+        model_slices, shards = self.slices_and_shards
+        if model_slices:
+            torch._foreach_copy_(model_slices, shards)
 
-    def _find(self) -> tuple[list[Tensor], list[Tensor]]:
-        part, slices, shards = self.part, [], []
-        for mains, models in (
-            (part.shard_fp32_from_float16_groups, part.model_float16_groups),
-            (part.shard_fp32_groups, part.model_fp32_groups),
+    def _find_slices_and_shards(self) -> tuple[list[Tensor], list[Tensor]]:
+        sub_optimizer, model_slices, shards = self.sub_optimizer, [], []
+        for main_groups, model_groups in (
+            (sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups),
+            (sub_optimizer.shard_fp32_groups, sub_optimizer.model_fp32_groups),
         ):
-            for target, shard in places_of_shards(part, mains, models):
-                assert target.numel() == shard.numel(), (target.shape, shard.shape)
-                offloaded = not shard.untyped_storage().nbytes()  # it reaches the model in another way
-                if not offloaded and target.data_ptr() != shard.data_ptr():  # equal for float32 parameters
-                    slices.append(target)
+            for model_slice, shard in shard_destinations(sub_optimizer, main_groups, model_groups):
+                assert model_slice.numel() == shard.numel(), (model_slice.shape, shard.shape)
+                is_offloaded = not shard.untyped_storage().nbytes()  # it reaches the model in another way
+                if (
+                    not is_offloaded and model_slice.data_ptr() != shard.data_ptr()
+                ):  # equal for float32 parameters
+                    model_slices.append(model_slice)
                     shards.append(shard.view(-1))
-        return slices, shards
+        return model_slices, shards
 
 
-def places_of_shards(
-    part: DistributedOptimizer, mains: list[list[Tensor]], models: list[list[Tensor]]
+def shard_destinations(
+    sub_optimizer: DistributedOptimizer, main_groups: list[list[Tensor]], model_groups: list[list[Tensor]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """(slice of the model's buffers, shard) for the shards of each group's parameters.
 
     Args:
-        mains, models: for each group, the shards and the parameters of the model.
+        main_groups, models: for each group, the shards and the parameters of the model.
     """
-    for main_group, model_group in zip(mains, models, strict=True):
+    for main_group, model_group in zip(main_groups, model_groups, strict=True):
         for shard, parameter in zip(main_group, model_group, strict=True):
-            span = part._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
-            buffer, _, bucket = part.model_param_gbuf_map[parameter]
-            yield part.buffers[buffer].buckets[bucket].param_data.view(-1)[span.start : span.end], shard
+            bucket_range = sub_optimizer._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            buffer_index, _, bucket_index = sub_optimizer.model_param_gbuf_map[parameter]
+            yield (
+                sub_optimizer.buffers[buffer_index]
+                .buckets[bucket_index]
+                .param_data.view(-1)[bucket_range.start : bucket_range.end],
+                shard,
+            )

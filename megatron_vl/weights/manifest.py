@@ -9,10 +9,10 @@ data-parallel size, which weights do not have. Tensors have the canonical names 
 tensor-parallel rank of its stage, so a rank reads only one or two files. A tied output layer is not stored:
 the last stage reads the embedding from the first stage's file.
 
-:meth:`megatron_vl.weights.reader.WeightReader.get` returns any slice for any layout, whatever layout is on
+:meth:`megatron_vl.weights.weight_reader.WeightReader.read_shard` returns any slice for any layout, whatever layout is on
 disk. Before data is returned, it is compared with the manifest's SHA-256, and the manifest with its own
 digest, so that damaged data is never used. The mapping from one cut to another is a list of
-:class:`~megatron_vl.weights.blocks.Block`, which converters also use. Nothing here imports Megatron-core, and
+:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`, which converters also use. Nothing here imports Megatron-core, and
 nothing is unpickled.
 """
 
@@ -27,27 +27,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_vl import durable
-from megatron_vl.json_files import check_version, manifest_digest
+from megatron_vl import durable_files
+from megatron_vl.json_files import check_format_version, manifest_digest
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.spec.tensors import WHOLE, Cut, LayoutError, TensorInfo, tensor_table
+from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, TensorInfo, tensor_table
 from megatron_vl.weights.tensor_files import (
-    CODES,
-    NAMES,
+    CODE_BY_DTYPE,
+    DTYPE_BY_NAME,
     TensorWriter,
     WeightsError,
     dtype_name,
-    make_header,
+    make_safetensors_header,
     matrix_shape,
     row_regions,
 )
 
-FORMAT = "megatron-vl-weights"
-VERSION = 1
-MANIFEST = "manifest.json"
-UNFINISHED = "unfinished.jsonl"
-"""Journal of an unfinished conversion (see :mod:`converters.restart`). A folder that has a journal and no
+WEIGHTS_FORMAT = "megatron-vl-weights"
+MANIFEST_VERSION = 1
+MANIFEST_FILE = "manifest.json"
+JOURNAL_FILE = "unfinished.jsonl"
+"""Journal of an unfinished conversion (see :mod:`converters.output_folder`). A folder that has a journal and no
 manifest is not a checkpoint."""
 
 
@@ -60,28 +60,30 @@ def expert_file_name(ep_rank: int, etp_rank: int, pp_rank: int) -> str:
 
 
 def file_entry(
-    file: str, tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]], ranks: Mapping[str, int]
+    file_name: str,
+    stored_tensors: Mapping[str, tuple[torch.dtype, Sequence[int], str]],
+    file_ranks: Mapping[str, int],
 ) -> dict[str, Any]:
     """Makes the manifest's entry for one rank's file.
 
     Args:
-        tensors: name -> (type, stored shape, SHA-256).
-        ranks: the ranks that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
+        stored_tensors: name -> (type, stored shape, SHA-256).
+        file_ranks: the ranks that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
-    table = {
+    tensor_entries = {
         name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
-        for name, (dtype, shape, digest) in tensors.items()
+        for name, (dtype, shape, digest) in stored_tensors.items()
     }
-    return {"file": file, **ranks, "tensors": table}
+    return {"file": file_name, **file_ranks, "tensors": tensor_entries}
 
 
 def write_rank_file(
-    folder: str | Path, tp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
+    weights_dir: str | Path, tp_rank: int, pp_rank: int, rank_tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Writes the dense tensors of one model-parallel rank atomically and flushes them to the disk.
 
     Args:
-        tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. They are copied in
+        rank_tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. They are copied in
             small pieces.
 
     Returns:
@@ -90,55 +92,65 @@ def write_rank_file(
     Raises:
         WeightsError: weights cannot have the type of a tensor.
     """
-    return _write_file(
-        Path(folder) / rank_file_name(tp_rank, pp_rank), tensors, {"tp": tp_rank, "pp": pp_rank}
+    return _write_tensor_file(
+        Path(weights_dir) / rank_file_name(tp_rank, pp_rank), rank_tensors, {"tp": tp_rank, "pp": pp_rank}
     )
 
 
 def write_expert_file(
-    folder: str | Path, ep_rank: int, etp_rank: int, pp_rank: int, tensors: Mapping[str, Tensor]
+    weights_dir: str | Path, ep_rank: int, etp_rank: int, pp_rank: int, expert_tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Writes the expert tensors of one expert-parallel rank, stacked ``[E / ep, ...]``.
 
     Otherwise, it is the same as :func:`write_rank_file`.
     """
-    path = Path(folder) / expert_file_name(ep_rank, etp_rank, pp_rank)
-    return _write_file(path, tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
+    path = Path(weights_dir) / expert_file_name(ep_rank, etp_rank, pp_rank)
+    return _write_tensor_file(path, expert_tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
 
 
-def _write_file(path: Path, tensors: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Any]:
-    for name, tensor in tensors.items():
-        if tensor.dtype not in CODES:
+def _write_tensor_file(
+    file_path: Path, tensors_by_name: Mapping[str, Tensor], file_ranks: Mapping[str, int]
+) -> dict[str, Any]:
+    for tensor_name, tensor in tensors_by_name.items():
+        if tensor.dtype not in CODE_BY_DTYPE:
             raise WeightsError(
-                f"tensor {name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODES))}"
+                f"tensor {tensor_name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODE_BY_DTYPE))}"
             )
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    header = make_header(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, {"format": "pt"}
+    file_path.parent.mkdir(parents=True, exist_ok=True)
+    file_header = make_safetensors_header(
+        {tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in tensors_by_name.items()},
+        {"format": "pt"},
     )
-    writer = TensorWriter(path, header)
-    written = {}
+    tensor_writer = TensorWriter(file_path, file_header)
+    written_tensors = {}
 
     try:
-        for name, tensor in tensors.items():
-            matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
-            chunks = (matrix[w.row : w.row_end] for w in row_regions(tensor.shape, tensor.element_size()))
-            written[name] = (tensor.dtype, tensor.shape, writer.write(name, chunks))
+        for tensor_name, tensor in tensors_by_name.items():
+            tensor_matrix = tensor.detach().reshape(matrix_shape(tensor.shape))
+            chunks = (
+                tensor_matrix[region.row : region.row_end]
+                for region in row_regions(tensor.shape, tensor.element_size())
+            )
+            written_tensors[tensor_name] = (
+                tensor.dtype,
+                tensor.shape,
+                tensor_writer.write_tensor(tensor_name, chunks),
+            )
     except BaseException:
-        writer.abort()
+        tensor_writer.abort()
         raise
 
-    writer.commit(sync=True)
-    return file_entry(path.name, written, ranks)
+    tensor_writer.commit(sync_to_disk=True)
+    return file_entry(file_path.name, written_tensors, file_ranks)
 
 
 def write_manifest(
-    folder: str | Path,
+    weights_dir: str | Path,
     spec: ModelSpec,
     layout: Layout | None,
     rank_entries: Sequence[dict],
-    origin: dict | None = None,
+    weights_origin: dict | None = None,
 ) -> str:
     """Checks that the entries make up the whole model, then writes ``manifest.json`` as the last file.
 
@@ -146,7 +158,7 @@ def write_manifest(
         layout: None for unsplit weights.
         rank_entries: the results of :func:`write_rank_file` and :func:`write_expert_file` on all ranks, in
             any order.
-        origin: facts about the origin of the weights. A reader compares ``step`` with the name of the folder.
+        weights_origin: facts about the origin of the weights. A reader compares ``step`` with the name of the folder.
 
     Returns:
         The manifest's digest, which identifies these weights.
@@ -160,16 +172,16 @@ def write_manifest(
             "the model differs from its hf_config; write weights with the config that describes them"
         )
 
-    tensors = _check_entries(spec, layout, rank_entries)
+    tensor_table_entries = _check_entries(spec, layout, rank_entries)
     manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": WEIGHTS_FORMAT,
+        "version": MANIFEST_VERSION,
         "kind": "full" if layout is None else "shards",
         "family": spec.family,
         "layout": layout and layout.as_dict(),
-        "origin": origin or {},
+        "origin": weights_origin or {},
         "hf_config": spec.hf_config,
-        "tensors": tensors,
+        "tensors": tensor_table_entries,
         "files": {
             entry["file"]: {
                 **{rank: entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in entry},
@@ -180,108 +192,127 @@ def write_manifest(
     }
 
     manifest["digest"] = manifest_digest(manifest)
-    durable.write(Path(folder) / MANIFEST, json.dumps(manifest, indent=1).encode())
+    durable_files.write_file(Path(weights_dir) / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
 
 
-def _part(info: TensorInfo | None, entry: Mapping[str, Any], layout: Layout | None) -> int | None:
-    """The part of a tensor that the file of ``entry`` may hold; None if it does not belong in that file."""
-    if info is None or layout is None or not info.experts:
-        return entry.get("tp")
-    return layout.cut.part(info, ep_rank=entry["ep"], etp_rank=entry["etp"]) if "ep" in entry else None
+def shard_index_in_file(
+    tensor_info: TensorInfo | None, rank_entry: Mapping[str, Any], layout: Layout | None
+) -> int | None:
+    """The part of a tensor that the file of ``rank_entry`` may hold; None if it does not belong in that file."""
+    if tensor_info is None or layout is None or not tensor_info.num_experts:
+        return rank_entry.get("tp")
+    return (
+        layout.sharding.shard_index(tensor_info, ep_rank=rank_entry["ep"], etp_rank=rank_entry["etp"])
+        if "ep" in rank_entry
+        else None
+    )
 
 
-def _rank(info: TensorInfo, part: int, cut: Cut) -> str:
+def describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> str:
     """The name of the rank that holds a part, for messages."""
-    if not info.experts:
-        return f"tensor rank {part}"
-    tensor_rank = f", expert tensor rank {part % cut.etp}" if cut.etp > 1 else ""
-    return f"expert rank {part // cut.etp}{tensor_rank}"
+    if not tensor_info.num_experts:
+        return f"tensor rank {shard_index}"
+    tensor_rank = f", expert tensor rank {shard_index % sharding.etp}" if sharding.etp > 1 else ""
+    return f"expert rank {shard_index // sharding.etp}{tensor_rank}"
 
 
 def _check_entries(
-    spec: ModelSpec, layout: Layout | None, entries: Sequence[dict]
+    spec: ModelSpec, layout: Layout | None, rank_entries: Sequence[dict]
 ) -> dict[str, dict[str, Any]]:
     """Checks that every part of every tensor is there once, with its shape and type.
 
     Returns:
         The manifest's tensor table.
     """
-    infos = tensor_table(spec)
-    cut = layout.cut if layout else WHOLE
-    stored: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for entry in entries:
-        for name, tensor in entry["tensors"].items():
-            part = _part(infos.get(name), entry, layout)
-            if part is None:
-                raise WeightsError(f"tensor {name!r} does not belong in {entry['file']}")
-            if (part, entry["pp"], name) in stored:
-                raise WeightsError(f"tensor {name!r} exists twice, the second time in {entry['file']}")
-            stored[part, entry["pp"], name] = tensor
-
-    table = {}
-    for name, info in infos.items():
-        stage = layout.stage_of(info) if layout else 0
-        shape = list(info.shard_shape(cut))
-        found = []
-        for part in range(cut.parts(info)):
-            if (part, stage, name) not in stored:
+    tensor_infos = tensor_table(spec)
+    sharding = layout.sharding if layout else UNSHARDED
+    stored_entries: dict[tuple[int, int, str], dict[str, Any]] = {}
+    for rank_entry in rank_entries:
+        for tensor_name, tensor_entry in rank_entry["tensors"].items():
+            shard_index = shard_index_in_file(tensor_infos.get(tensor_name), rank_entry, layout)
+            if shard_index is None:
+                raise WeightsError(f"tensor {tensor_name!r} does not belong in {rank_entry['file']}")
+            if (shard_index, rank_entry["pp"], tensor_name) in stored_entries:
                 raise WeightsError(
-                    f"tensor {name!r} is missing on {_rank(info, part, cut)}, pipeline rank {stage}"
+                    f"tensor {tensor_name!r} exists twice, the second time in {rank_entry['file']}"
                 )
-            tensor = stored.pop((part, stage, name))
-            if tensor["shape"] != shape:
-                where = _rank(info, part, cut)
-                raise WeightsError(
-                    f"tensor {name!r} has shape {tensor['shape']} on {where}; it should be {shape}"
-                )
-            found.append(tensor)
+            stored_entries[shard_index, rank_entry["pp"], tensor_name] = tensor_entry
 
-        if len({tensor["dtype"] for tensor in found}) > 1:
-            raise WeightsError(f"tensor {name!r} has different types on its ranks")
-        if info.split == "replicated" and len({tensor["sha256"] for tensor in found}) > 1:
+    manifest_tensors = {}
+    for tensor_name, tensor_info in tensor_infos.items():
+        pipeline_stage = layout.owning_pipeline_rank(tensor_info) if layout else 0
+        shard_shape = list(tensor_info.shard_shape(sharding))
+        shard_entries = []
+        for shard_index in range(sharding.num_shards(tensor_info)):
+            if (shard_index, pipeline_stage, tensor_name) not in stored_entries:
+                raise WeightsError(
+                    f"tensor {tensor_name!r} is missing on {describe_rank(tensor_info, shard_index, sharding)}, pipeline rank {pipeline_stage}"
+                )
+            tensor_entry = stored_entries.pop((shard_index, pipeline_stage, tensor_name))
+            if tensor_entry["shape"] != shard_shape:
+                rank_text = describe_rank(tensor_info, shard_index, sharding)
+                raise WeightsError(
+                    f"tensor {tensor_name!r} has shape {tensor_entry['shape']} on {rank_text}; it should be {shard_shape}"
+                )
+            shard_entries.append(tensor_entry)
+
+        if len({tensor_entry["dtype"] for tensor_entry in shard_entries}) > 1:
+            raise WeightsError(f"tensor {tensor_name!r} has different types on its ranks")
+        if (
+            tensor_info.parallel_style == "replicated"
+            and len({tensor_entry["sha256"] for tensor_entry in shard_entries}) > 1
+        ):
             warnings.warn(
-                f"replicated tensor {name!r} differs between tensor ranks; rank 0's is used",
+                f"replicated tensor {tensor_name!r} differs between tensor ranks; rank 0's is used",
                 stacklevel=3,
             )
 
-        table[name] = {"dtype": found[0]["dtype"], "shape": list(info.shape), "split": info.split}
+        manifest_tensors[tensor_name] = {
+            "dtype": shard_entries[0]["dtype"],
+            "shape": list(tensor_info.shape),
+            "split": tensor_info.parallel_style,
+        }
 
-    if stored:
-        part, stage, name = next(iter(stored))
-        raise WeightsError(f"tensor {name!r} does not belong on part {part} of pipeline rank {stage}")
+    if stored_entries:
+        shard_index, pipeline_stage, tensor_name = next(iter(stored_entries))
+        raise WeightsError(
+            f"tensor {tensor_name!r} does not belong on part {shard_index} of pipeline rank {pipeline_stage}"
+        )
 
-    return table
+    return manifest_tensors
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(manifest_path: Path) -> dict[str, Any]:
     """Reads a manifest.
 
     Raises:
         WeightsError: the file is not a manifest, has another version, or was changed.
     """
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(manifest_path.read_text())
     except ValueError as error:
-        raise WeightsError(f"{path} is not JSON ({error}); write the weights again") from error
+        raise WeightsError(f"{manifest_path} is not JSON ({error}); write the weights again") from error
 
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise WeightsError(f"{path} is not a manifest of {FORMAT!r}")
-    check_version(path, manifest.get("version"), VERSION, "convert again", WeightsError)
+    if not isinstance(manifest, dict) or manifest.get("format") != WEIGHTS_FORMAT:
+        raise WeightsError(f"{manifest_path} is not a manifest of {WEIGHTS_FORMAT!r}")
+    check_format_version(
+        manifest_path, manifest.get("version"), MANIFEST_VERSION, "convert again", WeightsError
+    )
 
-    for field in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
-        if field not in manifest:
-            raise WeightsError(f"{path}: field {field!r} is missing")
+    for field_name in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
+        if field_name not in manifest:
+            raise WeightsError(f"{manifest_path}: field {field_name!r} is missing")
 
     if manifest["digest"] != manifest_digest(manifest):
         raise WeightsError(
-            f"{path} was changed after it was written (its digest differs); write the weights again"
+            f"{manifest_path} was changed after it was written (its digest differs); write the weights again"
         )
 
     return manifest
 
 
-def _read_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
+def read_manifest_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
     """Reads the layout of a manifest, and checks that the other fields agree with it and with the config."""
     layout, kind, family = manifest["layout"], manifest["kind"], manifest["family"]
     if family != spec.family:
@@ -291,14 +322,24 @@ def _read_layout(spec: ModelSpec, manifest: dict[str, Any]) -> Layout | None:
     return None if layout is None else read_layout(spec, layout)
 
 
-def _check_tensor_table(path: Path, manifest: dict[str, Any], table: Mapping[str, TensorInfo]) -> None:
+def check_tensor_table(
+    manifest_path: Path, manifest: dict[str, Any], expected_infos: Mapping[str, TensorInfo]
+) -> None:
     """Raises :class:`WeightsError` unless the manifest's tensors are those of its config."""
-    expected = {name: {"shape": list(info.shape), "split": info.split} for name, info in table.items()}
-    stated = {name: {"shape": t["shape"], "split": t["split"]} for name, t in manifest["tensors"].items()}
-    for name in sorted(expected.keys() | stated.keys()):
-        if expected.get(name) != stated.get(name):
+    expected_tensors = {
+        name: {"shape": list(info.shape), "split": info.parallel_style}
+        for name, info in expected_infos.items()
+    }
+    manifest_tensors = {
+        name: {"shape": tensor_entry["shape"], "split": tensor_entry["split"]}
+        for name, tensor_entry in manifest["tensors"].items()
+    }
+    for name in sorted(expected_tensors.keys() | manifest_tensors.keys()):
+        if expected_tensors.get(name) != manifest_tensors.get(name):
             raise WeightsError(
-                f"{path}: tensor {name!r} is {stated.get(name)}; its config says {expected.get(name)}"
+                f"{manifest_path}: tensor {name!r} is {manifest_tensors.get(name)}; its config says {expected_tensors.get(name)}"
             )
-        if manifest["tensors"][name]["dtype"] not in NAMES:
-            raise WeightsError(f"{path}: tensor {name!r} has type {manifest['tensors'][name]['dtype']!r}")
+        if manifest["tensors"][name]["dtype"] not in DTYPE_BY_NAME:
+            raise WeightsError(
+                f"{manifest_path}: tensor {name!r} has type {manifest['tensors'][name]['dtype']!r}"
+            )

@@ -30,18 +30,18 @@ from typing import Any
 from megatron_vl.errors import UserError
 from megatron_vl.json_files import manifest_digest, write_json
 
-LATEST = "latest.json"
-LINEAGE = "lineage.json"
-EXPORTS = "hf"
+LATEST_FILE = "latest.json"
+LINEAGE_FILE = "lineage.json"
+EXPORTS_DIR = "hf"
 """Subfolder of a run in which ``checkpoint.export_hf`` writes Hugging Face folders."""
-EXPORTED = "megatron_vl.json"
+EXPORT_FACTS_FILE = "megatron_vl.json"
 """A file next to exported weights. It holds their rule for videos and, in a folder of :data:`EXPORTS`, the
 saved step that they come from."""
 UNKNOWN_BRANCH = "unknown"
 """The branch of a step folder that holds only weights, or whose lineage is damaged."""
 
-_FOLDER = re.compile(r"step_(\d+)(\.branch_\w+\.\d+(\.\d+)?)?")
-_BRANCH = re.compile(r"\w{1,32}")
+_STEP_DIR_PATTERN = re.compile(r"step_(\d+)(\.branch_\w+\.\d+(\.\d+)?)?")
+_BRANCH_PATTERN = re.compile(r"\w{1,32}")
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -53,7 +53,7 @@ class StepMissingError(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Point:
+class CheckpointPoint:
     """A checkpoint, identified by branch and step instead of a path."""
 
     branch: str
@@ -95,24 +95,24 @@ class Lineage:
 
     serial: int = 0
     branch: str = UNKNOWN_BRANCH
-    parent: Point | None = None
-    forks: tuple[Point, ...] = ()
+    parent: CheckpointPoint | None = None
+    forks: tuple[CheckpointPoint, ...] = ()
     rollback: RollBack | None = None
     data_restart: DataRestart | None = None
 
-    def holds(self, step: int, other: Point) -> bool:
-        """Whether ``step`` of this branch is ``other`` or was trained from it."""
-        if other.branch == self.branch:
-            return other.step <= step
-        return any(fork.branch == other.branch and other.step <= fork.step for fork in self.forks)
+    def contains_checkpoint(self, tip_step: int, other_point: CheckpointPoint) -> bool:
+        """Whether ``tip_step`` of this branch is ``other_point`` or was trained from it."""
+        if other_point.branch == self.branch:
+            return other_point.step <= tip_step
+        return any(fork.branch == other_point.branch and other_point.step <= fork.step for fork in self.forks)
 
     def as_json(self) -> dict[str, Any]:
-        """The lineage in plain JSON types. :func:`parse_lineage` reads it back."""
+        """The lineage in plain JSON types. :func:`lineage_from_json` reads it back."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedCheckpoint:
     """A complete checkpoint of a run."""
 
     path: Path
@@ -120,88 +120,100 @@ class Saved:
     lineage: Lineage
 
     @property
-    def point(self) -> Point:
-        return Point(self.lineage.branch, self.step)
+    def checkpoint_point(self) -> CheckpointPoint:
+        return CheckpointPoint(self.lineage.branch, self.step)
 
 
 # --- Folders and files --------------------------------------------------------------------------------------
 
 
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:08d}"
+def step_dir_path(checkpoint_dir: Path, step: int) -> Path:
+    return checkpoint_dir / f"step_{step:08d}"
 
 
-def export_folder(folder: Path, step: int) -> Path:
+def export_dir_path(checkpoint_dir: Path, step: int) -> Path:
     """The path of a step's Hugging Face folder."""
-    return folder / EXPORTS / step_folder(folder, step).name
+    return checkpoint_dir / EXPORTS_DIR / step_dir_path(checkpoint_dir, step).name
 
 
-def folder_step(path: Path) -> int | None:
+def step_of_dir(dir_path: Path) -> int | None:
     """The step in a folder's name; None if it is not the name of a checkpoint."""
-    match = _FOLDER.fullmatch(path.name)
-    return int(match[1]) if match else None
+    name_match = _STEP_DIR_PATTERN.fullmatch(dir_path.name)
+    return int(name_match[1]) if name_match else None
 
 
-def aside(saved: Saved) -> Path:
+def aside_path(checkpoint: SavedCheckpoint) -> Path:
     """An unused path for a checkpoint whose step is saved again on another branch."""
-    step = step_folder(saved.path.parent, saved.step)
-    lineage = saved.lineage
-    base = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
-    path = saved.path.with_name(base)
-    copies = 1
+    step = step_dir_path(checkpoint.path.parent, checkpoint.step)
+    lineage = checkpoint.lineage
+    base_name = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
+    path = checkpoint.path.with_name(base_name)
+    copy_number = 1
     while path.exists():
-        copies += 1
-        path = saved.path.with_name(f"{base}.{copies}")
+        copy_number += 1
+        path = checkpoint.path.with_name(f"{base_name}.{copy_number}")
     return path
 
 
-def new_branch() -> str:
+def make_branch_name() -> str:
     return secrets.token_hex(4)
 
 
-def write_lineage(folder: Path, step: int, lineage: Lineage) -> None:
-    content = {"step": step, **lineage.as_json()}
-    write_json(folder / LINEAGE, content | {"digest": manifest_digest(content)})
+def write_lineage(step_dir: Path, step: int, lineage: Lineage) -> None:
+    json_fields = {"step": step, **lineage.as_json()}
+    write_json(step_dir / LINEAGE_FILE, json_fields | {"digest": manifest_digest(json_fields)})
 
 
-def parse_lineage(content: Any) -> Lineage:
+def lineage_from_json(json_fields: Any) -> Lineage:
     """The inverse of :meth:`Lineage.as_json`.
 
     Raises:
-        ValueError, KeyError, TypeError: ``content`` is not a lineage.
+        ValueError, KeyError, TypeError: ``json_fields`` is not a lineage.
     """
 
-    def point(value: Any) -> Point:
-        return Point(_branch(value["branch"]), _whole(value["step"]))
+    def point(point_fields: Any) -> CheckpointPoint:
+        return CheckpointPoint(_checked_branch(point_fields["branch"]), _checked_count(point_fields["step"]))
 
-    def rollback(value: Any) -> RollBack:
-        return RollBack(_whole(value["step"]), _branch(value["branch"]), _whole(value["attempt"]))
+    def rollback(rollback_values: Any) -> RollBack:
+        return RollBack(
+            _checked_count(rollback_values["step"]),
+            _checked_branch(rollback_values["branch"]),
+            _checked_count(rollback_values["attempt"]),
+        )
 
-    back, restart, parent = content["rollback"], content["data_restart"], content["parent"]
+    rollback_fields, restart_fields, parent_fields = (
+        json_fields["rollback"],
+        json_fields["data_restart"],
+        json_fields["parent"],
+    )
     return Lineage(
-        _whole(content["serial"]),
-        _branch(content["branch"]),
-        None if parent is None else point(parent),
-        tuple(point(fork) for fork in content["forks"]),
-        None if back is None else rollback(back),
-        None if restart is None else DataRestart(_whole(restart["step"]), _whole(restart["attempt"])),
+        _checked_count(json_fields["serial"]),
+        _checked_branch(json_fields["branch"]),
+        None if parent_fields is None else point(parent_fields),
+        tuple(point(fork) for fork in json_fields["forks"]),
+        None if rollback_fields is None else rollback(rollback_fields),
+        None
+        if restart_fields is None
+        else DataRestart(_checked_count(restart_fields["step"]), _checked_count(restart_fields["attempt"])),
     )
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a count")
-    return value
+def _checked_count(stored_count: Any) -> int:
+    if type(stored_count) is not int or stored_count < 0:
+        raise ValueError(f"{stored_count!r} is not a count")
+    return stored_count
 
 
-def _branch(value: Any) -> str:
-    if not isinstance(value, str) or not _BRANCH.fullmatch(value):  # it becomes part of a folder's name
-        raise ValueError(f"{value!r} is not the name of a branch")
-    return value
+def _checked_branch(stored_name: Any) -> str:
+    if not isinstance(stored_name, str) or not _BRANCH_PATTERN.fullmatch(
+        stored_name
+    ):  # it becomes part of a folder's name
+        raise ValueError(f"{stored_name!r} is not the name of a branch")
+    return stored_name
 
 
-def read_lineage(path: Path, step: int) -> Lineage:
-    """Reads the lineage of the checkpoint in ``path``; that of a folder with only weights is not known.
+def read_lineage(step_dir: Path, step: int) -> Lineage:
+    """Reads the lineage of the checkpoint in ``step_dir``; that of a folder with only weights is not known.
 
     ``lineage.json`` is small, because every rank reads that of every checkpoint. If it is damaged, the copy
     in ``run.json`` is used.
@@ -210,55 +222,55 @@ def read_lineage(path: Path, step: int) -> Lineage:
         CheckpointError: both files are damaged.
     """
     try:
-        return parse_lineage(read_signed(path / LINEAGE, step))
+        return lineage_from_json(read_signed_json(step_dir / LINEAGE_FILE, step))
     except FileNotFoundError:
-        problem = ""
+        lineage_problem = ""
     except (OSError, ValueError, KeyError, TypeError) as error:
-        problem = f"{path / LINEAGE} is damaged ({type(error).__name__}: {error})"
+        lineage_problem = f"{step_dir / LINEAGE_FILE} is damaged ({type(error).__name__}: {error})"
 
     try:
-        return parse_lineage(read_signed(path / "run.json", step)["lineage"])
+        return lineage_from_json(read_signed_json(step_dir / "run.json", step)["lineage"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if not problem:
+        if not lineage_problem:
             return Lineage()  # only weights, or damage that is reported when this checkpoint is used
         raise CheckpointError(
-            f"{problem}, and run.json cannot be read either, so the latest checkpoint is not known; "
-            f"move {path} away, or fetch it again"
+            f"{lineage_problem}, and run.json cannot be read either, so the latest checkpoint is not known; "
+            f"move {step_dir} away, or fetch it again"
         ) from error
 
 
-def read_signed(path: Path, step: int) -> dict[str, Any]:
+def read_signed_json(file_path: Path, step: int) -> dict[str, Any]:
     """Reads a file of a checkpoint that contains its own digest.
 
     Raises:
         OSError, ValueError, KeyError, TypeError: the file is missing, damaged or of another step.
     """
-    content = json.loads(path.read_text())
-    if not isinstance(content, dict) or content["digest"] != manifest_digest(content):
+    json_fields = json.loads(file_path.read_text())
+    if not isinstance(json_fields, dict) or json_fields["digest"] != manifest_digest(json_fields):
         raise ValueError("its digest differs")
-    if content["step"] != step:
-        raise ValueError(f"it belongs to step {content['step']}")
-    return content
+    if json_fields["step"] != step:
+        raise ValueError(f"it belongs to step {json_fields['step']}")
+    return json_fields
 
 
 # --- Checkpoints in a folder --------------------------------------------------------------------------------
 
 
-def saved_checkpoints(folder: Path) -> list[Saved]:
+def saved_checkpoints(checkpoint_dir: Path) -> list[SavedCheckpoint]:
     """The complete checkpoints of a run, in the order in which they were saved.
 
     Raises:
         CheckpointError: the order is not known, because the files that record it are damaged.
     """
-    found = []
-    for path in sorted(folder.glob("step_*")):
-        step = folder_step(path)
+    checkpoints = []
+    for path in sorted(checkpoint_dir.glob("step_*")):
+        step = step_of_dir(path)
         if step is not None and path.is_dir():
-            found.append(Saved(path, step, read_lineage(path, step)))
-    return sorted(found, key=lambda saved: (saved.lineage.serial, saved.step))
+            checkpoints.append(SavedCheckpoint(path, step, read_lineage(path, step)))
+    return sorted(checkpoints, key=lambda saved: (saved.lineage.serial, saved.step))
 
 
-def latest(folder: Path) -> Saved | None:
+def find_latest_checkpoint(checkpoint_dir: Path) -> SavedCheckpoint | None:
     """The checkpoint saved last; None if there is none.
 
     A run resumes from it, and other commands use it if they are given the run's folder.
@@ -267,75 +279,87 @@ def latest(folder: Path) -> Saved | None:
         StepMissingError: ``latest.json`` names a checkpoint that is missing, so the folder is incomplete.
         CheckpointError: ``latest.json`` or a lineage is damaged.
     """
-    named = _read_latest(folder / LATEST)
-    checkpoints = saved_checkpoints(folder) if folder.is_dir() else []
-    if not checkpoints and named is None:
+    latest_fields = _read_latest_file(checkpoint_dir / LATEST_FILE)
+    checkpoints = saved_checkpoints(checkpoint_dir) if checkpoint_dir.is_dir() else []
+    if not checkpoints and latest_fields is None:
         return None
 
-    if named is not None and not any(_is_named(saved, named) for saved in checkpoints):
-        held = any(saved.step == named["step"] for saved in checkpoints)
-        what = "there is no such step_ folder"
-        if held:
-            what = f"its folder holds an earlier save than number {named['serial']}"
+    if latest_fields is not None and not any(
+        _is_named_checkpoint(saved, latest_fields) for saved in checkpoints
+    ):
+        has_step = any(saved.step == latest_fields["step"] for saved in checkpoints)
+        problem_text = "there is no such step_ folder"
+        if has_step:
+            problem_text = f"its folder holds an earlier save than number {latest_fields['serial']}"
         raise StepMissingError(
-            f"{folder / LATEST} names step {named['step']}, but {what}; fetch it, set checkpoint.step, or "
-            f"remove {LATEST} to use the newest checkpoint that exists"
+            f"{checkpoint_dir / LATEST_FILE} names step {latest_fields['step']}, but {problem_text}; fetch it, set checkpoint.step, or "
+            f"remove {LATEST_FILE} to use the newest checkpoint that exists"
         )
 
     return checkpoints[-1]
 
 
-def by_branch(folder: Path) -> tuple[list[Saved], list[Saved]]:
+def split_by_branch(checkpoint_dir: Path) -> tuple[list[SavedCheckpoint], list[SavedCheckpoint]]:
     """The checkpoints that led to the latest one, sorted by step, and those that roll-backs abandoned."""
-    tip = latest(folder)
-    checkpoints = saved_checkpoints(folder)
-    if tip is None:
+    newest_checkpoint = find_latest_checkpoint(checkpoint_dir)
+    checkpoints = saved_checkpoints(checkpoint_dir)
+    if newest_checkpoint is None:
         return [], []
-    present = [saved for saved in checkpoints if tip.lineage.holds(tip.step, saved.point)]
-    left = [saved for saved in checkpoints if saved not in present]
-    return sorted(present, key=lambda saved: saved.step), left
+    branch_checkpoints = [
+        saved
+        for saved in checkpoints
+        if newest_checkpoint.lineage.contains_checkpoint(newest_checkpoint.step, saved.checkpoint_point)
+    ]
+    abandoned_checkpoints = [saved for saved in checkpoints if saved not in branch_checkpoints]
+    return sorted(branch_checkpoints, key=lambda saved: saved.step), abandoned_checkpoints
 
 
-def _read_latest(path: Path) -> dict[str, Any] | None:
+def _read_latest_file(file_path: Path) -> dict[str, Any] | None:
     try:
-        content = json.loads(path.read_text())
-        return {"step": content["step"], "serial": content["serial"]}
+        json_fields = json.loads(file_path.read_text())
+        return {"step": json_fields["step"], "serial": json_fields["serial"]}
     except FileNotFoundError:
         return None  # it was removed, or the run was killed before it was first written
     except NotADirectoryError:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
-            f"{path} is damaged ({error}); remove it to use the newest step_ folder"
+            f"{file_path} is damaged ({error}); remove it to use the newest step_ folder"
         ) from error
 
 
-def _is_named(saved: Saved, named: dict[str, Any]) -> bool:
+def _is_named_checkpoint(checkpoint: SavedCheckpoint, latest_fields: dict[str, Any]) -> bool:
     """Whether a checkpoint is the one that ``latest.json`` names, or a later save of its step."""
-    numbers = type(named["step"]) is int and type(named["serial"]) is int
-    return numbers and saved.step == named["step"] and saved.lineage.serial >= named["serial"]
+    has_numbers = type(latest_fields["step"]) is int and type(latest_fields["serial"]) is int
+    return (
+        has_numbers
+        and checkpoint.step == latest_fields["step"]
+        and checkpoint.lineage.serial >= latest_fields["serial"]
+    )
 
 
 # --- Where a run begins -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Choice:
+class StartPoint:
     """Where a run begins."""
 
-    source: Saved | None
+    source_checkpoint: SavedCheckpoint | None
     """The checkpoint that it resumes from; None: it starts from step 0."""
     lineage: Lineage
     """The lineage of the checkpoints that it will save."""
-    said: tuple[str, ...] = ()
+    user_messages: tuple[str, ...] = ()
     """Lines to print for the user."""
 
 
-def choose(folder: Path | None, step: int | None = None, branch: str = "", attempt: int = 1) -> Choice:
+def choose_start_point(
+    checkpoint_dir: Path | None, step: int | None = None, branch: str = "", attempt: int = 1
+) -> StartPoint:
     """Decides where a run begins.
 
     Args:
-        folder: the run's folder; None: start from step 0.
+        checkpoint_dir: the run's folder; None: start from step 0.
         step: the step to roll back to. If the same request began the current branch, the run continues this
             branch, so that a job that is queued again keeps its progress.
         branch: the branch of that step, if several branches saved it. Empty: the current branch if it saved
@@ -347,68 +371,109 @@ def choose(folder: Path | None, step: int | None = None, branch: str = "", attem
         StepMissingError: there is no such checkpoint. The message lists the existing ones.
         CheckpointError: the latest checkpoint is not known (:func:`latest`).
     """
-    tip = latest(folder) if folder is not None and step is None else None
-    if folder is None or (step is None and tip is None):
-        return Choice(None, Lineage(branch=new_branch()))
+    newest_checkpoint = (
+        find_latest_checkpoint(checkpoint_dir) if checkpoint_dir is not None and step is None else None
+    )
+    if checkpoint_dir is None or (step is None and newest_checkpoint is None):
+        return StartPoint(None, Lineage(branch=make_branch_name()))
 
     if step is None:
-        assert folder is not None and tip is not None
-        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point))
+        assert checkpoint_dir is not None and newest_checkpoint is not None
+        return StartPoint(
+            newest_checkpoint,
+            dataclasses.replace(newest_checkpoint.lineage, parent=newest_checkpoint.checkpoint_point),
+        )
 
-    checkpoints = saved_checkpoints(folder)
-    tip = _tip_for_roll_back(folder, checkpoints)
-    if tip is not None and tip.lineage.rollback and _done(tip.lineage.rollback, step, branch, attempt):
-        line = _done_line(tip, tip.lineage.rollback, checkpoints)
-        return Choice(tip, dataclasses.replace(tip.lineage, parent=tip.point), (line,))
+    checkpoints = saved_checkpoints(checkpoint_dir)
+    newest_checkpoint = _latest_for_rollback(checkpoint_dir, checkpoints)
+    if (
+        newest_checkpoint is not None
+        and newest_checkpoint.lineage.rollback
+        and _is_done_rollback(newest_checkpoint.lineage.rollback, step, branch, attempt)
+    ):
+        user_message = _done_rollback_line(newest_checkpoint, newest_checkpoint.lineage.rollback, checkpoints)
+        return StartPoint(
+            newest_checkpoint,
+            dataclasses.replace(newest_checkpoint.lineage, parent=newest_checkpoint.checkpoint_point),
+            (user_message,),
+        )
 
-    source = _find(folder, checkpoints, tip, step, branch)
-    forks = (*source.lineage.forks, source.point)
-    rollback = RollBack(step, source.lineage.branch, attempt)
-    lineage = Lineage(0, new_branch(), source.point, forks, rollback, source.lineage.data_restart)
-    return Choice(source, lineage, (_roll_back_line(source, tip),))
+    source_checkpoint = _find_checkpoint(checkpoint_dir, checkpoints, newest_checkpoint, step, branch)
+    forks = (*source_checkpoint.lineage.forks, source_checkpoint.checkpoint_point)
+    rollback = RollBack(step, source_checkpoint.lineage.branch, attempt)
+    lineage = Lineage(
+        0,
+        make_branch_name(),
+        source_checkpoint.checkpoint_point,
+        forks,
+        rollback,
+        source_checkpoint.lineage.data_restart,
+    )
+    return StartPoint(source_checkpoint, lineage, (_rollback_line(source_checkpoint, newest_checkpoint),))
 
 
-def _tip_for_roll_back(folder: Path, checkpoints: list[Saved]) -> Saved | None:
+def _latest_for_rollback(checkpoint_dir: Path, checkpoints: list[SavedCheckpoint]) -> SavedCheckpoint | None:
     """The latest checkpoint, as far as it is known.
 
     A folder that has lost it can still be rolled back, which repairs the folder.
     """
     try:
-        return latest(folder)
+        return find_latest_checkpoint(checkpoint_dir)
     except CheckpointError:
         return checkpoints[-1] if checkpoints else None
 
 
-def _done(done: RollBack, step: int, branch: str, attempt: int) -> bool:
-    return done.step == step and branch in ("", done.branch) and attempt <= done.attempt
-
-
-def _done_line(tip: Saved, done: RollBack, checkpoints: list[Saved]) -> str:
-    line = (
-        f"checkpoint.step {done.step}: this roll-back was done before, and its branch {tip.lineage.branch} "
-        f"is saved up to step {tip.step}; the run continues from there"
+def _is_done_rollback(done_rollback: RollBack, step: int, branch: str, attempt: int) -> bool:
+    return (
+        done_rollback.step == step
+        and branch in ("", done_rollback.branch)
+        and attempt <= done_rollback.attempt
     )
-    if Point(done.branch, done.step) not in [saved.point for saved in checkpoints]:
-        return f"{line}. Step {done.step} itself no longer exists (checkpoint.keep)"
-    return f"{line}. To go back to step {done.step} once more, give --checkpoint.attempt {done.attempt + 1}"
 
 
-def _find(folder: Path, checkpoints: list[Saved], tip: Saved | None, step: int, branch: str) -> Saved:
-    found = [saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)]
-    if not found:
-        wanted = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
+def _done_rollback_line(
+    newest_checkpoint: SavedCheckpoint, done_rollback: RollBack, checkpoints: list[SavedCheckpoint]
+) -> str:
+    line = (
+        f"checkpoint.step {done_rollback.step}: this roll-back was done before, and its branch {newest_checkpoint.lineage.branch} "
+        f"is saved up to step {newest_checkpoint.step}; the run continues from there"
+    )
+    if CheckpointPoint(done_rollback.branch, done_rollback.step) not in [
+        saved.checkpoint_point for saved in checkpoints
+    ]:
+        return f"{line}. Step {done_rollback.step} itself no longer exists (checkpoint.keep)"
+    return f"{line}. To go back to step {done_rollback.step} once more, give --checkpoint.attempt {done_rollback.attempt + 1}"
+
+
+def _find_checkpoint(
+    checkpoint_dir: Path,
+    checkpoints: list[SavedCheckpoint],
+    newest_checkpoint: SavedCheckpoint | None,
+    step: int,
+    branch: str,
+) -> SavedCheckpoint:
+    matching_checkpoints = [
+        saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)
+    ]
+    if not matching_checkpoints:
+        requested_text = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
         steps = ", ".join(map(str, sorted({saved.step for saved in checkpoints}))) or "none"
-        raise StepMissingError(f"{wanted} is not in {folder}; existing steps: {steps}")
-    on_line = [saved for saved in found if tip is not None and tip.lineage.holds(tip.step, saved.point)]
-    return (on_line or found)[-1]
+        raise StepMissingError(f"{requested_text} is not in {checkpoint_dir}; existing steps: {steps}")
+    branch_checkpoints = [
+        saved
+        for saved in matching_checkpoints
+        if newest_checkpoint is not None
+        and newest_checkpoint.lineage.contains_checkpoint(newest_checkpoint.step, saved.checkpoint_point)
+    ]
+    return (branch_checkpoints or matching_checkpoints)[-1]
 
 
-def _roll_back_line(source: Saved, tip: Saved | None) -> str:
-    line = f"rolled back to step {source.step} of branch {source.lineage.branch} ({source.path.name})"
-    if tip is None or tip.point == source.point:
+def _rollback_line(source_checkpoint: SavedCheckpoint, newest_checkpoint: SavedCheckpoint | None) -> str:
+    line = f"rolled back to step {source_checkpoint.step} of branch {source_checkpoint.lineage.branch} ({source_checkpoint.path.name})"
+    if newest_checkpoint is None or newest_checkpoint.checkpoint_point == source_checkpoint.checkpoint_point:
         return line
     return (
         f"{line}. Once this run saves, its checkpoints are the latest. The later checkpoints of branch "
-        f"{tip.lineage.branch} stay on disk and are not used. Until then, a start without checkpoint.step "
-        f"resumes from step {tip.step}"
+        f"{newest_checkpoint.lineage.branch} stay on disk and are not used. Until then, a start without checkpoint.step "
+        f"resumes from step {newest_checkpoint.step}"
     )

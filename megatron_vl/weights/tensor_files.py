@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_vl import durable, progress
+from megatron_vl import durable_files, progress
 from megatron_vl.errors import UserError
 
 CHUNK_BYTES = 4 << 20
@@ -29,13 +29,13 @@ memory of a conversion."""
 
 MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """A flag of Linux for which Python's mmap has no name."""
-MAPPED_BYTES = 16 << 20
+MAX_MAPPED_BYTES = 16 << 20
 """Largest number of bytes of a file that stay mapped."""
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPE_BY_CODE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """The types that weights may have: safetensors' code -> torch's type."""
-CODES = {dtype: code for code, dtype in DTYPES.items()}
-OTHER_DTYPES = {
+CODE_BY_DTYPE = {dtype: code for code, dtype in DTYPE_BY_CODE.items()}
+OTHER_DTYPE_BY_CODE = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64,
@@ -46,15 +46,15 @@ OTHER_DTYPES = {
     "BOOL": torch.bool,
 }
 """Types that can be compared and stored but not converted."""
-ALL_CODES = CODES | {dtype: code for code, dtype in OTHER_DTYPES.items()}
-NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
+ANY_CODE_BY_DTYPE = CODE_BY_DTYPE | {dtype: code for code, dtype in OTHER_DTYPE_BY_CODE.items()}
+DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CODE_BY_DTYPE}
 
 
 class WeightsError(UserError, ValueError):
     """Weights cannot be read or written. The message names the file or tensor and says what to do."""
 
 
-class Region(NamedTuple):
+class MatrixRegion(NamedTuple):
     """Rows ``row:row_end`` and columns ``col:col_end`` of a matrix."""
 
     row: int
@@ -63,33 +63,33 @@ class Region(NamedTuple):
     col_end: int
 
 
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
     """The shape of a tensor as a matrix: dim 0 by all others. A vector is one column, a scalar one element.
 
     A tensor with three dimensions is a stack of matrices (experts), one below the other, so that rows do not
     become too long.
     """
-    if not shape:
+    if not tensor_shape:
         return 1, 1
-    if len(shape) == 3:
-        return shape[0] * shape[1], shape[2]
-    columns = 1
-    for n in shape[1:]:
-        columns *= n
-    return shape[0], columns
+    if len(tensor_shape) == 3:
+        return tensor_shape[0] * tensor_shape[1], tensor_shape[2]
+    column_count = 1
+    for dim_size in tensor_shape[1:]:
+        column_count *= dim_size
+    return tensor_shape[0], column_count
 
 
-def full_region(shape: Sequence[int]) -> Region:
-    rows, cols = matrix_shape(shape)
-    return Region(0, rows, 0, cols)
+def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
+    rows, col_count = matrix_shape(tensor_shape)
+    return MatrixRegion(0, rows, 0, col_count)
 
 
-def row_regions(shape: Sequence[int], itemsize: int) -> Iterator[Region]:
+def row_regions(tensor_shape: Sequence[int], itemsize: int) -> Iterator[MatrixRegion]:
     """Regions of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
-    rows, cols = matrix_shape(shape)
-    step = max(1, CHUNK_BYTES // max(1, cols * itemsize))
+    rows, col_count = matrix_shape(tensor_shape)
+    step = max(1, CHUNK_BYTES // max(1, col_count * itemsize))
     for row in range(0, rows, step):
-        yield Region(row, min(rows, row + step), 0, cols)
+        yield MatrixRegion(row, min(rows, row + step), 0, col_count)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -106,235 +106,253 @@ class TensorReader:
         WeightsError: the file is missing or not a complete safetensors file.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        if not path.is_file():
-            raise WeightsError(f"{path} is missing")
-        header = read_header(path)
+    def __init__(self, file_path: Path) -> None:
+        self.path = file_path
+        if not file_path.is_file():
+            raise WeightsError(f"{file_path} is missing")
+        header_bytes = read_safetensors_header(file_path)
         try:
             # The library checks the header for wrong ranges, overlaps, gaps and lengths.
-            with safe_open(path, framework="numpy"):
+            with safe_open(file_path, framework="numpy"):
                 pass
         except SafetensorError as error:
             raise WeightsError(
-                f"{path} is not a whole safetensors file ({error}); fetch or write it again"
+                f"{file_path} is not a whole safetensors file ({error}); fetch or write it again"
             ) from error
 
-        self._entries: dict[str, dict[str, Any]] = json.loads(header[8:])
-        self._entries.pop("__metadata__", None)
-        self._start = len(header)
+        self._header_entries: dict[str, dict[str, Any]] = json.loads(header_bytes[8:])
+        self._header_entries.pop("__metadata__", None)
+        self._data_start = len(header_bytes)
         # The map is private and writable, because torch needs a writable buffer. It reserves no memory,
         # because a file may be larger than the memory. Nothing writes to it.
-        with open(path, "rb") as file:
-            flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-            protection = mmap.PROT_READ | mmap.PROT_WRITE
-            self._map = mmap.mmap(file.fileno(), 0, flags, protection)
+        with open(file_path, "rb") as opened_file:
+            map_flags = mmap.MAP_PRIVATE | MAP_NORESERVE
+            map_protection = mmap.PROT_READ | mmap.PROT_WRITE
+            self._memory_map = mmap.mmap(opened_file.fileno(), 0, map_flags, map_protection)
 
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._used = 0
+        self._mapped_bytes = torch.frombuffer(self._memory_map, dtype=torch.uint8)
+        self._used_bytes = 0
 
-    def names(self) -> list[str]:
-        return list(self._entries)
+    def tensor_names(self) -> list[str]:
+        return list(self._header_entries)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._entries[name]["shape"])
+    def shape(self, tensor_name: str) -> tuple[int, ...]:
+        return tuple(self._header_entries[tensor_name]["shape"])
 
-    def code(self, name: str) -> str:
+    def dtype_code(self, tensor_name: str) -> str:
         """The type of a tensor in safetensors' notation, such as ``BF16``."""
-        return self._entries[name]["dtype"]
+        return self._header_entries[tensor_name]["dtype"]
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, tensor_name: str) -> torch.dtype:
         """The type of a tensor. Raises :class:`WeightsError` if weights cannot have this type."""
-        if self.code(name) not in DTYPES:
-            valid = ", ".join(DTYPES)
+        if self.dtype_code(tensor_name) not in DTYPE_BY_CODE:
+            valid_codes = ", ".join(DTYPE_BY_CODE)
             raise WeightsError(
-                f"{self.path}: tensor {name!r} has type {self.code(name)}; weights may be {valid}, not"
+                f"{self.path}: tensor {tensor_name!r} has type {self.dtype_code(tensor_name)}; weights may be {valid_codes}, not"
                 " quantised"
             )
-        return DTYPES[self.code(name)]
+        return DTYPE_BY_CODE[self.dtype_code(tensor_name)]
 
-    def region(self, name: str, region: Region) -> Tensor:
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region ``[rows, cols]`` of a tensor as a matrix. It is a view of the file: do not write to it.
 
         Raises:
             WeightsError: tensors of this type cannot be read.
         """
-        if self.code(name) not in DTYPES | OTHER_DTYPES:
+        if self.dtype_code(tensor_name) not in DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE:
             raise WeightsError(
-                f"{self.path}: tensor {name!r} has type {self.code(name)}, which this program does not read"
+                f"{self.path}: tensor {tensor_name!r} has type {self.dtype_code(tensor_name)}, which this program does not read"
             )
-        dtype = (DTYPES | OTHER_DTYPES)[self.code(name)]
-        cols = matrix_shape(self.shape(name))[1]
-        first = self._start + self._entries[name]["data_offsets"][0]
-        start = first + region.row * cols * dtype.itemsize
-        end = first + region.row_end * cols * dtype.itemsize
+        dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[self.dtype_code(tensor_name)]
+        col_count = matrix_shape(self.shape(tensor_name))[1]
+        tensor_start = self._data_start + self._header_entries[tensor_name]["data_offsets"][0]
+        region_start = tensor_start + region.row * col_count * dtype.itemsize
+        region_end = tensor_start + region.row_end * col_count * dtype.itemsize
 
-        data = self._bytes[start:end]
-        self._give_back(len(data))
-        if start % dtype.itemsize:
+        region_bytes = self._mapped_bytes[region_start:region_end]
+        self._release_pages(len(region_bytes))
+        if region_start % dtype.itemsize:
             # The format allows unaligned tensors, although no current program writes them. torch cannot view
             # them.
-            data = data.clone()
-        return data.view(dtype).view(-1, cols)[:, region.col : region.col_end]
+            region_bytes = region_bytes.clone()
+        return region_bytes.view(dtype).view(-1, col_count)[:, region.col : region.col_end]
 
-    def _give_back(self, count: int) -> None:
+    def _release_pages(self, byte_count: int) -> None:
         """Releases all mapped pages once in a while.
 
         If a reader still uses a page, the kernel maps it again from the page cache.
         """
-        self._used += count
-        if self._used > MAPPED_BYTES:
-            self._used = count
-            self._map.madvise(mmap.MADV_DONTNEED)
+        self._used_bytes += byte_count
+        if self._used_bytes > MAX_MAPPED_BYTES:
+            self._used_bytes = byte_count
+            self._memory_map.madvise(mmap.MADV_DONTNEED)
 
-    def sha256(self, name: str, seen: Callable[[int], object] | None = None) -> str:
-        """The SHA-256 of a tensor's stored bytes. ``seen`` is called with the size in bytes of each piece."""
-        digest = hashlib.sha256()
-        start, end = (self._start + at for at in self._entries[name]["data_offsets"])
-        for at in range(start, end, CHUNK_BYTES):
-            data = self._bytes[at : min(end, at + CHUNK_BYTES)]
-            self._give_back(len(data))
-            digest.update(memoryview(data.numpy()))
-            if seen:
-                seen(len(data))
-        return digest.hexdigest()
+    def sha256(self, tensor_name: str, on_bytes_read: Callable[[int], object] | None = None) -> str:
+        """The SHA-256 of a tensor's stored bytes. ``on_bytes_read`` is called with the size in bytes of each piece."""
+        hasher = hashlib.sha256()
+        start, end = (
+            self._data_start + offset for offset in self._header_entries[tensor_name]["data_offsets"]
+        )
+        for offset in range(start, end, CHUNK_BYTES):
+            data = self._mapped_bytes[offset : min(end, offset + CHUNK_BYTES)]
+            self._release_pages(len(data))
+            hasher.update(memoryview(data.numpy()))
+            if on_bytes_read:
+                on_bytes_read(len(data))
+        return hasher.hexdigest()
 
-    def tensor(self, name: str) -> Tensor:
+    def read_tensor(self, tensor_name: str) -> Tensor:
         """A copy of a whole tensor."""
-        return self.region(name, full_region(self.shape(name))).clone().reshape(self.shape(name))
+        return (
+            self.read_region(tensor_name, whole_matrix_region(self.shape(tensor_name)))
+            .clone()
+            .reshape(self.shape(tensor_name))
+        )
 
 
-def make_header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+def make_safetensors_header(
+    tensor_types: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+    file_metadata: Mapping[str, str] | None = None,
 ) -> bytes:
     """Makes the length field and JSON header of a safetensors file, padded to 8 bytes.
 
     Tensors of wide types come first, so that all tensors are aligned.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    offset = 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-        rows, cols = matrix_shape(shape)
-        end = offset + rows * cols * dtype.itemsize
-        entries[name] = {"dtype": ALL_CODES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
+    header_entries: dict[str, Any] = {"__metadata__": dict(file_metadata)} if file_metadata else {}
+    byte_offset = 0
+    for tensor_name, (dtype, shape) in sorted(tensor_types.items(), key=lambda item: -item[1][0].itemsize):
+        row_count, col_count = matrix_shape(shape)
+        end_offset = byte_offset + row_count * col_count * dtype.itemsize
+        header_entries[tensor_name] = {
+            "dtype": ANY_CODE_BY_DTYPE[dtype],
+            "shape": list(shape),
+            "data_offsets": [byte_offset, end_offset],
+        }
+        byte_offset = end_offset
 
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    header_text = json.dumps(header_entries, separators=(",", ":")).encode()
+    header_text += b" " * (-len(header_text) % 8)
+    return len(header_text).to_bytes(8, "little") + header_text
 
 
-def read_header(path: Path) -> bytes:
+def read_safetensors_header(file_path: Path) -> bytes:
     """Reads the length field and JSON header of a safetensors file, as stored.
 
     Raises:
         WeightsError: the file is not a safetensors file.
     """
-    with open(path, "rb") as file:
+    with open(file_path, "rb") as file:
         length = file.read(8)
         size = int.from_bytes(length, "little")
         text = file.read(size) if len(length) == 8 and size <= 100_000_000 else b""
     if not text or len(text) != size:
-        raise WeightsError(f"{path} is not a whole safetensors file; fetch or write it again")
+        raise WeightsError(f"{file_path} is not a whole safetensors file; fetch or write it again")
     return length + text
 
 
-def partial_path(path: Path) -> Path:
+def partial_path(final_path: Path) -> Path:
     """The path that a file has until it is complete."""
-    return path.with_name(path.name + ".partial")
+    return final_path.with_name(final_path.name + ".partial")
 
 
 class TensorWriter:
     """Writes a safetensors file tensor by tensor, in any order and from several threads.
 
     The header is known in advance, so each tensor has a fixed offset, and nothing is kept in memory. The file
-    is called ``NAME.partial`` until :meth:`commit` renames it.
+    is called ``PART_FILE_NAME.partial`` until :meth:`commit` renames it.
 
     Args:
-        header: the result of :func:`make_header`.
-        keep: whether to continue an existing ``NAME.partial`` (see :meth:`stored_sha256`) instead of emptying
+        header: the result of :func:`make_safetensors_header`.
+        keep: whether to continue an existing ``PART_FILE_NAME.partial`` (see :meth:`stored_sha256`) instead of emptying
             it.
     """
 
-    def __init__(self, path: Path, header: bytes, keep: bool = False) -> None:
-        self.path = path
-        self._partial = partial_path(path)
+    def __init__(self, final_path: Path, header: bytes, keep_partial: bool = False) -> None:
+        self.path = final_path
+        self._partial_file = partial_path(final_path)
         entries = json.loads(header[8:])
         self._metadata = entries.pop("__metadata__", None)
-        self._offsets = {
-            name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()
+        self._tensor_offsets = {
+            name: [len(header) + offset for offset in entry["data_offsets"]]
+            for name, entry in entries.items()
         }
-        self.size = max([len(header), *(end for _, end in self._offsets.values())])
-        self._fd = os.open(self._partial, os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC), 0o644)
-        os.ftruncate(self._fd, self.size)
-        self._write(header, 0)
+        self.file_size_bytes = max([len(header), *(end for _, end in self._tensor_offsets.values())])
+        self._file_descriptor = os.open(
+            self._partial_file, os.O_RDWR | os.O_CREAT | (0 if keep_partial else os.O_TRUNC), 0o644
+        )
+        os.ftruncate(self._file_descriptor, self.file_size_bytes)
+        self._write_at(header, 0)
 
-    def names(self) -> list[str]:
-        return list(self._offsets)
+    def tensor_names(self) -> list[str]:
+        return list(self._tensor_offsets)
 
-    def _write(self, data: bytes | memoryview, offset: int) -> None:
-        view = memoryview(data)
-        while len(view):
-            written = os.pwrite(self._fd, view, offset)
-            view = view[written:]
-            offset += written
-            progress.tick()
+    def _write_at(self, byte_data: bytes | memoryview, file_offset: int) -> None:
+        remaining_bytes = memoryview(byte_data)
+        while len(remaining_bytes):
+            written_bytes = os.pwrite(self._file_descriptor, remaining_bytes, file_offset)
+            remaining_bytes = remaining_bytes[written_bytes:]
+            file_offset += written_bytes
+            progress.note_progress()
 
-    def write(self, name: str, chunks: Iterable[Tensor]) -> str:
+    def write_tensor(self, tensor_name: str, tensor_chunks: Iterable[Tensor]) -> str:
         """Writes one tensor, given in pieces in row-major order. Returns the SHA-256 of its bytes.
 
         Raises:
             WeightsError: the pieces have another size than the header says.
         """
-        digest = hashlib.sha256()
-        offset, end = self._offsets[name]
-        for chunk in chunks:
-            data = memoryview(chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy())
-            digest.update(data)
-            self._write(data, offset)
-            offset += len(data)
-
-        if offset != end:
-            raise WeightsError(
-                f"{self.path}: the size of tensor {name!r} differs from its header by {offset - end:+d} bytes"
+        hasher = hashlib.sha256()
+        file_offset, end_offset = self._tensor_offsets[tensor_name]
+        for tensor_chunk in tensor_chunks:
+            chunk_bytes = memoryview(
+                tensor_chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
             )
-        return digest.hexdigest()
+            hasher.update(chunk_bytes)
+            self._write_at(chunk_bytes, file_offset)
+            file_offset += len(chunk_bytes)
 
-    def stored_sha256(self, name: str) -> str:
+        if file_offset != end_offset:
+            raise WeightsError(
+                f"{self.path}: the size of tensor {tensor_name!r} differs from its header by {file_offset - end_offset:+d} bytes"
+            )
+        return hasher.hexdigest()
+
+    def stored_sha256(self, tensor_name: str) -> str:
         """The SHA-256 of the bytes that the file currently has at a tensor's offset."""
-        digest = hashlib.sha256()
-        offset, end = self._offsets[name]
-        while offset < end and (data := os.pread(self._fd, min(CHUNK_BYTES, end - offset), offset)):
-            digest.update(data)
+        hasher = hashlib.sha256()
+        offset, end = self._tensor_offsets[tensor_name]
+        while offset < end and (
+            data := os.pread(self._file_descriptor, min(CHUNK_BYTES, end - offset), offset)
+        ):
+            hasher.update(data)
             offset += len(data)
-        return digest.hexdigest()
+        return hasher.hexdigest()
 
     @property
-    def allocated(self) -> int:
+    def allocated_bytes(self) -> int:
         """Number of bytes that the file occupies on the disk so far."""
-        return os.fstat(self._fd).st_blocks * 512
+        return os.fstat(self._file_descriptor).st_blocks * 512
 
-    def commit(self, sync: bool = False) -> None:
+    def commit(self, sync_to_disk: bool = False) -> None:
         """Gives the file its final name.
 
-        With ``sync``, its bytes are on the disk before it is renamed, and its name is on the disk on return.
+        With ``sync_to_disk``, its bytes are on the disk before it is renamed, and its name is on the disk on return.
         """
-        if sync:
-            durable.flush(self._fd, self._partial)
+        if sync_to_disk:
+            durable_files.fsync_file(self._file_descriptor, self._partial_file)
         self.close()
 
-        if sync:
-            durable.rename(self._partial, self.path)
+        if sync_to_disk:
+            durable_files.rename_path(self._partial_file, self.path)
         else:
-            os.replace(self._partial, self.path)
+            os.replace(self._partial_file, self.path)
 
     def close(self) -> None:
-        """Closes ``NAME.partial`` without removing it. Closing twice does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Closes ``PART_FILE_NAME.partial`` without removing it. Closing twice does nothing."""
+        if self._file_descriptor >= 0:
+            os.close(self._file_descriptor)
+            self._file_descriptor = -1
 
     def abort(self) -> None:
-        """Removes ``NAME.partial``. If the file already has its final name, nothing is removed."""
+        """Removes ``PART_FILE_NAME.partial``. If the file already has its final name, nothing is removed."""
         self.close()
-        self._partial.unlink(missing_ok=True)
+        self._partial_file.unlink(missing_ok=True)

@@ -17,77 +17,77 @@ from typing import Any
 
 from megatron_vl.config import DataConfig, video_rule
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.weights.run_folder import EXPORTED, CheckpointError, manifest_digest
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, CheckpointError, manifest_digest
 
-_ENTRY = "video_rule"
+_RULE_FIELD = "video_rule"
 
 
-def trained_video_rule(step: Path, spec: ModelSpec) -> dict[str, str]:
-    """Reads the rule of the step folder ``step``; empty if the program that saved it names none.
+def trained_video_rule(step_dir: Path, spec: ModelSpec) -> dict[str, str]:
+    """Reads the rule of the step folder ``step_dir``; empty if the program that saved it names none.
 
     If ``run.json`` is damaged, the first loader's state tells it.
 
     Raises:
         CheckpointError: ``run.json`` is damaged, and the loader's state does not name the rule either.
     """
-    facts = _read_dict(step / "run.json")
-    if facts.get("digest") == manifest_digest(facts):
-        return _rule_in(facts, spec)
+    run_facts = _read_json_object(step_dir / "run.json")
+    if run_facts.get("digest") == manifest_digest(run_facts):
+        return _rule_from_facts(run_facts, spec)
 
-    identity = _read_dict(step / "loader" / "dp_00000.json").get("identity")
-    if isinstance(identity, dict) and (name := _field(spec)) in identity:
-        return {name: str(identity[name])}
+    loader_identity = _read_json_object(step_dir / "loader" / "dp_00000.json").get("identity")
+    if isinstance(loader_identity, dict) and (rule_name := _rule_field_name(spec)) in loader_identity:
+        return {rule_name: str(loader_identity[rule_name])}
     raise CheckpointError(
-        f"{step / 'run.json'} is damaged (its digest differs), and loader/dp_00000.json names no rule:"
+        f"{step_dir / 'run.json'} is damaged (its digest differs), and loader/dp_00000.json names no rule:"
         " it is not known under which rule for videos the weights were trained"
     )
 
 
-def weights_video_rule(folder: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
+def weights_video_rule(weights_dir: Path, manifest: Mapping[str, Any], spec: ModelSpec) -> dict[str, str]:
     """Reads the rule of a folder of weights; empty if it is not known.
 
     Args:
-        folder: the weights of a run's step, or stand-alone weights.
+        weights_dir: the weights of a run's step, or stand-alone weights.
         manifest: their manifest. Its ``origin`` names the rule of stand-alone weights.
     """
-    step = folder.parent
-    if (step / "run.json").is_file() and (rule := trained_video_rule(step, spec)):
-        return rule
-    return _rule_in(manifest.get("origin"), spec)
+    step = weights_dir.parent
+    if (step / "run.json").is_file() and (trained_rule := trained_video_rule(step, spec)):
+        return trained_rule
+    return _rule_from_facts(manifest.get("origin"), spec)
 
 
-def exported_video_rule(folder: Path, spec: ModelSpec) -> dict[str, str]:
+def exported_video_rule(hf_dir: Path, spec: ModelSpec) -> dict[str, str]:
     """Reads the rule of an exported Hugging Face folder.
 
     It is empty if no ``megatron_vl.json`` names a rule, as in a released model's folder.
     """
-    return _read_rule(folder / EXPORTED, spec)
+    return _read_rule(hf_dir / EXPORT_FACTS_FILE, spec)
 
 
-def rule_facts(rule: dict[str, str]) -> dict[str, Any]:
+def video_rule_entry(trained_rule: dict[str, str]) -> dict[str, Any]:
     """The entry for ``megatron_vl.json``, or for a manifest's origin; empty if no rule is known."""
-    return {_ENTRY: rule} if rule else {}
+    return {_RULE_FIELD: trained_rule} if trained_rule else {}
 
 
-def _field(spec: ModelSpec) -> str:
+def _rule_field_name(spec: ModelSpec) -> str:
     """The one field that applies to the model's family."""
     return next(iter(video_rule(DataConfig(), spec.vision.video_timestamps)))
 
 
-def _read_rule(path: Path, spec: ModelSpec) -> dict[str, str]:
-    return _rule_in(_read_dict(path), spec)
+def _read_rule(facts_path: Path, spec: ModelSpec) -> dict[str, str]:
+    return _rule_from_facts(_read_json_object(facts_path), spec)
 
 
-def _rule_in(facts: Any, spec: ModelSpec) -> dict[str, str]:
-    rule = facts.get(_ENTRY) if isinstance(facts, dict) else None
-    name = _field(spec)
-    return {name: str(rule[name])} if isinstance(rule, dict) and name in rule else {}
+def _rule_from_facts(stored_facts: Any, spec: ModelSpec) -> dict[str, str]:
+    stored_rule = stored_facts.get(_RULE_FIELD) if isinstance(stored_facts, dict) else None
+    name = _rule_field_name(spec)
+    return {name: str(stored_rule[name])} if isinstance(stored_rule, dict) and name in stored_rule else {}
 
 
-def _read_dict(path: Path) -> dict[str, Any]:
+def _read_json_object(json_path: Path) -> dict[str, Any]:
     """Reads a JSON object; empty if the file is missing or is not a JSON object."""
     try:
-        found = json.loads(path.read_bytes())
+        parsed_json = json.loads(json_path.read_bytes())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed_json if isinstance(parsed_json, dict) else {}

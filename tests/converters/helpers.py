@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from converters.convert import convert, export, reshard
-from converters.hf import INDEX, SINGLE, TensorFolder
+from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.hf_checkpoint import SINGLE_FILE, WEIGHT_INDEX_FILE, TensorFolder
 from megatron_vl.spec.families import read_spec
 
 CONFIGS = Path(__file__).resolve().parent.parent / "hf_configs"
@@ -230,7 +230,7 @@ def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], f
 
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     if files == 1:
-        save_file(tensors, folder / SINGLE, {"format": "pt"})
+        save_file(tensors, folder / SINGLE_FILE, {"format": "pt"})
         return folder
 
     names = list(tensors)
@@ -244,7 +244,9 @@ def write_hf(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], f
         )
 
     size = sum(tensor.nbytes for tensor in tensors.values())
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}))
+    (folder / WEIGHT_INDEX_FILE).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": where})
+    )
     return folder
 
 
@@ -264,7 +266,7 @@ def assert_same_folder(a: Path, b: Path) -> None:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     where = TensorFolder(folder)
-    return {name: where.files[file].tensor(name) for name, file in where.where.items()}
+    return {name: where.reader_by_file[file].read_tensor(name) for name, file in where.file_by_tensor.items()}
 
 
 def tp_sizes(size: str) -> list[int]:
@@ -275,4 +277,4 @@ def tp_sizes(size: str) -> list[int]:
     ]  # 16 key heads of linear attention allow all of them
 
 
-__all__ = ["convert", "export", "reshard"]
+__all__ = ["convert_weights", "export_weights", "reshard_weights"]

@@ -16,14 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from converters import qwen2_vl, rules_for
-from converters.convert import convert
-from converters.hf import short_name
-from converters.rules import ExpertStyle, rules_of
+from converters import make_conversion_rules, qwen2_vl
+from converters.convert import convert_weights
+from converters.hf_checkpoint import short_tensor_name
+from converters.rules import ExpertStyle, rules_from_entries
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.tensors import EMBEDDING, OUTPUT, tensor_table
-from megatron_vl.weights.reader import WeightReader
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
 from megatron_vl.weights.tensor_files import matrix_shape
+from megatron_vl.weights.weight_reader import WeightReader
 
 from .helpers import (
     CONFIGS,
@@ -70,7 +70,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("size", RELEASED)
 def test_rules_ask_for_the_released_tensors(size: str) -> None:
     spec = read_spec(json.loads((CONFIGS / f"{size}.json").read_text()))
-    shapes = {name: shape for rule in rules_for(spec) for name, shape in rule.hf.items()}
+    shapes = {name: shape for rule in make_conversion_rules(spec) for name, shape in rule.hf_shapes.items()}
     assert (len(shapes), sum(math.prod(shape) for shape in shapes.values())) == PARAMETERS[size]
 
 
@@ -78,7 +78,9 @@ def test_rules_ask_for_the_released_tensors(size: str) -> None:
 def test_rules_ask_for_transformers_tensors(size: str) -> None:
     """Names and shapes are those of transformers' own model."""
     shapes = {
-        name: shape for rule in rules_for(read_spec(small_config(size))) for name, shape in rule.hf.items()
+        name: shape
+        for rule in make_conversion_rules(read_spec(small_config(size)))
+        for name, shape in rule.hf_shapes.items()
     }
     released = released_tensors(size).items()
     assert shapes == {name: tuple(t.shape) for name, t in released if not name.startswith("mtp.")}
@@ -90,13 +92,13 @@ def test_rules_cover_every_element_once(size: str) -> None:
     spec = read_spec(small_config(size))
     table = tensor_table(spec)
     hf_area = dict[str, Tensor]()
-    for rule in rules_for(spec):
+    for rule in make_conversion_rules(spec):
         area = torch.zeros(matrix_shape(table[rule.name].shape), dtype=torch.int8)
         for block in rule.blocks:
             area[block.row : block.row + block.rows, block.col : block.col + block.cols] += 1
-            empty = torch.zeros(matrix_shape(rule.hf[str(block.part)]), dtype=torch.int8)
-            part = hf_area.setdefault(str(block.part), empty)
-            there = block.inverted(rule.name)
+            empty = torch.zeros(matrix_shape(rule.hf_shapes[str(block.part_id)]), dtype=torch.int8)
+            part = hf_area.setdefault(str(block.part_id), empty)
+            there = block.inverse_block(rule.name)
             part[there.row : there.row + there.rows, there.col : there.col + there.cols] += 1
         for region in rule.padding:
             area[region.row : region.row_end, region.col : region.col_end] += 1
@@ -109,11 +111,11 @@ def converted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """(size, reader of unsplit weights, HF tensors under names that all families share)."""
     size = request.param
     root = tmp_path_factory.mktemp("canonical")
-    convert(released_folder(root / "hf", size), root / "full")
+    convert_weights(released_folder(root / "hf", size), root / "full")
     return (
         size,
         WeightReader(root / "full"),
-        {short_name(name): tensor for name, tensor in released_tensors(size).items()},
+        {short_tensor_name(name): tensor for name, tensor in released_tensors(size).items()},
     )
 
 
@@ -124,9 +126,11 @@ def test_language_qkv(converted) -> None:
     groups = m.num_kv_heads
     dim = m.head_dim
     per_group = m.num_heads // m.num_kv_heads
-    for layer in (i for i in range(m.num_layers) if not (m.output_gate or m.is_linear(i))):
+    for layer in (i for i in range(m.num_layers) if not (m.output_gate or m.has_linear_attention(i))):
         for kind in ("weight", "bias") if m.qkv_bias else ("weight",):
-            fused = reader.get(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
+            fused = reader.read_shard(
+                f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}"
+            )
             heads = fused.view(groups, per_group + 2, dim, -1)
             parts = {"q": heads[:, :per_group], "k": heads[:, per_group], "v": heads[:, per_group + 1]}
             for which, part in parts.items():
@@ -141,7 +145,7 @@ def test_vision_qkv(converted) -> None:
     for layer in range(v.num_layers):
         for kind in ("weight", "bias"):
             theirs = hf[f"visual.blocks.{layer}.attn.qkv.{kind}"].view(3, v.num_heads, v.head_dim, -1)
-            ours = reader.get(f"vision_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
+            ours = reader.read_shard(f"vision_model.decoder.layers.{layer}.self_attention.linear_qkv.{kind}")
             for head in range(v.num_heads):
                 mine = ours.view(v.num_heads, 3 * v.head_dim, -1)[head].chunk(3)
                 assert all(torch.equal(mine[i], theirs[i, head]) for i in range(3))
@@ -155,9 +159,13 @@ def test_mlps_compute_the_same(converted) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def run(prefix: str, hidden: Tensor, gated: bool, activation: str) -> Tensor:
-        weights = {n: reader.get(prefix + n).double() for n in ("linear_fc1.weight", "linear_fc2.weight")}
+        weights = {
+            n: reader.read_shard(prefix + n).double() for n in ("linear_fc1.weight", "linear_fc2.weight")
+        }
         bias = [
-            reader.get(f"{prefix}{n}.bias").double() if f"{prefix}{n}.bias" in reader.table else 0
+            reader.read_shard(f"{prefix}{n}.bias").double()
+            if f"{prefix}{n}.bias" in reader.tensor_infos
+            else 0
             for n in ("linear_fc1", "linear_fc2")
         ]
         hidden = hidden @ weights["linear_fc1.weight"].T + bias[0]
@@ -210,12 +218,12 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
         else released
     )
 
-    convert(write_hf(tmp_path / "hf", tensors, small_config(size)), tmp_path / "full")
+    convert_weights(write_hf(tmp_path / "hf", tensors, small_config(size)), tmp_path / "full")
     reader = WeightReader(tmp_path / "full")
     layer = 2
     prefix = f"language_model.decoder.layers.{layer}."
     norm, router, fc1, fc2 = (
-        reader.get(f"{prefix}{name}.weight").double()
+        reader.read_shard(f"{prefix}{name}.weight").double()
         for name in ("pre_mlp_layernorm", "mlp.router", "mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
     )
     hf_model(size).set_experts_implementation("eager")  # grouped matrix products know no float64
@@ -242,7 +250,7 @@ def test_experts_compute_the_same(tmp_path: Path, size: str, style: str) -> None
 def shared_expert(reader: WeightReader, prefix: str, hidden: Tensor) -> Tensor:
     """The output of the shared expert with its gate."""
     fc1, fc2, gate = (
-        reader.get(prefix + name).double()
+        reader.read_shard(prefix + name).double()
         for name in ("linear_fc1.weight", "linear_fc2.weight", "gate_weight")
     )
     gates, up = (hidden @ fc1.T).chunk(2, dim=-1)
@@ -254,8 +262,8 @@ def test_padding_is_zero(converted) -> None:
     v = read_spec(small_config(size)).vision
     width, padded = v.ffn_hidden_size, v.padded_ffn_hidden_size
     assert (padded > width) == (small_config(size)["vision_config"].get("intermediate_size") != 256)
-    fc1 = reader.get("vision_model.decoder.layers.1.mlp.linear_fc1.weight")
-    fc2 = reader.get("vision_model.decoder.layers.1.mlp.linear_fc2.weight")
+    fc1 = reader.read_shard("vision_model.decoder.layers.1.mlp.linear_fc1.weight")
+    fc2 = reader.read_shard("vision_model.decoder.layers.1.mlp.linear_fc2.weight")
     for half in fc1.chunk(2 if v.gated_mlp else 1):
         assert half.shape[0] == padded and not half[width:].any() and half[:width].any(dim=1).all()
     assert fc2.shape[1] == padded and not fc2[:, width:].any()
@@ -267,18 +275,18 @@ def test_patch_embedding_is_a_matrix(converted) -> None:
     kernel = hf["visual.patch_embed.proj.weight"].double()
     patch = torch.randn(5, *kernel.shape[1:], dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     conv = torch.nn.functional.conv3d(patch, kernel).flatten(1)
-    matrix = reader.get("vision_model.patch_embed.proj.weight").double()
+    matrix = reader.read_shard("vision_model.patch_embed.proj.weight").double()
     torch.testing.assert_close(patch.flatten(1) @ matrix.T, conv)
 
 
 def test_tied_output_is_not_stored(converted) -> None:
     size, reader, hf = converted
     assert (
-        (OUTPUT in reader.names())
+        (OUTPUT_TENSOR in reader.tensor_names())
         == ("lm_head.weight" in hf)
         == (not small_config(size)["tie_word_embeddings"])
     )
-    assert torch.equal(reader.get(EMBEDDING), hf["model.embed_tokens.weight"])
+    assert torch.equal(reader.read_shard(EMBEDDING_TENSOR), hf["model.embed_tokens.weight"])
 
 
 def test_all_released_sizes_are_here() -> None:
@@ -312,15 +320,15 @@ def test_a_search_for_a_tensors_name_ends_at_its_rule(size: str) -> None:
 
     styles: tuple[ExpertStyle, ...] = ("input_first", "output_first", "apart")
     for style in styles if spec.language.moe else styles[:1]:
-        for rule in rules_for(spec, style):
+        for rule in make_conversion_rules(spec, style):
             assert pattern(rule.name) in tables
-            assert all(pattern(name) in tables for name in rule.hf)
+            assert all(pattern(name) in tables for name in rule.hf_shapes)
 
 
 def test_a_tensor_without_an_entry_is_named() -> None:
     spec = read_spec(small_config("Qwen2-VL-2B-Instruct"))
     entries = [*qwen2_vl.TOWER, *qwen2_vl.TOWER_MLP]
     with pytest.raises(ValueError, match=r"qwen2_vl: no rule for tensor 'language_model\.embedding"):
-        rules_of(spec, entries)
+        rules_from_entries(spec, entries)
     with pytest.raises(ValueError, match="two entries for one name"):
-        rules_of(spec, [*entries, entries[0]])
+        rules_from_entries(spec, [*entries, entries[0]])

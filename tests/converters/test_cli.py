@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.stream import Progress
-from megatron_vl.weights.reader import WeightReader
+from converters.copy_jobs import ProgressBar
+from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
 from .helpers import assert_same_folder, released_folder, released_tensors, small_config, write_hf
@@ -192,16 +192,16 @@ class Terminal(io.StringIO):
 def test_progress_on_a_terminal_and_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a terminal, one line is redrawn; elsewhere, a plain line is printed every 30 seconds."""
     now = [0.0]
-    monkeypatch.setattr("converters.stream.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("converters.copy_jobs.time.monotonic", lambda: now[0])
     terminal = Terminal()
     log = io.StringIO()
     for stream in (terminal, log):
         now[0] = 0.0
-        progress = Progress("convert", 4_000_000_000, stream)
+        progress = ProgressBar("convert", 4_000_000_000, stream)
         for _ in range(40):
             now[0] += 1.0
-            progress.add(50_000_000)
-        progress.close()
+            progress.add_bytes(50_000_000)
+        progress.clear_line()
     assert log.getvalue() == "convert: 1.50 of 4.00 GB (38 %), 0.05 GB/s, 50 s left\n"
     drawn = re.findall(r"\r(convert: [^\033]*)\033\[K", terminal.getvalue())
     assert len(drawn) == 40 and drawn[-1] == "convert: 2.00 of 4.00 GB (50 %), 0.05 GB/s, 40 s left"
@@ -224,22 +224,28 @@ def test_a_run_without_a_split_gets_the_planned_one(
 ) -> None:
     """``split`` and ``convert`` write what a training of so many GPUs begins with, never the even split."""
     from megatron_vl.config import parse_config
-    from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
-    from megatron_vl.planning.gpus import calibration_for
-    from megatron_vl.planning.run import run_layout
+    from megatron_vl.planning.calibration import (
+        shipped_calibration,
+        stored_calibration_path,
+        write_calibration,
+    )
+    from megatron_vl.planning.gpus import calibration_for_platform
+    from megatron_vl.planning.run_layout import run_layout
     from megatron_vl.spec.families import read_spec
 
     monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
     # On such a machine, the tower takes longer than all of the decoder.
-    slow_tower = dataclasses.replace(shipped(), gpu="cpu", tower_attention_tflops=1e-4)
-    write_calibration(stored_path("cpu"), slow_tower)
+    slow_tower = dataclasses.replace(shipped_calibration(), gpu="cpu", tower_attention_tflops=1e-4)
+    write_calibration(stored_calibration_path("cpu"), slow_tower)
     given = tmp_path / "run.yaml"
     given.write_text(
         f"model: {{hf: {origin}}}\nplatform: cpu\ndtype: float32\nglobal_batch_size: 4\n"
         "data: {seq_len: 1024}\nparallel: {pp: 2, layers: auto}\n"
     )
     config = parse_config(["--config", str(given)])
-    planned = run_layout(config, read_spec(origin), 2, calibration=calibration_for("cpu")).layers
+    planned = run_layout(
+        config, read_spec(origin), 2, calibration=calibration_for_platform("cpu")
+    ).layers_per_chunk
     even = sum(planned) // 2
     assert planned == (0, 2 * even)
 

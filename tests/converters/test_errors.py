@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from converters.convert import convert, export, reshard
-from converters.hf import INDEX, SINGLE
+from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.hf_checkpoint import SINGLE_FILE, WEIGHT_INDEX_FILE
 from megatron_vl.spec.families import ConfigError
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.weights.manifest import MANIFEST, write_manifest, write_rank_file
-from megatron_vl.weights.reader import WeightReader
+from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
 from megatron_vl.weights.tensor_files import WeightsError
+from megatron_vl.weights.weight_reader import WeightReader
 
 from .helpers import assert_same_folder, experts_apart, read_tensors, released_tensors, small_config, write_hf
 
@@ -63,20 +63,20 @@ BAD_TENSORS = [
 def test_bad_tensors_are_named(tmp_path: Path, changes: dict, message: str) -> None:
     origin = hf_with(tmp_path / "hf", **changes)
     with pytest.raises(WeightsError, match=message):
-        convert(origin, tmp_path / "out")
+        convert_weights(origin, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_untied_without_output_layer(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="tensor 'lm_head.weight' is missing"):
-        convert(hf_with(tmp_path / "hf", UNTIED, **{"lm_head.weight": None}), tmp_path / "out")
+        convert_weights(hf_with(tmp_path / "hf", UNTIED, **{"lm_head.weight": None}), tmp_path / "out")
 
 
 def test_tied_output_with_one_other_bit(tmp_path: Path) -> None:
     output = released_tensors(TIED)["model.embed_tokens.weight"].clone()
     output[-1, -1] += 1
     with pytest.raises(WeightsError, match="'lm_head.weight' differs"):
-        convert(hf_with(tmp_path / "hf", **{"lm_head.weight": output}), tmp_path / "out")
+        convert_weights(hf_with(tmp_path / "hf", **{"lm_head.weight": output}), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_tied_output_with_one_other_bit(tmp_path: Path) -> None:
 )
 def test_bad_config(tmp_path: Path, config: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        convert(hf_with(tmp_path / "hf", config=config), tmp_path / "out")
+        convert_weights(hf_with(tmp_path / "hf", config=config), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_bad_config(tmp_path: Path, config: dict, error: type[Exception], messag
 )
 def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
     with pytest.raises(LayoutError, match=message):
-        convert(hf_with(tmp_path / "hf"), tmp_path / "out", layout)
+        convert_weights(hf_with(tmp_path / "hf"), tmp_path / "out", layout)
     assert not (tmp_path / "out").exists()
 
 
@@ -119,7 +119,7 @@ def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
     ],
 )
 def test_square_experts_are_refused(tmp_path: Path, width: int, stack: str, message: str) -> None:
-    """Both orientations fit one of the two stacks; the other does not decide (see ``expert_style``)."""
+    """Both orientations fit one of the two stacks; the other does not decide (see ``detect_expert_style``)."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config = small_config(size)
     tensors = released_tensors(size)
@@ -130,12 +130,12 @@ def test_square_experts_are_refused(tmp_path: Path, width: int, stack: str, mess
             tensors[name] = torch.zeros(shape, dtype=tensor.dtype)
 
     with pytest.raises(WeightsError, match=message):
-        convert(write_hf(tmp_path / "hf", tensors, config), tmp_path / "out")
+        convert_weights(write_hf(tmp_path / "hf", tensors, config), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     # What the message says to do.
     apart = write_hf(tmp_path / "apart", experts_apart(tensors), config)
-    convert(apart, tmp_path / "out")
-    export(tmp_path / "out", apart, tmp_path / "back")
+    convert_weights(apart, tmp_path / "out")
+    export_weights(tmp_path / "out", apart, tmp_path / "back")
     assert_same_folder(apart, tmp_path / "back")
 
 
@@ -145,12 +145,12 @@ def test_experts_of_two_styles_are_refused(tmp_path: Path) -> None:
     name = "model.language_model.layers.2.mlp.experts.down_proj"
     turned = tensors | {name: tensors[name].transpose(1, 2)}
     with pytest.raises(WeightsError, match=r"has shape \[8, 40, 192\]; config.json says \[8, 192, 40\]"):
-        convert(write_hf(tmp_path / "turned", turned, small_config(size)), tmp_path / "out")
+        convert_weights(write_hf(tmp_path / "turned", turned, small_config(size)), tmp_path / "out")
     some = tensors | experts_apart({name: tensors[name]})
     with pytest.raises(
         WeightsError, match="tensor 'model.language_model.layers.2.mlp.experts.0.down_proj.weight' is unknown"
     ):
-        convert(write_hf(tmp_path / "some", some, small_config(size)), tmp_path / "out")
+        convert_weights(write_hf(tmp_path / "some", some, small_config(size)), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_bad_expert_fields(tmp_path: Path, fields: dict, message: str) -> None:
     config = small_config("Qwen3-VL-30B-A3B-Instruct")
     config["text_config"] |= fields
     with pytest.raises((ConfigError, WeightsError), match=message):
-        convert(
+        convert_weights(
             write_hf(tmp_path / "hf", released_tensors("Qwen3-VL-30B-A3B-Instruct"), config), tmp_path / "out"
         )
 
@@ -176,33 +176,33 @@ def test_bad_expert_fields(tmp_path: Path, fields: dict, message: str) -> None:
 def test_missing_files(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf", files=2)
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
-        convert(tmp_path / "nowhere", tmp_path / "out")
+        convert_weights(tmp_path / "nowhere", tmp_path / "out")
     (origin / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(WeightsError, match="model-00002-of-00002.safetensors is missing"):
-        convert(origin, tmp_path / "out")
-    (origin / INDEX).unlink()
-    with pytest.raises(FileNotFoundError, match=f"neither {SINGLE} nor {INDEX}"):
-        convert(origin, tmp_path / "out")
+        convert_weights(origin, tmp_path / "out")
+    (origin / WEIGHT_INDEX_FILE).unlink()
+    with pytest.raises(FileNotFoundError, match=f"neither {SINGLE_FILE} nor {WEIGHT_INDEX_FILE}"):
+        convert_weights(origin, tmp_path / "out")
 
 
 def test_truncated_file(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf")
-    with open(origin / SINGLE, "r+b") as file:
+    with open(origin / SINGLE_FILE, "r+b") as file:
         file.truncate(10_000_000)
-        file.truncate((origin / SINGLE).stat().st_size // 2)
+        file.truncate((origin / SINGLE_FILE).stat().st_size // 2)
     with pytest.raises(WeightsError, match="model.safetensors is not a whole safetensors file"):
-        convert(origin, tmp_path / "out")
+        convert_weights(origin, tmp_path / "out")
 
 
 def test_index_and_files_disagree(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf", files=2)
-    index = json.loads((origin / INDEX).read_text())
+    index = json.loads((origin / WEIGHT_INDEX_FILE).read_text())
     good = dict(index["weight_map"])
 
     def refused(weight_map: dict[str, str], message: str) -> None:
-        (origin / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+        (origin / WEIGHT_INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
         with pytest.raises(WeightsError, match=message):
-            convert(origin, tmp_path / "out")
+            convert_weights(origin, tmp_path / "out")
 
     name = next(iter(good))
     refused(
@@ -232,35 +232,35 @@ def read_tensors_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 def test_export_needs_the_same_model(tmp_path: Path) -> None:
-    convert(hf_with(tmp_path / "hf"), tmp_path / "full")
+    convert_weights(hf_with(tmp_path / "hf"), tmp_path / "full")
     other = hf_with(tmp_path / "other", config={"rope_theta": 5000.0})
     with pytest.raises(WeightsError, match="language rope_theta is 1000000.0 .* but 5000.0"):
-        export(tmp_path / "full", other, tmp_path / "out")
+        export_weights(tmp_path / "full", other, tmp_path / "out")
     family = hf_with(tmp_path / "family", "Qwen2-VL-2B-Instruct")
     with pytest.raises(WeightsError, match="holds a qwen2_5_vl model, .* holds a qwen2_vl model"):
-        export(tmp_path / "full", family, tmp_path / "out")
+        export_weights(tmp_path / "full", family, tmp_path / "out")
 
 
 def test_padding_with_values_is_refused(tmp_path: Path) -> None:
-    convert(hf_with(tmp_path / "hf"), tmp_path / "full")
+    convert_weights(hf_with(tmp_path / "hf"), tmp_path / "full")
     reader = WeightReader(tmp_path / "full")
-    tensors = {name: reader.get(name).clone() for name in reader.names()}
+    tensors = {name: reader.read_shard(name).clone() for name in reader.tensor_names()}
     name = "vision_model.decoder.layers.1.mlp.linear_fc2.weight"
     tensors[name][3, -1] = 1e-3
     entry = write_rank_file(tmp_path / "trained", 0, 0, tensors)
     write_manifest(tmp_path / "trained", reader.spec, None, [entry])
     with pytest.raises(WeightsError, match=f"padding of tensor '{name}'"):
-        export(tmp_path / "trained", tmp_path / "hf", tmp_path / "out")
+        export_weights(tmp_path / "trained", tmp_path / "hf", tmp_path / "out")
 
 
 def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf")
-    convert(origin, tmp_path / "full")
+    convert_weights(origin, tmp_path / "full")
     reader = WeightReader(tmp_path / "full")
-    trained = {name: reader.get(name).float() * 1.001 for name in reader.names()}
+    trained = {name: reader.read_shard(name).float() * 1.001 for name in reader.tensor_names()}
     entry = write_rank_file(tmp_path / "trained", 0, 0, trained)
     write_manifest(tmp_path / "trained", reader.spec, None, [entry])
-    report = export(tmp_path / "trained", origin, tmp_path / "out")
+    report = export_weights(tmp_path / "trained", origin, tmp_path / "out")
     assert report.cast == {("float32", "bfloat16"): report.tensors}
     before, after = read_tensors(origin), read_tensors(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -273,14 +273,14 @@ def test_trained_float32_is_rounded_to_the_origins_type(tmp_path: Path) -> None:
 
 def test_out_is_not_overwritten(tmp_path: Path) -> None:
     origin = hf_with(tmp_path / "hf")
-    convert(origin, tmp_path / "out", {"tp": 2})
+    convert_weights(origin, tmp_path / "out", {"tp": 2})
     with pytest.raises(FileExistsError, match="--force"):
-        convert(origin, tmp_path / "out")
+        convert_weights(origin, tmp_path / "out")
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    convert(origin, tmp_path / "out", force=True)
+    convert_weights(origin, tmp_path / "out", force=True)
     assert WeightReader(tmp_path / "out").layout is None
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
-        MANIFEST,
+        MANIFEST_FILE,
         "notes.txt",
         "weights-00001-of-00001.safetensors",
     ]
@@ -289,16 +289,16 @@ def test_out_is_not_overwritten(tmp_path: Path) -> None:
 def test_force_touches_nothing_else(tmp_path: Path) -> None:
     """It touches neither another kind of checkpoint, nor an arbitrary folder, nor the input folder."""
     origin = hf_with(tmp_path / "hf")
-    convert(origin, tmp_path / "full")
+    convert_weights(origin, tmp_path / "full")
     other = tmp_path / "another_hf"
     shutil.copytree(origin, other)
     with pytest.raises(FileExistsError, match="nothing in it is replaced"):
-        convert(origin, other, force=True)
+        convert_weights(origin, other, force=True)
     with pytest.raises(FileExistsError, match="nothing in it is replaced"):
-        export(tmp_path / "full", origin, tmp_path / "full" / "..", force=True)
+        export_weights(tmp_path / "full", origin, tmp_path / "full" / "..", force=True)
     for source, work in (
-        (origin, lambda p: convert(p, p, force=True)),
-        (tmp_path / "full", lambda p: reshard(p, p, force=True)),
+        (origin, lambda p: convert_weights(p, p, force=True)),
+        (tmp_path / "full", lambda p: reshard_weights(p, p, force=True)),
     ):
         with pytest.raises(ValueError, match="is the input folder"):
             work(source)
@@ -307,13 +307,13 @@ def test_force_touches_nothing_else(tmp_path: Path) -> None:
 
 def test_a_failure_leaves_no_checkpoint(tmp_path: Path) -> None:
     """Weights that turn out to be invalid halfway end the conversion with a name, and nothing remains."""
-    convert(hf_with(tmp_path / "hf"), tmp_path / "shards", {"tp": 2, "pp": 2})
+    convert_weights(hf_with(tmp_path / "hf"), tmp_path / "shards", {"tp": 2, "pp": 2})
     file = tmp_path / "shards" / "tp01_pp01.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     with pytest.raises(WeightsError, match="tp01_pp01.safetensors is damaged: tensor "):
-        reshard(tmp_path / "shards", tmp_path / "out")
+        reshard_weights(tmp_path / "shards", tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -321,5 +321,5 @@ def test_full_disk_is_reported_before_writing(tmp_path: Path, monkeypatch: pytes
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(WeightsError, match="0.0 GB free"):
-        convert(hf_with(tmp_path / "hf"), tmp_path / "out")
+        convert_weights(hf_with(tmp_path / "hf"), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []

@@ -14,19 +14,19 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from converters import rules_for
+from converters import make_conversion_rules
 from megatron_vl.spec.families import read_spec
 
 from .helpers import small_config
 
 SCRIPT = """
 import json, sys
-from converters.convert import convert, export
+from converters.convert import convert_weights, export_weights
 import safetensors, torch
 print("ready", flush=True)
 sys.stdin.readline()
-convert(sys.argv[1], sys.argv[2] + "/shards", json.loads(sys.argv[3]), workers=2)
-export(sys.argv[2] + "/shards", sys.argv[1], sys.argv[2] + "/back", workers=2)
+convert_weights(sys.argv[1], sys.argv[2] + "/shards", json.loads(sys.argv[3]), workers=2)
+export_weights(sys.argv[2] + "/shards", sys.argv[1], sys.argv[2] + "/back", workers=2)
 """
 BOUNDS = {"RssAnon": 40 << 20, "VmRSS": 220 << 20}
 """Two workers with chunks of 4 MiB and a few copies of each; 16 MiB mapped of each of five files;
@@ -57,7 +57,11 @@ def experts() -> dict[str, Any]:
 
 def big_folder(folder: Path, config: dict[str, Any]) -> int:
     """A folder with all weights in one file, experts as released. Returns the bytes of its weights."""
-    shapes = {name: shape for rule in rules_for(read_spec(config)) for name, shape in rule.hf.items()}
+    shapes = {
+        name: shape
+        for rule in make_conversion_rules(read_spec(config))
+        for name, shape in rule.hf_shapes.items()
+    }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     tensors = {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from converters.convert import convert, export, reshard
-from converters.hf import HfCheckpoint
+from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.hf_checkpoint import HfCheckpoint
 from megatron_vl.spec.families import ConfigError, read_spec
-from megatron_vl.spec.tensors import Cut, LayoutError, check_tp, tensor_table
-from megatron_vl.weights.reader import WeightReader
+from megatron_vl.spec.tensors import LayoutError, Sharding, check_tensor_parallel, tensor_table
+from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main
 
 from .helpers import (
@@ -66,7 +66,7 @@ def test_bytes_are_those_of_the_released_index(size: str) -> None:
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> tuple[WeightReader, dict[str, Tensor]]:
     root = tmp_path_factory.mktemp("qwen3_5")
-    convert(released_folder(root / "hf", DENSE), root / "shards", {"tp": 4, "pp": 2})
+    convert_weights(released_folder(root / "hf", DENSE), root / "shards", {"tp": 4, "pp": 2})
     return WeightReader(root / "shards"), released_tensors(DENSE)
 
 
@@ -74,8 +74,8 @@ def test_gated_attention_as_core_splits_it(converted) -> None:
     """Each group's rows are its queries, its gates, key, value; HF has query and gate of a head together."""
     reader, hf = converted
     m = reader.spec.language
-    (layer,) = [i for i in range(m.num_layers) if not m.is_linear(i)]
-    fused = reader.get(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.weight")
+    (layer,) = [i for i in range(m.num_layers) if not m.has_linear_attention(i)]
+    fused = reader.read_shard(f"language_model.decoder.layers.{layer}.self_attention.linear_qkv.weight")
     per_group, dim = m.num_heads // m.num_kv_heads, m.head_dim
     groups = fused.view(m.num_kv_heads, 2 * per_group + 2, dim, -1)
 
@@ -106,7 +106,9 @@ def test_linear_attention_of_a_tensor_rank(converted) -> None:
     q, k, v = (quarter(t) for t in theirs["in_proj_qkv.weight"].split((keys, keys, values)))
     z, b, a_ = (quarter(theirs[f"in_proj_{name}.weight"]) for name in "zba")
     rank = {
-        name.removeprefix(ours): reader.get(name, 2, Cut(4)) for name in reader.table if name.startswith(ours)
+        name.removeprefix(ours): reader.read_shard(name, 2, Sharding(4))
+        for name in reader.tensor_infos
+        if name.startswith(ours)
     }
     assert torch.equal(rank["in_proj.weight"], torch.cat((q, k, v, z, b, a_)))
     channels = theirs["conv1d.weight"].split((keys, keys, values))
@@ -120,13 +122,13 @@ def test_linear_attention_of_a_tensor_rank(converted) -> None:
 @pytest.mark.parametrize("size", [DENSE_3_5, MOE])
 def test_float32_stays_float32(tmp_path: Path, size: str) -> None:
     origin = released_folder(tmp_path / "hf", size)
-    convert(origin, tmp_path / "shards", {"tp": 2})
-    reshard(tmp_path / "shards", tmp_path / "other", {"pp": 2})
+    convert_weights(origin, tmp_path / "shards", {"tp": 2})
+    reshard_weights(tmp_path / "shards", tmp_path / "other", {"pp": 2})
     reader, hf = WeightReader(tmp_path / "other"), released_tensors(size)
-    wide = {name for name in reader.names() if reader.dtype(name) == torch.float32}
-    assert wide == {name for name in reader.table if name.endswith((".A_log", ".out_norm.weight"))}
+    wide = {name for name in reader.tensor_names() if reader.dtype(name) == torch.float32}
+    assert wide == {name for name in reader.tensor_infos if name.endswith((".A_log", ".out_norm.weight"))}
     assert torch.equal(
-        reader.get("language_model.decoder.layers.0.self_attention.A_log"),
+        reader.read_shard("language_model.decoder.layers.0.self_attention.A_log"),
         hf["model.language_model.layers.0.linear_attn.A_log"],
     )
 
@@ -144,9 +146,9 @@ def test_experts_and_prediction_in_every_style(tmp_path: Path, experts: str, mtp
     beside = {} if mtp == "none" else beside
     origin = write_hf(tmp_path / "hf", tensors | beside, small_config(MOE), files=3)
 
-    report = convert(origin, tmp_path / "shards", {"tp": 2, "pp": 2, "ep": 4, "etp": 2})
+    report = convert_weights(origin, tmp_path / "shards", {"tp": 2, "pp": 2, "ep": 4, "etp": 2})
     assert report.carried == len(beside) and (mtp == "none" or len(beside) > 4)
-    report = export(tmp_path / "shards", origin, tmp_path / "back")
+    report = export_weights(tmp_path / "shards", origin, tmp_path / "back")
     assert report.carried == len(beside) and report.tensors == len(tensors) + len(beside)
     assert_same_folder(origin, tmp_path / "back")
 
@@ -185,7 +187,7 @@ def test_rounded_decays_are_recognised(tmp_path: Path) -> None:
     assert HfCheckpoint(kept).rounded_decays() == ""
 
     rounded = loaded_and_saved(released, tmp_path / "rounded", torch.bfloat16)
-    report = convert(rounded, tmp_path / "weights")
+    report = convert_weights(rounded, tmp_path / "weights")
     assert [note for note in report.notes if "3 of 3 A_log are stored as bfloat16" in note]
     assert report.carried == 0  # transformers loses them, too
 
@@ -204,10 +206,10 @@ def config_of(size: str, **text: Any) -> dict[str, Any]:
 def test_refusals_name_what_would_be_valid() -> None:
     few = read_spec(config_of("Qwen3.5-9B", linear_num_key_heads=2, linear_num_value_heads=4))
     with pytest.raises(LayoutError, match=r"tp=4 does not divide 2 key heads .* allow tp in \[1, 2\]"):
-        check_tp(few, 4)
+        check_tensor_parallel(few, 4)
     odd = read_spec(config_of("Qwen3.5-35B-A3B", shared_expert_intermediate_size=516))
     with pytest.raises(LayoutError, match="tp=8 does not divide the shared expert's FFN width 516"):
-        check_tp(odd, 8)
+        check_tensor_parallel(odd, 8)
     with pytest.raises(ConfigError, match="linear_num_value_heads 33 must be a multiple"):
         read_spec(config_of("Qwen3.5-9B", linear_num_value_heads=33))
     with pytest.raises(ConfigError, match="attn_output_gate=false is not supported; set it to true"):
@@ -222,6 +224,6 @@ def test_refusals_name_what_would_be_valid() -> None:
 
 
 def test_fewer_layers_keep_their_kind() -> None:
-    spec = read_spec(CONFIGS / "Qwen3.5-9B.json").replace_layers(language=5)
-    assert [spec.language.is_linear(i) for i in range(5)] == [True, True, True, False, True]
-    assert spec.language.linear_attention.layers == (0, 1, 2, 4)
+    spec = read_spec(CONFIGS / "Qwen3.5-9B.json").replace_layers(num_language_layers=5)
+    assert [spec.language.has_linear_attention(i) for i in range(5)] == [True, True, True, False, True]
+    assert spec.language.linear_attention.linear_layers == (0, 1, 2, 4)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert, export, reshard
-from converters.hf import TensorFolder
+from converters.convert import convert_weights, export_weights, reshard_weights
+from converters.hf_checkpoint import TensorFolder
 
 from .helpers import (
     SIZES,
@@ -93,8 +93,8 @@ def origins(tmp_path_factory: pytest.TempPathFactory):
 def test_every_layout(tmp_path: Path, origins, size: str, tp: int, pipeline: str) -> None:
     origin = origins(size)
     experts = experts_of(size, tp, pipeline) if "-A" in size else {}
-    convert(origin, tmp_path / "shards", {"tp": tp, **PIPELINES[pipeline], **experts})
-    export(tmp_path / "shards", origin, tmp_path / "back")
+    convert_weights(origin, tmp_path / "shards", {"tp": tp, **PIPELINES[pipeline], **experts})
+    export_weights(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
 
 
@@ -107,14 +107,14 @@ def test_layouts_in_and_out(tmp_path: Path, origins, size: str) -> None:
     b: dict[str, Any] = {"tp": 2, "pp": 4, "layers": [0, 1, 1, 2]} | (
         {"ep": 2, "etp": 4} if "-A" in size else {}
     )
-    convert(origin, tmp_path / "full")
-    reshard(tmp_path / "full", tmp_path / "a", a)
-    reshard(tmp_path / "a", tmp_path / "b", b)
-    reshard(tmp_path / "b", tmp_path / "full_again")
-    export(tmp_path / "b", origin, tmp_path / "back")
+    convert_weights(origin, tmp_path / "full")
+    reshard_weights(tmp_path / "full", tmp_path / "a", a)
+    reshard_weights(tmp_path / "a", tmp_path / "b", b)
+    reshard_weights(tmp_path / "b", tmp_path / "full_again")
+    export_weights(tmp_path / "b", origin, tmp_path / "back")
     assert_same_folder(tmp_path / "full", tmp_path / "full_again")
     assert_same_folder(origin, tmp_path / "back")
-    convert(origin, tmp_path / "direct", a)
+    convert_weights(origin, tmp_path / "direct", a)
     assert_same_folder(tmp_path / "a", tmp_path / "direct")
 
 
@@ -139,15 +139,15 @@ def test_save_pretrained(tmp_path: Path, size: str, original_format: bool) -> No
     model = hf_model(size)
     model.save_pretrained(tmp_path / "hf", max_shard_size="2MB", save_original_format=original_format)
     assert "text_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
-    names = TensorFolder(tmp_path / "hf").where
+    names = TensorFolder(tmp_path / "hf").file_by_tensor
     # Qwen3-VL is released with the names in memory.
     assert ("visual.patch_embed.proj.weight" in names) is (original_format and not size.startswith("Qwen3"))
-    convert(
+    convert_weights(
         tmp_path / "hf",
         tmp_path / "shards",
         {"tp": 2, "pp": 2} | ({"ep": 4, "etp": 2} if "-A" in size else {}),
     )
-    export(tmp_path / "shards", tmp_path / "hf", tmp_path / "back")
+    export_weights(tmp_path / "shards", tmp_path / "hf", tmp_path / "back")
     assert_same_folder(tmp_path / "hf", tmp_path / "back")
 
     back = type(model).from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
@@ -178,8 +178,8 @@ def test_types(tmp_path: Path, size: str, kind: str) -> None:
         name: tensor * 1.0001 if tensor.dtype == torch.float32 else tensor for name, tensor in tensors.items()
     }
     origin = write_hf(tmp_path / "hf", tensors, small_config(size), files=3)
-    convert(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
-    report = export(tmp_path / "shards", origin, tmp_path / "back")
+    convert_weights(origin, tmp_path / "shards", {"tp": 4, "pp": 2, "layers": [1, 3]})
+    report = export_weights(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
     assert not report.cast
 
@@ -206,11 +206,11 @@ def test_experts_in_every_style(tmp_path: Path, style: str, kind: str) -> None:
             for name, t in tensors.items()
         }
     origin = write_hf(tmp_path / "hf", tensors, config, files=3)
-    convert(origin, tmp_path / "full")
-    reshard(tmp_path / "full", tmp_path / "shards", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2, "etp": 2})
-    reshard(tmp_path / "shards", tmp_path / "other", {"tp": 1, "pp": 3, "ep": 8})
+    convert_weights(origin, tmp_path / "full")
+    reshard_weights(tmp_path / "full", tmp_path / "shards", {"tp": 4, "pp": 2, "vpp": 2, "ep": 2, "etp": 2})
+    reshard_weights(tmp_path / "shards", tmp_path / "other", {"tp": 1, "pp": 3, "ep": 8})
     for source in ("full", "shards", "other"):
-        export(tmp_path / source, origin, tmp_path / "back", force=True)
+        export_weights(tmp_path / source, origin, tmp_path / "back", force=True)
         assert_same_folder(origin, tmp_path / "back")
 
 
@@ -223,8 +223,8 @@ def test_special_values(tmp_path: Path) -> None:
         bits = torch.randint(-(2**15), 2**15, tensor.shape, generator=generator, dtype=torch.int16)
         tensors[name] = bits.view(torch.bfloat16)
     origin = write_hf(tmp_path / "hf", tensors, small_config(size))
-    convert(origin, tmp_path / "shards", {"tp": 8, "pp": 2})
-    export(tmp_path / "shards", origin, tmp_path / "back")
+    convert_weights(origin, tmp_path / "shards", {"tp": 8, "pp": 2})
+    export_weights(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
 
 
@@ -235,8 +235,8 @@ def test_stored_tied_output_comes_back(tmp_path: Path) -> None:
     tensors = released_tensors(size)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     origin = write_hf(tmp_path / "hf", tensors, small_config(size))
-    convert(origin, tmp_path / "shards", {"tp": 2, "pp": 2})
-    export(tmp_path / "shards", origin, tmp_path / "back")
+    convert_weights(origin, tmp_path / "shards", {"tp": 2, "pp": 2})
+    export_weights(tmp_path / "shards", origin, tmp_path / "back")
     assert_same_folder(origin, tmp_path / "back")
     assert torch.equal(
         read_tensors(tmp_path / "back")["lm_head.weight"], tensors["model.embed_tokens.weight"]
@@ -255,8 +255,8 @@ def test_files_that_come_along(tmp_path: Path) -> None:
     (origin / ".git").mkdir()
     (origin / ".git" / "HEAD").write_text("ref")
     (origin / "pytorch_model.bin").write_bytes(b"other weights")
-    convert(origin, tmp_path / "full")
-    report = export(tmp_path / "full", origin, tmp_path / "back")
+    convert_weights(origin, tmp_path / "full")
+    report = export_weights(tmp_path / "full", origin, tmp_path / "back")
     assert report.skipped == ["pytorch_model.bin"]
     assert (tmp_path / "back" / "merges.txt").read_text() == "vocabulary"
     assert not (tmp_path / "back" / "merges.txt").is_symlink()

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from converters.convert import convert
-from converters.hf import SINGLE
-from converters.verify import check_hashes, compare
+from converters.compare import compare_weights, verify_checkpoint_hashes
+from converters.convert import convert_weights
+from converters.hf_checkpoint import SINGLE_FILE
 from toolkit.cli import main
 
 from .helpers import read_tensors, released_folder, released_tensors, small_config, write_hf
@@ -20,14 +20,14 @@ SIZE = "Qwen2.5-VL-3B-Instruct"
 
 def folder_of(path: Path, **tensors: torch.Tensor) -> Path:
     path.mkdir()
-    save_file(tensors, path / SINGLE)
+    save_file(tensors, path / SINGLE_FILE)
     return path
 
 
 def test_files_do_not_matter_tensors_do(tmp_path: Path) -> None:
     a = released_folder(tmp_path / "a", SIZE, files=1)
     b = released_folder(tmp_path / "b", SIZE, files=3)
-    assert compare(a, b).differences == []
+    assert compare_weights(a, b).differences == []
 
 
 def test_one_bit_is_found(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_one_bit_is_found(tmp_path: Path) -> None:
         tensors[name] = tensors[name].clone()
         tensors[name].view(torch.int16)[3, 5] ^= 1
     b = write_hf(tmp_path / "b", tensors, small_config(SIZE))
-    first, second = compare(a, b).differences
+    first, second = compare_weights(a, b).differences
     assert (
         first.name == "model.layers.0.mlp.up_proj.weight" and second.name == "visual.blocks.1.attn.qkv.weight"
     )
@@ -69,7 +69,7 @@ def test_every_kind_of_difference(tmp_path: Path) -> None:
         new=torch.ones(1),
     )
 
-    found = {difference.name: difference.how for difference in compare(a, b).differences}
+    found = {difference.name: difference.how for difference in compare_weights(a, b).differences}
     assert found == {
         "kind": "type F32 against F16",
         "new": "missing in the first folder",
@@ -113,7 +113,7 @@ def test_naming_styles_of_one_model(tmp_path: Path, capsys) -> None:
     assert main(["verify", str(a), str(c)]) == 1
     assert "different: 1 of" in capsys.readouterr().out
 
-    (found,) = compare(c, a).differences
+    (found,) = compare_weights(c, a).differences
     assert found.name == "model.visual.blocks.1.attn.qkv.weight" and found.how.startswith("1 of ")
 
 
@@ -121,29 +121,29 @@ def test_a_tensor_under_both_names_is_not_guessed(tmp_path: Path) -> None:
     ones = lambda *names: {name: torch.ones(1) for name in names}  # noqa: E731
     a = folder_of(tmp_path / "a", **ones("visual.x", "model.visual.x", "visual.y", "lm_head.weight"))
     b = folder_of(tmp_path / "b", **ones("visual.x", "model.visual.y", "lm_head.weight"))
-    result = compare(a, b)
+    result = compare_weights(a, b)
     assert [found.name for found in result.differences] == ["model.visual.x"] and result.renamed == 1
 
 
 def test_megatron_weights_in_two_layouts(tmp_path: Path) -> None:
     hf = released_folder(tmp_path / "hf", SIZE)
-    convert(hf, tmp_path / "a", {"tp": 8, "pp": 2})
-    convert(hf, tmp_path / "b")
-    assert compare(tmp_path / "a", tmp_path / "b").differences == []
-    assert check_hashes(tmp_path / "a").differences == []
+    convert_weights(hf, tmp_path / "a", {"tp": 8, "pp": 2})
+    convert_weights(hf, tmp_path / "b")
+    assert compare_weights(tmp_path / "a", tmp_path / "b").differences == []
+    assert verify_checkpoint_hashes(tmp_path / "a").differences == []
     file = tmp_path / "a" / "tp03_pp01.safetensors"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    (damaged,) = check_hashes(tmp_path / "a").differences
-    (other,) = compare(tmp_path / "a", tmp_path / "b").differences
+    (damaged,) = verify_checkpoint_hashes(tmp_path / "a").differences
+    (other,) = compare_weights(tmp_path / "a", tmp_path / "b").differences
     assert damaged.name == other.name and "tp03_pp01.safetensors" in damaged.how
     assert read_tensors(hf)  # the source is whole
 
 
 def test_two_kinds_of_folder_are_reported_and_nothing_else(tmp_path: Path, capsys) -> None:
     hf = released_folder(tmp_path / "hf", SIZE)
-    convert(hf, tmp_path / "megatron")
+    convert_weights(hf, tmp_path / "megatron")
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "megatron"), str(hf)]) == 1
     shown = capsys.readouterr()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_vl.core_fixes.expert_swiglu import use_fused_swiglu
-from megatron_vl.parallel.grid import end_distributed, init_distributed
+from megatron_vl.parallel.process_grid import end_distributed, init_distributed
 from megatron_vl.platform import get_platform
 from tests.support.expert_config import expert_config
 

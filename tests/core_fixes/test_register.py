@@ -19,20 +19,20 @@ import torch
 from torch import nn
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.core_fixes.messages import LOGGERS, WARNINGS
 from megatron_vl.core_fixes.register import (
-    AT_OWN_RISK,
-    FIXES,
-    FREE_TO_USE,
+    DEPENDENCY_FIXES,
     NOT_REPORTED,
-    TESTED_CORE,
+    PUBLIC_BASE_CLASSES,
+    TESTED_CORE_VERSIONS,
+    UNTESTED_CORE_VARIABLE,
     CoreVersionError,
-    Fix,
+    DependencyFix,
     check_core_version,
 )
+from megatron_vl.core_fixes.silenced_messages import IGNORED_WARNINGS, QUIET_LOGGERS
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.fused_layers import with_bias
-from megatron_vl.training.resolve import resolve
+from megatron_vl.models.fused_layers import linear_with_bias
+from megatron_vl.training.resolve import resolve_run
 from tests.core_fixes import scan
 from tests.core_fixes.programs import (
     core_here,
@@ -42,17 +42,17 @@ from tests.core_fixes.programs import (
 )
 from tests.support.ranks import call
 
-by_place = pytest.mark.parametrize("fix", FIXES, ids=lambda fix: fix.ours)
+by_place = pytest.mark.parametrize("fix", DEPENDENCY_FIXES, ids=lambda fix: fix.fix_location)
 
 
 # --- Entries are true
 
 
 @by_place
-def test_what_an_entry_names_is_there(fix: Fix) -> None:
-    module, _, name = fix.ours.partition(":")
+def test_what_an_entry_names_is_there(fix: DependencyFix) -> None:
+    module, _, name = fix.fix_location.partition(":")
     assert hasattr(importlib.import_module(module), name)
-    for target in fix.touches:
+    for target in fix.touched_names:
         assert not installed(target) or exists(target), target
 
 
@@ -102,15 +102,15 @@ def test_a_name_that_is_gone_is_noticed() -> None:
 
 
 @by_place
-def test_the_test_of_an_entry_is_there(fix: Fix) -> None:
-    path, _, name = fix.test.partition("::")
+def test_the_test_of_an_entry_is_there(fix: DependencyFix) -> None:
+    path, _, name = fix.guarding_test.partition("::")
     tree = ast.parse((scan.ROOT / path).read_text())
     assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 @by_place
-def test_an_entry_says_all(fix: Fix) -> None:
-    assert fix.touches and fix.why.strip() and fix.goes_when.strip()
+def test_an_entry_says_all(fix: DependencyFix) -> None:
+    assert fix.touched_names and fix.fix_reason.strip() and fix.removal_condition.strip()
     assert re.fullmatch(
         r"(megatron-core|megatron-energon|torch|transformer-engine|transformers) \d+(\.\d+)+", fix.written_for
     )
@@ -119,14 +119,16 @@ def test_an_entry_says_all(fix: Fix) -> None:
 def test_an_entry_names_its_thread_or_has_a_report_to_file() -> None:
     reports = (scan.ROOT / "docs/upstream.md").read_text()
     named = set(re.findall(r"`([\w.]+:\w+)`", reports))
-    assert named == {fix.ours for fix in FIXES if fix.upstream == NOT_REPORTED}
-    for fix in FIXES:
-        assert fix.upstream == NOT_REPORTED or re.fullmatch(r"[\w-]+/[\w-]+#\d+", fix.upstream), fix.ours
+    assert named == {fix.fix_location for fix in DEPENDENCY_FIXES if fix.upstream_issue == NOT_REPORTED}
+    for fix in DEPENDENCY_FIXES:
+        assert fix.upstream_issue == NOT_REPORTED or re.fullmatch(r"[\w-]+/[\w-]+#\d+", fix.upstream_issue), (
+            fix.fix_location
+        )
 
 
 def test_entries_are_unique() -> None:
-    assert len({fix.ours for fix in FIXES}) == len(FIXES)
-    assert not {fix.ours for fix in FIXES} & set(FREE_TO_USE)
+    assert len({fix.fix_location for fix in DEPENDENCY_FIXES}) == len(DEPENDENCY_FIXES)
+    assert not {fix.fix_location for fix in DEPENDENCY_FIXES} & set(PUBLIC_BASE_CLASSES)
 
 
 @pytest.mark.ranks
@@ -138,8 +140,8 @@ def test_ranks_run_the_core_that_is_tested() -> None:
 # --- None is missing
 
 
-def entries_of(module: str) -> list[Fix]:
-    return [fix for fix in FIXES if fix.ours.startswith(f"{module}:")]
+def entries_of(module: str) -> list[DependencyFix]:
+    return [fix for fix in DEPENDENCY_FIXES if fix.fix_location.startswith(f"{module}:")]
 
 
 def is_touched(reach: scan.Reach) -> bool:
@@ -147,16 +149,16 @@ def is_touched(reach: scan.Reach) -> bool:
     instead of where they are imported from; of an object that is not known, the attribute counts."""
     names = 2 if "." in reach.target else 1
     end = reach.target.split(".")[-names:]
-    touched = [target for fix in entries_of(reach.module) for target in fix.touches]
+    touched = [target for fix in entries_of(reach.module) for target in fix.touched_names]
     return reach.target in touched or any(target.split(".")[-names:] == end for target in touched)
 
 
 def test_every_subclass_has_an_entry() -> None:
     found = {f"{reach.module}:{reach.scope}": str(reach) for reach in scan.subclasses()}
     assert len(found) > 15
-    known = {fix.ours for fix in FIXES} | set(FREE_TO_USE)
+    known = {fix.fix_location for fix in DEPENDENCY_FIXES} | set(PUBLIC_BASE_CLASSES)
     assert {text for place, text in found.items() if place not in known} == set()
-    assert set(FREE_TO_USE) <= set(found)
+    assert set(PUBLIC_BASE_CLASSES) <= set(found)
 
 
 def test_every_replaced_attribute_has_an_entry() -> None:
@@ -220,13 +222,13 @@ def core_is(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         # Where it is used: the register has imported the function.
         monkeypatch.setattr("megatron_vl.core_fixes.register.version", lambda package: number)
 
-    monkeypatch.delenv(AT_OWN_RISK, raising=False)
+    monkeypatch.delenv(UNTESTED_CORE_VARIABLE, raising=False)
     return set_version
 
 
 def test_the_installed_core_is_one_that_was_tested(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(AT_OWN_RISK, raising=False)
-    if importlib.metadata.version("megatron-core") in TESTED_CORE:
+    monkeypatch.delenv(UNTESTED_CORE_VARIABLE, raising=False)
+    if importlib.metadata.version("megatron-core") in TESTED_CORE_VERSIONS:
         check_core_version()
     else:
         with pytest.raises(CoreVersionError):
@@ -237,9 +239,9 @@ def test_an_unknown_core_is_refused_by_name(core_is, monkeypatch: pytest.MonkeyP
     core_is("99.1.0")
     with pytest.raises(CoreVersionError, match=r"megatron-core 99\.1\.0 .*MEGATRON_VL_UNTESTED_CORE=1"):
         check_core_version()
-    monkeypatch.setenv(AT_OWN_RISK, "1")
+    monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "1")
     check_core_version()
-    monkeypatch.setenv(AT_OWN_RISK, "0")
+    monkeypatch.setenv(UNTESTED_CORE_VARIABLE, "0")
     with pytest.raises(CoreVersionError):
         check_core_version()
 
@@ -258,11 +260,11 @@ def test_a_run_and_a_platform_ask_for_the_version_first(core_is, monkeypatch: py
 
     core_is("99.1.0")
     with pytest.raises(CoreVersionError):
-        resolve(TrainConfig(), 1)
-    monkeypatch.setattr(platform, "_platform", None)
+        resolve_run(TrainConfig(), 1)
+    monkeypatch.setattr(platform, "_process_platform", None)
     with pytest.raises(CoreVersionError):
         platform.get_platform("cpu")
-    assert platform._platform is None
+    assert platform._process_platform is None
 
 
 # --- Fixes are there, and still needed
@@ -322,7 +324,7 @@ def test_cores_norm_refuses_sequence_parallelism() -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_vl.models.layer_specs import local_norm
+    from megatron_vl.models.layer_specs import local_norm_class
 
     config = TransformerConfig(
         num_layers=1,
@@ -334,7 +336,7 @@ def test_cores_norm_refuses_sequence_parallelism() -> None:
     )
     with pytest.raises(AssertionError, match="sequence parallel"):
         WrappedTorchNorm(config, 8)
-    norm = local_norm(config)(config=config, hidden_size=8)
+    norm = local_norm_class(config)(config=config, hidden_size=8)
     assert norm.weight.sequence_parallel
 
 
@@ -345,7 +347,7 @@ def test_linears_add_their_bias_whatever_core_asks_for() -> None:
             self.skip_bias_add = skip_bias_add
 
     assert Linear(2, 3, skip_bias_add=True).skip_bias_add
-    assert not with_bias(Linear)(2, 3, skip_bias_add=True).skip_bias_add
+    assert not linear_with_bias(Linear)(2, 3, skip_bias_add=True).skip_bias_add
 
 
 def sources_of(package: str) -> str:
@@ -363,13 +365,13 @@ def test_core_does_not_start_userbuffers() -> None:
 def test_what_is_silenced_is_still_said() -> None:
     """By the source of core; the last sentence of torch's is in its compiled part."""
     text = re.sub(r'"\s*f?"', "", sources_of("megatron.core")).replace("{world_size}", "1")
-    missing = [pattern for pattern in WARNINGS if not re.search(pattern.strip(".*"), text)]
+    missing = [pattern for pattern in IGNORED_WARNINGS if not re.search(pattern.strip(".*"), text)]
     assert missing == [".*attribute of a Tensor that is not a leaf.*"]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         (torch.ones(1, requires_grad=True) * 2).grad  # noqa: B018
     assert "attribute of a Tensor that is not a leaf" in str(said[0].message)
 
-    for name in LOGGERS:
+    for name in QUIET_LOGGERS:
         source = inspect.getsource(importlib.import_module(name))
         assert re.search(r"\b(log_single_rank|logger\.(info|warning|debug))\(", source), name

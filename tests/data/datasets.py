@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_tools.convert import ConversionOptions, DataReport, convert
-from data_tools.sample_sizes import index
+from data_tools.convert import ConversionOptions, DataReport, convert_dataset
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import RowLoader, build_loader
-from megatron_vl.data.source.description import read_description
-from megatron_vl.data.source.location import location
-from megatron_vl.data.source.sizes import without_sizes
+from megatron_vl.data.source.dataset_description import read_description
+from megatron_vl.data.source.location import resolve_location
+from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes
 from megatron_vl.spec.families import read_spec
 
 from .media import encoded, video, write
@@ -73,12 +73,14 @@ def converted(folder: Path, records: list[Any], **options: Any) -> tuple[Path, D
     """Runs the data tool on ``records``, whose media are in ``folder/media``."""
     (folder / "in.json").write_text(json.dumps(records))
     (folder / "media").mkdir(exist_ok=True)
-    report = convert([folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options))
+    report = convert_dataset(
+        [folder / "in.json"], ConversionOptions(folder / "media", folder / "out", **options)
+    )
     return folder / "out", report
 
 
 def open_loader(data: DataConfig, hf: Path, **place: Any) -> RowLoader:
     """The loader of a data set, whose sizes are written first if they are missing."""
-    if without_sizes(read_description(location(data.path)), hf, data):
-        index(data, read_spec(hf), hf)
+    if find_datasets_without_sizes(read_description(resolve_location(data.path)), hf, data):
+        index_datasets(data, read_spec(hf), hf)
     return build_loader(data, read_spec(hf), hf, **place)

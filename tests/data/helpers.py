@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_vl.data.packing.assemble import MediaItem, Sample
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.thinking import EMPTY
+from megatron_vl.data.sample.thinking import EMPTY_THINK_BLOCK
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
@@ -89,7 +89,7 @@ def spec_of(family: str) -> ModelSpec:
     return read_spec(hf_config(family))
 
 
-def sample_of(spec: ModelSpec, parts: list[int | GridTHW], seed: int = 0) -> Sample:
+def sample_of(spec: ModelSpec, parts: list[int | GridTHW], seed: int = 0) -> TokenizedSample:
     """A sample of text runs (a number of tokens) and media (a grid), with random text, mask and pixels."""
     draw = torch.Generator().manual_seed(seed)
     vision = spec.vision
@@ -102,13 +102,13 @@ def sample_of(spec: ModelSpec, parts: list[int | GridTHW], seed: int = 0) -> Sam
         token = spec.image_token_id if part.kind == "image" else spec.video_token_id
         start, end = torch.tensor([spec.vision_start_token_id]), torch.tensor([spec.vision_end_token_id])
         for run in placeholder_runs([part], spec):
-            ids += [start, torch.full((run.tokens(vision.spatial_merge_size),), token), end]
+            ids += [start, torch.full((run.num_tokens(vision.spatial_merge_size),), token), end]
         frames = 1 if part.kind == "image" else part.t * vision.temporal_patch_size
         shape = (frames, part.h * part.w, vision.in_channels * vision.patch_size**2)
         media.append(MediaItem(part, torch.randint(0, 256, shape, generator=draw, dtype=torch.uint8)))
 
     tokens = torch.cat(ids)
-    return Sample(tokens, torch.rand(len(tokens), generator=draw) < 0.5, media)
+    return TokenizedSample(tokens, torch.rand(len(tokens), generator=draw) < 0.5, media)
 
 
 def positions_one_by_one(tokens: torch.Tensor, grids: list[GridTHW], spec: ModelSpec) -> list[list[int]]:
@@ -148,27 +148,29 @@ def spans_one_by_one(
     With thinking, a turn's place is what changes when another answer stands there; without, it is the
     difference of the texts rendered with and without the turn.
     """
-    text = ours.render(messages, tools=tools)
+    text = ours.render_conversation(messages, tools=tools)
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
 
-        if not ours.writes_thinking:
-            before = ours.render(messages[:i], tools=tools) if i else ""
-            after = ours.render(messages[: i + 1], tools=tools)
-            header = ours.render(messages[: i + 1], generation_prompt=True, tools=tools)[len(after) :]
+        if not ours.template_writes_thinking:
+            before = ours.render_conversation(messages[:i], tools=tools) if i else ""
+            after = ours.render_conversation(messages[: i + 1], tools=tools)
+            header = ours.render_conversation(messages[: i + 1], generation_prompt=True, tools=tools)[
+                len(after) :
+            ]
             start = after.find(header, len(before))
             assert text.startswith(after) and after.startswith(before) and header and start >= 0
             spans.append((start + len(header), len(after.rstrip())))
             continue
 
         other = [*messages[:i], {"role": "assistant", "content": "\ue000"}, *messages[i + 1 :]]
-        before, mark, after = ours.render(other, tools=tools).partition("\ue000")
-        before, ending = before.removesuffix(EMPTY), after.split("\n")[0]
+        before, mark, after = ours.render_conversation(other, tools=tools).partition("\ue000")
+        before, ending = before.removesuffix(EMPTY_THINK_BLOCK), after.split("\n")[0]
         start, end = len(before), len(text) - len(after)
         assert mark and ending and start <= end and text.startswith(before) and text.endswith(after)
-        first = ours.thinking.first_learnt(text[start:end])
+        first = ours.thinking_rule.first_learnt_character(text[start:end])
         spans.append((end, end) if first is None else (start + first, end + len(ending)))
 
     return spans
@@ -181,7 +183,7 @@ def mask_one_by_one(
     weights = [m.get("loss_weight", 1.0) for m in messages if m["role"] == "assistant"]
     plain = [{k: v for k, v in m.items() if k != "loss_weight"} for m in messages]
     spans = spans_one_by_one(ours, plain, tools)
-    encoded = ours.tokenizer(ours.render(plain, tools=tools), return_offsets_mapping=True)
+    encoded = ours.tokenizer(ours.render_conversation(plain, tools=tools), return_offsets_mapping=True)
     media = {ours.spec.image_token_id, ours.spec.video_token_id}
     mask = []
     for token, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.description import read_description
+from megatron_vl.data.source.dataset_description import read_description
 from tests.tiny import tiny_checkpoint
 
 from .datasets import open_loader
@@ -35,7 +35,7 @@ def write(folder: Path, file: str = "meta.yaml", **changes: Any) -> Path:
 
 
 def identity(path: Path, split: str = "train") -> Any:
-    return json.loads(json.dumps(read_description(path).facts(split).identity))
+    return json.loads(json.dumps(read_description(path).split_facts(split).dataset_identity))
 
 
 def loader(path: Path, *, rank: int = 0, ranks: int = 1, rows_per_step: int = 0, **changes: Any) -> Any:

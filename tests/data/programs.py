@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vl.config import DataConfig, EvalConfig, ModelConfig, TrainConfig
-from megatron_vl.parallel.groups import from_first_rank
-from megatron_vl.training.resolve import read_data
+from megatron_vl.parallel.process_groups import broadcast_from_rank_0
+from megatron_vl.training.resolve import read_split_facts
 
 
 def shared_facts(path: str, hf: str) -> list[Any]:
@@ -21,12 +21,12 @@ def shared_facts(path: str, hf: str) -> list[Any]:
 
     def read(config: TrainConfig) -> Any:
         reads.append(1)
-        return read_data(config)
+        return read_split_facts(config)
 
-    identity = from_first_rank(lambda: read(config))["train"].identity
+    identity = broadcast_from_rank_0(lambda: read(config))["train"].identity
     evaluated = dataclasses.replace(config, eval=EvalConfig(interval=1, split="test"))
     try:
-        message = str(from_first_rank(lambda: read(evaluated)))
+        message = str(broadcast_from_rank_0(lambda: read(evaluated)))
     except ValueError as error:
         message = str(error)
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Model
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
 
-from megatron_vl.data.packing.assemble import PackError, pack_row
+from megatron_vl.data.packing.assemble_row import PackingError, pack_row
 from megatron_vl.spec.positions import GridTHW, PositionError, mrope_positions, patch_positions, window_order
 
 from .helpers import hf_config, positions_one_by_one, sample_of, spec_of
@@ -68,7 +68,7 @@ def test_mrope_positions_equal_get_rope_index(family, case):
     families with times in the text have one."""
     spec = spec_of(family)
     sample = sample_of(spec, CASES[case])
-    grids = [item.grid for item in sample.media]
+    grids = [item.grid_thw for item in sample.media_items]
     videos = [grid for grid in grids if grid.kind == "video"]
     theirs = hf_positions(family, sample.token_ids, grids, spec)
 
@@ -98,7 +98,7 @@ def test_vision_order_equals_hf():
     thw = torch.tensor([[g.t, g.h, g.w] for g in GRIDS])
     units, windows = get_vision_window_index(thw, 2, vision.window_size, vision.patch_size)
     order = window_order(GRIDS, vision)
-    assert torch.equal(order.units, units)
+    assert torch.equal(order.unit_order, units)
     assert torch.equal(order.cu_window_seqlens, windows)
     assert torch.equal(order.cu_seqlens, get_vision_cu_seqlens(thw))
     assert torch.equal(torch.cat([patch_positions(g, 2) for g in GRIDS]), get_vision_position_ids(thw, 2))
@@ -106,7 +106,7 @@ def test_vision_order_equals_hf():
 
 def test_a_family_without_windows_keeps_the_order():
     order = window_order(GRIDS, spec_of("qwen2_vl").vision)
-    assert torch.equal(order.units, torch.arange(sum(g.tokens(2) for g in GRIDS)))
+    assert torch.equal(order.unit_order, torch.arange(sum(g.num_tokens(2) for g in GRIDS)))
     assert torch.equal(order.cu_window_seqlens, order.cu_seqlens)
 
 
@@ -126,7 +126,7 @@ def test_row_holds_each_sample_as_it_would_be_alone(family):
     assert row.tokens[used:].tolist() == [151643] * 13 and row.loss_mask[used:].sum() == 0
     for sample, start in zip(samples, row.cu_seqlens.tolist(), strict=False):
         span = slice(start, start + len(sample))
-        grids = [item.grid for item in sample.media]
+        grids = [item.grid_thw for item in sample.media_items]
         assert torch.equal(row.tokens[span], sample.token_ids)
         assert torch.equal(row.position_ids[:, span], mrope_positions(sample.token_ids, grids, spec))
         wanted = torch.cat([sample.loss_mask[1:].float(), torch.zeros(1)])
@@ -145,7 +145,9 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
     vision = row.vision
     unit = spec.vision.merge_unit
 
-    assert row.num_patches == len(vision.plane_index) and row.num_images == sum(len(s.media) for s in samples)
+    assert row.num_patches == len(vision.plane_index) and row.num_images == sum(
+        len(s.media_items) for s in samples
+    )
     by_place = torch.argsort(vision.feature_index)
     placeholders = (
         ((row.tokens == spec.image_token_id) | (row.tokens == spec.video_token_id)).nonzero().flatten()
@@ -155,15 +157,15 @@ def test_pixels_and_features_go_to_their_own_placeholders(family):
     patches = (by_place[:, None] * unit + torch.arange(unit)).flatten()
     pixels = vision.planes[vision.plane_index.long()][patches]
     first = 0
-    for item in (m for s in samples for m in s.media):
-        grid = item.grid
-        got = pixels[first : first + grid.patches].view(grid.t, grid.h * grid.w, 2, -1)
+    for item in (m for s in samples for m in s.media_items):
+        grid = item.grid_thw
+        got = pixels[first : first + grid.num_patches].view(grid.t, grid.h * grid.w, 2, -1)
         frames = item.planes if grid.kind == "video" else item.planes.repeat(2, 1, 1)
         assert torch.equal(got, frames.view(grid.t, 2, grid.h * grid.w, -1).transpose(1, 2))
         assert torch.equal(
-            vision.position_hw[patches][first : first + grid.patches].long(), patch_positions(grid, 2)
+            vision.position_hw[patches][first : first + grid.num_patches].long(), patch_positions(grid, 2)
         )
-        first += grid.patches
+        first += grid.num_patches
 
 
 def test_text_only_row_has_one_dummy_unit():
@@ -177,15 +179,15 @@ def test_text_only_row_has_one_dummy_unit():
 
 def test_what_does_not_fit_is_refused():
     spec = spec_of("qwen2_vl")
-    with pytest.raises(PackError, match="row of 8 tokens"):
+    with pytest.raises(PackingError, match="row of 8 tokens"):
         pack_row([sample_of(spec, [9])], spec, 8)
-    with pytest.raises(PackError):
+    with pytest.raises(PackingError):
         pack_row([], spec, 8)
     sample = sample_of(spec, [3, GridTHW(1, 4, 4), 3])
-    sample.media[0].grid = GridTHW(1, 4, 8)
+    sample.media_items[0].grid_thw = GridTHW(1, 4, 8)
     with pytest.raises(PositionError, match="4 image and video placeholders; its media need 8"):
         pack_row([sample], spec, 64)
     swapped = sample_of(spec, [3, GridTHW(1, 4, 4), 3])
-    swapped.media[0].grid = GridTHW(1, 4, 4, "video")
+    swapped.media_items[0].grid_thw = GridTHW(1, 4, 4, "video")
     with pytest.raises(PositionError, match="video"):
         pack_row([swapped], spec, 64)

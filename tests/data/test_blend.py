@@ -11,8 +11,8 @@ from megatron.energon.flavors.webdataset.structs import DatasetSubset
 from megatron.energon.metadataset.metadataset_v2 import Subset
 
 from megatron_vl.data.source import blend
-from megatron_vl.data.source.blend import BlendError, sources_of, summary
-from megatron_vl.data.source.description import read_description
+from megatron_vl.data.source.blend import BlendError, read_blend_sources, summarize_blend
+from megatron_vl.data.source.dataset_description import read_description
 
 from .mixtures import identity, loader, write
 
@@ -46,31 +46,31 @@ def part(name: str, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_names_are_the_ends_of_paths_that_tell_them_apart(paths, names):
-    assert [source.name for source in sources_of(mixed(*map(part, paths)))] == names
+    assert [source.source_name for source in read_blend_sources(mixed(*map(part, paths)))] == names
 
 
 def test_a_given_name_counts_and_the_name_of_a_mixture_stands_before_it():
     inner = mixed(part("a", called="charts\n2026"), part("b"))
-    sources = sources_of(
+    sources = read_blend_sources(
         mixed({"name": "math/meta.yaml", "called": "math", "data": inner}, part("c", called="charts"))
     )
-    assert [source.name for source in sources] == ["math/charts 2026", "math", "charts"]
+    assert [source.source_name for source in sources] == ["math/charts 2026", "math", "charts"]
 
 
 def test_names_in_nested_files_are_relative_to_these_files():
     one, two = (
         {"name": f"{place}/meta.yaml", "data": mixed(part("charts"), part("../shared"))} for place in "ab"
     )
-    names = [source.name for source in sources_of(mixed(one, two))]
+    names = [source.source_name for source in read_blend_sources(mixed(one, two))]
     assert names == ["a/charts", "shared", "b/charts", "shared-2"]
 
 
 def test_shares_by_hand():
     """Weights are divided at each level: 3/4 and 1/4, of which 1/5 and 4/5."""
     nested = {"name": "meta.yaml", "weight": 1, "data": mixed(part("b", weight=1), part("c", weight=4))}
-    sources = sources_of(mixed(part("a", weight=3), nested))
-    assert [source.share for source in sources] == pytest.approx([0.75, 0.05, 0.2])
-    assert [source.given for source in sources] == [
+    sources = read_blend_sources(mixed(part("a", weight=3), nested))
+    assert [source.sample_share for source in sources] == pytest.approx([0.75, 0.05, 0.2])
+    assert [source.weight_text for source in sources] == [
         "weight 3",
         "weight 1 in a mixture of weight 1",
         "weight 4 in a mixture of weight 1",
@@ -82,23 +82,23 @@ def test_shares_by_hand():
         {"name": "b", "data": leaf("b", 30), "repetitions": 0.5},
         kind="blend_epochized",
     )
-    sources = sources_of(epochs)
-    assert [source.share for source in sources] == pytest.approx([20 / 35, 15 / 35])
-    assert sources[1].described() == "b: 0.5 epochs, 30 samples, 42.9% of the samples expected"
+    sources = read_blend_sources(epochs)
+    assert [source.sample_share for source in sources] == pytest.approx([20 / 35, 15 / 35])
+    assert sources[1].summary_line() == "b: 0.5 epochs, 30 samples, 42.9% of the samples expected"
 
 
 def test_a_single_data_set_is_one_source_and_says_nothing():
-    [source] = sources_of(leaf("a"), "photographs")
-    assert (source.name, source.share, source.given) == ("photographs", 1.0, "")
-    assert summary((source,)) == []
-    [source] = sources_of({"mixture": part("charts")})
-    assert source.name == "charts"
+    [source] = read_blend_sources(leaf("a"), "photographs")
+    assert (source.source_name, source.sample_share, source.weight_text) == ("photographs", 1.0, "")
+    assert summarize_blend((source,)) == []
+    [source] = read_blend_sources({"mixture": part("charts")})
+    assert source.source_name == "charts"
 
 
 def test_two_hundred_sources_take_few_lines(monkeypatch):
-    sources = sources_of(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
-    lines = summary(sources)
-    assert len(lines) == blend.LISTED + 2
+    sources = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
+    lines = summarize_blend(sources)
+    assert len(lines) == blend.MAX_LISTED_SOURCES + 2
     assert lines[-3].startswith("source s199:") and lines[0].startswith("source s160:")
     # 1 + ... + 160 of 1 + ... + 200
     assert lines[-2] == "160 smaller sources: 1,600 samples, 64.1% of the samples expected"
@@ -123,16 +123,16 @@ def test_a_subset_has_as_many_samples_as_energon_takes(ranges, samples):
         value = value | {"subset": {"range": one}} if not number else {
             "subset": {"range": one}, "blend": [value]
         }  # fmt: skip
-    [source] = sources_of({"mixture": value})
+    [source] = read_blend_sources({"mixture": value})
     first, last = theirs.compute_subset(samples)
-    assert source.samples == last - first and source.length == samples
+    assert source.sample_count == last - first and source.full_sample_count == samples
 
 
 # --- What a source is known by ------------------------------------------------------------------------------
 
 
 def keys_of(identity: Any) -> list[str]:
-    return [source.key for source in sources_of(identity)]
+    return [source.source_key for source in read_blend_sources(identity)]
 
 
 def test_neither_name_nor_place_nor_weight_change_what_a_source_is_known_by():
@@ -191,13 +191,13 @@ def test_without_an_id_shards_and_counts_tell_data_sets_apart():
 def test_impossible_weights_are_refused_by_name(folder, train, told):
     write(folder, train={"blend": train})
     with pytest.raises(BlendError, match=rf"meta.yaml: .*{told}"):
-        read_description(folder / "meta.yaml").facts("train")
+        read_description(folder / "meta.yaml").split_facts("train")
 
 
 def test_weights_and_repetitions_are_not_mixed_over_files_either(folder):
     epochs = {"blend_epochized": [{"path": "meta.yaml"}, {"path": "other"}]}
     with pytest.raises(BlendError, match="cannot be mixed: use one of the two for all parts"):
-        read_description(write(folder, "outer.yaml", train=epochs)).facts("train")
+        read_description(write(folder, "outer.yaml", train=epochs)).split_facts("train")
 
 
 # --- Rows ---------------------------------------------------------------------------------------------------
@@ -208,22 +208,22 @@ def test_rows_say_which_source_each_sample_is_from(folder):
     given = [{"path": "other", "weight": 0}, {"path": "birds", "weight": 3}, {"path": "ships"}]
     path = write(folder, train={"blend": given})
     rows = loader(path)
-    names = [source.name for source in sources_of(identity(path))]
-    tokenizer = rows._planning.encoder.chat.tokenizer
+    names = [source.source_name for source in read_blend_sources(identity(path))]
+    tokenizer = rows._planning_context.row_encoder.chat_encoder.tokenizer
     seen: Counter[str] = Counter()
     for row in islice(rows, 40):
         bounds = row.cu_seqlens.tolist()
-        assert len(row.sources) == row.num_samples
-        for source, first, end in zip(row.sources, bounds, bounds[1:], strict=False):
+        assert len(row.source_indices) == row.num_samples
+        for source, first, end in zip(row.source_indices, bounds, bounds[1:], strict=False):
             assert f"{names[source]} " in tokenizer.decode(row.tokens[first:end])
             seen[names[source]] += 1
     assert set(seen) == {"birds", "ships"} and 0.6 < seen["birds"] / seen.total() < 0.9
-    count = sources_of(identity(path))[1].samples
-    assert rows.notes[0].startswith("source other: weight 0, ")
-    assert rows.notes[0].endswith(" samples, nothing is drawn from it")
-    assert rows.notes[1] == f"source birds: weight 3, {count} samples, 75.0% of the samples expected"
+    count = read_blend_sources(identity(path))[1].sample_count
+    assert rows.start_notes[0].startswith("source other: weight 0, ")
+    assert rows.start_notes[0].endswith(" samples, nothing is drawn from it")
+    assert rows.start_notes[1] == f"source birds: weight 3, {count} samples, 75.0% of the samples expected"
 
 
 def test_rows_of_one_data_set_name_no_source(folder):
     rows = loader(folder / "birds")
-    assert next(rows).sources == [] and not any("source" in note for note in rows.notes)
+    assert next(rows).source_indices == [] and not any("source" in note for note in rows.start_notes)

@@ -14,11 +14,11 @@ import pytest
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import validation_rows
-from megatron_vl.data.source.blend import sources_of
-from megatron_vl.data.source.changed_blend import BlendChange
-from megatron_vl.data.source.description import read_description
+from megatron_vl.data.source.blend import read_blend_sources
+from megatron_vl.data.source.blend_change import BlendChange
+from megatron_vl.data.source.dataset_description import read_description
 from megatron_vl.data.source.sample_order import SampleOrder
-from megatron_vl.data.state import StateError, from_json
+from megatron_vl.data.state_json import LoaderStateError, state_from_json
 from megatron_vl.spec.families import read_spec
 from tests.data.test_blend import leaf, mixed, part
 from tests.tiny import tiny_checkpoint
@@ -45,7 +45,7 @@ class Reading:
         self.rows: Any = None
 
     def key(self, name: str) -> str:
-        return sources_of(identity(self.folder / name))[0].key
+        return read_blend_sources(identity(self.folder / name))[0].source_key
 
     def start(self, train: Any, **settings: Any) -> Reading:
         """Starts with another train split, or goes on with it where the last start stopped."""
@@ -57,10 +57,12 @@ class Reading:
 
     def take(self, count: int) -> Reading:
         """Takes rows, and stops."""
-        blend = self.rows._planning.blend
+        blend = self.rows._planning_context.blend_sources
         for row in islice(self.rows, count):
-            for source, key in zip(row.sources or [0] * len(row.keys), row.keys, strict=True):
-                self.taken[self.names[blend[source].key], key] += 1
+            for source, key in zip(
+                row.source_indices or [0] * len(row.sample_keys), row.sample_keys, strict=True
+            ):
+                self.taken[self.names[blend[source].source_key], key] += 1
         self.state = json.loads(json.dumps(self.rows.state_dict()))
         return self
 
@@ -71,9 +73,9 @@ class Reading:
         """Asserts that each pass through a source has drawn each sample once, into a row or to wait."""
         hf, key = tiny_checkpoint("qwen2_5_vl"), self.key(name)
         data = DataConfig(path=str(self.folder / name), seq_len=64, pack=False)
-        keys = [row.keys[0] for row in validation_rows(data, read_spec(hf), hf, "train")]
+        keys = [row.sample_keys[0] for row in validation_rows(data, read_spec(hf), hf, "train")]
 
-        state = from_json(self.state["planner"])
+        state = state_from_json(self.state["planner"])
         sources, numbers = state["waiting"]
         waiting = [n for s, n in zip(sources, numbers, strict=True) if state["keys"][s] == key]
         waiting += state["aside"].get(key, [])
@@ -82,12 +84,12 @@ class Reading:
             [len(keys)],
             [1.0],
             data.seed,
-            shuffled=self.shuffled,
-            keys=[key],
-            shards=[np.array([described.counts[shard] for shard in described.splits["train"]])],
+            is_shuffled=self.shuffled,
+            source_keys=[key],
+            shards=[np.array([described.samples_by_shard[shard] for shard in described.splits["train"]])],
             block=data.shuffle_block,
         )
-        indices = order.indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
+        indices = order.sample_indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
 
         drawn = self.of(name) + Counter(keys[index] for index in indices)
         assert drawn.total() == state["drawn"][key] > 0
@@ -100,7 +102,7 @@ class Reading:
 
 
 def told(reading: Reading) -> str:
-    return "\n".join(reading.rows.notes)
+    return "\n".join(reading.rows.start_notes)
 
 
 def test_sources_move_leave_and_come_back_without_a_gap(folder):
@@ -188,7 +190,7 @@ def test_ranks_change_with_the_blend(folder):
         for rank in range(ranks):
             rows = loader(path, rank=rank, ranks=ranks, rows_per_step=3, **CONTINUE)
             rows.load_state_dict(run.state, lambda number: run.state)
-            samples += [key for row in islice(rows, 12 // ranks) for key in row.keys]
+            samples += [key for row in islice(rows, 12 // ranks) for key in row.sample_keys]
         found.append(sorted(samples))
     assert found[0] == found[1]
 
@@ -197,7 +199,7 @@ def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
     """In each pass: birds twice, and ships one and a half times."""
     epochs = blend(BIRDS | {"repetitions": 2}, SHIPS | {"repetitions": 1.5}, kind="blend_epochized")
     run = Reading(folder, pack=False, packing_buffer=1).start(epochs)
-    birds, ships = (source.samples for source in sources_of(identity(folder / "meta.yaml")))
+    birds, ships = (source.sample_count for source in read_blend_sources(identity(folder / "meta.yaml")))
     for number in (1, 2):
         run.take(2 * birds + ships * 3 // 2)
         assert run.of("birds").total() == 2 * birds * number
@@ -208,7 +210,7 @@ def test_a_blend_by_repetitions_draws_each_source_as_often_as_it_says(folder):
 
 def test_without_the_switch_the_run_ends_and_says_what_changed(folder):
     run = Reading(folder).start(blend(BIRDS | {"weight": 3}, SHIPS)).take(3)
-    with pytest.raises(StateError) as caught:
+    with pytest.raises(LoaderStateError) as caught:
         run.start(blend(BIRDS | {"weight": 3}, SHIPS | {"weight": 2}, OTHER))
     message = str(caught.value)
     assert "--data.on_changed_blend continue" in message and "--checkpoint.restart_data true" in message
@@ -219,7 +221,7 @@ def test_without_the_switch_the_run_ends_and_says_what_changed(folder):
 
 def test_a_blend_of_which_nothing_stays_is_refused_with_the_switch_too(folder):
     run = Reading(folder).start(blend(BIRDS, SHIPS)).take(3)
-    with pytest.raises(StateError, match="restart_data") as caught:
+    with pytest.raises(LoaderStateError, match="restart_data") as caught:
         run.start("other", **CONTINUE)
     assert "on_changed_blend" not in str(caught.value)
 
@@ -255,10 +257,14 @@ def test_a_set_that_was_converted_again_is_another_source(folder):
 
 
 def test_two_hundred_changes_take_few_lines():
-    before = sources_of(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
-    now = sources_of(mixed(*(part(f"s{i}", weight=i + 2) for i in range(150)), part("t")))
-    lines = BlendChange(before, now).told()
+    before = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
+    now = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 2) for i in range(150)), part("t")))
+    lines = BlendChange(before, now).change_lines()
     assert len(lines) == 41 and lines[-1].endswith("more sources change")
-    same = sources_of(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
-    assert BlendChange(before, same).told() == ["200 sources as before, from where the checkpoint stands"]
-    assert BlendChange(sources_of(leaf("a")), sources_of(mixed(part("a"), part("b")))).stays
+    same = read_blend_sources(mixed(*(part(f"s{i}", weight=i + 1) for i in range(200))))
+    assert BlendChange(before, same).change_lines() == [
+        "200 sources as before, from where the checkpoint stands"
+    ]
+    assert BlendChange(
+        read_blend_sources(leaf("a")), read_blend_sources(mixed(part("a"), part("b")))
+    ).keeps_any_source

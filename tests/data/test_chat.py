@@ -68,7 +68,7 @@ def released_tokenizer_folder() -> Path:
     import tempfile
 
     from tests.tiny import tiny_checkpoint
-    from toolkit.tiny import _write_tokenizer
+    from toolkit.tiny_checkpoint import _write_tokenizer
 
     file = Path(importlib.util.find_spec("dashscope").origin).parent / "resources" / "qwen.tiktoken"
     ranks = {
@@ -134,14 +134,14 @@ def test_text_and_tokens_equal_transformers(encoder, name):
     messages, grids = CONVERSATIONS[name]
     reference = hf_tokenizer(folder)
     rendered = reference.apply_chat_template(messages, tokenize=False)
-    assert ours.render(messages) == rendered
+    assert ours.render_conversation(messages) == rendered
     expanded = rendered
     for grid in grids:
         token = "<|image_pad|>" if grid.kind == "image" else "<|video_pad|>"
-        expanded = expanded.replace(token, "<|placeholder|>" * grid.tokens(2), 1)
+        expanded = expanded.replace(token, "<|placeholder|>" * grid.num_tokens(2), 1)
     for grid in grids:
         token = "<|image_pad|>" if grid.kind == "image" else "<|video_pad|>"
-        expanded = expanded.replace("<|placeholder|>", token, grid.tokens(2))
+        expanded = expanded.replace("<|placeholder|>", token, grid.num_tokens(2))
     assert ours.encode(messages, grids)[0].tolist() == reference(expanded)["input_ids"]
 
 
@@ -188,7 +188,7 @@ def test_text_that_melts_into_the_header_is_not_learnt(encoder):
     ids, mask = ours.encode(messages, [])
     learnt = ours.tokenizer.decode(ids[mask])
     assert learnt.endswith("Hello<|im_end|>") and "assistant" not in learnt
-    assert ids.tolist() == ours.tokenizer(ours.render(messages))["input_ids"]
+    assert ids.tolist() == ours.tokenizer(ours.render_conversation(messages))["input_ids"]
 
 
 def test_media_that_do_not_match_the_text_are_refused(encoder):
@@ -206,7 +206,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(encoder):
     _, ours = encoder
     changed = ChatEncoder.__new__(ChatEncoder)
     changed.__dict__.update(ours.__dict__)
-    changed.template = (
+    changed.chat_template = (
         "{% for m in messages %}{{ m.role }}:{% if loop.last %}{{ m.content }}{% endif %}\n{% endfor %}"
         + ("{% if add_generation_prompt %}assistant:{% endif %}")
     )
@@ -218,7 +218,7 @@ def test_a_template_cannot_reach_out_of_the_sandbox(encoder):
     _, ours = encoder
     changed = ChatEncoder.__new__(ChatEncoder)
     changed.__dict__.update(ours.__dict__)
-    changed.template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+    changed.chat_template = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     with pytest.raises(ChatError, match="SecurityError"):
         changed.encode([{"role": "user", "content": "a"}], [])
 
@@ -246,7 +246,7 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
     from types import SimpleNamespace
 
     from tests.tiny import tiny_checkpoint
-    from toolkit.hf import video_text
+    from toolkit.hf_loading import apply_video_prompt
 
     folder = tiny_checkpoint("qwen3_vl")
     spec = read_spec(folder)
@@ -261,8 +261,8 @@ def test_times_before_frames_equal_the_hf_processor(name, rule):
     ]
     videos = {"video_grid_thw": torch.tensor([[g.t, g.h, g.w] for g in clips]), "video_metadata": metadata}
     written = [processor.replace_video_token(videos, i) for i in range(len(clips))]
-    pictures = [processor.image_token * grid.tokens(2) for grid in grids if grid.kind == "image"]
-    rendered = video_text(ours.render(messages), processor, spec, rule)
+    pictures = [processor.image_token * grid.num_tokens(2) for grid in grids if grid.kind == "image"]
+    rendered = apply_video_prompt(ours.render_conversation(messages), processor, spec, rule)
     expanded, _ = processor.get_text_with_replacements([rendered], pictures, written)
 
     ids, mask = ours.encode(messages, grids)
@@ -328,7 +328,7 @@ def test_one_pair_is_left_out_for_each_video_and_none_for_images():
     written = ours.tokenizer.decode(ours.encode(messages, grids)[0])
     assert written == f"{SYSTEM_TURN}<|im_start|>user\n{image}{GROUPS}and{second}<|im_end|>\n"
 
-    ours.template = "{% for part in messages[0].content %}<|video_pad|>{% endfor %}"
+    ours.chat_template = "{% for part in messages[0].content %}<|video_pad|>{% endfor %}"
     bare = [{"role": "user", "content": [VIDEO]}]
     assert ours.tokenizer.decode(ours.encode(bare, [CLIP])[0]) == GROUPS
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from data_tools.formats import read_conversation
-from megatron_vl.data.packing.assemble import Sample, pack_row
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.step import token_loss
@@ -67,10 +67,10 @@ def test_calls_of_all_formats_are_written_as_the_released_template_writes_them(f
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for record in WITH_TOOLS.values():
         conversation = read_conversation(record)
-        text = encoder.render(conversation.messages, tools=conversation.tools)
+        text = encoder.render_conversation(conversation.messages, tools=conversation.tool_definitions)
         assert text == tokenizer.apply_chat_template(
             conversation.messages,
-            tools=conversation.tools,
+            tools=conversation.tool_definitions,
             chat_template=TEMPLATE.read_text(),
             tokenize=False,
         )
@@ -85,7 +85,7 @@ def test_calls_of_all_formats_are_written_as_the_released_template_writes_them(f
 def test_the_call_is_learnt_and_its_result_is_not(folder):
     encoder = ChatEncoder(folder, read_spec(folder))
     conversation = read_conversation(WITH_TOOLS["openai"])
-    ids, learnt = encoder.encode(conversation.messages, [], conversation.tools)
+    ids, learnt = encoder.encode(conversation.messages, [], conversation.tool_definitions)
     said = encoder.tokenizer.decode(ids[learnt.bool()])
     assert "<function=weather>" in said and "Oslo" in said and "Yes.<|im_end|>" in said
     assert "rain" not in said and "Rain" not in said and "# Tools" not in said
@@ -136,7 +136,7 @@ def test_weights_change_the_mask_and_nothing_else():
 def test_the_loss_is_divided_by_the_number_of_learnt_tokens():
     """Worked out by hand: 0.5 x 2 + 2 x 3 + 1 x 4 = 11, of three tokens with another weight than 0."""
     spec = spec_of("qwen2_5_vl")
-    sample = Sample(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0.0, 0.0, 0.5, 2.0, 1.0]))
+    sample = TokenizedSample(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0.0, 0.0, 0.5, 2.0, 1.0]))
     row = pack_row([sample], spec, 8)
     assert row.loss_mask.tolist() == [0.0, 0.5, 2.0, 1.0, 0, 0, 0, 0]
     assert row.labels.tolist() == [0, 7, 8, 9, 0, 0, 0, 0]

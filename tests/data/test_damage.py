@@ -17,14 +17,14 @@ import pytest
 
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import LoaderError, validation_rows
-from megatron_vl.data.packing.fill import fill_row, pack_greedily
+from megatron_vl.data.packing.fill_row import choose_row_samples, pack_first_fit
 from megatron_vl.data.source.bad_samples import (
-    LISTED_PER_ROW,
+    MAX_LISTED_PER_ROW,
     BadSampleMeter,
     DroppedSample,
     details_by_reason,
 )
-from megatron_vl.data.source.reading import crc_differs, with_crc
+from megatron_vl.data.source.tolerant_reader import append_crc32, is_crc32_wrong
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
@@ -61,8 +61,8 @@ def epoch(path: Path, **changes) -> tuple[Counter[str], dict[str, tuple[str, str
     used: Counter[str] = Counter()
     dropped = {}
     for row in islice(rows, 30):
-        used.update(row.keys)
-        assert sum(row.dropped.values()) == len(row.dropped_samples)
+        used.update(row.sample_keys)
+        assert sum(row.dropped_counts.values()) == len(row.dropped_samples)
         dropped |= {d.key: (d.reason, d.shard) for d in row.dropped_samples}
     rows.close()
     return used, dropped
@@ -188,7 +188,9 @@ def test_the_list_is_bounded_and_the_counts_are_not(tmp_path):
     turns = lambda n: [{"from": "human", "value": "x " * n}, {"from": "gpt", "value": "y"}]  # noqa: E731
     path, _ = converted(tmp_path, [{"conversations": turns(400 if i < 600 else 5)} for i in range(640)])
     row = next(loader(path))
-    assert row.dropped == {"longer than seq_len": 600} and len(row.dropped_samples) == LISTED_PER_ROW
+    assert (
+        row.dropped_counts == {"longer than seq_len": 600} and len(row.dropped_samples) == MAX_LISTED_PER_ROW
+    )
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -206,7 +208,7 @@ def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
     dropped: set[str] = set()
 
     for row in islice(second, 30):
-        used.update(row.keys)
+        used.update(row.sample_keys)
         dropped.update(d.key for d in row.dropped_samples)
 
     second.close()
@@ -215,7 +217,7 @@ def test_a_state_whose_samples_vanished_is_restored(dataset, workers):
 
 
 def test_a_data_set_that_is_gone_ends_the_run_with_the_counts(dataset, monkeypatch):
-    monkeypatch.setattr("megatron_vl.data.loader.MOST_REFUSED_IN_A_ROW", 50)
+    monkeypatch.setattr("megatron_vl.data.loader.MAX_CONSECUTIVE_REFUSALS", 50)
     for shard in dataset.glob("*.tar"):
         shard.unlink()
     with pytest.raises(
@@ -261,33 +263,35 @@ def test_what_the_template_cannot_write_has_a_reason_of_its_own(tmp_path):
     ask, say = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
     calls = {"messages": [ask, call, {"role": "tool", "content": "1"}, say]}
     path, _ = converted(tmp_path, [calls, {"messages": [ask, say]}])
-    assert set(next(loader(path)).dropped) == {"not written by the chat template"}
+    assert set(next(loader(path)).dropped_counts) == {"not written by the chat template"}
 
 
 # --- The limit ----------------------------------------------------------------------------------------------
 
 
 def test_the_share_of_bad_samples():
-    meter = BadSampleMeter(0.01, minimum=1000)
-    meter.add(50, {"image does not decode": 10})
-    assert not meter.problem() and meter.share == 0.01
-    meter.add(0, {"shard missing": 1})
-    assert "11 of 61 samples could not be used" in meter.problem()
+    meter = BadSampleMeter(0.01, minimum_samples=1000)
+    meter.add_counts(50, {"image does not decode": 10})
+    assert not meter.stop_reason() and meter.bad_share == 0.01
+    meter.add_counts(0, {"shard missing": 1})
+    assert "11 of 61 samples could not be used" in meter.stop_reason()
     assert (
-        "10 image does not decode, 1 shard missing" in meter.problem()
-        and "data.max_bad_share 0.01" in meter.problem()
+        "10 image does not decode, 1 shard missing" in meter.stop_reason()
+        and "data.max_bad_share 0.01" in meter.stop_reason()
     )
 
-    meter.add(2000, {})
-    assert not meter.problem()
-    meter.add(0, {"shard missing": 11})
-    assert meter.problem()
+    meter.add_counts(2000, {})
+    assert not meter.stop_reason()
+    meter.add_counts(0, {"shard missing": 11})
+    assert meter.stop_reason()
 
-    assert meter.problem().endswith("Correct the data and convert them again; or raise data.max_bad_share")
+    assert meter.stop_reason().endswith(
+        "Correct the data and convert them again; or raise data.max_bad_share"
+    )
 
     other = BadSampleMeter(0.01)
     other.load_state_dict(json.loads(json.dumps(meter.state_dict())))
-    assert other.problem() == meter.problem()
+    assert other.stop_reason() == meter.stop_reason()
 
 
 def test_the_limit_says_what_to_do_about_each_reason():
@@ -296,26 +300,32 @@ def test_the_limit_says_what_to_do_about_each_reason():
 
     meter = BadSampleMeter(0.0)
     long = [sample("longer than seq_len", name, size) for name, size in (("b", 90), ("a", 402), ("b", 70))]
-    meter.add(2, {"longer than seq_len": 3}, details_by_reason(long))
+    meter.add_counts(2, {"longer than seq_len": 3}, details_by_reason(long))
     assert (
-        "3 longer than seq_len (source a, b). Raise data.seq_len to 402 (the tokens of the" in meter.problem()
+        "3 longer than seq_len (source a, b). Raise data.seq_len to 402 (the tokens of the"
+        in meter.stop_reason()
     )
-    assert "convert" not in meter.problem()
+    assert "convert" not in meter.stop_reason()
 
-    meter.add(0, {"not written by the chat template": 1}, details_by_reason([]))
-    meter.add(0, {"longer than seq_len": 1}, details_by_reason([sample("longer than seq_len", "a", 400)]))
-    assert "Raise data.seq_len to 402 " in meter.problem()
-    assert "onverting again does not help" in meter.problem() and "Correct the data" not in meter.problem()
+    meter.add_counts(0, {"not written by the chat template": 1}, details_by_reason([]))
+    meter.add_counts(
+        0, {"longer than seq_len": 1}, details_by_reason([sample("longer than seq_len", "a", 400)])
+    )
+    assert "Raise data.seq_len to 402 " in meter.stop_reason()
+    assert (
+        "onverting again does not help" in meter.stop_reason()
+        and "Correct the data" not in meter.stop_reason()
+    )
 
 
 def test_no_bad_sample_or_any_number():
-    none, any_ = BadSampleMeter(0.0), BadSampleMeter(1.0, minimum=1)
+    none, any_ = BadSampleMeter(0.0), BadSampleMeter(1.0, minimum_samples=1)
     for meter in (none, any_):
-        assert not meter.problem()
-        meter.add(100, {"x": 1})
-    assert none.problem() and not any_.problem()
-    any_.add(0, {"x": 100})
-    assert not any_.problem()
+        assert not meter.stop_reason()
+        meter.add_counts(100, {"x": 1})
+    assert none.stop_reason() and not any_.stop_reason()
+    any_.add_counts(0, {"x": 100})
+    assert not any_.stop_reason()
     for share, minimum in ((-0.1, 1), (1.1, 1), (0.5, 0)):
         with pytest.raises(ValueError, match="max_bad_share"):
             BadSampleMeter(share, minimum)
@@ -331,7 +341,7 @@ def test_a_row_is_the_fullest_there_is():
         sizes = [(draw.randint(1, 40), draw.randint(0, 30)) for _ in range(draw.randint(1, 8))]
         tokens = 64
         patches = draw.choice([0, 40])
-        row = fill_row(sizes, tokens, patches)
+        row = choose_row_samples(sizes, tokens, patches)
         fits = [
             sum(sizes[i][0] for i in chosen)
             for mask in range(1 << (len(sizes) - 1))
@@ -352,17 +362,17 @@ def test_rows_are_full_and_none_waits_indefinitely(tmp_path):
     path, _ = converted(tmp_path, [{"conversations": turns(n)} for n in words])
     filled, oldest, lengths = [], [], []
     for row in islice(loader(path, seq_len=1024, packing_buffer=32), 25):
-        assert row.cu_seqlens[-1] == 1024 and not row.dropped
+        assert row.cu_seqlens[-1] == 1024 and not row.dropped_counts
         sizes = row.cu_seqlens.diff()[: row.num_samples].tolist()
         lengths += sizes
         filled.append(sum(sizes) / 1024)
-        oldest.append(min(row.keys))
+        oldest.append(min(row.sample_keys))
 
     assert oldest == sorted(set(oldest)), "each row takes the sample that has waited longest"
     emptied = []
     for start in range(0, len(lengths) - 32, 32):
         sizes = [(n, 0) for n in lengths[start : start + 32]]
-        emptied += [sum(sizes[i][0] for i in bin_) / 1024 for bin_ in pack_greedily(sizes, 1024)]
+        emptied += [sum(sizes[i][0] for i in bin_) / 1024 for bin_ in pack_first_fit(sizes, 1024)]
 
     assert sum(filled) / 25 > 0.995 and sum(emptied) / len(emptied) < 0.96
 
@@ -377,14 +387,18 @@ def test_validation_ends_with_every_sample(tmp_path):
         assert (
             sum(row.num_samples for row in rows)
             == report.val
-            == len({key for row in rows for key in row.keys})
+            == len({key for row in rows for key in row.sample_keys})
         )
 
 
 def test_checksum_of_a_text():
-    text = with_crc(b'{"a": "\xc3\xa9"}')
-    assert json.loads(text)["a"] == "é" and not crc_differs(text)
-    assert crc_differs(text.replace(b"a", b"b", 1)) and not crc_differs(b'{"a": 1}') and not crc_differs(b"")
+    text = append_crc32(b'{"a": "\xc3\xa9"}')
+    assert json.loads(text)["a"] == "é" and not is_crc32_wrong(text)
+    assert (
+        is_crc32_wrong(text.replace(b"a", b"b", 1))
+        and not is_crc32_wrong(b'{"a": 1}')
+        and not is_crc32_wrong(b"")
+    )
 
 
 @pytest.mark.parametrize("timeout", [0.0, 60.0])
@@ -402,10 +416,10 @@ def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset, timeout)
         with pytest.raises(OSError, match="Too many open files"):
             while True:
                 spare.append(open("/dev/null"))
-        used = Counter(first.keys)
+        used = Counter(first.sample_keys)
         for row in islice(rows, 29):  # what the loader itself has open is enough to go on
-            assert not row.dropped
-            used.update(row.keys)
+            assert not row.dropped_counts
+            used.update(row.sample_keys)
         assert used == whole
 
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))

@@ -14,10 +14,15 @@ import pytest
 import yaml
 
 from data_tools import shards
-from data_tools.shards import IndexWriter, Shard, ShardError
-from megatron_vl.data.source import description
-from megatron_vl.data.source.description import DescriptionError, LoaderError, difference, read_description
-from megatron_vl.data.state import StateError
+from data_tools.shards import IndexWriter, ShardError, WrittenShard
+from megatron_vl.data.source import dataset_description
+from megatron_vl.data.source.dataset_description import (
+    DescriptionError,
+    LoaderError,
+    compare_identities,
+    read_description,
+)
+from megatron_vl.data.state_json import LoaderStateError
 from tests.data.programs import shared_facts
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
@@ -91,7 +96,7 @@ def test_what_a_mixture_consists_of_is_its_identity(folder, change):
     make(folder)
     import re
 
-    found = difference(before, identity(folder / "meta.yaml"))
+    found = compare_identities(before, identity(folder / "meta.yaml"))
     assert re.search(told, found), found
 
 
@@ -103,7 +108,7 @@ def test_the_same_data_elsewhere_is_the_same(folder, tmp_path):
     (folder / "renamed.yaml").write_text(text.replace("path: birds", f"path: {tmp_path}/moved/birds2"))
     folder.rename(tmp_path / "moved")
     assert before != identity(tmp_path / "moved" / "renamed.yaml"), "names are kept for messages"
-    assert difference(before, identity(tmp_path / "moved" / "renamed.yaml")) == ""
+    assert compare_identities(before, identity(tmp_path / "moved" / "renamed.yaml")) == ""
 
 
 @pytest.mark.parametrize("weights", [(6, 2), (0.3, 0.1), (1.5, 0.5), (3e-3, 1e-3)])
@@ -112,13 +117,13 @@ def test_weights_count_by_their_ratio(folder, weights):
     before = identity(folder / "meta.yaml")
     birds, ships = weights
     write(folder, "scaled.yaml", birds={"weight": birds}, ships={"weight": ships})
-    assert difference(before, identity(folder / "scaled.yaml")) == ""
+    assert compare_identities(before, identity(folder / "scaled.yaml")) == ""
 
     # What a blend of one part has for its weight says nothing; nor does one of a nested mixture's.
     for name, weight in (("one.yaml", 1), ("five.yaml", 5)):
         nested = {"path": "meta.yaml" if weight == 1 else "scaled.yaml", "weight": weight}
         write(folder, name, train={"blend": [nested]})
-    assert difference(identity(folder / "one.yaml"), identity(folder / "five.yaml")) == ""
+    assert compare_identities(identity(folder / "one.yaml"), identity(folder / "five.yaml")) == ""
 
     # Other content is reported, not the weights.
     write(
@@ -126,7 +131,7 @@ def test_weights_count_by_their_ratio(folder, weights):
         "scaled.yaml",
         train={"blend": [{"path": "birds", "weight": birds}, {"path": "other", "weight": ships}]},
     )
-    assert difference(before, identity(folder / "scaled.yaml")).startswith("other was converted")
+    assert compare_identities(before, identity(folder / "scaled.yaml")).startswith("other was converted")
 
 
 def test_repetitions_count_as_they_are(folder):
@@ -134,20 +139,20 @@ def test_repetitions_count_as_they_are(folder):
     for name, times in (("once.yaml", 1), ("twice.yaml", 2)):
         parts = [{"path": part, "repetitions": times} for part in ("birds", "ships")]
         write(folder, name, train={"blend_epochized": parts})
-    found = difference(identity(folder / "once.yaml"), identity(folder / "twice.yaml"))
+    found = compare_identities(identity(folder / "once.yaml"), identity(folder / "twice.yaml"))
     assert found == "the repetitions of birds was 1, is 2"
 
 
 def test_nested_mixtures_count_with_their_weights(folder):
     outer = [{"path": "meta.yaml", "weight": 2}, {"path": "other"}]
     before = identity(write(folder, "outer.yaml", train={"blend": outer}))
-    assert difference(before, identity(folder / "outer.yaml")) == ""
+    assert compare_identities(before, identity(folder / "outer.yaml")) == ""
     write(folder, ships={"weight": 5})
-    assert difference(before, identity(folder / "outer.yaml")) == "the weight of ships was 1, is 5"
+    assert compare_identities(before, identity(folder / "outer.yaml")) == "the weight of ships was 1, is 5"
     write(folder)
     outer[0]["split_part"] = "val"
     write(folder, "outer.yaml", train={"blend": outer})
-    assert "was a blend by weights" in difference(before, identity(folder / "outer.yaml"))
+    assert "was a blend by weights" in compare_identities(before, identity(folder / "outer.yaml"))
 
 
 def test_a_tab_in_a_metadataset_is_one_line_with_its_place(folder):
@@ -163,17 +168,17 @@ def test_a_split_that_a_mixture_lacks_is_named(folder):
     with pytest.raises(
         LoaderError, match=r"meta.yaml has no split 'test'; splits that are there: train, val\."
     ):
-        read_description(folder / "meta.yaml").facts("test")
+        read_description(folder / "meta.yaml").split_facts("test")
     write(folder, birds={"split_part": "test"})
     with pytest.raises(LoaderError, match=r"birds: the split 'test' is empty"):
-        read_description(folder / "meta.yaml").facts("train")
+        read_description(folder / "meta.yaml").split_facts("train")
 
 
 # --- States of a loader -------------------------------------------------------------------------------------
 
 
 def keys(rows: Any, count: int) -> list[list[str]]:
-    return [[*row.keys, *map(str, row.tokens.tolist())] for row in islice(rows, count)]
+    return [[*row.sample_keys, *map(str, row.tokens.tolist())] for row in islice(rows, count)]
 
 
 def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_path):
@@ -189,7 +194,8 @@ def test_a_mixture_resumes_where_it_lies_and_not_with_other_weights(folder, tmp_
 
     write(tmp_path / "moved", ships={"weight": 3})
     with pytest.raises(
-        StateError, match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true"
+        LoaderStateError,
+        match=r"the weight of ships was 1, is 3; give the data set .*checkpoint.restart_data true",
     ):
         loader(tmp_path / "moved" / "meta.yaml").load_state_dict(state)
 
@@ -216,7 +222,7 @@ def empty_shards(folder: Path, count: int) -> Path:
     writer = IndexWriter(folder / ".nv-meta")
     for i in range(count):
         (folder / f"train-{i:06d}.tar").touch()
-        writer.add(Shard(f"train-{i:06d}.tar", 10, 0, f"{i:064x}"))
+        writer.add_shard(WrittenShard(f"train-{i:06d}.tar", 10, 0, f"{i:064x}"))
     writer.finish()
     return folder
 
@@ -240,25 +246,25 @@ def test_reading_looks_at_no_shard(tmp_path, monkeypatch):
     calls, sizes = [], []
     for path in (few, many):
         looked["count"] = 0
-        facts = read_description(path).facts("train")
+        facts = read_description(path).split_facts("train")
         calls.append(looked["count"])
         sizes.append(len(pickle.dumps(facts)))
-        assert facts.samples == 10 * len(list(path.glob("*.tar"))) and facts.largest_shard == 10
+        assert facts.sample_count == 10 * len(list(path.glob("*.tar"))) and facts.largest_shard == 10
     assert abs(calls[0] - calls[1]) < 8, calls  # sizes of at most 16 shards are asked for
     assert abs(sizes[0] - sizes[1]) < 16 and max(sizes) < 1000
 
 
 def test_the_loader_reads_what_the_converter_writes_and_the_converter_no_more(tmp_path, monkeypatch):
-    assert shards.MOST_SHARDS is description.MOST_SHARDS
-    monkeypatch.setattr(shards, "MOST_SHARDS", 5)
-    monkeypatch.setattr(description, "MOST_SHARDS", 5)
-    assert read_description(empty_shards(tmp_path / "five", 5)).facts("train").samples == 50
+    assert shards.MAX_SHARDS is dataset_description.MAX_SHARDS
+    monkeypatch.setattr(shards, "MAX_SHARDS", 5)
+    monkeypatch.setattr(dataset_description, "MAX_SHARDS", 5)
+    assert read_description(empty_shards(tmp_path / "five", 5)).split_facts("train").sample_count == 50
     with pytest.raises(
         ShardError, match=r"train-000005.tar is one more than the 5 shards .*--samples-per-shard"
     ):
         empty_shards(tmp_path / "six", 6)
     longest = json.dumps({"shard_counts": {f"train-{10**7 - 1}.tar": 10**6}}, indent=2).splitlines()[2]
-    assert len(longest) < 39 and description.LARGEST >= 48 * 4_000_000
+    assert len(longest) < 39 and dataset_description.MAX_DESCRIPTION_BYTES >= 48 * 4_000_000
 
 
 @pytest.mark.ranks

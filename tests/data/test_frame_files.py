@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
-from megatron_vl.data.sample.deadline import Deadline, OutOfTimeError
-from megatron_vl.data.sample.frame_files import FrameFile, FrameFileInfo, pack_frames
+from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveInfo, pack_frames
 from megatron_vl.data.sample.pixels import (
+    PictureTooLargeError,
     PixelError,
     PixelSettings,
-    TooLargeError,
     VideoInfo,
     frame_indices,
     probe_video,
@@ -34,8 +34,8 @@ def packed(count: int, fps: float = 2.0, sampling: str = "whole") -> bytes:
     return pack_frames(((f"{i}.png", encoded(70, 100, seed=i)) for i in range(count)), info(fps, sampling))
 
 
-def info(fps: float = 2.0, sampling: str = "whole") -> FrameFileInfo:
-    return FrameFileInfo(fps, sampling)  # type: ignore[arg-type]
+def info(fps: float = 2.0, sampling: str = "whole") -> FrameArchiveInfo:
+    return FrameArchiveInfo(fps, sampling)  # type: ignore[arg-type]
 
 
 def lossless(count: int, rate: int) -> bytes:
@@ -110,7 +110,7 @@ def test_a_folder_is_sampled_like_a_file_of_the_same_frames(settings, count, rat
     file = lossless(count, rate)
     folder = packed(count, rate, "as a file")
     of_file, of_folder = probe_video(file), probe_video(folder)
-    assert (of_file.frames, of_file.fps, of_file.height) == (of_folder.frames, of_folder.fps, 70)
+    assert (of_file.frame_count, of_file.fps, of_file.height) == (of_folder.frame_count, of_folder.fps, 70)
     grid = video_grid(of_folder, settings)
     assert grid == video_grid(of_file, settings)
     planes = video_planes(folder, of_folder, grid, settings)
@@ -146,7 +146,7 @@ def test_an_archive_has_the_bytes_of_the_pictures_and_only_depends_on_them():
         assert archive.read("000000001 1.png") == encoded(70, 100, seed=1)
     assert data == packed(3)
     strange = pack_frames([("a/../\ud800\n" + "x" * 300, b"")], info())
-    assert FrameFile(strange).name(0) == "x" * 60
+    assert FrameArchive(strange).picture_name(0) == "x" * 60
 
 
 def test_frames_that_cannot_be_used_are_named():
@@ -158,7 +158,7 @@ def test_frames_that_cannot_be_used_are_named():
     ):
         with pytest.raises(PixelError, match=said):
             probe_video(pack_frames([("one.jpg", whole), (name, bad)], info()))
-    with pytest.raises(TooLargeError, match="one.jpg"):
+    with pytest.raises(PictureTooLargeError, match="one.jpg"):
         probe_video(pack_frames([("one.jpg", whole)], info()), 6999)
     with pytest.raises(PixelError, match="0 frames"):
         probe_video(pack_frames([], info()))
@@ -169,10 +169,10 @@ def test_an_archive_that_says_less_than_was_converted_is_refused():
     for claimed in (VideoInfo(6, 2.0, 70, 100, "whole"), VideoInfo(4, 2.0, 70, 101, "whole")):
         with pytest.raises(PixelError):
             video_frames(data, claimed, frame_indices(claimed, QWEN2_5))
-    with pytest.raises(TooLargeError):
+    with pytest.raises(PictureTooLargeError):
         video_frames(data, VideoInfo(4, 2.0, 7, 10), [0])
-    with pytest.raises(OutOfTimeError):
-        video_frames(data, probe_video(data), [0], Deadline(1e-9))
+    with pytest.raises(SampleTimeoutError):
+        video_frames(data, probe_video(data), [0], SampleDeadline(1e-9))
 
 
 def test_other_archives_are_refused():

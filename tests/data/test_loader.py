@@ -20,13 +20,13 @@ from transformers.image_utils import load_image
 from transformers.video_utils import VideoMetadata
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import LoaderError, pack_greedily, validation_rows
+from megatron_vl.data.loader import LoaderError, pack_first_fit, validation_rows
 from megatron_vl.data.sample.pixels import read_pixel_norm
-from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.tiny import tiny_checkpoint
-from toolkit.hf import video_text
+from toolkit.hf_loading import apply_video_prompt
 
 from .datasets import converted, mixed_records, open_loader
 from .helpers import positions_one_by_one
@@ -97,7 +97,7 @@ def hf_inputs(folder, record, parts, video_prompt):
         extra |= {"do_sample_frames": True, "fps": 2.0, "max_frames": 32}
 
     text = processor.apply_chat_template(record["messages"], tokenize=False)
-    text = video_text(text, processor, read_spec(folder), video_prompt)
+    text = apply_video_prompt(text, processor, read_spec(folder), video_prompt)
     limits: dict = dict(PIXELS)
     if (
         type(processor.video_processor).__name__ == "Qwen3VLVideoProcessor"
@@ -165,12 +165,12 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
 
     volume = VOLUME if spec.vision.video_timestamps else 0
     rows = list(validation(dataset, family, video_max_pixels=volume, **rules))
-    seen = [key for row in rows for key in row.keys]
+    seen = [key for row in rows for key in row.sample_keys]
     assert len(seen) == len(set(seen)) == 4 and any(row.num_samples > 1 for row in rows)
 
     for row in rows:
         features = pixel_table(row, spec, norm)
-        for i, key in enumerate(row.keys):
+        for i, key in enumerate(row.sample_keys):
             start = row.cu_seqlens[i]
             end = row.cu_seqlens[i + 1]
             hf = hf_inputs(folder, *samples[key], rules["video_prompt"])
@@ -201,7 +201,7 @@ def test_rows_equal_the_hf_processor(dataset, family, rules):
 def pixel_table(row, spec, norm):
     """Maps token positions to the normalised patches [merge_unit, patch_dim] of their merge unit,
     in HF's order."""
-    planes = norm.apply(row.vision.planes)[row.vision.plane_index.long()]
+    planes = norm.normalize_planes(row.vision.planes)[row.vision.plane_index.long()]
     patches = (
         planes.unflatten(-1, (3, -1))
         .transpose(1, 2)
@@ -216,7 +216,7 @@ def test_loss_covers_the_answers_only(dataset):
     tokenizer = AutoProcessor.from_pretrained(folder).tokenizer
     samples = stored(dataset)
     for row in validation(dataset):
-        for i, key in enumerate(row.keys):
+        for i, key in enumerate(row.sample_keys):
             span = slice(int(row.cu_seqlens[i]), int(row.cu_seqlens[i + 1]))
             learnt = tokenizer.decode(row.labels[span][row.loss_mask[span].bool()])
             answers = [m["content"] for m in samples[key][0]["messages"] if m["role"] == "assistant"]
@@ -249,7 +249,7 @@ def same(a, b) -> bool:
     tensors = ("tokens", "labels", "loss_mask", "position_ids", "cu_seqlens")
     vision = ("planes", "plane_index", "feature_index", "cu_window_seqlens")
     return (
-        a.keys == b.keys
+        a.sample_keys == b.sample_keys
         and all(torch.equal(getattr(a, n), getattr(b, n)) for n in tensors)
         and all(torch.equal(getattr(a.vision, n), getattr(b.vision, n)) for n in vision)
     )
@@ -267,12 +267,12 @@ def test_a_state_of_another_rule_for_videos_is_refused(dataset, family, field, f
     state = loader(dataset, family, **{field: former}).state_dict()
     assert state["identity"][field] == former
     message = rf"{field} = '{former}', this loader has 'released'.* set data\.{field} to that$"
-    with pytest.raises(StateError, match=message):
+    with pytest.raises(LoaderStateError, match=message):
         loader(dataset, family).load_state_dict(state)
     loader(dataset, family, **{field: former}).load_state_dict(state)
 
     state = loader(dataset, family).state_dict()
-    with pytest.raises(StateError, match=rf"{field} = 'released', this loader has '{former}'"):
+    with pytest.raises(LoaderStateError, match=rf"{field} = 'released', this loader has '{former}'"):
         loader(dataset, family, **{field: former}).load_state_dict(state)
 
     # The other family's rule means nothing to this model.
@@ -293,7 +293,7 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
 
     state = thinking().state_dict()
     with pytest.raises(
-        StateError, match=rf"{field} = '\w+', this loader has '{other}'.* set data\.{field} to"
+        LoaderStateError, match=rf"{field} = '\w+', this loader has '{other}'.* set data\.{field} to"
     ):
         thinking(**{field: other}).load_state_dict(state)
     thinking().load_state_dict(state)
@@ -305,51 +305,51 @@ def test_a_state_of_another_rule_for_thinking_is_refused(dataset, tmp_path, fiel
 
 def test_a_state_of_other_rows_is_refused(dataset):
     state = loader(dataset, dp=(0, 2)).state_dict()
-    with pytest.raises(StateError, match="seq_len = 320, this loader has 512"):
+    with pytest.raises(LoaderStateError, match="seq_len = 320, this loader has 512"):
         loader(dataset, dp=(0, 2), seq_len=512).load_state_dict(state)
     started = loader(dataset)
     next(started)
-    with pytest.raises(StateError, match="before the first row"):
+    with pytest.raises(LoaderStateError, match="before the first row"):
         started.load_state_dict(started.state_dict())
 
 
 def test_state_holds_no_foreign_objects():
-    assert from_json(json.loads(json.dumps(to_json([1, "x", {"a": [None, 2.5]}])))) == [
+    assert state_from_json(json.loads(json.dumps(state_to_json([1, "x", {"a": [None, 2.5]}])))) == [
         1,
         "x",
         {"a": [None, 2.5]},
     ]
-    with pytest.raises(StateError, match="Counter|set"):
-        to_json({"a": {1, 2}})
-    with pytest.raises(StateError, match="another version"):
-        from_json({"object": "os.system", "fields": {}})
+    with pytest.raises(LoaderStateError, match="Counter|set"):
+        state_to_json({"a": {1, 2}})
+    with pytest.raises(LoaderStateError, match="another version"):
+        state_from_json({"object": "os.system", "fields": {}})
 
 
 def test_ranks_and_epochs_see_every_sample(dataset):
     train = {key for key, _ in stored(dataset).items()}
-    val = {key for row in validation(dataset) for key in row.keys}
+    val = {key for row in validation(dataset) for key in row.sample_keys}
     seen: Counter[str] = Counter()
     for rank in range(2):
         for row in islice(loader(dataset, dp=(rank, 2)), 8):
-            seen.update(row.keys)
+            seen.update(row.sample_keys)
     assert set(seen) == train - val
 
 
 def test_unpacked_rows_hold_one_sample(dataset):
     rows = list(islice(loader(dataset, pack=False), 6))
-    assert all(row.num_samples == 1 for row in rows) and len({k for row in rows for k in row.keys}) > 3
+    assert all(row.num_samples == 1 for row in rows) and len({k for row in rows for k in row.sample_keys}) > 3
 
 
 def test_order_of_the_data_set_without_shuffling(dataset):
     rows = list(islice(loader(dataset, pack=False, shuffle=False), 6))
-    keys = [row.keys[0] for row in rows]
+    keys = [row.sample_keys[0] for row in rows]
     assert keys == sorted(keys)
 
 
 def test_budgets_hold(dataset):
     for row in islice(loader(dataset, max_patches=120), 8):
         assert row.num_patches <= 120 and row.tokens.numel() == 320
-    bins = pack_greedily([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], tokens=8, patches=10)
+    bins = pack_first_fit([(5, 1), (4, 9), (3, 1), (2, 9), (1, 1)], max_tokens=8, max_patches=10)
     assert sorted(i for b in bins for i in b) == list(range(5))
     assert all(
         sum((5, 4, 3, 2, 1)[i] for i in b) <= 8 and sum((1, 9, 1, 9, 1)[i] for i in b) <= 10 for b in bins
@@ -364,9 +364,9 @@ def test_what_is_too_long_is_counted_not_lost(tmp_path, workers):
     seen = Counter()
     dropped = 0
     for row in islice(rows, 6):
-        seen.update(row.keys)
-        dropped += sum(row.dropped.values())
-        assert set(row.dropped) <= {"longer than seq_len"}
+        seen.update(row.sample_keys)
+        dropped += sum(row.dropped_counts.values())
+        assert set(row.dropped_counts) <= {"longer than seq_len"}
     rows.close()
     assert dropped >= 4 and {f"{i:09d}" for i in range(0, 16, 4)}.isdisjoint(seen)
 
@@ -381,7 +381,7 @@ def test_only_unusable_samples_end_the_run(tmp_path):
     )
     assert said, error.value
     fits = int(said[1])
-    assert set(next(loader(path, seq_len=fits)).keys) == {"000000001"}
+    assert set(next(loader(path, seq_len=fits)).sample_keys) == {"000000001"}
     with pytest.raises(LoaderError, match=f"the smallest above data.seq_len has {fits} tokens"):
         next(loader(path, seq_len=fits - 1))
 
@@ -412,7 +412,7 @@ def test_a_picture_damaged_later_is_grey_and_not_learnt(tmp_path):
     hf = tiny_checkpoint("qwen2_5_vl")
     row = next(validation_rows(config(path, packing_buffer=2), read_spec(hf), hf, "train"))
 
-    assert row.dropped == {"image changed since conversion": 1} and row.num_samples == 2
+    assert row.dropped_counts == {"image changed since conversion": 1} and row.num_samples == 2
     damaged = slice(int(row.cu_seqlens[0]), int(row.cu_seqlens[1]))
     assert row.loss_mask[damaged].sum() == 0 and row.loss_mask.sum() > 0
     assert row.vision.planes.unique().tolist() == [128]

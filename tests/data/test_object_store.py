@@ -22,15 +22,15 @@ import pytest
 import yaml
 from moto.server import ThreadedMotoServer
 
-from data_tools.sample_sizes import index
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.data.loader import build_loader, validation_rows
-from megatron_vl.data.planned_rows import open_reader
+from megatron_vl.data.planned_rows import open_sample_reader
 from megatron_vl.data.source import store_reading
-from megatron_vl.data.source.description import DescriptionError, LoaderError, read_description
-from megatron_vl.data.source.location import StoreError, location
-from megatron_vl.data.source.reading import reconnect
+from megatron_vl.data.source.dataset_description import DescriptionError, LoaderError, read_description
+from megatron_vl.data.source.location import ObjectStoreError, resolve_location
 from megatron_vl.data.source.sample_order import LANES
 from megatron_vl.data.source.store_reading import ReadAhead
+from megatron_vl.data.source.tolerant_reader import reconnect_stores
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -75,7 +75,7 @@ def dataset(tmp_path_factory, store):
     folder = tmp_path_factory.mktemp("data")
     out, _ = converted(folder, mixed_records(folder / "media", 12), val_fraction=0.2, samples_per_shard=5)
     hf = tiny_checkpoint("qwen2_5_vl")
-    index(config(out), read_spec(hf), hf)
+    index_datasets(config(out), read_spec(hf), hf)
     upload(store, out, "sets/first")
     return out
 
@@ -120,11 +120,11 @@ def test_a_forked_process_has_connections_of_its_own(dataset):
     """The client forgets its connections in a fork, but paths that exist already keep theirs."""
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first"), read_spec(folder), folder)
-    data = loader._planning.datasets[0].dataset
+    data = loader._planning_context.loaded_datasets[0].dataset
     before = data.path.fs
     multistorageclient.shortcuts._STORAGE_CLIENT_CACHE.clear()
 
-    reconnect(loader._planning.datasets)
+    reconnect_stores(loader._planning_context.loaded_datasets)
     connections = {id(path.fs) for path in (data.path, *(shard.path for shard in data.shards))}
     assert len(connections) == 1 and data.path.fs is not before
 
@@ -147,8 +147,8 @@ def sets(dataset):
     """The data set in the store as Energon knows it, and a reader of the folder."""
     folder, here, there = tiny_checkpoint("qwen2_5_vl"), dataset, "msc://pictures/sets/first"
     loaders = [build_loader(config(path), read_spec(folder), folder) for path in (here, there)]
-    local, stored = (loader._planning.datasets[0].dataset for loader in loaders)
-    return stored, open_reader(local, 0.0, bytes)
+    local, stored = (loader._planning_context.loaded_datasets[0].dataset for loader in loaders)
+    return stored, open_sample_reader(local, 0.0, bytes)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (5, 10)])
@@ -156,7 +156,7 @@ def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
     """Two shards of 5 samples are two blocks of 16. Many ranks read single samples."""
     stored, local = sets
     ahead = ReadAhead([stored], 16, LANES, ranks)
-    reader = open_reader(stored, 0.0, partial(ahead.take, 0))
+    reader = open_sample_reader(stored, 0.0, partial(ahead.take, 0))
     indices = [7, 2, 9, 0, 1, 3, 8, 6, 5, 4]
     ahead.expect((0, each) for each in indices)
     for each in indices:
@@ -177,7 +177,7 @@ def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
     monkeypatch.setattr(store_reading, "MOST_BYTES", 1)
     monkeypatch.setattr(store_reading, "LARGEST", 1)
     ahead = ReadAhead([stored], 16, LANES, 1)
-    reader = open_reader(stored, 0.0, partial(ahead.take, 0))
+    reader = open_sample_reader(stored, 0.0, partial(ahead.take, 0))
     for _ in range(3):
         ahead.expect((0, each) for each in range(10))
         for each in range(10):
@@ -202,7 +202,7 @@ def test_a_shard_that_is_gone_or_cut_off_costs_its_samples_only(dataset, store, 
     for path in (copy, f"msc://pictures/sets/damaged{workers}"):
         found, _ = rows(path, 12, num_workers=workers, max_bad_share=1.0)
         dropped = Counter((one.key, one.reason) for row in found for one in row.dropped_samples)
-        both.append(([row.keys for row in found], dropped))
+        both.append(([row.sample_keys for row in found], dropped))
     assert both[0][0] == both[1][0]
     keys = [{key for key, _ in dropped} for _, dropped in both]
     assert keys[0] == keys[1] and 5 < len(keys[0]) < 10
@@ -226,14 +226,14 @@ def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch
     never.set()
     dropped = {one.key: one.reason for row in found for one in row.dropped_samples}
     assert dropped == {f"train-000001.tar[{i}]": "reading takes too long" for i in range(5)}
-    assert len({key for row in found for key in row.keys}) == 5
+    assert len({key for row in found for key in row.sample_keys}) == 5
 
 
 def test_a_process_that_ended_while_it_read_ends_the_run(dataset):
     folder = tiny_checkpoint("qwen2_5_vl")
     loader = build_loader(config("msc://pictures/sets/first", num_workers=2), read_spec(folder), folder)
     next(loader)
-    os.kill(loader._rows._planner.pid, signal.SIGKILL)
+    os.kill(loader._rank_rows._planner_process.pid, signal.SIGKILL)
     with closing(loader), pytest.raises((RuntimeError, LoaderError), match="plans batches has ended"):
         for _ in range(100):
             next(loader)
@@ -254,10 +254,10 @@ def test_a_blend_in_a_store_names_sets_beside_it(dataset, store):
         "splits": {"train": {"blend": parts}},
     }
     store.put_object(Bucket=BUCKET, Key="blend.yaml", Body=yaml.safe_dump(blend))
-    found = read_description(location("msc://pictures/blend.yaml")).facts("train")
+    found = read_description(resolve_location("msc://pictures/blend.yaml")).split_facts("train")
 
-    mixture = found.identity["mixture"]["blend"]
-    inner = read_description(dataset).facts("train").identity
+    mixture = found.dataset_identity["mixture"]["blend"]
+    inner = read_description(dataset).split_facts("train").dataset_identity
     assert [part["data"] for part in mixture] == [inner, inner]
     assert len(rows("msc://pictures/blend.yaml", 2)[0]) == 2
 
@@ -270,16 +270,16 @@ def test_names_that_leave_the_folder_are_refused(dataset, store, tmp_path):
         split.write_text(yaml.safe_dump({"split_parts": {"train": [name]}, "exclude": []}))
         upload(store, copy, f"sets/bad{number}")
         with pytest.raises(DescriptionError, match="is not inside"):
-            read_description(location(f"msc://pictures/sets/bad{number}"))
+            read_description(resolve_location(f"msc://pictures/sets/bad{number}"))
 
 
 def test_what_is_not_there_is_said(store, tmp_path):
     with pytest.raises(LoaderError, match="is not a data set"):
-        read_description(location("msc://pictures/sets/none"))
-    with pytest.raises(StoreError, match="msc://PROFILE/FOLDER"):
-        location("s3://rows/sets/first")
-    with pytest.raises(StoreError, match="MSC_CONFIG names must describe the profile"):
-        location("msc://unknown/sets/first")
+        read_description(resolve_location("msc://pictures/sets/none"))
+    with pytest.raises(ObjectStoreError, match="msc://PROFILE/FOLDER"):
+        resolve_location("s3://rows/sets/first")
+    with pytest.raises(ObjectStoreError, match="MSC_CONFIG names must describe the profile"):
+        resolve_location("msc://unknown/sets/first")
 
 
 def test_a_store_that_does_not_answer_is_said(monkeypatch, tmp_path):
@@ -290,5 +290,5 @@ def test_a_store_that_does_not_answer_is_said(monkeypatch, tmp_path):
     settings.write_text(json.dumps({"profiles": {"gone": {"storage_provider": provider}}}))
     monkeypatch.setenv("MSC_CONFIG", str(settings))
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    with pytest.raises(StoreError, match="cannot be read"):
-        read_description(location("msc://gone/sets/first"))
+    with pytest.raises(ObjectStoreError, match="cannot be read"):
+        read_description(resolve_location("msc://gone/sets/first"))

@@ -30,7 +30,7 @@ from megatron_vl.data.sample.pixels import (
     probe_video,
     read_pixel_norm,
     read_pixel_settings,
-    resized_size,
+    resized_image_size,
     video_grid,
     video_planes,
 )
@@ -109,7 +109,7 @@ def _pil(data: bytes):
 
 def ours(data: bytes, settings: PixelSettings):
     grid = image_grid(*image_size(data), settings)
-    planes = settings.norm.apply(image_planes(data, grid, settings))[0]
+    planes = settings.norm.normalize_planes(image_planes(data, grid, settings))[0]
     p = settings.patch_size
     twice = planes.view(-1, 3, 1, p * p).expand(-1, -1, 2, -1)
     return twice.reshape(len(planes), -1), [grid.t, grid.h, grid.w]
@@ -148,7 +148,10 @@ def test_a_photograph():
     raw = (__import__("pathlib").Path(data.__file__).parent / "astronaut.png").read_bytes()
     settings = PixelSettings(max_pixels=28 * 28 * 100)
     grid = image_grid(*image_size(raw), settings)
-    assert image_planes(raw, grid, settings).shape == (1, grid.patches, 3 * 14 * 14) and grid.tokens(2) <= 100
+    assert (
+        image_planes(raw, grid, settings).shape == (1, grid.num_patches, 3 * 14 * 14)
+        and grid.num_tokens(2) <= 100
+    )
 
 
 def test_exif_turns_the_size_too():
@@ -161,14 +164,14 @@ def test_sizes_equal_smart_resize():
     for _ in range(300):
         height, width = (int(n) for n in torch.randint(1, 3000, (2,), generator=draw))
         if max(height, width) / min(height, width) <= 200:
-            assert resized_size(height, width, 28, 3136, 1003520) == smart_resize(
+            assert resized_image_size(height, width, 28, 3136, 1003520) == smart_resize(
                 height, width, 28, 3136, 1003520
             )
 
 
 def test_unusable_pictures_say_why():
     with pytest.raises(PixelError, match="200 times as long"):
-        resized_size(1, 201, 28, 3136, 50176)
+        resized_image_size(1, 201, 28, 3136, 50176)
     with pytest.raises(PixelError, match="not a readable image"):
         decode_image(b"no picture")
     whole = encoded(200, 200, "jpeg")
@@ -216,12 +219,12 @@ def test_sampled_frames_equal_the_hf_video_processor(frames, rate, fps, most):
 def test_video_pixels_equal_the_hf_video_processor():
     data = video(23, 70, 100)
     info = probe_video(data)
-    assert (info.frames, info.fps, info.height, info.width) == (23, 10.0, 70, 100)
+    assert (info.frame_count, info.fps, info.height, info.width) == (23, 10.0, 70, 100)
     settings = PixelSettings(
         video_min_pixels=3136, video_max_pixels=50176, norm=PixelNorm((0.3, 0.4, 0.5), (0.2, 0.3, 0.4))
     )
     grid = video_grid(info, settings)
-    got = settings.norm.apply(video_planes(data, info, grid, settings))
+    got = settings.norm.normalize_planes(video_planes(data, info, grid, settings))
     frames = torch.stack(list(_all_frames(data)))
     processor = Qwen2VLVideoProcessor(
         min_pixels=3136, max_pixels=50176, image_mean=[0.3, 0.4, 0.5], image_std=[0.2, 0.3, 0.4]
@@ -285,7 +288,7 @@ def test_video_pixels_equal_qwen3_vl(qwen3_folder, most):
     info = probe_video(data)
     settings = read_pixel_settings(qwen3_folder, DataConfig(video_max_frames=most, video_fps=4.0))
     grid = video_grid(info, settings)
-    got = settings.norm.apply(video_planes(data, info, grid, settings))
+    got = settings.norm.normalize_planes(video_planes(data, info, grid, settings))
     got = torch.cat([got, got[-1:].expand(grid.t * 2 - len(got), -1, -1)])
     processor = Qwen3VLVideoProcessor(**QWEN3_VIDEO, max_frames=most)
     metadata = [VideoMetadata(total_num_frames=23, fps=10.0)]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from megatron_vl.data import planned_rows
-from megatron_vl.data.packing import plan as batch_plan
-from megatron_vl.data.packing.plan import deal, deal_rows, plan_rows
-from megatron_vl.data.planned_rows import Batch, BatchPlanner, PlannedSample
-from megatron_vl.data.source.description import LoaderError
-from megatron_vl.data.source.sample_order import SampleOrder, permuted
-from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.data.packing import plan_rows as batch_plan
+from megatron_vl.data.packing.plan_rows import assign_rows_to_ranks, plan_rows, rank_of_rows
+from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch, PlannedSample
+from megatron_vl.data.source.dataset_description import LoaderError
+from megatron_vl.data.source.sample_order import SampleOrder, permute_positions
+from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 
 SEQ_LEN = 1024
 
@@ -45,32 +45,32 @@ def test_the_limit_of_patches_is_kept_by_hand():
 
 def test_rows_dealt_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
-    assert deal_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
-    assert deal_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
+    assert rank_of_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
+    assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
     # The first rank has rows 0 and 3, which become 0 and 1. The samples of row 1 are in row 2 then.
-    assert deal(ints(0, 1, 1, 2, 3), ints(4, 2, 1, 2, 1), 4, 2).tolist() == [0, 2, 2, 3, 1]
+    assert assign_rows_to_ranks(ints(0, 1, 1, 2, 3), ints(4, 2, 1, 2, 1), 4, 2).tolist() == [0, 2, 2, 3, 1]
 
 
 def test_rows_exchanged_by_hand():
     """The largest first would give 5, 2, 2 and 4, 4, 0. Rows of 4 and 2 change places, and nothing better is
     left: 11 and 6 become 9 and 8."""
-    dealt = deal_rows(ints(5, 4, 4, 2, 2, 0), 2)
+    dealt = rank_of_rows(ints(5, 4, 4, 2, 2, 0), 2)
     assert sorted(dealt.ravel().tolist()) == [*range(6)]
     assert sorted(ints(5, 4, 4, 2, 2, 0)[dealt].sum(axis=1).tolist()) == [8, 9]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
 def test_an_epoch_is_a_permutation(size):
-    orders = [permuted(np.arange(size), size, key).tolist() for key in range(4)]
+    orders = [permute_positions(np.arange(size), size, key).tolist() for key in range(4)]
     assert all(sorted(order) == list(range(size)) for order in orders)
     assert size < 16 or len(set(map(tuple, orders))) == 4
-    parts = [permuted(np.arange(first, first + 1), size, 3)[0] for first in range(size)]
+    parts = [permute_positions(np.arange(first, first + 1), size, 3)[0] for first in range(size)]
     assert parts == orders[3], "a position does not depend on the others that are asked for"
 
 
 def test_a_permutation_moves_samples_everywhere():
     """Of 10,000 samples, each tenth of the epoch has a tenth of each tenth of the data set."""
-    order = permuted(np.arange(10_000), 10_000, 7)
+    order = permute_positions(np.arange(10_000), 10_000, 7)
     counts = np.histogram2d(np.arange(10_000), order, bins=10)[0]
     assert 60 < counts.min() and counts.max() < 140
 
@@ -95,7 +95,7 @@ def mixed_sizes(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 def planner(
     tokens: np.ndarray, patches: np.ndarray, rows: int = 16, max_patches: int = 0, shuffled: bool = True
 ) -> BatchPlanner:
-    order = SampleOrder([len(tokens)], [1.0], 5, shuffled=shuffled)
+    order = SampleOrder([len(tokens)], [1.0], 5, is_shuffled=shuffled)
     return BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, max_patches)
 
 
@@ -114,23 +114,23 @@ def indices(dealt: list[list[list[PlannedSample]]]) -> list[int]:
     return sorted(place.index for own in dealt for row in own for place in row)
 
 
-def samples(batch: Batch) -> list[int]:
-    return [place.index for row in batch.rows() for place in row]
+def samples(batch: PlannedBatch) -> list[int]:
+    return [place.index for row in batch.rows_of_rank() for place in row]
 
 
-def dealt_to(batch: Batch, ranks: int) -> list[list[list[PlannedSample]]]:
+def dealt_to(batch: PlannedBatch, ranks: int) -> list[list[list[PlannedSample]]]:
     """The rows of each rank."""
-    dealt = batch.deal(ranks)
-    return [dealt.rows(rank, ranks) for rank in range(ranks)]
+    dealt = batch.assign_to_ranks(ranks)
+    return [dealt.rows_of_rank(rank, ranks) for rank in range(ranks)]
 
 
 def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patches():
     tokens, patches = mixed_sizes(3000)
     plan = planner(tokens, patches, max_patches=3600)
-    steps = [plan.next() for _ in range(60)]
+    steps = [plan.next_batch() for _ in range(60)]
     used = Counter(index for batch in steps for index in samples(batch))
-    waiting = Counter(plan._waiting[2].tolist())
-    drawn = plan.order.drawn[0]
+    waiting = Counter(plan._waiting_samples[2].tolist())
+    drawn = plan.sample_order.draw_counts[0]
     assert drawn > 2 * len(tokens)
     assert used.total() + waiting.total() == drawn
     epochs, rest = divmod(drawn, len(tokens))
@@ -140,7 +140,7 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
 
     fills, spreads = [], []
     for batch in steps:
-        for row in batch.rows():
+        for row in batch.rows_of_rank():
             assert within(row)
             fills.append(sum(place.tokens for place in row) / SEQ_LEN)
         for ranks in (2, 4):
@@ -158,14 +158,14 @@ def test_ranks_exchange_whole_rows(monkeypatch):
     """A long text leaves a row with hardly any patches. Its rank gets rows with more than the mean."""
     tokens, patches = mixed_sizes(6000)
     tokens[::10], patches[::10] = int(0.6 * SEQ_LEN), 0
-    batch = planner(tokens, patches, rows=64, max_patches=3600).next()
+    batch = planner(tokens, patches, rows=64, max_patches=3600).next_batch()
     dealt = dealt_to(batch, 16)
     assert sorted(sorted(place.index for place in row) for own in dealt for row in own) == sorted(
-        sorted(place.index for place in row) for row in batch.rows()
+        sorted(place.index for place in row) for row in batch.rows_of_rank()
     )
     assert spread(dealt) < 0.02
 
-    monkeypatch.setattr(batch_plan, "EXCHANGES", 0)
+    monkeypatch.setattr(batch_plan, "MAX_EXCHANGE_ROUNDS", 0)
     assert spread(dealt_to(batch, 16)) > 0.03, "the control"
 
 
@@ -175,10 +175,10 @@ def test_rows_of_two_to_four_samples_are_full(rows):
     chance = np.random.default_rng(0)
     pictures = chance.choice([0, 16, 36, 64, 100, 144], 20_000, p=[0.2, 0.2, 0.2, 0.2, 0.1, 0.1])
     tokens, patches = pictures + chance.integers(20, 80, 20_000), 4 * pictures
-    order = SampleOrder([20_000], [1.0], 5, shuffled=True)
+    order = SampleOrder([20_000], [1.0], 5, is_shuffled=True)
     plan = BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, 320, 0)
-    batches = [plan.next() for _ in range(8)]
-    filled = [np.bincount(batch.row_of, batch.samples[2], rows).mean() / 320 for batch in batches]
+    batches = [plan.next_batch() for _ in range(8)]
+    filled = [np.bincount(batch.row_of_sample, batch.sample_table[2], rows).mean() / 320 for batch in batches]
     assert np.mean(filled) > 0.99
 
 
@@ -186,33 +186,38 @@ def test_a_run_that_moves_and_stops_takes_the_same_rows():
     """4, 2, 3 and 4 ranks: each step's rows are the same, and each is dealt once."""
     tokens, patches = mixed_sizes(700)
     whole = planner(tokens, patches, rows=12)
-    wanted = [whole.next().rows() for _ in range(9)]
+    wanted = [whole.next_batch().rows_of_rank() for _ in range(9)]
     state, got = None, []
     for ranks, steps in ((4, 2), (2, 3), (3, 1), (4, 3)):
         plan = planner(tokens, patches, rows=12)
         if state is not None:
-            plan.restore(from_json(json.loads(json.dumps(to_json(state)))))
+            plan.restore_state(state_from_json(json.loads(json.dumps(state_to_json(state)))))
         for _ in range(steps):
-            batch = plan.next()
+            batch = plan.next_batch()
             dealt = dealt_to(batch, ranks)
             assert sorted(place.index for own in dealt for row in own for place in row) == sorted(
                 samples(batch)
             )
             assert {len(own) for own in dealt} == {12 // ranks}
-            got.append(batch.rows())
-        state = plan.state()
+            got.append(batch.rows_of_rank())
+        state = plan.planner_state()
     assert got == wanted
 
 
 def test_more_rows_a_step_repeat_and_skip_nothing():
     tokens, patches = mixed_sizes(700)
     plan = planner(tokens, patches, rows=12)
-    first = [plan.next() for _ in range(3)]
+    first = [plan.next_batch() for _ in range(3)]
     wider = planner(tokens, patches, rows=20)
-    wider.restore(plan.state())
-    both = Counter(index for batch in [*first, wider.next(), wider.next()] for index in samples(batch))
-    waiting = Counter(wider._waiting[2].tolist())
-    assert set((both + waiting).values()) <= {1, 2} and (both + waiting).total() == wider.order.drawn[0]
+    wider.restore_state(plan.planner_state())
+    both = Counter(
+        index for batch in [*first, wider.next_batch(), wider.next_batch()] for index in samples(batch)
+    )
+    waiting = Counter(wider._waiting_samples[2].tolist())
+    assert (
+        set((both + waiting).values()) <= {1, 2}
+        and (both + waiting).total() == wider.sample_order.draw_counts[0]
+    )
 
 
 def test_many_rows_are_planned_in_groups():
@@ -220,48 +225,48 @@ def test_many_rows_are_planned_in_groups():
     chance = np.random.default_rng(1)
     seen = chance.integers(0, 60, 60_000)
     tokens, patches = seen + chance.integers(5, 60, 60_000), 4 * seen
-    batch = planner(tokens, patches, rows=600).next()
-    assert len(batch.rows()) == 600
-    assert spread([[row] for row in batch.rows()]) < 0.07
+    batch = planner(tokens, patches, rows=600).next_batch()
+    assert len(batch.rows_of_rank()) == 600
+    assert spread([[row] for row in batch.rows_of_rank()]) < 0.07
     assert spread(dealt_to(batch, 600)) < 0.07 and spread(dealt_to(batch, 300)) < 0.05
 
 
 def test_unusual_sets():
     """Text alone; one sample that fills a row; samples that cannot be used; one sample in a row."""
     text = np.full(200, 100)
-    batch = planner(text, np.zeros(200, np.int64), rows=4).next()
-    assert [len(row) for row in batch.rows()] == [10] * 4
+    batch = planner(text, np.zeros(200, np.int64), rows=4).next_batch()
+    assert [len(row) for row in batch.rows_of_rank()] == [10] * 4
 
     tokens, patches = mixed_sizes(300)
     tokens[7], patches[7] = SEQ_LEN, 4 * SEQ_LEN
     plan = planner(tokens, patches, rows=8, shuffled=False)
-    rows = [row for _ in range(3) for row in plan.next().rows()]
+    rows = [row for _ in range(3) for row in plan.next_batch().rows_of_rank()]
     assert [len(row) for row in rows if any(place.index == 7 for place in row)] == [1]
 
     tokens[3] = 0
     tokens[11] = SEQ_LEN + 1
-    batch = planner(tokens, patches, rows=8, shuffled=False).next()
-    held = {place.index: place.tokens for row in batch.rows() for place in row}
+    batch = planner(tokens, patches, rows=8, shuffled=False).next_batch()
+    held = {place.index: place.tokens for row in batch.rows_of_rank() for place in row}
     assert held[3] == held[11] == 0, "they are read only so that they are counted"
     with pytest.raises(LoaderError, match="10048 samples in a row cannot be used: .* data.seq_len 1024$"):
-        planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next()
+        planner(np.zeros(50, np.int64), np.zeros(50, np.int64)).next_batch()
 
-    order = SampleOrder([50], [1.0], 5, shuffled=False)
-    alone = BatchPlanner(order, lambda _, i: (text[i], text[i]), 6, SEQ_LEN, 0, pack=False)
-    assert [samples(alone.next()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
+    order = SampleOrder([50], [1.0], 5, is_shuffled=False)
+    alone = BatchPlanner(order, lambda _, i: (text[i], text[i]), 6, SEQ_LEN, 0, packs_samples=False)
+    assert [samples(alone.next_batch()) for _ in range(2)] == [[*range(6)], [*range(6, 12)]]
 
 
 def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
     """10^12 samples, of which none fits: the search is bounded, and its work grows with the samples only."""
-    monkeypatch.setattr(planned_rows, "MOST_SEARCHED", 100_000)
-    order = SampleOrder([10**12], [1.0], 5, shuffled=True)
+    monkeypatch.setattr(planned_rows, "MAX_SEARCHED", 100_000)
+    order = SampleOrder([10**12], [1.0], 5, is_shuffled=True)
 
     def sizes(_: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         large = index % 3 == 0
         return np.where(large, SEQ_LEN + 7 + index % 4, 9), np.where(large, 0, 5001 + index % 5)
 
     with pytest.raises(LoaderError) as raised:
-        BatchPlanner(order, sizes, 4, SEQ_LEN, 5000).next()
+        BatchPlanner(order, sizes, 4, SEQ_LEN, 5000).next_batch()
     assert str(raised.value) == (
         "100032 samples in a row cannot be used: they have no tokens, or more than data.seq_len 1024 or"
         " data.max_patches 5000. Of these, the smallest above data.seq_len has 1031 tokens and the smallest"
@@ -273,12 +278,14 @@ def test_a_search_ends_in_a_large_set_and_says_the_smallest_size(monkeypatch):
 def test_rows_of_short_texts_are_full():
     """Text alone has no patches that would tell rows apart, and a row takes 819 of these samples."""
     none = np.zeros(40_000, np.int64)
-    order = SampleOrder([40_000], [1.0], 5, shuffled=True)
+    order = SampleOrder([40_000], [1.0], 5, is_shuffled=True)
     plan = BatchPlanner(order, lambda _, index: (none[index] + 10, none[index]), 16, 8192, 0)
-    counts, draw = [], SampleOrder.draw
-    order.draw = lambda count: (counts.append(count), draw(order, count))[1]  # type: ignore
+    counts, draw = [], SampleOrder.draw_samples
+    order.draw_samples = lambda count: (counts.append(count), draw(order, count))[1]  # type: ignore
     for _ in range(3):
-        assert min(sum(place.tokens for place in row) for row in plan.next().rows()) >= 0.99 * 8192
+        assert (
+            min(sum(place.tokens for place in row) for row in plan.next_batch().rows_of_rank()) >= 0.99 * 8192
+        )
     # Each step takes 13,107 of them. Draws of 64 would look at those that wait 820 times.
     assert len(counts) < 50
 
@@ -289,28 +296,28 @@ def test_the_oldest_sample_never_waits_long():
     tokens = np.where(chance.random(4000) < 0.3, 600, chance.integers(10, 500, 4000))
     plan = planner(tokens, np.zeros(4000, np.int64), rows=8)
     for _ in range(40):
-        plan.next()
-    numbers = plan._waiting[1]
-    assert plan.order.drawn[0] - numbers.min() < 40 * 8
+        plan.next_batch()
+    numbers = plan._waiting_samples[1]
+    assert plan.sample_order.draw_counts[0] - numbers.min() < 40 * 8
 
 
 def test_data_sets_of_a_blend_keep_their_places_when_weights_change():
-    order = SampleOrder([40, 1000], [3.0, 1.0], 9, shuffled=True)
-    sources, numbers = order.draw(4000)
+    order = SampleOrder([40, 1000], [3.0, 1.0], 9, is_shuffled=True)
+    sources, numbers = order.draw_samples(4000)
     assert Counter(sources.tolist())[0] == pytest.approx(3000, rel=0.03)
-    assert numbers[sources == 0].tolist() == list(range(order.drawn[0]))
+    assert numbers[sources == 0].tolist() == list(range(order.draw_counts[0]))
 
-    other = SampleOrder([40, 1000], [1.0, 3.0], 9, shuffled=True)
-    other.drawn = list(order.drawn)
-    sources, numbers = other.draw(4000)
+    other = SampleOrder([40, 1000], [1.0, 3.0], 9, is_shuffled=True)
+    other.draw_counts = list(order.draw_counts)
+    sources, numbers = other.draw_samples(4000)
     assert Counter(sources.tolist())[0] == pytest.approx(1000, rel=0.06)
-    assert numbers[sources == 0][0] == order.drawn[0]
+    assert numbers[sources == 0][0] == order.draw_counts[0]
 
 
 def test_damaged_states_are_refused():
     tokens, patches = mixed_sizes(100)
-    good = planner(tokens, patches).state()
-    planner(tokens, patches).restore(good)
+    good = planner(tokens, patches).planner_state()
+    planner(tokens, patches).restore_state(good)
     damages: list[dict[str, Any]] = [
         {"waiting": None},
         {"waiting": np.zeros(3)},
@@ -321,10 +328,10 @@ def test_damaged_states_are_refused():
         {"aside": 3},
     ]
     for changed in damages:
-        with pytest.raises(StateError, match="damaged"):
-            planner(tokens, patches).restore(good | changed)
-    with pytest.raises(StateError, match="damaged"):
-        planner(tokens, patches).restore({})
+        with pytest.raises(LoaderStateError, match="damaged"):
+            planner(tokens, patches).restore_state(good | changed)
+    with pytest.raises(LoaderStateError, match="damaged"):
+        planner(tokens, patches).restore_state({})
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
@@ -334,26 +341,31 @@ def test_a_changed_blend_keeps_what_was_drawn(shuffled):
 
     def plan(*keys: str) -> BatchPlanner:
         count = [sizes[key] for key in keys]
-        order = SampleOrder(count, [1.0] * len(keys), 5, shuffled=shuffled, keys=keys)
+        order = SampleOrder(count, [1.0] * len(keys), 5, is_shuffled=shuffled, source_keys=keys)
         full = np.full(300, 100)
         return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
 
     first = plan("a", "b")
     for _ in range(3):
-        first.next()
-    state = first.state()
+        first.next_batch()
+    state = first.planner_state()
     second = plan("c", "a")
-    second.restore(state)
+    second.restore_state(state)
     # The numbers of the draws, and the samples that they stand for.
-    waited = first._waiting[1:3, first._waiting[0] == 0].tolist()
-    assert second._waiting[1:3].tolist() == waited and set(second._waiting[0].tolist()) == {1}
-    assert second.order.drawn == [0, state["drawn"]["a"]]
-    second.next()
+    waited = first._waiting_samples[1:3, first._waiting_samples[0] == 0].tolist()
+    assert second._waiting_samples[1:3].tolist() == waited and set(second._waiting_samples[0].tolist()) == {1}
+    assert second.sample_order.draw_counts == [0, state["drawn"]["a"]]
+    second.next_batch()
     third = plan("b")
-    third.restore(from_json(json.loads(json.dumps(to_json(second.state())))))
-    assert third.order.drawn == [state["drawn"]["b"]] and third.order.total == second.order.total
-    waited = first._waiting[1:3, first._waiting[0] == 1].tolist()
-    assert waited[0] and third._waiting[1:3].tolist() == waited, "b goes on with the samples that waited"
+    third.restore_state(state_from_json(json.loads(json.dumps(state_to_json(second.planner_state())))))
+    assert (
+        third.sample_order.draw_counts == [state["drawn"]["b"]]
+        and third.sample_order.total_draws == second.sample_order.total_draws
+    )
+    waited = first._waiting_samples[1:3, first._waiting_samples[0] == 1].tolist()
+    assert waited[0] and third._waiting_samples[1:3].tolist() == waited, (
+        "b goes on with the samples that waited"
+    )
 
 
 def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
@@ -361,23 +373,23 @@ def test_nothing_is_lost_or_used_of_a_source_with_weight_0():
     full = np.full(2000, 100)
 
     def plan(weight: float) -> BatchPlanner:
-        order = SampleOrder([2000, 2000], [1.0, weight], 5, shuffled=True, keys="ab")
+        order = SampleOrder([2000, 2000], [1.0, weight], 5, is_shuffled=True, source_keys="ab")
         return BatchPlanner(order, lambda _, i: (full[i], full[i]), 4, SEQ_LEN, 0)
 
     first = plan(1.0)
-    batches = [first.next() for _ in range(3)]
+    batches = [first.next_batch() for _ in range(3)]
     without = plan(0.0)
-    without.restore(first.state())
-    parked = [without.next() for _ in range(2)]
-    assert {place.source for batch in parked for row in batch.rows() for place in row} == {0}
+    without.restore_state(first.planner_state())
+    parked = [without.next_batch() for _ in range(2)]
+    assert {place.source for batch in parked for row in batch.rows_of_rank() for place in row} == {0}
     last = plan(1.0)
-    last.restore(without.state())
-    assert last.state()["aside"] == {} and last._waiting[0, 0] == 1
+    last.restore_state(without.planner_state())
+    assert last.planner_state()["aside"] == {} and last._waiting_samples[0, 0] == 1
 
-    batches += [*parked, last.next()]
-    used = Counter((p.source, p.index) for batch in batches for row in batch.rows() for p in row)
-    waiting = Counter(zip(last._waiting[0].tolist(), last._waiting[2].tolist(), strict=True))
+    batches += [*parked, last.next_batch()]
+    used = Counter((p.source, p.index) for batch in batches for row in batch.rows_of_rank() for p in row)
+    waiting = Counter(zip(last._waiting_samples[0].tolist(), last._waiting_samples[2].tolist(), strict=True))
     assert [sum(n for (source, _), n in (used + waiting).items() if source == one) for one in (0, 1)] == (
-        last.order.drawn
+        last.sample_order.draw_counts
     )
-    assert max((used + waiting).values()) == 1 and max(last.order.drawn) <= 2000
+    assert max((used + waiting).values()) == 1 and max(last.sample_order.draw_counts) <= 2000

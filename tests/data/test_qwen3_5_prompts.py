@@ -37,7 +37,7 @@ from tests.data.test_thinking import CALL, DRY, LARGE, RESULT, TOOL_CALL, write_
 IMAGE, VIDEO = {"type": "image"}, {"type": "video"}
 PICTURE = (250, 330)
 """Pixels. The nearest multiples of 32 are 256 x 320, more than the least area of 65,536: 8 x 10 units."""
-CLIP = VideoInfo(frames=100, fps=25.0, height=70, width=100)
+CLIP = VideoInfo(frame_count=100, fps=25.0, height=70, width=100)
 """4 seconds at 2 frames a second are 8 frames. Evenly from 0 to 99, every 14.14:
 0, 14.1, 28.3, 42.4, 56.6, 70.7, 84.9, 99. The nearest multiples of 32 are 64 x 96: 2 x 3 units."""
 FRAMES = [0, 14, 28, 42, 57, 71, 85, 99]
@@ -173,7 +173,7 @@ def test_the_times_of_a_video_worked_out_by_hand(folder) -> None:
     # 3 seconds at 2.5 frames a second make 7 frames, every 4.83 from 0 to 29: 0, 5, 10, 14 (of 14.5), 19, 24
     # and 29, which fills the last group alone. At 10 frames a second, (0 + 0.5) / 2, (1 + 1.4) / 2, ...
     settings = read_pixel_settings(folder, DataConfig(video_fps=2.5))
-    odd = video_grid(VideoInfo(frames=30, fps=10.0, height=70, width=100), settings)
+    odd = video_grid(VideoInfo(frame_count=30, fps=10.0, height=70, width=100), settings)
     assert odd.timestamps == pytest.approx((0.25, 1.2, 2.15, 2.9), abs=1e-12)
 
 
@@ -185,7 +185,7 @@ def test_tokens_and_positions_worked_out_by_hand(folder, ours, name) -> None:
     parts = [part for turn in messages if turn["role"] == "user" for part in turn["content"]]
     grids = [made[part["type"]] for part in parts if part["type"] in made]
 
-    ids = ours.encode_prompt(messages, grids, think=think)
+    ids = ours.encode_prompt(messages, grids, enable_thinking=think)
     tokens, positions = written(runs)
     assert [ours.tokenizer.decode(token) for token in ids] == tokens
     assert torch.equal(mrope_positions(ids, grids, ours.spec), positions)

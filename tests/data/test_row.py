@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vl.data.packing.row import LOSS_INDEX_MULTIPLE, loss_index
+from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE, loss_index
 
 
 @pytest.mark.parametrize("seq_len", [1024, 1000])

@@ -19,22 +19,22 @@ import psutil
 import pytest
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 
-from data_tools.sample_sizes import index
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
-from megatron_vl.data.loader import build_loader, cook
-from megatron_vl.data.planned_rows import Batch, BatchPlanner
+from megatron_vl.data.loader import build_loader, cook_sample
+from megatron_vl.data.planned_rows import BatchPlanner, PlannedBatch
 from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.data.source import sample_order
-from megatron_vl.data.source.description import META, SIZES, LoaderError, read_description
-from megatron_vl.data.source.sizes import (
-    SampleSizes,
+from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError, read_description
+from megatron_vl.data.source.sample_sizes import (
+    SampleSizeCounter,
     SizesError,
-    has_sizes,
-    open_sizes,
-    text_id,
-    without_sizes,
+    compute_tokenization_id,
+    find_datasets_without_sizes,
+    has_stored_sizes,
+    open_stored_sizes,
 )
-from megatron_vl.data.state import StateError, from_json
+from megatron_vl.data.state_json import LoaderStateError, state_from_json
 from megatron_vl.spec.families import read_spec
 from tests.test_processes import wait_until
 from tests.tiny import tiny_checkpoint
@@ -67,7 +67,7 @@ def plain(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(plain) -> Path:
-    (found,) = index(data_config(plain), read_spec(hf()), hf(), workers=2)
+    (found,) = index_datasets(data_config(plain), read_spec(hf()), hf(), num_workers=2)
     assert (found.samples, found.unusable) == (COUNT, 0)
     return plain
 
@@ -97,8 +97,8 @@ class Run:
         found = []
         for _ in range(count):
             rows = [next(loader) for loader in self.loaders for _ in range(self.share)]
-            dropped = sum((Counter(row.dropped) for row in rows), Counter())
-            found.append(([row.keys for row in rows], dict(dropped)))
+            dropped = sum((Counter(row.dropped_counts) for row in rows), Counter())
+            found.append(([row.sample_keys for row in rows], dict(dropped)))
         return found
 
     def stop(self) -> list[dict[str, Any]]:
@@ -131,19 +131,19 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     changes = {"video_fps": 11.0, "video_max_frames": 6, "min_pixels": 9000}
     folder = tmp_path / "set"
     shutil.copytree(plain, folder)
-    shutil.rmtree(folder / META / SIZES, ignore_errors=True)
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR, ignore_errors=True)
     spec, data = read_spec(hf(family)), data_config(folder, seq_len=4096, **changes)
-    index(data_config(folder), spec, hf(family))
+    index_datasets(data_config(folder), spec, hf(family))
 
-    stored = open_sizes(folder / META, text_id(hf(family), spec, data))
+    stored = open_stored_sizes(folder / METADATA_DIR, compute_tokenization_id(hf(family), spec, data))
     loader = build_loader(data, spec, hf(family))
-    encoder = loader._planning.encoder
-    counted = SampleSizes(encoder.chat, read_pixel_settings(hf(family), data))
-    source = loader._planning.sources[0]
-    tokens, patches = counted.of(stored, source.numbers(np.arange(len(source))))
-    reader = source.reader(0.0, None)
+    encoder = loader._planning_context.row_encoder
+    counted = SampleSizeCounter(encoder.chat_encoder, read_pixel_settings(hf(family), data))
+    source = loader._planning_context.sized_sources[0]
+    tokens, patches = counted.count_samples(stored, source.size_numbers(np.arange(len(source))))
+    reader = source.open_reader(0.0, None)
     for number in range(len(source)):
-        encoded = encoder.preencode_sample(cook(reader[number]))
+        encoded = encoder.preencode_sample(cook_sample(reader[number]))
         assert encoded.size == (tokens[number], patches[number]), encoded.__key__
     assert (patches > 0).sum() > 30
 
@@ -170,8 +170,8 @@ def test_a_closed_loader_has_no_processes(dataset):
     """Torch would keep them for as long as anything refers to its iterators."""
     loader = Run(dataset, 1, workers=2).loaders[0]
     next(iter(loader))
-    pids = [worker.pid for iterator in loader._rows._iterators for worker in iterator._workers]
-    pids.append(loader._rows._planner.pid)
+    pids = [worker.pid for iterator in loader._rank_rows._worker_iterators for worker in iterator._workers]
+    pids.append(loader._rank_rows._planner_process.pid)
     assert len(set(pids)) == 3 and all(map(psutil.pid_exists, pids))
     loader.close()
     assert not any(map(psutil.pid_exists, pids))
@@ -179,18 +179,18 @@ def test_a_closed_loader_has_no_processes(dataset):
 
 def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     """Three processes make the rows, and another one has planned the next steps before they are needed."""
-    plans, plan = tmp_path / "plans", BatchPlanner.next
+    plans, plan = tmp_path / "plans", BatchPlanner.next_batch
 
-    def noted(planner: BatchPlanner) -> Batch:
+    def noted(planner: BatchPlanner) -> PlannedBatch:
         with plans.open("a") as file:
             file.write(f"{os.getpid()}\n")
         return plan(planner)
 
-    monkeypatch.setattr(BatchPlanner, "next", noted)
+    monkeypatch.setattr(BatchPlanner, "next_batch", noted)
     with closing(Run(dataset, 2, workers=3).loaders[0]) as loader:
         for _ in range(6 * 4):
             next(loader)
-        of_planner = str(loader._rows._planner.pid)
+        of_planner = str(loader._rank_rows._planner_process.pid)
         wait_until(lambda: len(plans.read_text().split()) >= 6)
         # Each process makes two rows of a step, and two rows before they are asked for.
         assert len(plans.read_text().split()) <= 4 + 1 + 3
@@ -200,7 +200,7 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
 def test_a_planner_that_was_killed_ends_the_run(dataset):
     with closing(Run(dataset, 1, workers=2).loaders[0]) as loader:
         next(loader)
-        os.kill(loader._rows._planner.pid, signal.SIGKILL)
+        os.kill(loader._rank_rows._planner_process.pid, signal.SIGKILL)
         with pytest.raises(RuntimeError, match="the process that plans batches has ended"):
             for _ in range(100):
                 next(loader)
@@ -208,7 +208,7 @@ def test_a_planner_that_was_killed_ends_the_run(dataset):
 
 def read_keys(path: Path) -> set[str]:
     counts = read_description(path)
-    return {f"{shard}/{i}" for shard in counts.splits["train"] for i in range(counts.counts[shard])}
+    return {f"{shard}/{i}" for shard in counts.splits["train"] for i in range(counts.samples_by_shard[shard])}
 
 
 def test_ranks_have_equal_patches(dataset):
@@ -225,8 +225,8 @@ def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
     other samples."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
-    name = text_id(hf(), read_spec(hf()), data_config(folder))
-    path = folder / META / SIZES / name / "samples.npy"
+    name = compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
+    path = folder / METADATA_DIR / SIZES_DIR / name / "samples.npy"
     sizes = np.load(path)
     sizes["tokens"][5] += 1
     np.save(path, sizes)
@@ -244,8 +244,8 @@ def test_what_is_not_as_the_index_says_leaves_a_shorter_row(dataset, tmp_path):
 
 def test_a_row_of_which_nothing_is_left_is_padding(dataset):
     loader = Run(dataset, 1).loaders[0]
-    row = loader._planning.encoder.empty_row()
-    assert (row.seq_len, row.num_samples, row.num_patches, row.keys) == (256, 1, 0, [])
+    row = loader._planning_context.row_encoder.empty_row()
+    assert (row.seq_len, row.num_samples, row.num_patches, row.sample_keys) == (256, 1, 0, [])
     assert not row.loss_mask.any()
 
 
@@ -259,7 +259,7 @@ def test_another_number_of_rows_in_a_step_goes_on_in_the_same_order(dataset):
     wider = [keys for keys, _ in second.steps(2)]
     assert got == whole[:3] and flat(sum(wider, [])) == flat(sum(whole[3:6], []))
     third = Run(dataset, 3, rows=3, **settings).after(second.stop())
-    assert "each step takes 3 rows, after 6" in third.loaders[0].notes[-1]
+    assert "each step takes 3 rows, after 6" in third.loaders[0].start_notes[-1]
     assert flat(sum([keys for keys, _ in third.steps(4)], [])) == flat(sum(whole[6:9], []))
 
 
@@ -270,7 +270,7 @@ def test_processes_may_outnumber_the_samples(tmp_path):
         for i in range(2)
     ]
     path, _ = converted(tmp_path, records)
-    index(data_config(path), read_spec(hf()), hf())
+    index_datasets(data_config(path), read_spec(hf()), hf())
     few, many = (list(moved(path, [(ranks, workers, 3)])) for ranks, workers in ((1, 0), (2, 3)))
     assert [flat(rows) for rows, _ in few] == [flat(rows) for rows, _ in many]
 
@@ -282,22 +282,22 @@ def test_states_that_do_not_fit_are_refused(dataset):
     first = Run(dataset, 2).after(early)
     first.steps(1)
     late = first.stop()
-    with pytest.raises(StateError, match="rank 0 is needed too"):
+    with pytest.raises(LoaderStateError, match="rank 0 is needed too"):
         Run(dataset, 1).loaders[0].load_state_dict(late[1])
-    with pytest.raises(StateError, match="rank 0 is of another step"):
+    with pytest.raises(LoaderStateError, match="rank 0 is of another step"):
         Run(dataset, 1).loaders[0].load_state_dict(late[1], early.__getitem__)
-    with pytest.raises(StateError, match="seq_len"):
+    with pytest.raises(LoaderStateError, match="seq_len"):
         Run(dataset, 2, seq_len=300).after(late)
     other = [state | {"identity": state["identity"] | {"version": 2}} for state in late]
-    with pytest.raises(StateError, match="version 2 of its format, .* reads 1; resume .*restart_data"):
+    with pytest.raises(LoaderStateError, match="version 2 of its format, .* reads 1; resume .*restart_data"):
         Run(dataset, 2).after(other)
-    with pytest.raises(StateError, match="set data.shuffle back"):
+    with pytest.raises(LoaderStateError, match="set data.shuffle back"):
         Run(dataset, 2, shuffle=False).after(late)
-    with pytest.raises(StateError, match="shuffle_block = 16, .* has 4 .* set data.shuffle_block back"):
+    with pytest.raises(LoaderStateError, match="shuffle_block = 16, .* has 4 .* set data.shuffle_block back"):
         Run(dataset, 2, shuffle_block=4).after(late)
     half = Run(dataset, 2)
     next(half.loaders[0])
-    with pytest.raises(StateError, match="only between steps"):
+    with pytest.raises(LoaderStateError, match="only between steps"):
         half.loaders[0].state_dict()
 
 
@@ -308,11 +308,11 @@ def test_damage_is_found_when_a_state_is_loaded(dataset):
     (state,) = first.stop()
     kept = [pair for pair in state["planner"]["dict"] if pair[0] != "waiting"]
     for name, value in {"planner": {"dict": kept}, "rows": None}.items():
-        with pytest.raises(StateError, match="damaged.*resume from an earlier checkpoint"):
+        with pytest.raises(LoaderStateError, match="damaged.*resume from an earlier checkpoint"):
             Run(dataset, 1, 1).loaders[0].load_state_dict(state | {name: value})
     for lost in state.keys() - {"identity"}:
         left = {name: value for name, value in state.items() if name != lost}
-        with pytest.raises(StateError, match="damaged.*resume from an earlier checkpoint"):
+        with pytest.raises(LoaderStateError, match="damaged.*resume from an earlier checkpoint"):
             Run(dataset, 1, 1).loaders[0].load_state_dict(left)
 
 
@@ -328,7 +328,9 @@ def test_a_search_that_finds_nothing_is_told_in_a_line(dataset, workers):
 
 
 def lacking(path: Path, split: str = "train", family: str = "qwen2_5_vl", **changes: Any) -> list[Path]:
-    found = without_sizes(read_description(path), hf(family), data_config(path, **changes), split)
+    found = find_datasets_without_sizes(
+        read_description(path), hf(family), data_config(path, **changes), split
+    )
     return [Path(str(one.path)) for one in found]
 
 
@@ -342,7 +344,7 @@ def test_which_sets_have_no_sizes(dataset, tmp_path):
     # Only what a split reads matters, each set once.
     bare, mixture = tmp_path / "bare", tmp_path / "mixture.yaml"
     shutil.copytree(dataset, bare)
-    shutil.rmtree(bare / META / SIZES)
+    shutil.rmtree(bare / METADATA_DIR / SIZES_DIR)
     head = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n"
     train = f"{head}    blend:\n      - {{path: {dataset}, weight: 2}}\n"
     mixture.write_text(f"{train}  val:\n    blend:\n      - {{path: {bare}}}\n      - {{path: {bare}}}\n")
@@ -352,23 +354,23 @@ def test_which_sets_have_no_sizes(dataset, tmp_path):
 @pytest.mark.parametrize("name", ["samples.npy", "media.npy", "shards.json"])
 @pytest.mark.parametrize("held", [b"", b"PK\x03\x04", b"{}"])
 def test_damaged_sizes_are_told(dataset, tmp_path, name, held):
-    shutil.copytree(dataset / META / SIZES, tmp_path / SIZES)
-    text = text_id(hf(), read_spec(hf()), data_config(dataset))
-    (tmp_path / SIZES / text / name).write_bytes(held)
+    shutil.copytree(dataset / METADATA_DIR / SIZES_DIR, tmp_path / SIZES_DIR)
+    text = compute_tokenization_id(hf(), read_spec(hf()), data_config(dataset))
+    (tmp_path / SIZES_DIR / text / name).write_bytes(held)
     with pytest.raises(SizesError, match="cannot be read"):
-        open_sizes(tmp_path, text)
+        open_stored_sizes(tmp_path, text)
 
 
 def test_sizes_of_other_content_are_refused_by_each_rank(dataset, tmp_path):
     """As on a node whose copy of the data set has other sizes than the one that rank 0 looked at."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
-    facts = read_description(folder).facts("train")
-    name = text_id(hf(), read_spec(hf()), data_config(folder))
-    path = folder / META / SIZES / name / "shards.json"
+    facts = read_description(folder).split_facts("train")
+    name = compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
+    path = folder / METADATA_DIR / SIZES_DIR / name / "shards.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"content": "another"}))
     with pytest.raises(SizesError, match=f"{name} is of the content 'another', and the run reads '"):
-        build_loader(data_config(folder), read_spec(hf()), hf(), facts=facts)
+        build_loader(data_config(folder), read_spec(hf()), hf(), split_facts=facts)
 
 
 def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monkeypatch, capsys):
@@ -377,8 +379,8 @@ def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monke
 
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
-    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
-    shutil.rmtree(folder / META / SIZES)
+    wanted = {path.name: path.read_bytes() for path in (dataset / METADATA_DIR / SIZES_DIR).glob("*/*")}
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     away = (folder / "train-000002.tar").rename(tmp_path / "away.tar")
     words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers"]
     for workers in ("1", "2"):
@@ -396,24 +398,28 @@ def test_a_fault_of_the_storage_is_no_fault_of_a_sample(dataset, tmp_path, monke
     assert "raise the limit of open files" in said and "Traceback" not in said
 
     away.rename(folder / "train-000002.tar")
-    made, reader = [], module.Reader
-    monkeypatch.setattr(module, "Reader", lambda *given: (made.append(given[0].split), reader(*given))[1])
+    made, reader = [], module.SampleReader
+    monkeypatch.setattr(
+        module, "SampleReader", lambda *given: (made.append(given[0].split), reader(*given))[1]
+    )
     assert main([*words, "1"]) == 0
     assert made in (["train", "val"], ["val"], ["train"]), "one reader for all shards of a split"
-    assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+    assert {
+        path.name: path.read_bytes() for path in (folder / METADATA_DIR / SIZES_DIR).glob("*/*")
+    } == wanted
 
 
 def test_a_size_that_no_file_holds_is_unusable(dataset):
-    from data_tools.sample_sizes import measure
+    from data_tools.sample_sizes import measure_sample
 
     loader = Run(dataset, 1).loaders[0]
-    crude = loader._planning.sources[0].reader(0.0, None)[0]
-    encoder, sample = loader._planning.encoder, cook(crude)
-    record = json.loads(sample.text)
-    assert record["media"] and measure(encoder, sample)[0] > 0
+    crude = loader._planning_context.sized_sources[0].open_reader(0.0, None)[0]
+    encoder, sample = loader._planning_context.row_encoder, cook_sample(crude)
+    record = json.loads(sample.json_bytes)
+    assert record["media"] and measure_sample(encoder, sample)[0] > 0
     record["media"][0]["height"] = record["media"][0]["width"] = 2**32
-    sample.text = json.dumps(record).encode()
-    tokens, turns, media, reason = measure(encoder, sample)
+    sample.json_bytes = json.dumps(record).encode()
+    tokens, turns, media, reason = measure_sample(encoder, sample)
     assert (tokens, turns, len(media), reason) == (0, 0, 0, "cannot be encoded")
 
 
@@ -422,15 +428,15 @@ def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkey
 
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
-    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
+    wanted = {path.name: path.read_bytes() for path in (dataset / METADATA_DIR / SIZES_DIR).glob("*/*")}
     spec, data = read_spec(hf()), data_config(folder)
-    assert index(data, spec, hf())[0].seconds == 0.0, "those that are there are kept"
+    assert index_datasets(data, spec, hf())[0].seconds == 0.0, "those that are there are kept"
 
-    shutil.rmtree(folder / META / SIZES)
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     measure, done = module._measure_shard, []
 
     def noted(number: int) -> None:
-        done.append(module._tasks[number].name)
+        done.append(module._current_tasks[number].name)
         measure(number)
 
     def stops(number: int) -> None:
@@ -441,26 +447,28 @@ def test_an_index_is_written_once_and_continues(plain, dataset, tmp_path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(module, "_measure_shard", stops)
         with pytest.raises(KeyboardInterrupt):
-            index(data, spec, hf())
+            index_datasets(data, spec, hf())
         patched.setattr(module, "_measure_shard", noted)
-        index(data, spec, hf())
+        index_datasets(data, spec, hf())
     assert len(done) == len(set(done)) == 9, "each shard is measured once"
-    assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+    assert {
+        path.name: path.read_bytes() for path in (folder / METADATA_DIR / SIZES_DIR).glob("*/*")
+    } == wanted
 
 
 def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
     """Each of them ends well, and the files are those of one."""
-    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
+    wanted = {path.name: path.read_bytes() for path in (dataset / METADATA_DIR / SIZES_DIR).glob("*/*")}
     spec, context = read_spec(hf()), multiprocessing.get_context("fork")
     for number in range(4):
         folder = tmp_path / f"set{number}"
         shutil.copytree(dataset, folder)
-        shutil.rmtree(folder / META / SIZES)
+        shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
         barrier = context.Barrier(3)
 
         def begin(folder=folder, barrier=barrier) -> None:
             barrier.wait(60)
-            index(data_config(folder), spec, hf())
+            index_datasets(data_config(folder), spec, hf())
 
         processes = [context.Process(target=begin) for _ in range(3)]
         for process in processes:
@@ -468,33 +476,39 @@ def test_two_processes_may_write_an_index_at_once(plain, dataset, tmp_path):
         for process in processes:
             process.join(120)
         assert [process.exitcode for process in processes] == [0, 0, 0]
-        (sizes,) = (folder / META / SIZES).iterdir()
+        (sizes,) = (folder / METADATA_DIR / SIZES_DIR).iterdir()
         assert {path.name: path.read_bytes() for path in sizes.iterdir()} == wanted
 
 
 @pytest.mark.parametrize("fault", [OSError(errno.EIO, "Input/output error"), MemoryError("no memory")])
 def test_a_fault_of_the_machine_is_not_stored_as_a_sample_without_tokens(dataset, monkeypatch, fault):
-    from data_tools.sample_sizes import SizesWriteError, measure
+    from data_tools.sample_sizes import SizesWriteError, measure_sample
 
     loader = Run(dataset, 1).loaders[0]
-    encoder, sample = loader._planning.encoder, cook(loader._planning.sources[0].reader(0.0, None)[0])
+    encoder, sample = (
+        loader._planning_context.row_encoder,
+        cook_sample(loader._planning_context.sized_sources[0].open_reader(0.0, None)[0]),
+    )
 
     def fails(*_: Any, **__: Any) -> None:
         raise fault
 
-    for owner, name in ((encoder.chat, "encode"), (encoder.chat.tokenizer, "apply_chat_template")):
+    for owner, name in (
+        (encoder.chat_encoder, "encode"),
+        (encoder.chat_encoder.tokenizer, "apply_chat_template"),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fails)
             with pytest.raises(SizesWriteError, match=f"sample {sample.__key__}: {type(fault).__name__}"):
-                measure(encoder, sample)
+                measure_sample(encoder, sample)
 
 
 def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):
     """Parts in any order, one of them twice and one never: the files are those of one machine."""
     folder = tmp_path / "set"
     shutil.copytree(dataset, folder)
-    wanted = {path.name: path.read_bytes() for path in (dataset / META / SIZES).glob("*/*")}
-    shutil.rmtree(folder / META / SIZES)
+    wanted = {path.name: path.read_bytes() for path in (dataset / METADATA_DIR / SIZES_DIR).glob("*/*")}
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR)
     words = ["data", "index", "--data", str(folder), "--processor", str(hf()), "--workers", "2", "--json"]
 
     def said(*shard: str) -> tuple[int, int]:
@@ -506,9 +520,13 @@ def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):
     assert said("--shard", "0/4") == (3, 4)
     assert said("--shard", "2/4") == (0, 4)
     assert said("--shard", "3/4") == (2, 2)
-    assert not has_sizes(read_description(folder), text_id(hf(), read_spec(hf()), data_config(folder)))
+    assert not has_stored_sizes(
+        read_description(folder), compute_tokenization_id(hf(), read_spec(hf()), data_config(folder))
+    )
     assert said() == (COUNT, 0)
-    assert {path.name: path.read_bytes() for path in (folder / META / SIZES).glob("*/*")} == wanted
+    assert {
+        path.name: path.read_bytes() for path in (folder / METADATA_DIR / SIZES_DIR).glob("*/*")
+    } == wanted
 
     assert said("--shard", "1/4") == (0, 0)
     assert main([*words[:-1], "--shard", "1/4"]) == 0 and "the sizes were there" in capsys.readouterr().out
@@ -518,7 +536,7 @@ def test_nodes_share_an_index(plain, dataset, tmp_path, capsys):
 def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
     folder = tmp_path / "set"
     shutil.copytree(plain, folder)
-    shutil.rmtree(folder / META / SIZES, ignore_errors=True)
+    shutil.rmtree(folder / METADATA_DIR / SIZES_DIR, ignore_errors=True)
     words = ["--data", str(folder), "--processor", str(hf()), "--workers", "1"]
     assert main(["data", "index", *words]) == 0
     assert f"sizes of {COUNT} samples and " in capsys.readouterr().out
@@ -526,7 +544,7 @@ def test_the_commands_that_write_sizes(plain, tmp_path, capsys):
     (said,) = json.loads(capsys.readouterr().out)
     assert (said["samples"], said["seconds"]) == (COUNT, 0.0)
 
-    (folder / META / "index.uuid").write_text("another content")
+    (folder / METADATA_DIR / "index.uuid").write_text("another content")
     assert lacking(folder) == [folder]
 
     source = plain.parent
@@ -566,12 +584,15 @@ def test_a_blend_goes_on_with_other_weights(dataset, tmp_path):
 
     first = Run(written(1, 3), 2)
     rows = [next(loader) for loader in first.loaders for _ in range(6)]
-    assert {source for row in rows for source in row.sources} == {0, 1}
+    assert {source for row in rows for source in row.source_indices} == {0, 1}
     states = first.stop()
-    with pytest.raises(StateError, match="on_changed_blend continue"):
+    with pytest.raises(LoaderStateError, match="on_changed_blend continue"):
         Run(written(3, 1), 2).after(states)
 
     later = Run(written(3, 1), 3, on_changed_blend="continue").after(states)
-    planner, before = later.loaders[1]._planning.planner(), from_json(states[0]["planner"])
-    assert planner.order.drawn == list(before["drawn"].values()) and planner._waiting.shape[1] > 0
+    planner, before = later.loaders[1]._planning_context.make_planner(), state_from_json(states[0]["planner"])
+    assert (
+        planner.sample_order.draw_counts == list(before["drawn"].values())
+        and planner._waiting_samples.shape[1] > 0
+    )
     later.steps(1)

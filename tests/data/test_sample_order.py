@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_vl.data.source import sample_order
-from megatron_vl.data.source.sample_order import LANES, BlockOrder, SampleOrder, permuted
+from megatron_vl.data.source.sample_order import LANES, BlockOrder, SampleOrder, permute_positions
 
 from .datasets import converted
 from .mixtures import loader, talk, write
@@ -66,7 +66,7 @@ def test_blocks_stay_together_in_their_shards():
 def test_a_block_of_one_sample_is_a_full_shuffle():
     size = 1000 * LANES
     order = order_of(*[50] * (size // 50), block=1)
-    assert (order.samples(np.arange(size), 9) == permuted(np.arange(size), size, 9)).all()
+    assert (order.samples(np.arange(size), 9) == permute_positions(np.arange(size), size, 9)).all()
 
 
 def test_a_block_larger_than_the_shards_is_a_shard():
@@ -95,7 +95,7 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
         {"path": "ships", "weight": 2},
     ]
     rows = loader(write(tmp_path, train={"blend": parts}), shuffle_block=5)
-    order = rows._planning.planner().order
+    order = rows._planning_context.make_planner().order
     assert [each._starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
     for source, (first, end) in enumerate([(30, 60), (0, 33)]):
         size = end - first
@@ -106,8 +106,8 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
 
 def test_the_order_depends_on_seed_epoch_and_data_set():
     def first(seed: int, number: int, key: str) -> list[int]:
-        order = SampleOrder([1000], [1.0], seed, shuffled=True, keys=[key], block=4)
-        return order.indices(np.zeros(50, np.int64), number + np.arange(50)).tolist()
+        order = SampleOrder([1000], [1.0], seed, is_shuffled=True, source_keys=[key], block=4)
+        return order.sample_indices(np.zeros(50, np.int64), number + np.arange(50)).tolist()
 
     orders = [first(1, 0, "a"), first(2, 0, "a"), first(1, 1000, "a"), first(1, 0, "b")]
     assert len(set(map(tuple, orders))) == 4 and first(1, 0, "a") == orders[0]

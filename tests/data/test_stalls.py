@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.sample_sizes import index
-from data_tools.sources import Reader, left_out_of_some, open_encoder, sources
+from data_tools.sample_sizes import index_datasets
+from data_tools.sample_sources import SampleReader, estimate_left_out, open_encoder, read_sources
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
@@ -26,7 +26,7 @@ def pristine(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pristine")
     out = converted(folder, mixed_records(folder / "media", 24), samples_per_shard=6)[0]
     hf = tiny_checkpoint("qwen2_5_vl")
-    index(_config(out), read_spec(hf), hf)
+    index_datasets(_config(out), read_spec(hf), hf)
     return out
 
 
@@ -55,7 +55,7 @@ def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers):
     used: set[str] = set()
     dropped: dict[str, str] = {}
     for row in islice(loader, 24):
-        used |= set(row.keys)
+        used |= set(row.sample_keys)
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
     loader.close()
 
@@ -67,8 +67,8 @@ def test_a_shard_that_does_not_answer_is_skipped_and_counted(stalled, workers):
 def test_samples_that_are_not_read_in_time_count_as_left_out(stalled):
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(stalled, sample_timeout_s=0.5), read_spec(folder), folder)
-    (meter,) = left_out_of_some(encoder, 24).values()
-    assert (meter.used, meter.reasons) == (18, {"reading takes too long": 6})
+    (meter,) = estimate_left_out(encoder, 24).values()
+    assert (meter.used_count, meter.reason_counts) == (18, {"reading takes too long": 6})
 
 
 def test_a_limit_changes_no_row(pristine):
@@ -76,7 +76,7 @@ def test_a_limit_changes_no_row(pristine):
     rows = []
     for seconds in (0.0, 60.0):
         loader = open_loader(_config(pristine, sample_timeout_s=seconds), folder)
-        rows.append([(row.keys, row.tokens, row.vision.planes) for row in islice(loader, 8)])
+        rows.append([(row.sample_keys, row.tokens, row.vision.planes) for row in islice(loader, 8)])
         loader.close()
     for (keys, tokens, planes), (own_keys, own_tokens, own_planes) in zip(*rows, strict=True):
         assert keys == own_keys and tokens.equal(own_tokens) and planes.equal(own_planes)
@@ -85,22 +85,24 @@ def test_a_limit_changes_no_row(pristine):
 def test_a_decode_that_takes_too_long_hides_the_sample(pristine):
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine), read_spec(folder), folder)
-    (source,) = sources(pristine, "train")
-    reader = Reader(source)
-    encoded = encoder.preencode_sample(reader.read(3, whole=True))  # the record with a video alone
+    (source,) = read_sources(pristine, "train")
+    reader = SampleReader(source)
+    encoded = encoder.preencode_sample(
+        reader.read_sample(3, with_media=True)
+    )  # the record with a video alone
     reader.close()
-    encoder.data = dataclasses.replace(encoder.data, sample_timeout_s=1e-9)
+    encoder.data_config = dataclasses.replace(encoder.data_config, sample_timeout_s=1e-9)
     ready = encoder.postencode_sample(encoded).sample
-    assert encoder.dropped == {"decoding takes too long": 1}
-    assert not ready.loss_mask.any() and (ready.media[0].planes == 128).all()
+    assert encoder.dropped_counts == {"decoding takes too long": 1}
+    assert not ready.loss_mask.any() and (ready.media_items[0].planes == 128).all()
     assert len(ready.token_ids) == len(encoded.token_ids)
 
 
 def test_a_text_that_takes_too_long_is_not_used(pristine):
     folder = tiny_checkpoint("qwen2_5_vl")
     encoder = open_encoder(_config(pristine, sample_timeout_s=1e-9), read_spec(folder), folder)
-    (source,) = sources(pristine, "train")
-    reader = Reader(source)
-    encoded = encoder.preencode_sample(reader.read(3, whole=True))
+    (source,) = read_sources(pristine, "train")
+    reader = SampleReader(source)
+    encoded = encoder.preencode_sample(reader.read_sample(3, with_media=True))
     reader.close()
     assert encoded.refused[0] == "encoding takes too long" and "sample_timeout_s" in encoded.refused[1]

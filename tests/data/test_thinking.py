@@ -20,8 +20,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from megatron_vl.data.sample import chat
-from megatron_vl.data.sample.chat import ChatEncoder, ChatError, stop_tokens
-from megatron_vl.data.sample.thinking import Said, ThinkingRule, opens_thinking, split_thinking
+from megatron_vl.data.sample.chat import ChatEncoder, ChatError, read_stop_tokens
+from megatron_vl.data.sample.thinking import GeneratedAnswer, ThinkingRule, opens_thinking, split_thinking
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import mask_one_by_one, spec_of
 from tests.data.test_chat import released_tokenizer_folder
@@ -100,13 +100,13 @@ def folders(tmp_path_factory):
 
 
 def encoder(folder: Path, **rule: str) -> ChatEncoder:
-    return ChatEncoder(folder, spec_of("qwen3_vl"), thinking=ThinkingRule(**rule))
+    return ChatEncoder(folder, spec_of("qwen3_vl"), thinking_rule=ThinkingRule(**rule))
 
 
 def pieces(ours: ChatEncoder, messages: list[dict]) -> list[tuple[list[str], bool]]:
     """The text of each token; neighbours that are both learnt, or both not, are together."""
     ids, mask = ours.encode(messages, [])
-    rendered = ours.render(messages)
+    rendered = ours.render_conversation(messages)
     assert ids.tolist() == ours.tokenizer(rendered)["input_ids"]
     found: list[tuple[list[str], bool]] = []
     for token, learnt in zip(ids, mask.tolist(), strict=True):
@@ -210,7 +210,7 @@ ASKED = "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
 @pytest.mark.parametrize("earlier", [THOUGHT, APART], ids=["in the text", "apart"])
 def test_a_request_written_by_hand(folders, model, think, earlier) -> None:
     ours = encoder(folders[model])
-    prompt = ours.tokenizer.decode(ours.encode_prompt([QUESTION, earlier, NEXT], [], think=think))
+    prompt = ours.tokenizer.decode(ours.encode_prompt([QUESTION, earlier, NEXT], [], enable_thinking=think))
     assert prompt == EARLIER + ASKED + REQUESTED[model, think]
     assert opens_thinking(prompt) == (REQUESTED[model, think] == OPENED)
 
@@ -228,7 +228,7 @@ def test_a_template_without_the_switch_refuses_it() -> None:
     assert not opens_thinking(ours.tokenizer.decode(ours.encode_prompt([QUESTION], [])))
     for think in (True, False):
         with pytest.raises(ChatError, match="enable_thinking"):
-            ours.encode_prompt([QUESTION], [], think=think)
+            ours.encode_prompt([QUESTION], [], enable_thinking=think)
 
 
 # --- Answers ------------------------------------------------------------------------------------------------
@@ -237,20 +237,20 @@ def test_a_template_without_the_switch_refuses_it() -> None:
 @pytest.mark.parametrize(
     ("generated", "opened", "said"),
     [
-        ("Hm.\n</think>\n\nNo.", True, Said("No.", "Hm.")),
-        ("\n</think>\n\nNo.", True, Said("No.")),
+        ("Hm.\n</think>\n\nNo.", True, GeneratedAnswer("No.", "Hm.")),
+        ("\n</think>\n\nNo.", True, GeneratedAnswer("No.")),
         # Cut off, or ended, while it thinks: there is no answer.
-        ("The answer is B. But", True, Said("", "The answer is B. But", closed=False)),
-        ("", True, Said("", "", closed=False)),
-        ("Hm.</think>", True, Said("", "Hm.")),
+        ("The answer is B. But", True, GeneratedAnswer("", "The answer is B. But", is_block_closed=False)),
+        ("", True, GeneratedAnswer("", "", is_block_closed=False)),
+        ("Hm.</think>", True, GeneratedAnswer("", "Hm.")),
         # Qwen3's template leaves the opening to the model.
-        ("<think>\nHm.\n</think>\n\nNo.", False, Said("No.", "Hm.")),
-        ("<think>\nHm", False, Said("", "Hm", closed=False)),
+        ("<think>\nHm.\n</think>\n\nNo.", False, GeneratedAnswer("No.", "Hm.")),
+        ("<think>\nHm", False, GeneratedAnswer("", "Hm", is_block_closed=False)),
         # VLMEvalKit and the template take what follows the last mark.
-        ("A</think>B</think>C", True, Said("C", "A</think>B")),
+        ("A</think>B</think>C", True, GeneratedAnswer("C", "A</think>B")),
         # Without a block, the answer is left alone.
-        (" The mark </think> closes it. ", False, Said(" The mark </think> closes it. ")),
-        ("No.", False, Said("No.")),
+        (" The mark </think> closes it. ", False, GeneratedAnswer(" The mark </think> closes it. ")),
+        ("No.", False, GeneratedAnswer("No.")),
     ],
 )
 def test_an_answer_is_what_follows_the_thinking(generated, opened, said) -> None:
@@ -273,13 +273,13 @@ def test_an_answer_ends_with_its_turn(generation, config, of_tokenizer, stop, tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert stop_tokens(tmp_path, SimpleNamespace(eos_token_id=of_tokenizer)) == stop
+    assert read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=of_tokenizer)) == stop
 
 
 def test_a_folder_without_an_end_is_refused(tmp_path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ChatError, match="eos_token_id"):
-        stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
+        read_stop_tokens(tmp_path, SimpleNamespace(eos_token_id=None))
 
 
 # --- What is learnt -----------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_marks_of_thinking_in_the_text_of_others_change_nothing(folders) -> None
 
 def test_a_template_that_hides_a_turn_is_refused(folders) -> None:
     ours = encoder(folders[LARGE])
-    ours.template = (
+    ours.chat_template = (
         "{# </think> #}{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}"
     )
     with pytest.raises(ChatError, match="cannot be found"):
@@ -382,7 +382,7 @@ def test_turns_found_together_equal_turns_found_one_by_one(folders, model, rule)
         except ChatError:  # the template has no question in it
             continue
         plain = [{k: v for k, v in m.items() if k != "loss_weight"} for m in messages]
-        pictures = ours.render(plain, tools=tools).count(
+        pictures = ours.render_conversation(plain, tools=tools).count(
             ours.image_token
         )  # thinking may hold some, and is dropped
         ids, mask = ours.encode(messages, [GridTHW(1, 2, 2)] * pictures, tools)
@@ -396,8 +396,8 @@ def test_the_number_of_renderings_does_not_grow_with_the_turns(folders, model, m
     ours = encoder(folders.get(model) or marked_folder())
     ours.encode([QUESTION, CALL, RESULT, PLAIN] if model in folders else [QUESTION, PLAIN], [])
     rendered = []
-    render = ours.render
-    monkeypatch.setattr(ours, "render", lambda *a, **k: rendered.append(a) or render(*a, **k))
+    render = ours.render_conversation
+    monkeypatch.setattr(ours, "render_conversation", lambda *a, **k: rendered.append(a) or render(*a, **k))
     counts = []
     for pairs in (2, 40):
         rendered.clear()
@@ -416,5 +416,5 @@ def test_a_text_full_of_the_mark_takes_few_looks(folders) -> None:
 def test_the_defaults_are_those_of_a_run() -> None:
     from megatron_vl.config import DataConfig
 
-    assert ThinkingRule.of(DataConfig()) == ThinkingRule()
+    assert ThinkingRule.from_data_config(DataConfig()) == ThinkingRule()
     assert dataclasses.asdict(ThinkingRule()) == {"empty_think": "masked", "earlier_answers": "learnt"}

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from data_tools.formats import RecordError
-from data_tools.media import inspect
-from megatron_vl.data.sample import pixels, video_files
-from megatron_vl.data.sample.deadline import Deadline, OutOfTimeError
+from data_tools.media import inspect_medium
+from megatron_vl.data.sample import pixels, video_decoding
+from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.pixels import (
     PixelError,
     PixelSettings,
@@ -114,7 +114,7 @@ def written(
 def test_frames_of_every_container_are_those_that_are_wanted(form, codec, pixel):
     data = written(form, codec, pixel, 100)
     info = probe_video(data)
-    assert (info.frames, info.height, info.width) == (100, SIDE, SIDE)
+    assert (info.frame_count, info.height, info.width) == (100, SIDE, SIDE)
     assert info.fps == pytest.approx(10, rel=0.02)
     wanted = [0, 1, 14, 83, 99]  # farther apart than FAR
     assert numbers(video_frames(data, info, wanted)) == wanted
@@ -125,10 +125,10 @@ def test_seeking_gives_the_pixels_of_a_whole_decode(form, codec, pixel, monkeypa
     data = written(form, codec, pixel, 100)
     info = probe_video(data)
     wanted = [3, 40, 41, 70, 99]
-    monkeypatch.setattr(video_files, "FAR", 1000)
+    monkeypatch.setattr(video_decoding, "SEEK_DISTANCE", 1000)
     whole = video_frames(data, info, wanted)
-    monkeypatch.setattr(video_files, "FAR", 0)
-    monkeypatch.setattr(video_files, "SKIP", 0)
+    monkeypatch.setattr(video_decoding, "SEEK_DISTANCE", 0)
+    monkeypatch.setattr(video_decoding, "MAX_DECODED_GAP", 0)
     assert torch.equal(video_frames(data, info, wanted), whole)
 
 
@@ -143,14 +143,14 @@ def test_a_long_file_is_not_decoded_where_it_is_not_sampled(monkeypatch):
     # At most a group of 30 for each wanted frame; a whole decode up to the last takes 2,626.
     assert 8 <= len(decoded) <= 8 * 30
 
-    monkeypatch.setattr(pixels, "LONG_VIDEO", 2000)
+    monkeypatch.setattr(pixels, "LONG_VIDEO_FRAMES", 2000)
     assert probe_video(data) == info
 
 
 def _count_decoded(monkeypatch) -> list[int]:
     """The times of all frames that are decoded from now on after seeking."""
     decoded: list[int] = []
-    real = video_files._sought
+    real = video_decoding._seek_frames
 
     def counted(container, table, frames, deadline):
         decode = container.decode
@@ -165,7 +165,7 @@ def _count_decoded(monkeypatch) -> list[int]:
 
         return real(Counting(), table, frames, deadline)
 
-    monkeypatch.setattr(video_files, "_sought", counted)
+    monkeypatch.setattr(video_decoding, "_seek_frames", counted)
     return decoded
 
 
@@ -211,19 +211,19 @@ def test_an_hour_decodes_what_leads_to_its_frames(hour, most, monkeypatch):
     """Each wanted frame takes at most the 24 before it. That is 19,200 of 90,000 for 768 frames: a decode of
     all would break the limit of this test."""
     info = probe_video(hour)
-    assert (info.frames, info.fps) == (HOUR, 25.0)
+    assert (info.frame_count, info.fps) == (HOUR, 25.0)
     wanted = frame_indices(info, PixelSettings(video_max_frames=most))
     assert len(wanted) == most and wanted[-1] > HOUR * 0.95
 
     decoded = _count_decoded(monkeypatch)
-    frames = video_frames(hour, info, wanted, Deadline(60))
+    frames = video_frames(hour, info, wanted, SampleDeadline(60))
     assert numbers(frames) == [number % SEGMENT for number in wanted]
     assert most <= len(decoded) <= 25 * most
 
 
 def test_a_gif_is_painted_from_its_start(monkeypatch):
     data = written("gif", "gif", "rgb8", 100)
-    monkeypatch.setattr(video_files, "_sought", lambda *a: pytest.fail("a GIF has no key frames"))
+    monkeypatch.setattr(video_decoding, "_seek_frames", lambda *a: pytest.fail("a GIF has no key frames"))
     assert numbers(video_frames(data, probe_video(data), [99])) == [99]
 
 
@@ -237,7 +237,7 @@ def test_a_variable_rate_worked_out_by_hand(form):
     """
     data = written(form, "libx264", "yuv420p", 8, times=[0, 1, 2, 10, 20, 21, 22, 30])
     info = probe_video(data)
-    assert info.frames == 8
+    assert info.frame_count == 8
     if form == "mp4":
         assert info.fps == pytest.approx(80 / 31, rel=1e-3)
     spread = PixelSettings(patch_size=16, video_spread=True, video_fps=2.0)
@@ -264,7 +264,7 @@ def test_seeking_in_a_variable_rate(form, reordered, monkeypatch):
         times.append(times[-1] + draw.choice([1, 1, 1, 2, 9]))
     data = written(form, "libx264", "yuv420p", 400, times=times, key=20, reordered=reordered)
     info = probe_video(data)
-    assert info.frames == 400
+    assert info.frame_count == 400
     decoded = _count_decoded(monkeypatch)
     wanted = [7, 8, 150, 171, 300, 301, 399]
     assert numbers(video_frames(data, info, wanted)) == wanted
@@ -282,27 +282,27 @@ def test_a_truncated_file_is_refused_or_shorter(form, codec, pixel):
             rest = probe_video(data)
         except PixelError:
             continue
-        if rest.frames < 90:  # the conversion saw 90
+        if rest.frame_count < 90:  # the conversion saw 90
             with pytest.raises(PixelError):
                 video_frames(data, info, [0, 89])
         # The last frame may be cut, and so may those that are predicted from it.
-        whole_ones = list(range(rest.frames - 3))
+        whole_ones = list(range(rest.frame_count - 3))
         assert not whole_ones or numbers(video_frames(data, rest, whole_ones)) == whole_ones
 
 
 def test_a_decode_ends_at_its_deadline():
     data = written("mp4", "libx264", "yuv420p", 300)
     info = probe_video(data)
-    late = Deadline(1e-9)
+    late = SampleDeadline(1e-9)
     time.sleep(1e-3)
     for wanted in ([0, 5], [0, 299]):  # decoded from the start, and sought
-        with pytest.raises(OutOfTimeError, match="data.sample_timeout_s 1e-09"):
+        with pytest.raises(SampleTimeoutError, match="data.sample_timeout_s 1e-09"):
             video_frames(data, info, wanted, late)
-    assert numbers(video_frames(data, info, [0, 299], Deadline(60))) == [0, 299]
-    assert numbers(video_frames(data, info, [0, 299], Deadline(0))) == [0, 299]
+    assert numbers(video_frames(data, info, [0, 299], SampleDeadline(60))) == [0, 299]
+    assert numbers(video_frames(data, info, [0, 299], SampleDeadline(0))) == [0, 299]
 
 
 def test_what_is_no_video_is_refused_by_the_data_tool():
     for data in (b"", b"\0" * 5000, b"#EXTM3U\nfile:///etc/passwd\n", written("gif", "gif", "rgb8", 3)[:30]):
         with pytest.raises(RecordError, match="clip"):
-            inspect("video", "clip.mp4", data, 1 << 20)
+            inspect_medium("video", "clip.mp4", data, 1 << 20)

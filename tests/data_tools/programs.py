@@ -11,19 +11,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from data_tools import identities
+from data_tools import record_ids
 
 COUNT = 300_000
 
 
 def table(folder: Path) -> Callable[[int], None]:
     """Ids in the data tool's table, which has 256 KiB of memory here."""
-    identities.CACHE_KB = 256
-    ids = identities.Identities(folder / "ids.sqlite")
+    record_ids.CACHE_SIZE_KB = 256
+    ids = record_ids.RecordIdTable(folder / "ids.sqlite")
 
     def fill(count: int) -> None:
         for i in range(count):
-            ids.first(f"str: {i}", "a.jsonl", i)
+            ids.first_occurrence(f"str: {i}", "a.jsonl", i)
 
     return fill
 

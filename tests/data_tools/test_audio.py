@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from data_tools.audio import placeholder_in
-from data_tools.convert import ConversionOptions, convert
+from data_tools.audio import find_audio_placeholder
+from data_tools.convert import ConversionOptions, convert_dataset
 from data_tools.formats import RecordError, read_conversation, read_prompt
 from tests.data.media import encoded, write
 
@@ -163,7 +163,7 @@ HEARD = {
 def test_a_record_with_audio_is_refused(record: dict[str, Any], field: str) -> None:
     with pytest.raises(RecordError) as error:
         read_conversation(record)
-    assert (error.value.reason, error.value.field) == ("audio not supported", field)
+    assert (error.value.reason, error.value.field_path) == ("audio not supported", field)
 
     with pytest.raises(RecordError, match="audio"):
         read_prompt(record)
@@ -245,7 +245,7 @@ def test_long_texts_are_searched_in_linear_time(piece: str) -> None:
     """A search that is quadratic anywhere would take minutes."""
     text = "x" + piece * 50_000 + "x"
     begin = time.process_time()
-    placeholder_in(text, anywhere=False)
+    find_audio_placeholder(text, match_anywhere=False)
     assert time.process_time() - begin < 8
 
 
@@ -256,7 +256,7 @@ def test_refused_audio_is_counted_and_listed(tmp_path: Path) -> None:
     records = [heard[0], READ["the same in ShareGPT"], *heard[1:]]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
 
-    report = convert([tmp_path / "in.jsonl"], ConversionOptions(tmp_path / "media", tmp_path / "out"))
+    report = convert_dataset([tmp_path / "in.jsonl"], ConversionOptions(tmp_path / "media", tmp_path / "out"))
     assert (report.records, report.samples) == (4, 1)
     assert report.refused == {"in.jsonl": {"audio not supported": 3}}
 

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from data_tools.convert import ConversionOptions, ConvertError, convert
+from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
 from data_tools.formats import RecordError, read_conversation, read_prompt
-from data_tools.records import BadLine, ReadError, read_records
+from data_tools.records import ReadError, UnreadableRecord, read_records
 from tests.data.datasets import converted, mixed_records
 from tests.data.media import encoded, video, write
 from toolkit.cli import main
@@ -60,7 +60,7 @@ def test_sharegpt_markers_become_parts_in_the_order_of_the_text():
     }
 
     conversation = read_conversation(record)
-    assert conversation.media == [("image", "a.jpg"), ("video", "c.mp4"), ("image", "b.jpg")]
+    assert conversation.media_references == [("image", "a.jpg"), ("video", "c.mp4"), ("image", "b.jpg")]
     assert [m["role"] for m in conversation.messages] == ["system", "user", "assistant", "user", "assistant"]
     kinds = [(p["type"], p.get("text")) for p in conversation.messages[1]["content"]]
     assert kinds == [
@@ -93,7 +93,14 @@ def test_openai_parts_in_every_spelling():
     }
     conversation = read_conversation(record)
 
-    assert [ref for _, ref in conversation.media] == ["a.jpg", "b.jpg", "c.jpg", "d.mp4", "e.mp4", "f.jpg"]
+    assert [ref for _, ref in conversation.media_references] == [
+        "a.jpg",
+        "b.jpg",
+        "c.jpg",
+        "d.mp4",
+        "e.mp4",
+        "f.jpg",
+    ]
     assert conversation.messages[0]["content"][0] == {"type": "text", "text": "See "}
 
 
@@ -107,7 +114,7 @@ def test_messages_with_listed_images():
     ]
     record = {"images": ["a.png", "b.png"], "messages": turns}
 
-    assert [ref for _, ref in read_conversation(record).media] == ["a.png", "b.png"]
+    assert [ref for _, ref in read_conversation(record).media_references] == ["a.png", "b.png"]
 
 
 USER, BOT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
@@ -195,7 +202,7 @@ BAD = [
 def test_records_that_cannot_be_used_say_why_and_where(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
-    assert (error.value.reason, error.value.field) == (reason, field)
+    assert (error.value.reason, error.value.field_path) == (reason, field)
     assert reason != "unknown content part" or "valid: text, image, image_url, video, video_url" in str(
         error.value
     )
@@ -232,7 +239,7 @@ def test_keys_without_effect_and_media_in_answers_are_named():
     }
     conversation = read_conversation(record)
 
-    assert conversation.ignored == [
+    assert conversation.ignored_keys == [
         ("records", "licence"),
         ("content parts", "max_pixels"),
         ("content parts", "path"),
@@ -241,14 +248,14 @@ def test_keys_without_effect_and_media_in_answers_are_named():
         ("turns", "mood"),
     ]
 
-    assert conversation.answer_media == 1 and len(conversation.media) == 3
+    assert conversation.answer_media == 1 and len(conversation.media_references) == 3
     listed = {
         "images": [{"path": "a.png", "bytes": None, "max_pixels": 784}],
         "conversations": [{**HUMAN, "value": "<image>"}, GPT],
     }
 
-    assert read_conversation(listed).ignored == [("listed media", "max_pixels")]
-    assert read_conversation({"id": "x", **TEXT}).ignored == []
+    assert read_conversation(listed).ignored_keys == [("listed media", "max_pixels")]
+    assert read_conversation({"id": "x", **TEXT}).ignored_keys == []
 
 
 # --- Reading ------------------------------------------------------------------------------------------------
@@ -257,7 +264,7 @@ def test_keys_without_effect_and_media_in_answers_are_named():
 @pytest.mark.parametrize("chunk", [7, 64, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_arrays_are_read_in_any_chunks(tmp_path, monkeypatch, chunk, indent):
-    monkeypatch.setattr("data_tools.records.CHUNK", chunk)
+    monkeypatch.setattr("data_tools.records.CHUNK_BYTES", chunk)
     records = [{"a": "x" * n, "b": [1.5, None, {"é": ']},{ \\" 漢'}]} for n in range(0, 90, 13)] + [
         12,
         "s",
@@ -273,7 +280,7 @@ def test_lines_go_on_after_a_broken_one(tmp_path):
     path.write_bytes(b'{"a": 1}\n\n{broken\n\xff\xfe\n{"a": 2}')
     found = list(read_records(path))
     assert [n for n, _ in found] == [1, 3, 4, 5] and found[0][1] == {"a": 1} and found[3][1] == {"a": 2}
-    assert isinstance(found[1][1], BadLine) and isinstance(found[2][1], BadLine)
+    assert isinstance(found[1][1], UnreadableRecord) and isinstance(found[2][1], UnreadableRecord)
     assert (found[1][1].reason, found[2][1].reason) == ("not JSON", "not UTF-8")
 
 
@@ -290,19 +297,19 @@ def test_a_record_that_is_nested_too_deeply_is_quarantined(tmp_path, array):
     texts = [record(200), record(201), record(900), flat]
     path = tmp_path / "in.json"
     path.write_text(f"[{', '.join(texts)}]" if array else "\n".join(texts))
-    convert([path], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=2))
+    convert_dataset([path], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=2))
     assert refused(tmp_path / "out") == {2: "nested too deeply", 3: "nested too deeply"}
 
 
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_an_integer_that_python_does_not_read_is_quarantined(tmp_path, monkeypatch, array):
-    monkeypatch.setattr("data_tools.records.CHUNK", 999)
+    monkeypatch.setattr("data_tools.records.CHUNK_BYTES", 999)
     (tmp_path / "m").mkdir()
     text = json.dumps(TEXT)
     texts = [text, text[:-1] + ', "x": [' + "7" * 5000 + ', "]"], "y": 1}', text, "-" + "7" * 5000, text]
     path = tmp_path / "in.json"
     path.write_text(f"[{', '.join(texts)}]" if array else "\n".join(texts))
-    convert([path], ConversionOptions(tmp_path / "m", tmp_path / "out"))
+    convert_dataset([path], ConversionOptions(tmp_path / "m", tmp_path / "out"))
     assert refused(tmp_path / "out") == {2: "integer too long", 4: "integer too long"}
 
 
@@ -311,14 +318,14 @@ def test_a_broken_line_far_down_is_named(tmp_path, monkeypatch):
     lines[2999] = '{"conversations": [{"from": "human", "value": "cut'
     (tmp_path / "in.jsonl").write_text("\n".join(lines))
     (tmp_path / "m").mkdir()
-    report = convert([tmp_path / "in.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
+    report = convert_dataset([tmp_path / "in.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
     (line,) = [json.loads(line) for line in (tmp_path / "out/quarantine.jsonl").read_text().splitlines()]
     assert (line["file"], line["record"], line["reason"]) == ("in.jsonl", 3000, "not JSON")
     assert report.samples == 3099
 
 
 def test_a_line_without_end_is_one_bad_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("data_tools.records.LARGEST_RECORD", 100)
+    monkeypatch.setattr("data_tools.records.MAX_RECORD_BYTES", 100)
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + "x" * 350 + '\n{"a": 2}\n' + "y" * 120)
     found = list(read_records(tmp_path / "a.jsonl"))
     assert [n for n, _ in found] == [1, 2, 3, 4] and found[2][1] == {"a": 2}
@@ -556,7 +563,7 @@ def test_files_of_one_name_are_told_apart(tmp_path):
     for name in ("x", "y"):
         write(tmp_path / name / "in.json", json.dumps([{}]).encode())
     (tmp_path / "m").mkdir()
-    report = convert(
+    report = convert_dataset(
         [tmp_path / "x/in.json", tmp_path / "y/in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
     )
     assert report.refused == {"x/in.json": {"no conversation": 1}, "y/in.json": {"no conversation": 1}}
@@ -566,18 +573,18 @@ def test_text_in_another_encoding_is_counted(tmp_path):
     (tmp_path / "m").mkdir()
     text = json.dumps({"conversations": [HUMAN, {"from": "gpt", "value": "é"}]}, ensure_ascii=False)
     (tmp_path / "a.jsonl").write_bytes(text.encode() + b"\n" + text.encode("latin-1") + b"\n")
-    report = convert([tmp_path / "a.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
+    report = convert_dataset([tmp_path / "a.jsonl"], ConversionOptions(tmp_path / "m", tmp_path / "out"))
     assert report.samples == 1 and report.refused == {"a.jsonl": {"not UTF-8": 1}}
     (tmp_path / "b.json").write_bytes(b"[" + text.encode() + b"," + text.encode("latin-1") + b"]")
     with pytest.raises(ReadError, match="b.json: not UTF-8 after record 0"):
-        convert([tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out2"))
+        convert_dataset([tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out2"))
 
 
 def test_inputs_follow_each_other_and_broken_lines_are_counted(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(TEXT) + "\n{\n" + json.dumps(TEXT) + "\n")
     (tmp_path / "b.json").write_text(json.dumps([TEXT]))
     (tmp_path / "m").mkdir()
-    report = convert(
+    report = convert_dataset(
         [tmp_path / "a.jsonl", tmp_path / "b.json"], ConversionOptions(tmp_path / "m", tmp_path / "out")
     )
     assert report.samples == 3 and report.refused == {"a.jsonl": {"not JSON": 1}}
@@ -592,17 +599,23 @@ def test_a_used_folder_and_impossible_options_are_refused(tmp_path):
     (tmp_path / "used/file").write_text("mine")
     base = ConversionOptions(tmp_path / "m", tmp_path / "out")
     with pytest.raises(ConvertError, match="not an empty folder"):
-        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "used"))
+        convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "used"))
     with pytest.raises(ConvertError, match="val-fraction 1.0"):
-        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", val_fraction=1.0))
+        convert_dataset(
+            [tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", val_fraction=1.0)
+        )
     with pytest.raises(ConvertError, match="--format csv is unknown; valid: .*sharegpt"):
-        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", format="csv"))
+        convert_dataset(
+            [tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", format="csv")
+        )
     with pytest.raises(ConvertError, match="media-root"):
-        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "nowhere", tmp_path / "out"))
+        convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path / "nowhere", tmp_path / "out"))
     with pytest.raises(ConvertError, match="not a file"):
-        convert([tmp_path / "nothing.json"], base)
+        convert_dataset([tmp_path / "nothing.json"], base)
     with pytest.raises(ConvertError, match="^--workers must be positive$"):
-        convert([tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=0))
+        convert_dataset(
+            [tmp_path / "in.json"], ConversionOptions(tmp_path / "m", tmp_path / "out", workers=0)
+        )
 
 
 # --- Command line -------------------------------------------------------------------------------------------
@@ -711,7 +724,7 @@ def test_progress_is_that_of_the_work_and_ends_with_all_of_it(tmp_path, monkeypa
     clock = SimpleNamespace(monotonic=itertools.count(0, 6).__next__)  # six seconds a look, a line every ten
     monkeypatch.setattr("data_tools.convert.time", clock)
     said: list[str] = []
-    convert([tmp_path / "in"], ConversionOptions(tmp_path / "m", tmp_path / "out"), said.append)
+    convert_dataset([tmp_path / "in"], ConversionOptions(tmp_path / "m", tmp_path / "out"), said.append)
     assert [line.split(",")[0].split() for line in said] == [
         ["67%", "32", "records"],
         ["100%", "48", "records"],

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from data_tools.convert import ConversionOptions, convert
+from data_tools.convert import ConversionOptions, convert_dataset
 from tests.data.datasets import mixed_records
 from tests.disk import Disk
 
@@ -33,7 +33,7 @@ def in_a_child(target: Callable[[], None]) -> int | None:
 def run(source: Path, force: bool = False) -> Path:
     """Writes a data set of five shards into a folder within a new folder."""
     out = source / "new" / "out"
-    report = convert(
+    report = convert_dataset(
         [source / "in.json"],
         ConversionOptions(source / "media", out, val_fraction=0.2, samples_per_shard=5, force=force),
     )

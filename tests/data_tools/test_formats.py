@@ -9,8 +9,8 @@ from decimal import Decimal
 
 import pytest
 
-from data_tools.convert import ConversionOptions, convert
-from data_tools.formats import FORMATS, RecordError, format_of, read_conversation, read_prompt
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.formats import FORMATS, RecordError, detect_format, read_conversation, read_prompt
 from tests.data.media import encoded, write
 
 ASK = {"role": "user", "content": "Hi"}
@@ -140,12 +140,16 @@ SAME = {
 def test_one_conversation_in_every_format_has_the_same_canonical_messages(name):
     conversation = read_conversation(SAME[name])
     assert conversation.messages == PICTURES
-    assert conversation.media == MEDIA
-    assert conversation.ignored == [] and conversation.tools == [] and not conversation.weighted
+    assert conversation.media_references == MEDIA
+    assert (
+        conversation.ignored_keys == []
+        and conversation.tool_definitions == []
+        and not conversation.has_loss_weights
+    )
 
 
 def test_formats_are_recognised_by_their_fields_or_given():
-    found = {name: format_of(record).name for name, record in SAME.items()}
+    found = {name: detect_format(record).name for name, record in SAME.items()}
     assert found == {
         "sharegpt": "sharegpt",
         "llava": "sharegpt",
@@ -157,11 +161,11 @@ def test_formats_are_recognised_by_their_fields_or_given():
         "pairs": "pairs",
         "parts without a type": "openai",
     }
-    assert format_of({"conversations": SHAREGPT, "data_path": "cats"}).name == "qwen"
+    assert detect_format({"conversations": SHAREGPT, "data_path": "cats"}).name == "qwen"
     assert {*found.values(), "qwen"} == set(FORMATS)
 
     both = {"instruction": "Hi", "output": "Hello", "messages": [ASK, SAY]}
-    assert read_conversation(both).format == "openai"
+    assert read_conversation(both).format_name == "openai"
     assert read_conversation(both, "alpaca").messages == [ASK, SAY]
 
 
@@ -177,8 +181,8 @@ def test_qwen_strips_the_text_around_media_and_looks_in_data_path():
         },
         {"role": "assistant", "content": " Both. "},
     ]
-    assert conversation.media == [("image", "cats/a.png"), ("image", "/data/b.png")]
-    assert read_conversation({**record, "data_path": ""}).media[0] == ("image", "a.png")
+    assert conversation.media_references == [("image", "cats/a.png"), ("image", "/data/b.png")]
+    assert read_conversation({**record, "data_path": ""}).media_references[0] == ("image", "a.png")
     alone = {"conversations": [{"from": "human", "value": " Hi "}, turns[1]]}
     assert read_conversation(alone, "qwen").messages[0]["content"] == "Hi"
 
@@ -276,8 +280,8 @@ WITH_TOOLS = {
 def test_calls_in_every_format_become_the_same_messages(name):
     conversation = read_conversation(WITH_TOOLS[name])
     assert conversation.messages == CALLS
-    assert conversation.tools == [TOOL]
-    assert conversation.ignored == []
+    assert conversation.tool_definitions == [TOOL]
+    assert conversation.ignored_keys == []
 
 
 def test_parallel_calls_and_a_thought_in_front_of_a_call():
@@ -316,7 +320,7 @@ def test_an_alpaca_prompt_with_a_history_needs_no_output():
 def test_a_second_spelling_in_a_pair_is_listed_as_ignored():
     read = read_conversation({"conversation": [{"human": "a", "user": "z", "gpt": "b", "bot": "y"}]})
     assert read.messages == [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert read.ignored == [("turns", "user"), ("turns", "bot")]
+    assert read.ignored_keys == [("turns", "user"), ("turns", "bot")]
 
 
 def test_a_call_loses_the_null_arguments_of_other_functions_and_keeps_its_own():
@@ -352,7 +356,7 @@ def test_reasoning_of_a_call_is_carried_to_its_turn():
     joined = read_conversation({"messages": [ASK, SAY, call, *rest]})
     assert joined.messages == [ASK, {**wanted, "content": "Hello"}, *rest]
     same = read_conversation({"messages": [ASK, {**SAY, "reasoning": "Look it up."}, call, *rest]})
-    assert same.messages == joined.messages and same.ignored == []
+    assert same.messages == joined.messages and same.ignored_keys == []
 
     for first in ({**SAY, "reasoning": "Other."}, {**SAY, "tool_calls": [CALL]}):
         with pytest.raises(RecordError) as error:
@@ -363,7 +367,7 @@ def test_reasoning_of_a_call_is_carried_to_its_turn():
 def test_calls_and_reasoning_on_the_result_of_a_tool_are_listed_as_ignored():
     result = {"role": "tool", "content": "rain", "tool_call_id": "1", "reasoning": "a", "tool_calls": [CALL]}
     read = read_conversation({"messages": [ASK, {**SAY, "tool_calls": [CALL]}, result, SAY]})
-    assert read.ignored == [("turns", "reasoning"), ("turns", "tool_calls")]
+    assert read.ignored_keys == [("turns", "reasoning"), ("turns", "tool_calls")]
 
 
 def test_reasoning_is_carried_beside_the_answer():
@@ -401,8 +405,10 @@ def test_reasoning_is_carried_beside_the_answer():
 )
 def test_the_weight_of_a_turn_as_peers_spell_it(spelling, weight):
     conversation = read_conversation({"messages": [ASK, {**SAY, **spelling}, ASK, SAY]})
-    assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored == []
-    assert "loss_weight" not in conversation.messages[3] and conversation.weighted == (weight is not None)
+    assert conversation.messages[1].get("loss_weight") == weight and conversation.ignored_keys == []
+    assert "loss_weight" not in conversation.messages[3] and conversation.has_loss_weights == (
+        weight is not None
+    )
 
 
 def test_the_weight_of_a_record_multiplies_those_of_its_turns():
@@ -552,7 +558,7 @@ REFUSED = [
 def test_what_the_model_cannot_see_or_learn_is_refused(record, reason, field):
     with pytest.raises(RecordError) as error:
         read_conversation(record)
-    assert (error.value.reason, error.value.field) == (reason, field)
+    assert (error.value.reason, error.value.field_path) == (reason, field)
 
 
 @pytest.mark.parametrize(
@@ -574,7 +580,7 @@ def test_markers_are_text_in_a_record_that_says_so(record):
         read_conversation(record)
     conversation = read_conversation(record | {"markers": "text"})
     assert conversation.messages[0]["content"] == "<image>\nHi"
-    assert not conversation.ignored
+    assert not conversation.ignored_keys
 
 
 def test_a_misnamed_field_of_media_is_named():
@@ -594,8 +600,8 @@ def test_a_misnamed_field_of_media_is_named():
 def test_markers_are_text_beside_media_parts(record):
     conversation = read_conversation(record)
     assert "<image>\nHi" in json.dumps(conversation.messages[0]["content"]).replace("\\n", "\n")
-    assert len(conversation.media) == str(record).count("a.png")
-    assert not conversation.ignored
+    assert len(conversation.media_references) == str(record).count("a.png")
+    assert not conversation.ignored_keys
 
 
 def test_a_prompt_may_end_with_the_result_of_a_tool():
@@ -611,7 +617,7 @@ def samples_of(folder, records, hf):
     from tests.data.datasets import open_loader
 
     (folder / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
-    report = convert([folder / "in.jsonl"], ConversionOptions(folder / "media", folder / "out"))
+    report = convert_dataset([folder / "in.jsonl"], ConversionOptions(folder / "media", folder / "out"))
     assert report.refused == {}
     data = DataConfig(path=str(folder / "out"), seq_len=512, pack=False, num_workers=0, shuffle=False)
     loader = open_loader(data, hf)
@@ -619,7 +625,7 @@ def samples_of(folder, records, hf):
         rows = [next(loader) for _ in records]
     finally:
         loader.close()
-    return {row.keys[0]: (row.tokens.tolist(), row.loss_mask.tolist()) for row in rows}
+    return {row.sample_keys[0]: (row.tokens.tolist(), row.loss_mask.tolist()) for row in rows}
 
 
 def test_one_conversation_gives_the_same_sample_in_every_format(tmp_path):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from data_tools.formats import RecordError, read_conversation
-from data_tools.formats.frames import Frames
-from data_tools.media import describe, natural_order, pictures_of, read_media
-from megatron_vl.data.sample.frame_files import FrameFile
+from data_tools.formats.frame_sequence import FrameSequence
+from data_tools.media import describe_reference, list_pictures, natural_order, read_media
+from megatron_vl.data.sample.frame_archive import FrameArchive
 from tests.data.datasets import converted
 from tests.data.media import encoded, write
 from tests.tiny import tiny_checkpoint
@@ -33,30 +33,34 @@ def part(**fields: object) -> dict:
 
 PAIR = ("a.jpg", "b.jpg")
 FORMS = {
-    "qwen-vl-utils": (part(video=[*PAIR], sample_fps="1"), Frames(PAIR, 1.0), []),
-    "qwen-vl-utils before 0.0.12": (part(video=[*PAIR], fps=4), Frames(PAIR, 4.0), []),
-    "no rate": (part(video=[*PAIR]), Frames(PAIR), []),
-    "rate of the source": (part(video=[*PAIR], raw_fps=30), Frames(PAIR), [("content parts", "raw_fps")]),
-    "llamafactory, ms-swift": (listed([[*PAIR]]), Frames(PAIR), []),
-    "rate of the record": (listed([[*PAIR]], fps=0.5), Frames(PAIR, 0.5), []),
+    "qwen-vl-utils": (part(video=[*PAIR], sample_fps="1"), FrameSequence(PAIR, 1.0), []),
+    "qwen-vl-utils before 0.0.12": (part(video=[*PAIR], fps=4), FrameSequence(PAIR, 4.0), []),
+    "no rate": (part(video=[*PAIR]), FrameSequence(PAIR), []),
+    "rate of the source": (
+        part(video=[*PAIR], raw_fps=30),
+        FrameSequence(PAIR),
+        [("content parts", "raw_fps")],
+    ),
+    "llamafactory, ms-swift": (listed([[*PAIR]]), FrameSequence(PAIR), []),
+    "rate of the record": (listed([[*PAIR]], fps=0.5), FrameSequence(PAIR, 0.5), []),
     "table": (
         listed([[{"path": "a.jpg", "bytes": b"1"}, {"path": "b.jpg"}]]),
-        Frames((b"1", "b.jpg")),
+        FrameSequence((b"1", "b.jpg")),
         [],
     ),
-    "folder": (listed(["clip"], fps=30), Frames("clip", 30.0), []),
+    "folder": (listed(["clip"], fps=30), FrameSequence("clip", 30.0), []),
     "folder in a structure": (
         listed([{"path": "clip", "fps": 30}], fps=1),
-        Frames("clip", 30.0),
+        FrameSequence("clip", 30.0),
         [("records", "fps")],
     ),
     "folder in a part": (
         part(video="clip", raw_fps=30, fps=1),
-        Frames("clip", 30.0),
+        FrameSequence("clip", 30.0),
         [("content parts", "fps")],
     ),
     "folder without a rate": (part(video="clip"), "clip", []),
-    "qwen": (listed([[*PAIR]], data_path="x"), Frames(("x/a.jpg", "x/b.jpg")), []),
+    "qwen": (listed([[*PAIR]], data_path="x"), FrameSequence(("x/a.jpg", "x/b.jpg")), []),
     "file": (part(video="a.mp4", fps=1), "a.mp4", [("content parts", "fps")]),
     "file of a record": (listed(["a.mp4"], fps=1), "a.mp4", [("records", "fps")]),
 }
@@ -66,8 +70,8 @@ FORMS = {
 def test_every_form(form):
     record, video, ignored = FORMS[form]
     read = read_conversation(record)
-    assert read.media == [("video", video)]
-    assert read.ignored == ignored
+    assert read.media_references == [("video", video)]
+    assert read.ignored_keys == ignored
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,7 @@ def test_names_are_in_natural_order(tmp_path):
     names = ["frame_1.png", "frame_2.JPG", "frame_10.png", "frame_10b.png", "frame_11.png", "other_3.png"]
     for name in [*names[::-1], "frame_3.txt", ".frame_4.png"]:
         write(tmp_path / "clip" / name, b"")
-    found = pictures_of(Frames("clip"), tmp_path.resolve())
+    found = list_pictures(FrameSequence("clip"), tmp_path.resolve())
     assert [Path(path).name for path in found] == names
     assert sorted(["t0.9.jpg", "t0.10.jpg", "a.jpg", "7.jpg", "10.jpg"], key=natural_order) == [
         "7.jpg",
@@ -134,7 +138,7 @@ def test_from_records_to_what_the_model_sees(media, tmp_path, capsys):
         part(video=[*frames(1, 2), uri, *frames(4, 10)], sample_fps=1),
     ]
     out, report = converted(tmp_path, records)
-    assert (report.samples, report.videos, report.assumed_fps, report.quarantined) == (4, 4, 1, 0)
+    assert (report.samples, report.videos, report.assumed_fps, report.quarantined_records) == (4, 4, 1, 0)
 
     seen = [inspected(out, index, capsys)["media"][0] for index in range(4)]
     assert [(each["frames"], each["fps"], each["sampling"]) for each in seen] == [
@@ -232,11 +236,13 @@ def test_the_archive_holds_the_files_as_they_are(media, tmp_path):
 
     out, _ = converted(tmp_path, [part(video="clip", fps=5)])
     with tarfile.open(out / "train-000000.tar") as tar:
-        file = FrameFile(tar.extractfile("000000000.0.zip").read())
+        file = FrameArchive(tar.extractfile("000000000.0.zip").read())
         stored = json.loads(tar.extractfile("000000000.json").read())["media"]
     names = ["frame_1.png", "frame_2.png", "frame_3.png", "frame_4.png", "frame_10.png"]
-    assert [file.name(i) for i in range(len(file))] == names
-    assert [file.read(i) for i in range(5)] == [(media / "clip" / name).read_bytes() for name in names]
+    assert [file.picture_name(i) for i in range(len(file))] == names
+    assert [file.read_picture(i) for i in range(5)] == [
+        (media / "clip" / name).read_bytes() for name in names
+    ]
     assert (stored[0]["frames"], stored[0]["fps"], stored[0]["height"], stored[0]["width"]) == (
         5,
         5.0,
@@ -249,28 +255,31 @@ def test_a_frame_that_changes_while_it_is_converted_stops_the_conversion(media, 
     from data_tools import convert as tool
     from data_tools.shards import ShardError
 
-    inspect = tool.inspect
+    inspect = tool.inspect_medium
 
     def then_changed(*arguments):
         found = inspect(*arguments)
         write(media / "clip/frame_5.png", encoded(70, 100))
         return found
 
-    monkeypatch.setattr(tool, "inspect", then_changed)
+    monkeypatch.setattr(tool, "inspect_medium", then_changed)
     with pytest.raises(ShardError, match="clip changed after it was verified"):
         converted(tmp_path, [part(video="clip")])
 
 
 def test_prompts_take_them_too(media, tmp_path):
-    from toolkit.generate.answers import _conversation
-    from toolkit.samples import SampleEncoder
+    from toolkit.generate.answers import _read_conversation
+    from toolkit.sample_encoder import SampleEncoder
 
     encoder = SampleEncoder(tiny_checkpoint("qwen2_5_vl"))
     for video, groups in ((frames(1, 2, 3), 2), ("clip", 2)):
-        asked = _conversation(part(video=video, fps=1), media)
-        read = [(kind, describe(each), read_media(kind, each, media)) for kind, each in asked.media]
-        sample = encoder.prompt(asked.messages, read)
-        assert sample.media[0].grid.t == groups
+        asked = _read_conversation(part(video=video, fps=1), media)
+        read = [
+            (kind, describe_reference(each), read_media(kind, each, media))
+            for kind, each in asked.media_references
+        ]
+        sample = encoder.encode_prompt(asked.messages, read)
+        assert sample.media_items[0].grid_thw.t == groups
     for video in (["clip/frame_1.png", "../in.json"], "..", ["none.png"]):
         with pytest.raises(RecordError, match="not inside|does not exist"):
-            _conversation(part(video=video, fps=1), media)
+            _read_conversation(part(video=video, fps=1), media)

@@ -10,23 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from data_tools import identities
-from data_tools.convert import ConversionOptions, convert
-from data_tools.identities import Identities
+from data_tools import record_ids
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.record_ids import RecordIdTable
 from tests.support.ranks import REPOSITORY
 
 
 @pytest.fixture
 def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes even a small table use its file."""
-    monkeypatch.setattr(identities, "CACHE_KB", 256)
+    monkeypatch.setattr(record_ids, "CACHE_SIZE_KB", 256)
 
 
 def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory: None) -> None:
     """Compared with a dictionary of all ids; every fifth id occurred before, in the same file or another."""
     choose = random.Random(5)
     first = {}
-    table = Identities(tmp_path / "ids.sqlite")
+    table = RecordIdTable(tmp_path / "ids.sqlite")
     repeated = 0
 
     for record in range(60_000):
@@ -34,7 +34,7 @@ def test_the_first_of_equal_ids_is_found_among_many(tmp_path: Path, small_memory
         identity = f"str: {choose.randrange(120_000)}"
         expected = first.setdefault(identity, (file, record))
         repeated += expected != (file, record)
-        assert table.first(identity, file, record) == expected
+        assert table.first_occurrence(identity, file, record) == expected
 
     table.close()
     assert 10_000 < repeated < 20_000
@@ -58,7 +58,7 @@ def test_ids_that_are_no_valid_unicode(tmp_path: Path) -> None:
     ids = ["x\ud800", "x\ud801", "x?", "x\ud800", 5, "5", True]
     (tmp_path / "in.json").write_text(json.dumps([{"id": value, "conversations": turns} for value in ids]))
 
-    report = convert([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
+    report = convert_dataset([tmp_path / "in.json"], ConversionOptions(tmp_path, tmp_path / "out"))
     (line,) = map(json.loads, (tmp_path / "out/quarantine.jsonl").read_text().splitlines())
     assert report.samples == 6
     assert (line["record"], line["reason"]) == (4, "duplicate id")

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, convert
+from data_tools.convert import ConversionOptions, ConvertError, convert_dataset
 from data_tools.formats import RecordError, read_conversation
-from data_tools.inputs import InputError, expand
+from data_tools.input_files import InputError, find_input_files
 from data_tools.records import ReadError, read_records
 from tests.data.media import encoded, write
 from tests.data_tools.test_convert import refused, shards
@@ -40,7 +40,7 @@ def rows(count: int) -> list[dict]:
 def out_of(folder: Path, *inputs: Path, **options) -> Path:
     (folder / "media").mkdir(exist_ok=True)
     out = folder / "out"
-    convert(list(inputs), ConversionOptions(folder / "media", out, **options))
+    convert_dataset(list(inputs), ConversionOptions(folder / "media", out, **options))
     return out
 
 
@@ -148,20 +148,20 @@ def test_an_index_names_files_columns_and_tags(tmp_path):
             },
         },
     )
-    first, second = expand([index])
+    first, second = find_input_files([index])
     read = [
-        read_conversation(source.renamed(record), source.format)
+        read_conversation(source.rename_fields(record), source.format_name)
         for source in (first, second)
         for _, record in read_records(source.path)
     ]
     assert [m["content"] for m in read[0].messages] == ["Q", "A"]
-    assert read[0].ignored == [("records", "system (not in the index)")]
+    assert read[0].ignored_keys == [("records", "system (not in the index)")]
     assert [(m["role"], m["content"]) for m in read[1].messages] == [
         ("system", "Be brief."),
         ("user", [{"type": "image"}, {"type": "text", "text": "?"}]),
         ("assistant", "Yes."),
     ]
-    assert read[1].media == [("image", "a.png")] and read[1].ignored == []
+    assert read[1].media_references == [("image", "a.png")] and read[1].ignored_keys == []
 
     write(tmp_path / "media/a.png", PICTURE)
     out = out_of(tmp_path, index, datasets=["second"])
@@ -174,12 +174,12 @@ def test_markers_may_be_text_where_an_index_names_the_columns(tmp_path):
     """LLaMA-Factory has no such column, so it keeps its name; a column of media that is not named is."""
     (tmp_path / "a.json").write_text("[]")
     columns = {"prompt": "question", "response": "answer"}
-    (source,) = expand([index_of(tmp_path, {"a": {"file_name": "a.json", "columns": columns}})])
+    (source,) = find_input_files([index_of(tmp_path, {"a": {"file_name": "a.json", "columns": columns}})])
     record = {"question": "<image>?", "answer": "A marker.", "images": []}
-    read = read_conversation(source.renamed(record | {"markers": "text"}), source.format)
-    assert read.messages[0]["content"] == "<image>?" and not read.ignored
+    read = read_conversation(source.rename_fields(record | {"markers": "text"}), source.format_name)
+    assert read.messages[0]["content"] == "<image>?" and not read.ignored_keys
     with pytest.raises(RecordError, match="nothing is read from 'images .not in the index.'.*'markers'"):
-        read_conversation(source.renamed(record | {"images": ["a.png"]}), source.format)
+        read_conversation(source.rename_fields(record | {"images": ["a.png"]}), source.format_name)
 
 
 @pytest.mark.parametrize(
@@ -222,11 +222,11 @@ def test_keys_that_the_tags_leave_out_are_not_read_as_role_or_content(tmp_path):
         "columns": {"messages": "messages"},
         "tags": tags,
     }
-    (source,) = expand([index_of(tmp_path, {"a": entry})])
-    read = read_conversation(source.renamed({"messages": turns}))
+    (source,) = find_input_files([index_of(tmp_path, {"a": entry})])
+    read = read_conversation(source.rename_fields({"messages": turns}))
     assert read.messages == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     stray = ["content (not in the index)", "role (not in the index)", "value"]
-    assert read.ignored == [("turns", key) for key in stray]
+    assert read.ignored_keys == [("turns", key) for key in stray]
 
 
 def test_a_folder_with_several_splits_or_kinds_is_refused(tmp_path):
@@ -257,7 +257,7 @@ def test_damaged_files_of_a_saved_data_set_are_named(tmp_path, name, key):
         (folder / name).write_text(content)
         for given in (folder, index):
             with pytest.raises(InputError, match=f"{name} {said}"):
-                expand([given])
+                find_input_files([given])
 
 
 def test_a_dry_run_names_columns_that_no_record_has(tmp_path, capsys):
@@ -279,7 +279,7 @@ def test_a_dry_run_names_columns_that_no_record_has(tmp_path, capsys):
 def test_tables_of_text_are_refused(tmp_path):
     write(tmp_path / "in.csv", b"query,response\nHi,Hello\n")
     with pytest.raises(InputError, match="tables of text are not read; write JSON lines or Parquet"):
-        expand([tmp_path / "in.csv"])
+        find_input_files([tmp_path / "in.csv"])
 
 
 def test_a_dry_run_says_what_it_understands_and_writes_nothing(tmp_path, capsys):

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_tools import parts
-from data_tools.convert import ConversionOptions, ConvertError, convert, remembered
-from data_tools.parts import Part
-from megatron_vl import durable
+from data_tools import work_parts
+from data_tools.convert import ConversionOptions, ConvertError, convert_dataset, read_part_arguments
+from data_tools.work_parts import WorkPart
+from megatron_vl import durable_files
 from tests.data.media import encoded, write
 from toolkit.cli import main
 
@@ -26,7 +26,7 @@ COUNT = 150
 @pytest.fixture
 def inputs(tmp_path, monkeypatch) -> list[Path]:
     """A file of each kind, with broken records, double ids and pictures in the records."""
-    monkeypatch.setattr(parts, "BATCHES_A_BLOCK", 1)  # blocks of 16 records
+    monkeypatch.setattr(work_parts, "BATCHES_PER_BLOCK", 1)  # blocks of 16 records
     write(tmp_path / "media/a.png", encoded(40, 60))
 
     def record(i: int) -> dict:
@@ -59,55 +59,55 @@ def files(out: Path) -> dict[str, str]:
 
 
 def test_the_merged_set_is_that_of_one_conversion_whatever_the_parts(tmp_path, inputs, monkeypatch):
-    whole = convert(inputs, options(tmp_path, "whole"))
+    whole = convert_dataset(inputs, options(tmp_path, "whole"))
     wanted = files(tmp_path / "whole")
-    assert whole.records == COUNT + 1 and whole.quarantined > 10
+    assert whole.records == COUNT + 1 and whole.quarantined_records > 10
 
     for count in (1, 2, 3, 16):
         name = f"of{count}"
         records = 0
         for i in reversed(range(count)):
-            records += convert(inputs, options(tmp_path, name, part=Part(i, count))).records
+            records += convert_dataset(inputs, options(tmp_path, name, part=WorkPart(i, count))).records
         assert records == COUNT + 1
-        given, stored = remembered(tmp_path / name, 1)
+        given, stored = read_part_arguments(tmp_path / name, 1)
 
-        monkeypatch.setattr("data_tools.convert.inspect", None)  # media are not decoded a second time
-        report = convert(given, stored)
+        monkeypatch.setattr("data_tools.convert.inspect_medium", None)  # media are not decoded a second time
+        report = convert_dataset(given, stored)
         monkeypatch.undo()
-        monkeypatch.setattr(parts, "BATCHES_A_BLOCK", 1)
+        monkeypatch.setattr(work_parts, "BATCHES_PER_BLOCK", 1)
         assert files(tmp_path / name) == wanted
         assert report.refused == whole.refused
 
 
 def test_a_killed_part_goes_on_and_parts_of_several_divisions_add_up(tmp_path, inputs):
-    convert(inputs, options(tmp_path, "whole"))
+    convert_dataset(inputs, options(tmp_path, "whole"))
     out = tmp_path / "out"
-    convert(inputs, options(tmp_path, "out", part=Part(0, 2)))
+    convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(0, 2)))
     journal = out / ".convert/part-0-of-2.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:2]) + lines[2][:10])  # killed while it wrote its third line
 
     with pytest.raises(ConvertError, match="the parts 0/2, 1/2 are not complete"):
-        remembered(out, 1)
-    again = convert(inputs, options(tmp_path, "out", part=Part(0, 2)))
+        read_part_arguments(out, 1)
+    again = convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(0, 2)))
     assert journal.read_bytes() == b"".join(lines) and again.records == 16 * (len(lines) - 3)
-    assert convert(inputs, options(tmp_path, "out", part=Part(0, 2))).records == 0
+    assert convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(0, 2))).records == 0
     with pytest.raises(ConvertError, match="the parts 1/2 are not complete"):
-        remembered(out, 1)
+        read_part_arguments(out, 1)
 
-    convert(inputs, options(tmp_path, "out", part=Part(2, 3)))
-    convert(inputs, options(tmp_path, "out"))  # does what no part has done
+    convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(2, 3)))
+    convert_dataset(inputs, options(tmp_path, "out"))  # does what no part has done
     assert files(out) == files(tmp_path / "whole")
 
 
 def test_parts_of_other_arguments_and_merges_beside_parts_are_refused(tmp_path, inputs):
-    convert(inputs, options(tmp_path, "out", part=Part(0, 2)))
+    convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(0, 2)))
     with pytest.raises(ConvertError, match="other arguments or input: inputs were"):
-        convert(inputs[:2], options(tmp_path, "out", part=Part(1, 2)))
+        convert_dataset(inputs[:2], options(tmp_path, "out", part=WorkPart(1, 2)))
     with pytest.raises(ConvertError, match="--force would delete"):
-        convert(inputs, options(tmp_path, "out", part=Part(1, 2), force=True))
+        convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(1, 2), force=True))
     with pytest.raises(ConvertError, match="holds no parts"):
-        remembered(tmp_path, 1)
+        read_part_arguments(tmp_path, 1)
 
 
 def test_links_to_files_without_a_suffix_are_found_again(tmp_path, inputs, monkeypatch):
@@ -117,10 +117,10 @@ def test_links_to_files_without_a_suffix_are_found_again(tmp_path, inputs, monke
     link = tmp_path / "snapshot/c.parquet"
     link.symlink_to("../0a1b2c")
     monkeypatch.chdir(tmp_path)
-    convert([Path("snapshot/c.parquet")], options(tmp_path, "out", part=Part(0, 1)))
-    given, stored = remembered(tmp_path / "out", 1)
+    convert_dataset([Path("snapshot/c.parquet")], options(tmp_path, "out", part=WorkPart(0, 1)))
+    given, stored = read_part_arguments(tmp_path / "out", 1)
     assert given == [link]
-    assert convert(given, stored).records == COUNT - 100
+    assert convert_dataset(given, stored).records == COUNT - 100
 
 
 def test_the_commands_of_an_array_of_jobs(tmp_path, inputs, capsys):
@@ -149,7 +149,7 @@ def killed_merge(out: Path, files_put: int) -> bool:
     child = os.fork()
     if child:
         return os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    put = durable.put
+    put = durable_files.publish_file
     left = files_put
 
     def counted(*arguments: Path) -> None:
@@ -159,7 +159,7 @@ def killed_merge(out: Path, files_put: int) -> bool:
         left -= 1
         put(*arguments)
 
-    durable.put = counted
+    durable_files.publish_file = counted
     main(["data", "merge", str(out), "--workers", "1", "--max-quarantined", "1"])
     os._exit(0)
 
@@ -167,9 +167,9 @@ def killed_merge(out: Path, files_put: int) -> bool:
 @pytest.mark.parametrize("files_put", [0, 5, 18])
 def test_a_killed_merge_goes_on(tmp_path, inputs, files_put):
     """Finished shards stay as they are: each has two files, and one of them is put before the other."""
-    convert(inputs, options(tmp_path, "whole"))
+    convert_dataset(inputs, options(tmp_path, "whole"))
     for i in range(2):
-        convert(inputs, options(tmp_path, "out", part=Part(i, 2)))
+        convert_dataset(inputs, options(tmp_path, "out", part=WorkPart(i, 2)))
     out = tmp_path / "out"
     assert killed_merge(out, files_put)
     kept = {path: path.stat().st_ino for path in out.glob("*.tar")}

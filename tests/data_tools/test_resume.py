@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from data_tools.convert import ConversionOptions, ConvertError, _Pool, convert
+from data_tools.convert import ConversionOptions, ConvertError, _WorkerPool, convert_dataset
 from data_tools.resume import make_plan
 from data_tools.shards import ShardError
 from tests.data.datasets import mixed_records
@@ -41,7 +41,7 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch):
     """Keeps the journal close to the shards."""
-    monkeypatch.setattr("data_tools.convert.RECORDS_A_TASK", 2)
+    monkeypatch.setattr("data_tools.convert.RECORDS_PER_BATCH", 2)
 
 
 def options(source: Path, out: Path, **changes: Any) -> ConversionOptions:
@@ -65,7 +65,7 @@ def digests(out: Path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def undisturbed(source, tmp_path_factory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("undisturbed") / "out"
-    report = convert(inputs(source), options(source, out))
+    report = convert_dataset(inputs(source), options(source, out))
     assert report.samples == 50 and report.records == 61 and report.shards > 6
     assert report.ignored == {"records": {"extra": 50}}
     return digests(out)
@@ -87,7 +87,7 @@ def killed_at(move: int, source: Path, out: Path, workers: int) -> bool:
             rename(*arguments, **more)
 
         os.replace = counted
-        convert(inputs(source), options(source, out, workers=workers))
+        convert_dataset(inputs(source), options(source, out, workers=workers))
 
     process = FORK.Process(target=target)
     process.start()
@@ -104,7 +104,7 @@ def test_killed_before_each_rename(source, tmp_path, undisturbed):
         if not killed_at(move, source, out, workers=1):
             break
         assert not (out / ".nv-meta").exists()
-        convert(inputs(source), options(source, out))
+        convert_dataset(inputs(source), options(source, out))
         assert digests(out) == undisturbed, f"killed before rename {move}"
     assert move > 20
 
@@ -123,12 +123,12 @@ def test_killed_again_and_again(source, tmp_path, undisturbed):
 @pytest.mark.parametrize("seconds", [0.02, 0.1, 0.25])
 def test_killed_at_some_moment_with_workers(source, tmp_path, undisturbed, seconds):
     out = tmp_path / "out"
-    process = FORK.Process(target=convert, args=(inputs(source), options(source, out, workers=2)))
+    process = FORK.Process(target=convert_dataset, args=(inputs(source), options(source, out, workers=2)))
     process.start()
     time.sleep(seconds)
     process.kill()
     process.join(10)
-    convert(inputs(source), options(source, out, workers=3))
+    convert_dataset(inputs(source), options(source, out, workers=3))
     assert digests(out) == undisturbed
 
 
@@ -136,8 +136,8 @@ def test_workers_end_with_their_parent():
     """A worker without a parent would wait for its next task indefinitely."""
 
     def target() -> None:
-        with _Pool(2) as pool:
-            list(pool.ordered(time.sleep, iter([(60,)] * 4)))
+        with _WorkerPool(2) as pool:
+            list(pool.results_in_order(time.sleep, iter([(60,)] * 4)))
 
     process = FORK.Process(target=target)
     process.start()
@@ -174,7 +174,7 @@ def test_finished_shards_are_kept_and_damaged_ones_written_again(source, tmp_pat
     with (out / ".convert/journal.jsonl").open("ab") as journal:
         journal.write(b'[{"file": "a.js')
     kept = tars[2].stat().st_ino
-    convert(inputs(source), options(source, out))
+    convert_dataset(inputs(source), options(source, out))
     assert tars[2].stat().st_ino == kept
     assert digests(out) == undisturbed
 
@@ -186,19 +186,19 @@ def test_media_that_were_verified_are_not_decoded_again(source, tmp_path, undist
     seen: list[str] = []
     import data_tools.convert as module
 
-    inspect = module.inspect
+    inspect = module.inspect_medium
     monkeypatch.setattr(
-        module, "inspect", lambda kind, ref, *rest: seen.append(ref) or inspect(kind, ref, *rest)
+        module, "inspect_medium", lambda kind, ref, *rest: seen.append(ref) or inspect(kind, ref, *rest)
     )
     module._inspect_file.cache_clear()
-    convert(inputs(source), options(source, out))
+    convert_dataset(inputs(source), options(source, out))
     assert 30 < known < 61 and seen and "images/0.img" in seen and "images/10.img" not in seen
     assert digests(out) == undisturbed
 
 
 def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
     """The first of them is named wherever the run before ended, even if the table has outgrown its memory."""
-    monkeypatch.setattr("data_tools.identities.CACHE_KB", 16)
+    monkeypatch.setattr("data_tools.record_ids.CACHE_SIZE_KB", 16)
     turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     numbers = [*range(1000), 3, 998, *range(1000, 1100), 1050, 4]
     lines = [json.dumps({"id": f"n{n}", "conversations": turns}) for n in numbers]
@@ -207,8 +207,8 @@ def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
     (tmp_path / "b.jsonl").write_text("\n".join(lines[1001:]))
 
     whole, out = tmp_path / "whole", tmp_path / "out"
-    report = convert(inputs(tmp_path), options(tmp_path, whole, samples_per_shard=100))
-    assert (report.samples, report.quarantined) == (1100, 4)
+    report = convert_dataset(inputs(tmp_path), options(tmp_path, whole, samples_per_shard=100))
+    assert (report.samples, report.quarantined_records) == (1100, 4)
     refused = [json.loads(line) for line in (whole / "quarantine.jsonl").read_text().splitlines()]
     assert [(line["file"], line["record"]) for line in refused] == [
         ("a.json", 1001),
@@ -231,7 +231,7 @@ def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
             replace(old, new)
 
         os.replace = counted
-        convert(inputs(tmp_path), options(tmp_path, out, samples_per_shard=100))
+        convert_dataset(inputs(tmp_path), options(tmp_path, out, samples_per_shard=100))
 
     process = FORK.Process(target=killed)
     process.start()
@@ -239,15 +239,15 @@ def test_equal_ids_before_and_after_a_kill(tmp_path, monkeypatch):
     assert process.exitcode == -signal.SIGKILL
     assert (out / ".convert/ids.sqlite").stat().st_size > 0
 
-    convert(inputs(tmp_path), options(tmp_path, out, samples_per_shard=100))
+    convert_dataset(inputs(tmp_path), options(tmp_path, out, samples_per_shard=100))
     assert digests(out) == digests(whole)
 
 
 def test_a_complete_data_set_is_left_as_it_is(source, tmp_path, undisturbed):
     out = tmp_path / "out"
-    first = convert(inputs(source), options(source, out))
+    first = convert_dataset(inputs(source), options(source, out))
     times = {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()}
-    again = convert(inputs(source), options(source, out, workers=2))
+    again = convert_dataset(inputs(source), options(source, out, workers=2))
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*") if p.is_file()} == times
     assert (again.samples, again.refused) == (first.samples, first.refused)
     assert again.was_complete and not first.was_complete
@@ -263,7 +263,7 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
     for complete in (False, True):
         out = tmp_path / f"out{complete}"
         if complete:
-            convert(inputs(tmp_path), options(tmp_path, out))
+            convert_dataset(inputs(tmp_path), options(tmp_path, out))
         else:
             half(tmp_path, out)
 
@@ -275,19 +275,19 @@ def test_other_arguments_or_input_are_refused_and_force_starts_anew(tmp_path):
             {"duplicate_ids": "keep"},
         ):
             with pytest.raises(ConvertError, match=f"{next(iter(change))} was .*--force"):
-                convert(inputs(tmp_path), options(tmp_path, out, **change))
+                convert_dataset(inputs(tmp_path), options(tmp_path, out, **change))
 
         with pytest.raises(ConvertError, match="inputs were a.json, b.jsonl, now a.json"):
-            convert(inputs(tmp_path)[:1], options(tmp_path, out))
+            convert_dataset(inputs(tmp_path)[:1], options(tmp_path, out))
         (tmp_path / "b.jsonl").write_text("[]\n")
         with pytest.raises(ConvertError, match="input b.jsonl has changed"):
-            convert(inputs(tmp_path), options(tmp_path, out))
+            convert_dataset(inputs(tmp_path), options(tmp_path, out))
         (tmp_path / "b.jsonl").write_text("{}\n")
 
         assert {name: d for name, d in digests(out).items() if "lock" not in name} == {
             name: d for name, d in state.items() if "lock" not in name
         }
-        report = convert(inputs(tmp_path), options(tmp_path, out, val_fraction=0.5, force=True))
+        report = convert_dataset(inputs(tmp_path), options(tmp_path, out, val_fraction=0.5, force=True))
         assert report.val == 20 and not (out / ".convert").exists()
 
 
@@ -295,7 +295,7 @@ def test_force_removes_nothing_that_is_not_ours(source, tmp_path):
     write(tmp_path / "out/train-000000.tar", b"ours, perhaps")
     write(tmp_path / "out/notes.txt", b"mine")
     with pytest.raises(ConvertError, match="not an empty folder .it holds notes.txt"):
-        convert(inputs(source), options(source, tmp_path / "out", force=True))
+        convert_dataset(inputs(source), options(source, tmp_path / "out", force=True))
     assert (tmp_path / "out/notes.txt").read_bytes() == b"mine" and (
         tmp_path / "out/train-000000.tar"
     ).exists()
@@ -317,10 +317,10 @@ def test_two_conversions_into_one_folder(source, tmp_path):
     other.start()
     assert ready.wait(10)
     with pytest.raises(ConvertError, match="another conversion is writing there"):
-        convert(inputs(source), options(source, tmp_path / "out"))
+        convert_dataset(inputs(source), options(source, tmp_path / "out"))
     other.kill()
     other.join(10)
-    assert convert(inputs(source), options(source, tmp_path / "out")).samples == 50
+    assert convert_dataset(inputs(source), options(source, tmp_path / "out")).samples == 50
 
 
 def test_a_medium_that_changes_before_its_shard_is_written(tmp_path):
@@ -333,7 +333,7 @@ def test_a_medium_that_changes_before_its_shard_is_written(tmp_path):
     with pytest.raises(
         ShardError, match=r"a.json: record \d+: a.png changed after it was verified; start again with --force"
     ):
-        convert(inputs(tmp_path), options(tmp_path, tmp_path / "out"))
+        convert_dataset(inputs(tmp_path), options(tmp_path, tmp_path / "out"))
 
 
 @pytest.mark.parametrize("limit", [30_000, 100_000])
@@ -347,7 +347,7 @@ def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undistur
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         try:
-            convert(inputs(source), options(source, out))
+            convert_dataset(inputs(source), options(source, out))
         except ConvertError as error:
             result.send(str(error))
 
@@ -361,7 +361,7 @@ def test_a_full_disk_is_explained_and_the_run_goes_on(source, tmp_path, undistur
         "File too large" in message or "I/O error" in message
     ) and "start again with the same arguments" in message
     assert not (out / ".nv-meta").exists()
-    convert(inputs(source), options(source, out))
+    convert_dataset(inputs(source), options(source, out))
     assert digests(out) == undisturbed
 
 
@@ -373,7 +373,7 @@ def test_a_data_set_of_another_version_is_no_success(tmp_path, finished):
     record["conversations"].append({"from": "gpt", "value": "ok"})
     (tmp_path / "in.jsonl").write_text(json.dumps(record) + "\n")
     options = ConversionOptions(tmp_path, out)
-    convert([tmp_path / "in.jsonl"], options)
+    convert_dataset([tmp_path / "in.jsonl"], options)
 
     file = out / ".nv-meta" / "convert.json"
     content = json.loads(file.read_text())
@@ -386,14 +386,14 @@ def test_a_data_set_of_another_version_is_no_success(tmp_path, finished):
         (out / ".convert" / "plan.json").write_text(json.dumps(plan))
 
     with pytest.raises(ConvertError) as error:
-        convert([tmp_path / "in.jsonl"], options)
+        convert_dataset([tmp_path / "in.jsonl"], options)
     said = str(error.value)
     assert "has version 2 of its format, and this program reads 1" in said
     assert "--force" in said and "another --out" in said and "Give the same again" not in said
 
-    convert([tmp_path / "in.jsonl"], dataclasses.replace(options, force=True))
+    convert_dataset([tmp_path / "in.jsonl"], dataclasses.replace(options, force=True))
     assert json.loads(file.read_text())["plan"]["format"] == 1
-    convert([tmp_path / "in.jsonl"], options)
+    convert_dataset([tmp_path / "in.jsonl"], options)
 
 
 def make_plan_of(options: ConversionOptions, path: Path) -> dict:

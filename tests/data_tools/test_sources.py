@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_tools.sources import Reader, left_out_of_some, open_encoder, sources
+from data_tools.sample_sources import SampleReader, estimate_left_out, open_encoder, read_sources
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
@@ -51,12 +51,12 @@ def test_shares_are_those_of_training(out, tmp_path):
         "train": {"blend": [{"path": str(out), "weight": 3}, {"path": str(big), "weight": 1}]}
     }
     mixture.write_text(yaml.safe_dump(described))
-    assert [round(source.share, 3) for source in sources(mixture, "train")] == [0.75, 0.25]
+    assert [round(source.share, 3) for source in read_sources(mixture, "train")] == [0.75, 0.25]
 
     repeated = [{"path": str(out), "repetitions": 2}, {"path": str(big), "repetitions": 0.5}]
     described["splits"] = {"train": {"blend_epochized": repeated}}
     mixture.write_text(yaml.safe_dump(described))
-    assert [source.share for source in sources(mixture, "train")] == pytest.approx([62 / 162, 100 / 162])
+    assert [source.share for source in read_sources(mixture, "train")] == pytest.approx([62 / 162, 100 / 162])
 
 
 def test_a_subset_is_a_part_of_its_source(out, tmp_path):
@@ -68,22 +68,22 @@ def test_a_subset_is_a_part_of_its_source(out, tmp_path):
     described["splits"] = {"train": {"blend_epochized": [part, whole]}}
     mixture.write_text(yaml.safe_dump(described))
 
-    first, second = sources(mixture, "train")
+    first, second = read_sources(mixture, "train")
     assert (len(first), len(second)) == (13, 31) and first.indices == range(18, 31)
     assert [first.share, second.share] == pytest.approx([26 / 57, 31 / 57])
-    assert first.find("000000003") is None and second.find("000000003") == 3
-    assert first.find("000000020") == second.find("000000020") == 20
+    assert first.find_sample("000000003") is None and second.find_sample("000000003") == 3
+    assert first.find_sample("000000020") == second.find_sample("000000020") == 20
 
 
 def test_samples_are_found_by_key_and_by_place(out):
-    (source,) = sources(out, "train")
-    assert len(source) == 31 and source.place(20) == ("train-000001.tar", 0)
-    assert source.find("000000020") == source.find("train-000001.tar[0]") == 20
-    assert source.find("000000099") is None and source.find("train-000001.tar[11]") is None
-    reader = Reader(source)
-    sample = reader.read(20, whole=True)
-    assert sample.__key__ == "000000020" and all(sample.members.values())
-    assert list(reader.read(20, whole=False).members) == list(sample.members)
+    (source,) = read_sources(out, "train")
+    assert len(source) == 31 and source.shard_position(20) == ("train-000001.tar", 0)
+    assert source.find_sample("000000020") == source.find_sample("train-000001.tar[0]") == 20
+    assert source.find_sample("000000099") is None and source.find_sample("train-000001.tar[11]") is None
+    reader = SampleReader(source)
+    sample = reader.read_sample(20, with_media=True)
+    assert sample.__key__ == "000000020" and all(sample.media_bytes.values())
+    assert list(reader.read_sample(20, with_media=False).media_bytes) == list(sample.media_bytes)
     reader.close()
 
 
@@ -107,7 +107,7 @@ def test_some_samples_are_read_to_see_what_is_left_out(out, tmp_path, change, us
     folder = tiny_checkpoint("qwen2_5_vl")
     data = _data(changed, seq_len=16 if change == "too long" else 512)
     encoder = open_encoder(data, read_spec(folder), folder)
-    (meter,) = left_out_of_some(encoder, 200).values()
-    assert (meter.reasons, meter.used) == (reasons, used)
-    (meter,) = left_out_of_some(encoder, 10).values()
-    assert meter.used + meter.bad in (9, 10)
+    (meter,) = estimate_left_out(encoder, 200).values()
+    assert (meter.reason_counts, meter.used_count) == (reasons, used)
+    (meter,) = estimate_left_out(encoder, 10).values()
+    assert meter.used_count + meter.bad_count in (9, 10)

@@ -14,12 +14,12 @@ import pytest
 import yaml
 
 from data_tools import statistics as module
-from data_tools.sample_sizes import index
-from data_tools.sources import Reader, open_encoder, sources
-from data_tools.statistics import Statistics, distribution, statistics
+from data_tools.sample_sizes import index_datasets
+from data_tools.sample_sources import SampleReader, open_encoder, read_sources
+from data_tools.statistics import DatasetStatistics, count_statistics, describe_values
 from megatron_vl.config import DataConfig
 from megatron_vl.data.loader import build_loader
-from megatron_vl.data.source.sizes import SizesError
+from megatron_vl.data.source.sample_sizes import SizesError
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted, mixed_records
 from tests.tiny import tiny_checkpoint
@@ -32,14 +32,14 @@ def _data(path: Path, **fields) -> DataConfig:
     return DataConfig(path=str(path), min_pixels=56 * 56, max_pixels=28 * 28 * 24, **fields)
 
 
-def _statistics(path: Path, split: str = "train", **fields) -> Statistics:
+def _statistics(path: Path, split: str = "train", **fields) -> DatasetStatistics:
     folder = tiny_checkpoint("qwen2_5_vl")
-    return statistics(open_encoder(_data(path, **fields), read_spec(folder), folder), folder, split)
+    return count_statistics(open_encoder(_data(path, **fields), read_spec(folder), folder), folder, split)
 
 
 def _indexed(path: Path) -> Path:
     folder = tiny_checkpoint("qwen2_5_vl")
-    index(_data(path), read_spec(folder), folder)
+    index_datasets(_data(path), read_spec(folder), folder)
     return path
 
 
@@ -84,43 +84,48 @@ def test_each_sample_counts_as_in_the_loaders_rows(out):
     dropped: Counter[str] = Counter()
     while len(rows) < 30 or not dropped:
         row = next(loader)
-        rows[row.keys[0]] = row
-        dropped |= Counter(row.dropped)
+        rows[row.sample_keys[0]] = row
+        dropped |= Counter(row.dropped_counts)
     loader.close()
 
-    for number in np.flatnonzero(one.usable).tolist():
+    for number in np.flatnonzero(one.usable_mask).tolist():
         row = rows.pop(f"{number:09d}")
-        counted = [int(one.sizes[name][number]) for name in module.QUANTITIES]
+        counted = [int(one.sizes[name][number]) for name in module.SAMPLE_QUANTITIES]
         assert counted[:2] == [int(row.cu_seqlens[1]), row.num_patches]
         assert sum(counted[2:]) == row.num_images
     # The loader reads the set more than once before the first row.
     assert (
         not rows
-        and found.left_out() == {"longer than seq_len": 1}
+        and found.left_out_reasons() == {"longer than seq_len": 1}
         and dropped.keys() == {"longer than seq_len"}
     )
     # Of five records, three have pictures, one of them two; two have a video; one has two turns.
     assert one.sizes["pictures"][:5].tolist() == [1, 0, 2, 0, 1] and one.sizes["pictures"].sum() == 24
     assert one.sizes["videos"][:5].tolist() == [0, 0, 0, 1, 1] and one.sizes["videos"].sum() == 12
-    assert one.turns == 24 + 2 * 6 + 1
+    assert one.assistant_turns == 24 + 2 * 6 + 1
 
 
 def test_each_split_has_its_own_numbers(texts):
     seen = Counter()
     for split in ("train", "val"):
         found = _statistics(texts, split)
-        (source,) = sources(texts, split)
-        reader = Reader(source)
+        (source,) = read_sources(texts, split)
+        reader = SampleReader(source)
         roles = [
-            Counter(message["role"] for message in json.loads(reader.read(i, whole=False).text)["messages"])
+            Counter(
+                message["role"]
+                for message in json.loads(reader.read_sample(i, with_media=False).json_bytes)["messages"]
+            )
             for i in range(len(source))
         ]
         reader.close()
         usable = [each for each in roles if not each["tool"]]
-        assert found.sources[0].turns == sum(each["assistant"] for each in usable)
-        assert (found.samples, found.usable) == (len(roles), len(usable))
-        assert found.left_out() == +Counter({"not written by the chat template": len(roles) - len(usable)})
-        seen += found.left_out()
+        assert found.sources[0].assistant_turns == sum(each["assistant"] for each in usable)
+        assert (found.num_samples, found.num_usable) == (len(roles), len(usable))
+        assert found.left_out_reasons() == +Counter(
+            {"not written by the chat template": len(roles) - len(usable)}
+        )
+        seen += found.left_out_reasons()
     assert seen.total() == 4
 
 
@@ -130,12 +135,12 @@ def test_limits_are_those_of_the_run(out):
     patches, tokens = one.sizes["patches"], one.sizes["tokens"]
     found = _statistics(out, max_patches=100)
     meter = found.sources[0].meter
-    assert meter.reasons == {"longer than seq_len": 1, "more than max_patches": (patches > 100).sum()}
-    assert meter.used == found.usable and "raise data.seq_len to 4" in meter.advice()
-    assert f"data.max_patches to {patches.max()}" in meter.advice()
+    assert meter.reason_counts == {"longer than seq_len": 1, "more than max_patches": (patches > 100).sum()}
+    assert meter.used_count == found.num_usable and "raise data.seq_len to 4" in meter.advice_text()
+    assert f"data.max_patches to {patches.max()}" in meter.advice_text()
     none = _statistics(out, seq_len=int(tokens.min()) - 1)
     with pytest.raises(SizesError, match=r"no sample can be used: .*'longer than seq_len': 31"):
-        none.one_pass(1)
+        none.pass_facts(1)
 
 
 def test_what_the_description_excludes_is_not_usable(texts, tmp_path):
@@ -147,8 +152,8 @@ def test_what_the_description_excludes_is_not_usable(texts, tmp_path):
     first = described["split_parts"]["train"][0]
     split.write_text(yaml.safe_dump(described | {"exclude": [f"{first}/000000000"]}))
     found, whole = _statistics(_indexed(folder)), _statistics(texts)
-    assert found.left_out() == whole.left_out() + Counter({module.NOT_ENCODED: 1})
-    assert found.usable == whole.usable - 1
+    assert found.left_out_reasons() == whole.left_out_reasons() + Counter({module.NOT_ENCODED: 1})
+    assert found.num_usable == whole.num_usable - 1
 
 
 def test_a_data_set_without_sizes_names_the_command(tmp_path):
@@ -160,17 +165,17 @@ def test_a_data_set_without_sizes_names_the_command(tmp_path):
 def test_a_mixture_counts_as_training_draws_from_it(out, texts, tmp_path):
     parts = [{"path": str(out), "weight": 3}, {"path": str(texts), "weight": 1}]
     found = _statistics(_metadataset(tmp_path, "blend", parts))
-    first, second = (one.sizes["tokens"][one.usable] for one in found.sources)
+    first, second = (one.sizes["tokens"][one.usable_mask] for one in found.sources)
     # Of each draw from a source, a part is usable.
-    shares = 0.75 * len(first) / 31, 0.25 * len(second) / found.sources[1].source.size
+    shares = 0.75 * len(first) / 31, 0.25 * len(second) / found.sources[1].source.num_samples
     mean = (shares[0] * first.mean() + shares[1] * second.mean()) / sum(shares)
-    assert distribution(*found.of_samples("tokens"))["mean"] == pytest.approx(mean)
-    assert found.samples == 31 + found.sources[1].source.size
-    packed = [sample for row in module._packed(found.sources, found.data) for sample in row]
+    assert describe_values(*found.sample_quantity("tokens"))["mean"] == pytest.approx(mean)
+    assert found.num_samples == 31 + found.sources[1].source.num_samples
+    packed = [sample for row in module._pack_rows(found.sources, found.data_config) for sample in row]
     pictures = sum(patches > 0 for _, patches, _ in packed)
     # Four of five records of the first source have media, and none of the second.
-    rows = found.samples * mean * sum(shares) / (found.of_rows["fill"].mean() * 512)
-    assert found.one_pass(1)["rows"] == math.ceil(rows)
+    rows = found.num_samples * mean * sum(shares) / (found.row_quantities["fill"].mean() * 512)
+    assert found.pass_facts(1)["rows"] == math.ceil(rows)
     assert pictures / len(packed) == pytest.approx(0.8 * shares[0] / sum(shares), abs=0.06)
 
 
@@ -179,20 +184,22 @@ def test_a_subset_is_counted_alone(out, tmp_path):
     part = {"path": str(out), "repetitions": 2, "subset": {"range": ["60%", "100%"]}}
     path = _metadataset(tmp_path, "blend_epochized", [part, {"path": str(out), "repetitions": 1}])
     first, second = _statistics(path).sources
-    assert (first.turns, second.turns) == (None, 37)
-    for name in module.QUANTITIES:
+    assert (first.assistant_turns, second.assistant_turns) == (None, 37)
+    for name in module.SAMPLE_QUANTITIES:
         assert first.sizes[name].tolist() == second.sizes[name][18:].tolist()
 
 
 def test_rows_hold_each_usable_sample_once(out):
     found = _statistics(out, max_patches=200)
     (one,) = found.sources
-    sizes = zip(*(one.sizes[name][one.usable].tolist() for name in ("tokens", "patches")), strict=True)
-    packed = [tuple(sample[:2]) for row in module._packed(found.sources, found.data) for sample in row]
+    sizes = zip(*(one.sizes[name][one.usable_mask].tolist() for name in ("tokens", "patches")), strict=True)
+    packed = [
+        tuple(sample[:2]) for row in module._pack_rows(found.sources, found.data_config) for sample in row
+    ]
     assert Counter(packed) == Counter(sizes)
-    rows = found.of_rows
+    rows = found.row_quantities
     assert rows["fill"].max() <= 1 and rows["patches"].max() <= 200 and rows["samples"].sum() == 30
-    tokens = one.sizes["tokens"][one.usable].sum()
+    tokens = one.sizes["tokens"][one.usable_mask].sum()
     assert rows["fill"].sum() * 512 == pytest.approx(tokens)
 
 
@@ -206,32 +213,32 @@ def test_rows_are_packed_as_the_loader_packs_them(out):
     loader.close()
     found = _statistics(out, **fields)
     # The last row of a pass is not full; a loader goes on with the next pass.
-    full = {name: values[:-1].mean() for name, values in found.of_rows.items()}
+    full = {name: values[:-1].mean() for name, values in found.row_quantities.items()}
     assert full["samples"] == pytest.approx(sum(row.num_samples for row in rows) / len(rows), rel=0.1)
     assert full["patches"] == pytest.approx(sum(row.num_patches for row in rows) / len(rows), rel=0.25)
 
 
 def test_a_pass_is_as_many_rows_as_its_samples_fill(out, monkeypatch):
-    assert _statistics(out, pack=False).one_pass(4) == {
+    assert _statistics(out, pack=False).pass_facts(4) == {
         "rows": 30,
         "global_batch_size": 4,
         "steps": {"1": 8, "2": 15, "3": 23},  # 30 / 4, 60 / 4 and 90 / 4, the last one begun
     }
     found = _statistics(out)
-    tokens = found.sources[0].sizes["tokens"][found.sources[0].usable].sum()
-    assert len(found.of_rows["fill"]) == found.one_pass(1)["rows"] == math.ceil(tokens / 512)
+    tokens = found.sources[0].sizes["tokens"][found.sources[0].usable_mask].sum()
+    assert len(found.row_quantities["fill"]) == found.pass_facts(1)["rows"] == math.ceil(tokens / 512)
 
     # Of a large data set some samples are packed: here 16 of 31.
-    monkeypatch.setattr(module, "MOST_PACKED", 16)
+    monkeypatch.setattr(module, "MAX_PACKED_SAMPLES", 16)
     some = _statistics(out)
-    assert some.of_rows["samples"].sum() in (15, 16)
-    each = some.of_rows["fill"].mean() * 512
-    assert some.one_pass(1)["rows"] == math.ceil(tokens / each) in (4, 5)
+    assert some.row_quantities["samples"].sum() in (15, 16)
+    each = some.row_quantities["fill"].mean() * 512
+    assert some.pass_facts(1)["rows"] == math.ceil(tokens / each) in (4, 5)
 
 
 def test_quantiles_worked_out_by_hand():
     values = np.array([5, 1, 2, 4, 3] * 20)
-    assert distribution(values, np.full(100, 0.01)) == {
+    assert describe_values(values, np.full(100, 0.01)) == {
         "mean": 3,
         "p5": 1,
         "p50": 3,
@@ -241,6 +248,6 @@ def test_quantiles_worked_out_by_hand():
         "largest": 5,
     }
     # Nine of ten draws give the 7.
-    weighted = distribution(np.array([7, 100, 3]), np.array([0.9, 0.04, 0.06]))
+    weighted = describe_values(np.array([7, 100, 3]), np.array([0.9, 0.04, 0.06]))
     assert [weighted[name] for name in ("p5", "p50", "p95", "p99")] == [3, 7, 7, 100]
     assert weighted["mean"] == pytest.approx(0.9 * 7 + 4 + 0.18)

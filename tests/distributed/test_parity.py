@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from tests.support.ranks import run_module
 from tests.tiny import tiny_checkpoint
-from toolkit.parity.case import Case, write_cases
+from toolkit.parity.case import ParityCase, write_cases
 from toolkit.parity.tolerances import GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 from .cases import CASES, CONTEXT_QUICK, DECOUPLED_QUICK, LEFT_TO_FULL, SEEDS, chosen_by_make_test
@@ -48,7 +48,7 @@ def run_group(
     @cache
     def weights(hf: Path) -> Path:
         full = folder / f"{hf.name}_full"
-        convert(hf, full)
+        convert_weights(hf, full)
         return full
 
     @cache
@@ -61,7 +61,7 @@ def run_group(
                 hf = tiny_checkpoint(
                     family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0)
                 )
-                cases.append(Case(hf=str(hf), weights=str(weights(hf)), **fields))
+                cases.append(ParityCase(hf=str(hf), weights=str(weights(hf)), **fields))
         return run_cases(cases, ranks, folder / str(ranks))
 
     return run
@@ -71,7 +71,7 @@ def _is_case(item: pytest.Item) -> bool:
     return isinstance(item, pytest.Function) and item.originalname == test_parity.__name__
 
 
-def run_cases(cases: list[Case], ranks: int, folder: Path) -> dict[str, Any]:
+def run_cases(cases: list[ParityCase], ranks: int, folder: Path) -> dict[str, Any]:
     """Runs cases in one group and maps names to results.
 
     Cases that the group did not reach are missing. The entry ``log`` is the end of the group's output.

@@ -31,18 +31,18 @@ from typing import Any
 
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from megatron_vl.config import parse_config
 from megatron_vl.json_files import manifest_digest
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.spec.tensors import WHOLE, Cut, tensor_table
-from megatron_vl.weights.blocks import shard
-from megatron_vl.weights.manifest import MANIFEST, write_manifest, write_rank_file
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import latest
-from megatron_vl.weights.tensor_files import WeightsError, read_header
+from megatron_vl.spec.tensors import UNSHARDED, Sharding, tensor_table
+from megatron_vl.weights.manifest import MANIFEST_FILE, write_manifest, write_rank_file
+from megatron_vl.weights.matrix_blocks import cut_shard
+from megatron_vl.weights.run_folder import find_latest_checkpoint
+from megatron_vl.weights.tensor_files import WeightsError, read_safetensors_header
+from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.cli import main as command
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 CHECKPOINTS = ("full", "shards", "run", "run_of_four")
 
@@ -179,7 +179,7 @@ class Mutator:
     def header(self) -> tuple[str, list[str]]:
         """A field of one tensor in a header, which is then written anew in whatever length it has."""
         path = self.draw.choice(self.tensors)
-        old = read_header(path)
+        old = read_safetensors_header(path)
         entries = json.loads(old[8:])
         name = self.draw.choice([name for name in entries if name != "__metadata__"])
         entry = entries[name]
@@ -212,7 +212,7 @@ class Mutator:
     def rename_tensors(self) -> tuple[str, list[str]] | None:
         """Two tensors of one shape and type exchange their names: every length still fits."""
         path = self.draw.choice(self.tensors)
-        old = read_header(path)
+        old = read_safetensors_header(path)
         entries = json.loads(old[8:])
         names = [name for name in entries if name != "__metadata__"]
         self.draw.shuffle(names)
@@ -241,7 +241,7 @@ class Mutator:
     def signed_edit(self) -> tuple[str, list[str]] | None:
         """Edits a manifest and makes its digest fit; fields that config, files and hashes determine
         are still compared."""
-        path = self.draw.choice([path for path in self.json if path.name == MANIFEST])
+        path = self.draw.choice([path for path in self.json if path.name == MANIFEST_FILE])
         content = json.loads(path.read_text())
         decided = ("kind", "family", "layout", "tensors", "files", "format", "version")
         where = self.edit_value(content, lambda place: place[0] in decided)
@@ -273,7 +273,7 @@ class Mutator:
 
         if not place:
             return None
-        if self.draw.random() < 0.2:
+        if self.draw.random_tensor() < 0.2:
             del parent[key]
         else:
             parent[key] = self.other(node)
@@ -304,14 +304,14 @@ class Mutator:
         replace(path, older.read_bytes())
         return f"{self.name(path)}: that of {steps[0].name}", [
             self.name(path),
-            MANIFEST,
+            MANIFEST_FILE,
             *self.described_by(path),
         ]
 
     def described_by(self, path: Path) -> list[str]:
         """If a description is another step's, it and the files that it describes disagree, and either
         may be named."""
-        described = path.name in ("run.json", MANIFEST)
+        described = path.name in ("run.json", MANIFEST_FILE)
         return [self.name(file) for file in self.files if described and path.parent in file.parents]
 
     def older_part(self) -> tuple[str, list[str]] | None:
@@ -348,8 +348,8 @@ class Bench:
             full_attention_layers=(1,),
         )
 
-        convert(self.hf, folder / "full", workers=1)
-        convert(self.hf, folder / "shards", {"tp": 2, "pp": 2}, workers=1)
+        convert_weights(self.hf, folder / "full", workers=1)
+        convert_weights(self.hf, folder / "shards", {"tp": 2, "pp": 2}, workers=1)
         self.run = self._trained()
         self._as_four_ranks()
         self.good = {
@@ -367,7 +367,7 @@ class Bench:
         and its model."""
         from megatron_vl.train import train
         from megatron_vl.training import resume, setup
-        from megatron_vl.training.resolve import resolve
+        from megatron_vl.training.resolve import resolve_run
 
         data = self._data()
         words = [
@@ -407,13 +407,13 @@ class Bench:
         config = parse_config([str(word) for word in words])
         with contextlib.redirect_stdout(io.StringIO()):
             train(config)
-            run = setup.build(resolve(config, 1), setup.join_ranks(config))
-            resume.restore(run)
+            run = setup.build_run(resolve_run(config, 1), setup.join_ranks(config))
+            resume.restore_run(run)
         return run
 
     def _data(self) -> Path:
         from data_tools.convert import ConversionOptions
-        from data_tools.convert import convert as convert_data
+        from data_tools.convert import convert_dataset as convert_data
 
         turns = [{"from": "human", "value": "What is this?"}, {"from": "gpt", "value": "A cat."}]
         (self.folder / "data.json").write_text(
@@ -429,23 +429,23 @@ class Bench:
     def _as_four_ranks(self) -> None:
         """The run's checkpoints as TP2 x PP2 would have written them."""
         from megatron_vl.json_files import write_json
-        from megatron_vl.training.checkpoint import read_run
+        from megatron_vl.training.checkpoint import read_run_metadata
         from megatron_vl.training.optimizer_state import (
-            INDEX,
-            KINDS,
-            OptimizerReader,
-            slices_of,
-            write_hashed,
-            write_index,
+            INDEX_FILE,
+            STATE_KINDS,
+            OptimizerStateReader,
+            list_index_entries,
+            write_hashed_safetensors,
+            write_slice_index,
         )
-        from megatron_vl.weights.run_folder import parse_lineage, step_folder, write_lineage
+        from megatron_vl.weights.run_folder import lineage_from_json, step_dir_path, write_lineage
 
         layout = make_layout(self.run.spec, tp=2, pp=2)
         table = tensor_table(self.run.spec)
         for step in (1, 2):
-            source = step_folder(self.folder / "run", step)
-            out = step_folder(self.folder / "run_of_four", step)
-            saved = read_run(source)
+            source = step_dir_path(self.folder / "run", step)
+            out = step_dir_path(self.folder / "run_of_four", step)
+            saved = read_run_metadata(source)
             weights = WeightReader(source / "weights")
             shutil.copytree(source / "loader", out / "loader")
             (out / "optimizer").mkdir()
@@ -453,27 +453,32 @@ class Bench:
             states = {
                 name[10:]: facts for name, facts in saved["files"].items() if name.startswith("optimizer/")
             }
-            state = OptimizerReader(source / "optimizer", states, WHOLE)
+            state = OptimizerStateReader(source / "optimizer", states, UNSHARDED)
             entries = []
             slices = {}
 
             for rank, (pp, tp) in enumerate((pp, tp) for pp in range(2) for tp in range(2)):
-                tensors = dict(state.rng("rank_00000.safetensors"))
-                infos = [info for info in table.values() if layout.stage_of(info) == pp]
+                tensors = dict(state.rng_states("rank_00000.safetensors"))
+                infos = [info for info in table.values() if layout.owning_pipeline_rank(info) == pp]
                 for info in infos:
-                    count = torch.Size(info.shard_shape(layout.cut)).numel()
-                    for kind in KINDS:
-                        moment = state.get(info, kind, tp, layout.cut, 0, count)
+                    count = torch.Size(info.shard_shape(layout.sharding)).numel()
+                    for kind in STATE_KINDS:
+                        moment = state.read_range(info, kind, tp, layout.sharding, 0, count)
                         assert moment is not None
                         tensors[f"{info.name}[0:{count}]/{kind}"] = moment
-                    tensors[f"{info.name}[0:{count}]/step"] = torch.tensor([state.step(info.name)])
+                    tensors[f"{info.name}[0:{count}]/step"] = torch.tensor([state.adam_step_count(info.name)])
                 name = f"optimizer/rank_{rank:05d}.safetensors"
-                files[name] = write_hashed(out / name, tensors, {"tp": str(tp), "pp": str(pp), "dp": "0"})
-                slices[Path(name).name] = slices_of(tensors, tp, 0)
-                shards = {info.name: shard(weights.get(info.name), info, tp, layout.cut) for info in infos}
+                files[name] = write_hashed_safetensors(
+                    out / name, tensors, {"tp": str(tp), "pp": str(pp), "dp": "0"}
+                )
+                slices[Path(name).name] = list_index_entries(tensors, tp, 0)
+                shards = {
+                    info.name: cut_shard(weights.read_shard(info.name), info, tp, layout.sharding)
+                    for info in infos
+                }
                 entries.append(write_rank_file(out / "weights", tp, pp, shards))
 
-            files[f"optimizer/{INDEX}"] = write_index(out / "optimizer", slices)
+            files[f"optimizer/{INDEX_FILE}"] = write_slice_index(out / "optimizer", slices)
             weights_digest = write_manifest(
                 out / "weights", self.run.spec, layout, entries, weights.manifest["origin"]
             )
@@ -482,7 +487,7 @@ class Bench:
             facts |= {"weights": weights_digest} if "weights" in saved else {}
             facts |= {"digest": manifest_digest(facts)} if "digest" in saved else {}
             write_json(out / "run.json", facts)
-            write_lineage(out, step, parse_lineage(saved["lineage"]))
+            write_lineage(out, step, lineage_from_json(saved["lineage"]))
 
         shutil.copy(self.folder / "run" / "latest.json", self.folder / "run_of_four")
 
@@ -518,9 +523,9 @@ class Bench:
         digest = hashlib.sha256()
         try:
             reader = WeightReader(checkpoint)
-            for name in reader.names():
+            for name in reader.tensor_names():
                 for rank in range(2):
-                    digest.update(reader.get(name, rank, Cut(2)).numpy().tobytes())
+                    digest.update(reader.read_shard(name, rank, Sharding(2)).numpy().tobytes())
         except (WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
         return digest.hexdigest()
@@ -529,22 +534,22 @@ class Bench:
         """Resumes with the trainer's own function into a model and optimizer full of other numbers."""
         from megatron_vl.training import checkpoint as saved
         from megatron_vl.training.optimizer_state import optimizer_slices
-        from megatron_vl.training.preflight import run_facts
+        from megatron_vl.training.preflight import data_order_metadata
 
         run = self.run
-        parameters = saved.run_parameters(self.run.chunks, self.run.layout, self.run.grid)
+        parameters = saved.collect_live_tensors(self.run.chunks, self.run.layout, self.run.grid)
         torch.manual_seed(0)
         with torch.no_grad():
             for tensor in [live.parameter for live in parameters] + [
-                piece.main for piece in optimizer_slices(run.optimizer, parameters)
+                piece.main_param for piece in optimizer_slices(run.optimizer, parameters)
             ]:
                 tensor.fill_(7)
             for piece in optimizer_slices(run.optimizer, parameters):
-                for key, value in piece.state.items():
-                    piece.state[key] = torch.full_like(value, 7)
+                for key, value in piece.adam_state.items():
+                    piece.adam_state[key] = torch.full_like(value, 7)
 
         try:
-            newest = latest(checkpoint)
+            newest = find_latest_checkpoint(checkpoint)
             if newest is None:
                 raise Refused("None: the run would start anew")
             step = newest.step
@@ -555,21 +560,25 @@ class Bench:
                 "layout": run.layout,
                 "grid": run.grid,
             }
-            restored = saved.load(newest.path, **facts, run=run_facts(run.config, run.grid.dp))
-            states = restored.loader
-            loader = [states.read(rank) for rank in range(states.ranks)] if states else None
+            restored = saved.load_checkpoint(
+                newest.path, **facts, run_metadata=data_order_metadata(run.config, run.grid.dp)
+            )
+            states = restored.loader_states
+            loader = [states.read_state(rank) for rank in range(states.num_ranks)] if states else None
         except (saved.CheckpointError, WeightsError, FileNotFoundError) as error:
             raise Refused(str(error)) from error
 
-        digest = hashlib.sha256(json.dumps([step, loader, restored.bad_samples], sort_keys=True).encode())
+        digest = hashlib.sha256(
+            json.dumps([step, loader, restored.bad_sample_counts], sort_keys=True).encode()
+        )
         digest.update(torch.get_rng_state().numpy().tobytes())
         for name, parameter, _ in parameters:
             digest.update(name.encode() + parameter.detach().numpy().tobytes())
 
         for piece in optimizer_slices(run.optimizer, parameters):
-            for key in sorted(piece.state):
-                digest.update(key.encode() + torch.as_tensor(piece.state[key]).numpy().tobytes())
-            digest.update(piece.main.detach().numpy().tobytes())
+            for key in sorted(piece.adam_state):
+                digest.update(key.encode() + torch.as_tensor(piece.adam_state[key]).numpy().tobytes())
+            digest.update(piece.main_param.detach().numpy().tobytes())
 
         return digest.hexdigest()
 

@@ -31,11 +31,11 @@ from typing import Any
 
 import torch
 
-from data_tools.convert import ConversionOptions, convert
+from data_tools.convert import ConversionOptions, convert_dataset
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder
-from megatron_vl.data.sample.frame_files import FrameFileInfo, pack_frames
-from megatron_vl.data.source.reading import with_crc
+from megatron_vl.data.sample.frame_archive import FrameArchiveInfo, pack_frames
+from megatron_vl.data.source.tolerant_reader import append_crc32
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import mixed_records, open_loader
 from tests.data.media import encoded, video
@@ -179,7 +179,9 @@ def medium(draw: random.Random) -> tuple[str, bytes]:
 
 _PICTURES = [encoded(30 + 9 * i, 90 - 5 * i, kind, seed=i) for i, kind in enumerate(KINDS)]
 _VIDEO = video(6, 64, 64)
-_FRAMES = pack_frames(((f"{i}.png", encoded(30, 40, seed=i)) for i in range(5)), FrameFileInfo(2.0, "whole"))
+_FRAMES = pack_frames(
+    ((f"{i}.png", encoded(30, 40, seed=i)) for i in range(5)), FrameArchiveInfo(2.0, "whole")
+)
 
 
 # --- Data tool ----------------------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def fuzz_tool(count: int, seed: int, folder: Path, workers: int = 1) -> Outcome:
         media, folder / "out", workers=workers, samples_per_shard=max(10, count // 100)
     )
     start = time.monotonic()
-    report = _guarded(lambda: convert([source], options), 60 + count * 0.2)
+    report = _guarded(lambda: convert_dataset([source], options), 60 + count * 0.2)
     listed = [json.loads(line) for line in (folder / "out/quarantine.jsonl").read_text().splitlines()]
 
     assert report.records == len(lines), f"{len(lines)} lines, {report.records} records"
@@ -273,7 +275,7 @@ def _mutated(members: dict[str, bytes], draw: random.Random) -> dict[str, bytes]
     if how == "member" and names:
         del out[draw.choice(names)]
     text = json.dumps(record).encode()
-    out["json"] = with_crc(text) if isinstance(record, dict) and record else text
+    out["json"] = append_crc32(text) if isinstance(record, dict) and record else text
     if how == "bytes":
         out["json"] = draw.choice(BYTES)(out["json"], draw)
 
@@ -345,9 +347,9 @@ def _one_pass(
     seen = 0
 
     for row in rows:
-        assert sum(row.dropped.values()) == len(row.dropped_samples)
+        assert sum(row.dropped_counts.values()) == len(row.dropped_samples)
         dropped |= {places.get(d.key, d.key): d.reason for d in row.dropped_samples}
-        used |= set(row.keys)
+        used |= set(row.sample_keys)
         seen += row.num_samples + len(row.dropped_samples)
         missing = todo - used - dropped.keys()
         if not missing or seen > 4 * len(todo):
@@ -438,11 +440,11 @@ def _digests(out: Path, samples: int) -> tuple[dict[str, str], dict[str, str], i
 
     for row in rows:
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
-        more = sum(row.dropped.values()) - len(row.dropped_samples)
+        more = sum(row.dropped_counts.values()) - len(row.dropped_samples)
         unlisted += more
-        again = set(row.keys) & found.keys()
+        again = set(row.sample_keys) & found.keys()
         # A sample without loss whose medium does not decode may be one of those that a row only counts.
-        used = set() if more and not row.loss_mask.any() else set(row.keys) - dropped.keys()
+        used = set() if more and not row.loss_mask.any() else set(row.sample_keys) - dropped.keys()
         for key in used:
             parts = (row.tokens, row.loss_mask, row.position_ids, row.vision.planes)
             joined = b"".join(part.numpy().tobytes() for part in parts)

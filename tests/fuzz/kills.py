@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.training.small_run import LAYOUT, command, environment, metrics, prepare, small_checkpoint, train
-from toolkit.processes import kill_tree
+from toolkit.process_tree import kill_process_tree
 
 OPTIONS = ["--checkpoint.interval", "2", "--log.samples", "true"]
 LAYOUTS = {2: ["--parallel.tp", "2", "--parallel.sequence_parallel", "true"], 4: LAYOUT}
@@ -43,7 +43,7 @@ def kill_once(
             time.sleep(0.01)
         ended = process.poll() is not None
         if not ended:
-            kill_tree(process.pid)
+            kill_process_tree(process.pid)
         code = process.wait()
 
     if ended and code:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from converters.convert import convert, export
+from converters.convert import convert_weights, export_weights
 from tests.gpu.parity import MOE_SIZES, SIZES
-from toolkit.hf import load_model, load_processor
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.hf_loading import load_hf_model, load_hf_processor
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 COLOURS = {"red": (200, 30, 30), "green": (30, 160, 60), "blue": (40, 60, 200), "grey": (128, 128, 128)}
 QUESTION = "What is in this picture?"
@@ -101,8 +101,8 @@ class Checks:
 
 def transformers_tokens(hf: Path, image: Path, platform: str) -> list[int]:
     """The greedy answer of ``transformers``."""
-    processor = load_processor(hf)
-    model = load_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform)
+    processor = load_hf_processor(hf)
+    model = load_hf_model(hf, torch.bfloat16 if platform == "cuda" else torch.float32).to(platform)
     content = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -126,9 +126,9 @@ def prepare(work: Path, ranks: int) -> None:
     write_tiny_checkpoint(
         work / "moe", "qwen3_vl_moe", dtype=torch.bfloat16, **MOE_SIZES, experts_per_token=4
     )
-    convert(work / "hf", work / "shards", {"tp": ranks, "pp": 1})
-    convert(work / "moe", work / "moe_shards", {"tp": 1, "pp": 1, "ep": ranks})
-    export(work / "shards", work / "hf", work / "again")
+    convert_weights(work / "hf", work / "shards", {"tp": ranks, "pp": 1})
+    convert_weights(work / "moe", work / "moe_shards", {"tp": 1, "pp": 1, "ep": ranks})
+    export_weights(work / "shards", work / "hf", work / "again")
 
 
 def check_training(checks: Checks, work: Path, ranks: int, platform: str) -> None:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from megatron_vl.weights.run_folder import latest
+from megatron_vl.weights.run_folder import find_latest_checkpoint
 from tests.gpu.parity import SIZES
 from tests.training.small_run import environment, options_of, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
-from toolkit.processes import kill_tree
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.process_tree import kill_process_tree
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 TIMEOUT_S = 20
 STEPS = 100_000
@@ -66,7 +66,7 @@ def run(fault: Fault, prepared: dict[str, Path], out: Path, ranks: int, platform
         try:
             code = process.wait(150 if platform == "cuda" else 600)
         except subprocess.TimeoutExpired:
-            kill_tree(process.pid)
+            kill_process_tree(process.pid)
             return False, "did not end; its processes were killed"
     ended = time.time()
     return judge(fault, folder, code, ended)
@@ -78,7 +78,7 @@ def judge(fault: Fault, folder: Path, code: int, ended: float) -> tuple[bool, st
         return False, f"ended with {code} before anything happened to it: {folder / 'log'}"
     seconds = ended - json.loads((folder / "run" / "fault.json").read_text())["at"]
     messages = [line for line in said.splitlines() if line.startswith("megatron_vl.train: ")]
-    good = latest(folder / "run")
+    good = find_latest_checkpoint(folder / "run")
 
     problems = []
     if code == 0:

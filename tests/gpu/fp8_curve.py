@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from tests.gpu.parity import SIZES
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 RUNS = {
     "bf16": [],
@@ -49,7 +49,7 @@ def main() -> int:
     out = args.out or work
     out.mkdir(parents=True, exist_ok=True)
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **SIZES)
-    convert(work / "hf", work / "full")
+    convert_weights(work / "hf", work / "full")
     common = [
         "--model.hf",
         work / "hf",

@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from megatron_vl.config import parse_config
-from megatron_vl.planning.run import estimate
+from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
 from tests.gpu.parity import SIZES
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 RUNS = {f"{moments}, {share}": (moments, share) for moments in ("float32", "bfloat16") for share in (0, 1)}
 GIB = 2**30
@@ -85,7 +85,7 @@ def start_peak(work: Path, args: argparse.Namespace, moments: str, share: int) -
 
 def estimated(work: Path, args: argparse.Namespace, moments: str, share: int) -> float:
     config = parse_config(options_of(work, args, moments, share))
-    return estimate(config, read_spec(work / "hf"), 1)[0].total / GIB
+    return estimate_stage_memory(config, read_spec(work / "hf"), 1)[0].total_bytes / GIB
 
 
 def checks(
@@ -138,7 +138,7 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     sizes = {} if args.platform == "cpu" else SIZES | {"layers": 24}
     write_tiny_checkpoint(work / "hf", "qwen2_5_vl", dtype=torch.float32, **sizes)
-    convert(work / "hf", work / "full")
+    convert_weights(work / "hf", work / "full")
 
     with ThreadPoolExecutor(args.at_once) as pool:
         running = {name: pool.submit(run, work, out, args, *chosen) for name, chosen in RUNS.items()}

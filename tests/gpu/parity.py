@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from converters.convert import convert
-from toolkit.parity.case import Case, write_cases
-from toolkit.tiny import write_tiny_checkpoint
+from converters.convert import convert_weights
+from toolkit.parity.case import ParityCase, write_cases
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 SIZES = {
     "hidden_size": 1024,
@@ -346,9 +346,11 @@ def main() -> int:
         if not hf.exists():
             sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
             write_tiny_checkpoint(hf, family.split(",")[0], tied=tied, dtype=torch.float32, **sizes)
-            convert(hf, work / f"{hf.name}_full")
+            convert_weights(hf, work / f"{hf.name}_full")
         cases.append(
-            Case(hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields)
+            ParityCase(
+                hf=str(hf), weights=str(work / f"{hf.name}_full"), dtype="bfloat16", seq_len=512, **fields
+            )
         )
 
     write_cases(cases, work / "cases.json")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, segment_numbers
+from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, make_segment_ids
 from megatron_vl.kernels.shard_exchange import ShardExchange, shard_route
 from tests.kernels.triton_checks import fix_interpreter
 
@@ -72,7 +72,7 @@ def sharded(
     """The results of all ranks together, each of which computes its shard."""
     route = shard_route(bounds, group.size(), group.rank())
     tokens = slice(route.rank * route.length, (route.rank + 1) * route.length)
-    segments = segment_numbers(torch.tensor(bounds, dtype=torch.int32), route.length, tokens.start)
+    segments = make_segment_ids(torch.tensor(bounds, dtype=torch.int32), route.length, tokens.start)
     exchange = ShardExchange(route, group) if route.any_cut and connected else None
     mine = results([*(t[tokens] for t in inputs[:3]), inputs[3]], segments, dout[tokens], exchange)
 
@@ -114,7 +114,7 @@ def errors_of_ranks(kind: str, rows: list[str]) -> dict[str, dict[str, float]]:
         again = sharded(inputs, bounds, dout, group)
         assert all(torch.equal(a, b) for a, b in zip(ours, again, strict=True)), "not the same bits twice"
 
-        segments = segment_numbers(torch.tensor(bounds, dtype=torch.int32), bounds[-1])
+        segments = make_segment_ids(torch.tensor(bounds, dtype=torch.int32), bounds[-1])
         exact = results([tensor.double() for tensor in inputs], segments, dout.double())
         errors[name] = {n: relative(a, b) for n, a, b in zip(NAMES, ours, exact, strict=True)}
 

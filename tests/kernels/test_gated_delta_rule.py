@@ -11,7 +11,12 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from megatron_vl.kernels.gated_delta_rule import causal_conv, gated_delta_rule, one_token, segment_numbers
+from megatron_vl.kernels.gated_delta_rule import (
+    causal_conv,
+    gated_delta_rule,
+    gated_delta_step,
+    make_segment_ids,
+)
 
 LENGTHS = [1, 63, 64, 65, 3, 200, 2, 130]
 RATES = {"as initialised": (0.01, 16.0), "slow": (0.01, 0.02), "mixed": (0.001, 4.0)}
@@ -38,7 +43,7 @@ def bounds() -> list[tuple[int, int]]:
 
 
 def numbers() -> Tensor:
-    return segment_numbers(torch.tensor([0, *(end for _, end in bounds())], dtype=torch.int32), sum(LENGTHS))
+    return make_segment_ids(torch.tensor([0, *(end for _, end in bounds())], dtype=torch.int32), sum(LENGTHS))
 
 
 def alone(rule, given: list[Tensor]) -> Tensor:
@@ -60,7 +65,7 @@ def alone(rule, given: list[Tensor]) -> Tensor:
 
 def test_numbers_of_sequences() -> None:
     assert torch.equal(numbers().long(), torch.arange(8).repeat_interleave(torch.tensor(LENGTHS)))
-    empty = segment_numbers(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
+    empty = make_segment_ids(torch.tensor([0, 2, 2, 3], dtype=torch.int32), 3)
     assert empty.tolist() == [0, 0, 2]
 
 
@@ -84,7 +89,7 @@ def test_float64_is_that_of_the_recurrence() -> None:
     start, end = bounds()[-1]
     theirs = torch.zeros(1, 6, 16, 12, dtype=torch.float64)
     for at in range(start, end):
-        out, theirs = one_token(*(t[None, at] for t in given), theirs)
+        out, theirs = gated_delta_step(*(t[None, at] for t in given), theirs)
         torch.testing.assert_close(out[0], ours[at], rtol=1e-11, atol=1e-13)
     torch.testing.assert_close(state, theirs[0], rtol=1e-11, atol=1e-13)
     recurrent = alone(torch_recurrent_gated_delta_rule, [t.detach().float() for t in given])

@@ -25,17 +25,17 @@ from triton.runtime import interpreter
 from megatron_vl.kernels import adam, master_halves, master_halves_triton
 from megatron_vl.kernels import tower_attention as kernels
 from megatron_vl.kernels.grouped_gemm import (
-    ROWS_CONFIG,
-    WEIGHT_CONFIG,
-    Addresses,
-    Config,
-    plan,
+    ROW_TILE_CONFIG,
+    WEIGHT_TILE_CONFIG,
+    AddressTable,
+    GemmTileConfig,
+    plan_tiles,
     row_product,
     weight_product,
 )
 from megatron_vl.kernels.swiglu import swiglu
-from megatron_vl.kernels.token_copies import positions, scatter_parts, scatter_rows, sum_rows
-from megatron_vl.kernels.tower_attention import Tile, Tiles, attention, tower_attention
+from megatron_vl.kernels.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.tower_attention import AttentionTiles, KernelTile, segment_attention, tower_attention
 from megatron_vl.kernels.window_attention import window_attention
 
 
@@ -107,12 +107,16 @@ def attention_error(lengths: list[int], heads: int, head_dim: int) -> float:
     return worst(ours, windows(qkv, angles, bounds, heads), [qkv])
 
 
-SMALL = Tiles(forward=Tile(32, 16, 4, 1), query=Tile(16, 32, 4, 1), key=Tile(32, 16, 4, 1))
+SMALL = AttentionTiles(
+    forward_tile=KernelTile(32, 16, 4, 1),
+    query_tile=KernelTile(16, 32, 4, 1),
+    key_tile=KernelTile(32, 16, 4, 1),
+)
 """Tiles that the test's segments fill completely, partly and not at all."""
 
 
 def tower_error(
-    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: Tiles = SMALL
+    lengths: list[int], heads: int, head_dim: int, device: str = "cpu", tiles: AttentionTiles = SMALL
 ) -> float:
     """Includes the fused QKV output and RoPE; on a GPU in bf16, because the kernels multiply only
     half precision there."""
@@ -132,7 +136,7 @@ def plain_error(lengths: list[int], heads: int, head_dim: int, spread: float = 1
     query = inputs[0] * spread
     key = inputs[1]
     value = inputs[2]
-    ours = attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
+    ours = segment_attention(query, key, value, torch.tensor(bounds, dtype=torch.int32), SMALL)
     parts = [
         F.scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
         for a, b in pairwise(bounds)
@@ -151,7 +155,7 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
+def unaligned_error(device: str = "cpu", tiles: AttentionTiles = SMALL) -> float:
     """The number of patches is not a multiple of 4, but rows of statistics are; memory after the last patch
     must not be written."""
     with poisoned_memory():
@@ -161,12 +165,12 @@ def unaligned_error(device: str = "cpu", tiles: Tiles = SMALL) -> float:
 
 
 def many_segments_error() -> float:
-    before = kernels.SEARCH
-    kernels.SEARCH = tl.constexpr(4)
+    before = kernels.SEARCH_BLOCK
+    kernels.SEARCH_BLOCK = tl.constexpr(4)
     try:
         return plain_error([1, 20, 0, 2, 17, 1, 3, 1, 5], 1, 24)
     finally:
-        kernels.SEARCH = before
+        kernels.SEARCH_BLOCK = before
 
 
 def on_gpu() -> dict[str, float]:
@@ -174,7 +178,7 @@ def on_gpu() -> dict[str, float]:
     between two outputs."""
     lengths = [129, 1, 0, 700, 64, 1000]
     errors = {
-        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.TILES)
+        f"tower, {d} a head": tower_error(lengths, 4, d, "cuda", kernels.DEFAULT_TILES)
         for d in (16, 40, 64, 72, 80, 96, 128)
     }
     qkv = torch.randn(2000, 3 * 4 * 72, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -184,15 +188,19 @@ def on_gpu() -> dict[str, float]:
     first, second = (
         torch.autograd.grad(out, qkv, torch.ones_like(out), retain_graph=True)[0] for _ in range(2)
     )
-    packed = kernels._pack_rotated(qkv.detach(), angles.cos(), angles.sin(), 72)
+    packed = kernels._pack_with_rope(qkv.detach(), angles.cos(), angles.sin(), 72)
 
     with ThreadPoolExecutor(1) as pool:  # a loaded kernel is the first thing that this thread runs
-        other = pool.submit(kernels._attend, packed, cu, kernels.TILES.forward).result()[0]
+        other = pool.submit(
+            kernels._attention_forward, packed, cu, kernels.DEFAULT_TILES.forward_tile
+        ).result()[0]
     experts = partial(experts_error, device="cuda", dtype=torch.bfloat16)
     errors |= {
-        "experts": experts([0, 700, 129, 0, 1, 1000, 128], 2048, 768, ROWS_CONFIG, WEIGHT_CONFIG),
-        "experts, blocks that do not divide": experts([3, 0, 130, 300], 712, 200, ROWS_CONFIG, WEIGHT_CONFIG),
-        "experts, no rows": experts([0, 0], 256, 256, ROWS_CONFIG, WEIGHT_CONFIG),
+        "experts": experts([0, 700, 129, 0, 1, 1000, 128], 2048, 768, ROW_TILE_CONFIG, WEIGHT_TILE_CONFIG),
+        "experts, blocks that do not divide": experts(
+            [3, 0, 130, 300], 712, 200, ROW_TILE_CONFIG, WEIGHT_TILE_CONFIG
+        ),
+        "experts, no rows": experts([0, 0], 256, 256, ROW_TILE_CONFIG, WEIGHT_TILE_CONFIG),
     }
 
     rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
@@ -200,7 +208,7 @@ def on_gpu() -> dict[str, float]:
         "each row to 4 others": rows([0.9, 0.5, 0.0, 1.0], 3000, 2048),
         "rows wider than a block, to 32 others": rows([0.06] * 31 + [0.0], 3000, 4096),
         "each row to 128 others": rows([0.06] * 128, 1000, 2560),
-        "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.TILES),
+        "tower, patches that 4 does not divide": unaligned_error("cuda", kernels.DEFAULT_TILES),
         "halves of master weights": halves_error(5_000_001, "cuda"),
         "update with moments in bf16": adam_error(5_000_001, "cuda"),
     }
@@ -220,7 +228,7 @@ def swiglu_error(rows: int, width: int, weighted: bool) -> float:
 
 
 def experts_error(
-    counts: list[int], features_in: int, features_out: int, *configs: Config, **kind: Any
+    counts: list[int], features_in: int, features_out: int, *configs: GemmTileConfig, **kind: Any
 ) -> float:
     """Largest error of the products of experts with ``counts`` rows: forward, dgrad, wgrad added and wgrad
     written.
@@ -229,23 +237,31 @@ def experts_error(
         configs: of rows and of weight gradients; none: small ones for both.
         kind: device and dtype of rows and weights. Weight gradients are added in float32.
     """
-    rows_config, weight_config = configs or (Config(128, 64, 32, 4, 2),) * 2
+    rows_config, weight_config = configs or (GemmTileConfig(128, 64, 32, 4, 2),) * 2
     shape = (len(counts), features_out, features_in)
     x, dy, stacked = (
         torch.randn(size, **kind) for size in ((sum(counts), features_in), (sum(counts), features_out), shape)
     )
     weights = list(stacked)
-    where = plan(torch.tensor(counts, device=x.device), len(x))
-    table = Addresses().of(weights)
+    where = plan_tiles(torch.tensor(counts, device=x.device), len(x))
+    table = AddressTable().device_addresses(weights)
     added = torch.randn(shape, device=x.device)
     written = torch.full_like(stacked, torch.nan)
     before = added.clone()
 
     for grads, add in ((added, True), (written, False)):
-        weight_product(dy, x, Addresses().of(list(grads)), where, grads, add=add, config=weight_config)
+        weight_product(
+            dy,
+            x,
+            AddressTable().device_addresses(list(grads)),
+            where,
+            grads,
+            accumulate=add,
+            tile_config=weight_config,
+        )
     ours = [
-        row_product(x, table, where, features_out, transposed=True, config=rows_config),
-        row_product(dy, table, where, features_in, transposed=False, config=rows_config),
+        row_product(x, table, where, features_out, is_transposed=True, tile_config=rows_config),
+        row_product(dy, table, where, features_in, is_transposed=False, tile_config=rows_config),
         added,
         written,
     ]
@@ -281,7 +297,7 @@ def rows_error(shares: list[float], rows: int, width: int, **kind: Any) -> float
     chosen = torch.rand(rows, len(shares), device=kind.get("device")) < torch.tensor(
         shares, device=kind.get("device")
     )
-    row_ids = positions(chosen)
+    row_ids = make_row_ids(chosen)
     total = int(chosen.sum())
     column, row = chosen.T.nonzero(as_tuple=True)  # in the order of their row_ids
     x, y = (torch.randn(size, width, **kind).requires_grad_() for size in (rows, total))
@@ -350,18 +366,20 @@ def adam_error(count: int, device: str = "cpu") -> float:
         else:
             weight.copy_(start)
 
-        launch = adam.Launch()
+        launch = adam.LaunchTables()
         for step, gradient in enumerate(gradients, 1):
             values = torch.zeros(count + shift, device=place)[shift:].copy_(gradient)
             rates = {
-                "one": adam.Rates.of_group(group, step),
-                "still": adam.Rates.of_group(group | {"lr": 0.0, "betas": (0.9, 0.999)}, step + 1000),
+                "one": adam.AdamCoefficients.from_param_group(group, step),
+                "still": adam.AdamCoefficients.from_param_group(
+                    group | {"lr": 0.0, "betas": (0.9, 0.999)}, step + 1000
+                ),
             }
             stretches = [
-                adam.Stretch(weight, values, 0, cut, 0, 0),
-                adam.Stretch(weight, values, cut, count - cut, second, 1),
+                adam.ParameterSlice(weight, values, 0, cut, 0, 0),
+                adam.ParameterSlice(weight, values, cut, count - cut, second, 1),
             ]
-            function(stretches, adam.StepRates(rates, place), avg, square, low, launch)
+            function(stretches, adam.StepCoefficients(rates, place), avg, square, low, launch)
         as_bits = torch.int16 if halves else torch.int32
         return [t.cpu() for t in (weight.view(as_bits), avg.view(torch.int16), square.view(torch.int16), low)]
 

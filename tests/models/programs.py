@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
-from megatron_vl.data.packing.assemble import pack_row
+from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.kernels import tower_attention
 from megatron_vl.models import build
-from megatron_vl.models.build import check_tensors, chunk_tensors
+from megatron_vl.models.build import check_live_tensors, chunk_tensors
 from megatron_vl.training.optimizer import build_optimizer
-from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap
+from megatron_vl.training.step import run_schedule, token_loss, train_step, wrap_in_ddp
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
-from toolkit.parity.batches import make_sample
+from toolkit.parity.random_samples import make_sample
 
 
 def padding_under_training(hf: str) -> list[list[float]]:
     """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and
     after three steps."""
     trainer = tiny_trainer(hf)
-    check_tensors(trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0))
+    check_live_tensors(trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0))
 
     def sums() -> list[float]:
         parameters = dict(trainer.chunks[0].named_parameters())
@@ -90,7 +90,7 @@ def gradients_without_loss(hf: str) -> list[Any]:
 def _row(trainer: TinyTrainer, *kinds: str) -> Any:
     """One row of these samples in the form that the model gets."""
     samples = [make_sample(kind, trainer.spec, 0) for kind in kinds]
-    return trainer.feed_of([pack_row(samples, trainer.spec, SEQ_LEN)], 1).next_step().rows[0]
+    return trainer.feed_of([pack_row(samples, trainer.spec, SEQ_LEN)], 1).next_batch().rows[0]
 
 
 def step_with_and_without_kernels(hf: str) -> list[list[float]]:
@@ -101,14 +101,14 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
     fix_interpreter()
     trainer = tiny_trainer(hf)
     calls: list[int] = []
-    attend = tower_attention._attend
+    attend = tower_attention._attention_forward
 
     def counted(*arguments: Any) -> Any:
         calls.append(1)
         return attend(*arguments)
 
-    tower_attention._attend = counted
-    rows = trainer.feed.next_step().rows
+    tower_attention._attention_forward = counted
+    rows = trainer.feed.next_batch().rows
 
     def step(wrapped: list[Any], optimizer: Any) -> list[float]:
         result = train_step(wrapped, optimizer, rows, trainer.grid, SEQ_LEN)
@@ -116,7 +116,7 @@ def step_with_and_without_kernels(hf: str) -> list[list[float]]:
 
     plain = step(trainer.wrapped, trainer.optimizer)
     build.choose_backend = lambda name, *, causal, **rest: "sdpa" if causal else "triton"
-    wrapped = wrap(trainer.config, trainer.new_chunks())
+    wrapped = wrap_in_ddp(trainer.config, trainer.new_chunks())
     return [plain, step(wrapped, build_optimizer(trainer.config, trainer.platform, wrapped))]
 
 
@@ -125,35 +125,38 @@ def gradients_of_cases(cases: dict[str, dict[str, Any]], out: str) -> None:
     import torch.distributed as dist
 
     from megatron_vl.models.moe.router import expert_load
-    from megatron_vl.parallel.grid import end_distributed, init_distributed
+    from megatron_vl.parallel.process_grid import end_distributed, init_distributed
     from megatron_vl.platform import get_platform
     from megatron_vl.spec.tensors import tensor_table
-    from megatron_vl.weights.blocks import unshard
-    from toolkit.parity.case import Case, draw
-    from toolkit.parity.case import build as build_case
+    from megatron_vl.weights.matrix_blocks import join_shards
+    from toolkit.parity.case import ParityCase, draw_samples
+    from toolkit.parity.case import build_case as build_case
     from toolkit.parity.worker import collect_gradients
 
     platform = get_platform("cpu")
     init_distributed(platform)
     results: dict[str, dict[str, torch.Tensor]] = {}
     for name, fields in cases.items():
-        case = Case(name=name, **fields)
+        case = ParityCase(name=name, **fields)
         live = build_case(case, platform)
-        data = live.feed(draw(case.steps[0], live.spec, 0), platform, case.seq_len)
-        for chunk in live.wrapped:
+        data = live.make_step_data(draw_samples(case.steps[0], live.spec, 0), platform, case.seq_len)
+        for chunk in live.ddp_chunks:
             chunk.zero_grad_buffer()
-        run_schedule(live.wrapped, data.rows, seq_len=case.seq_len)
+        run_schedule(live.ddp_chunks, data.rows, seq_len=case.seq_len)
 
         load = expert_load(
-            live.wrapped, live.spec.language.num_layers, live.spec.language.moe.num_experts, platform.device
+            live.ddp_chunks,
+            live.spec.language.num_layers,
+            live.spec.language.moe.num_experts,
+            platform.device,
         )
-        gradients = collect_gradients(live.wrapped, live.tensors, live.grid, live.spec)
+        gradients = collect_gradients(live.ddp_chunks, live.live_tensors, live.grid, live.spec)
         table = tensor_table(live.spec)
-        cut = live.layout.cut
+        cut = live.layout.sharding
         results[name] = {"load": load}
         for tensor, copies in gradients.items():
-            parts = [copies[0][part] for part in range(cut.parts(table[tensor]))]
-            results[name][tensor] = unshard(parts, table[tensor], cut)
+            parts = [copies[0][part] for part in range(cut.num_shards(table[tensor]))]
+            results[name][tensor] = join_shards(parts, table[tensor], cut)
 
     if dist.get_rank() == 0:
         torch.save(results, out)
@@ -173,7 +176,7 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
     from megatron_vl.kernels.shard_exchange import shard_route
     from megatron_vl.models.attention import packed_row
     from megatron_vl.models.batch import RowShard, Segments
-    from megatron_vl.parallel.grid import init_distributed
+    from megatron_vl.parallel.process_grid import init_distributed
     from megatron_vl.platform import get_platform
     from tests.planning.saved_by_linear_attention import layer
 
@@ -196,10 +199,10 @@ def linear_attention_errors(recompute: bool) -> dict[str, float]:
         gradients = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
         return {"out": out.detach(), "input": inputs.grad, **gradients}
 
-    made.recompute, made.cp_group = False, SimpleNamespace(size=lambda: 1)
+    made.recompute_mixing, made.cp_group = False, SimpleNamespace(size=lambda: 1)
     whole = results(slice(None), None)
 
-    made.recompute, made.cp_group = recompute, group
+    made.recompute_mixing, made.cp_group = recompute, group
     route = shard_route(bounds, group.size(), group.rank())
     start, stop = route.rank * route.length, (route.rank + 1) * route.length
     inside = torch.tensor([start, *(bound for bound in bounds if start < bound < stop), stop]) - start

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights
 
-from megatron_vl.models.deepstack import levels_before
-from megatron_vl.models.rotary_embedding import MRope
+from megatron_vl.models.deepstack import remaining_deepstack_levels
+from megatron_vl.models.rotary_embedding import MultimodalRope
 from megatron_vl.models.vision import PositionTable
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.spec.positions import GridTHW, patch_positions
@@ -37,7 +37,7 @@ def test_position_table_is_interpolated_as_in_transformers(side: int) -> None:
 
     want = (table.weight[index] * weight[:, :, None]).sum(1)
     place = torch.cat([patch_positions(grid, 2) for grid in grids]).int()
-    frame = torch.cat([torch.tensor([[g.h, g.w]]).expand(g.patches, 2) for g in grids]).int()
+    frame = torch.cat([torch.tensor([[g.h, g.w]]).expand(g.num_patches, 2) for g in grids]).int()
     torch.testing.assert_close(table(place, frame), want, rtol=0, atol=2e-6)
     draw = torch.randn(want.shape)
     ours, theirs = (
@@ -55,19 +55,19 @@ def test_frequencies_take_turns_as_in_transformers(tiny_checkpoint, section: tup
     config = AutoConfig.from_pretrained(folder).text_config
     positions = torch.randint(0, 500, (3, 1, 40), generator=torch.Generator().manual_seed(0))
     cos, _ = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), positions)
-    angles = MRope(read_spec(folder).language)(positions)
+    angles = MultimodalRope(read_spec(folder).language)(positions)
     torch.testing.assert_close(angles[:, 0, 0].cos(), cos[0], rtol=0, atol=1e-4)
 
 
 def test_levels_travel_until_their_layer() -> None:
-    assert [levels_before(layer, 3) for layer in range(5)] == [3, 2, 1, 0, 0]
+    assert [remaining_deepstack_levels(layer, 3) for layer in range(5)] == [3, 2, 1, 0, 0]
 
 
 def test_fewer_layers_keep_the_deepstack_layers_that_fit(tiny_checkpoint) -> None:
     spec = read_spec(tiny_checkpoint("qwen3_vl"))
     assert spec.vision.deepstack_layers == (0, 1, 3)
-    assert spec.replace_layers(vision=3).vision.deepstack_layers == (0, 1)
-    assert spec.replace_layers(language=1).vision.deepstack_layers == (0,)
+    assert spec.replace_layers(num_vision_layers=3).vision.deepstack_layers == (0, 1)
+    assert spec.replace_layers(num_language_layers=1).vision.deepstack_layers == (0,)
 
 
 @pytest.mark.parametrize(

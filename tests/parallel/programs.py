@@ -15,7 +15,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.parallel.ddp import ReplicaDDP
-from megatron_vl.parallel.grid import end_distributed, init_distributed, make_grid
+from megatron_vl.parallel.process_grid import end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout

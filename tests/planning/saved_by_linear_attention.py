@@ -44,7 +44,7 @@ def saved_bytes(made: GatedDeltaNet, tokens: int) -> int:
     projected = torch.randn(tokens, sum(made.sections), requires_grad=True)
     segments = (torch.arange(tokens) >= tokens // 3).int()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = made._mix(projected, segments)
+        out = made._mix_tokens(projected, segments)
     keep(out)  # the input of the linear that follows
     for parameter in made.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)

@@ -17,12 +17,12 @@ from megatron_vl.config import (
     RunConfigError,
     TrainConfig,
     VisionConfig,
-    validate,
+    validate_config,
 )
-from megatron_vl.planning.flops import recompute_flops, vision_parts
-from megatron_vl.planning.run import estimate
+from megatron_vl.planning.flops import recompute_flops, vision_forward_flops
+from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.tensors import part_of, tensor_table
+from megatron_vl.spec.tensors import model_part, tensor_table
 
 SPEC = read_spec(Path(__file__).parents[1] / "hf_configs" / "Qwen2.5-VL-7B-Instruct.json")
 DECOUPLED = VisionConfig(placement="decoupled")
@@ -34,9 +34,9 @@ RUN = TrainConfig(
 
 
 def test_every_stage_holds_the_whole_tower() -> None:
-    tower = sum(math.prod(i.shape) for i in tensor_table(SPEC).values() if part_of(i.name) != "language")
-    before = estimate(RUN, SPEC, 8)
-    after = estimate(dataclasses.replace(RUN, vision=DECOUPLED), SPEC, 8)
+    tower = sum(math.prod(i.shape) for i in tensor_table(SPEC).values() if model_part(i.name) != "language")
+    before = estimate_stage_memory(RUN, SPEC, 8)
+    after = estimate_stage_memory(dataclasses.replace(RUN, vision=DECOUPLED), SPEC, 8)
     assert after[1].weights - before[1].weights == pytest.approx(2 * tower)
     assert after[1].gradients - before[1].gradients == pytest.approx(4 * tower)
     # float32 weights and two moments, spread over all eight ranks; before, over the two of a place
@@ -46,17 +46,21 @@ def test_every_stage_holds_the_whole_tower() -> None:
 
 def test_smaller_calls_need_less_memory() -> None:
     sizes = [
-        estimate(dataclasses.replace(RUN, vision=dataclasses.replace(DECOUPLED, backward_patches=n)), SPEC, 8)
+        estimate_stage_memory(
+            dataclasses.replace(RUN, vision=dataclasses.replace(DECOUPLED, backward_patches=n)), SPEC, 8
+        )
         for n in (4096, 32768, 131072)
     ]
     for few, more in zip(sizes, sizes[1:], strict=False):
-        assert all(a.total <= b.total for a, b in zip(few, more, strict=True))
-    assert sizes[0][1].total < sizes[2][1].total
+        assert all(a.total_bytes <= b.total_bytes for a, b in zip(few, more, strict=True))
+    assert sizes[0][1].total_bytes < sizes[2][1].total_bytes
 
 
 def test_kept_patches_take_memory_beside_the_pipeline() -> None:
     kept = [
-        estimate(dataclasses.replace(RUN, vision=dataclasses.replace(DECOUPLED, keep_patches=n)), SPEC, 8)
+        estimate_stage_memory(
+            dataclasses.replace(RUN, vision=dataclasses.replace(DECOUPLED, keep_patches=n)), SPEC, 8
+        )
         for n in (0, 10_000, 30_000, 32_000, 34_000, 10**9, 10**12)
     ]
     sizes = [stages[0].vision for stages in kept]
@@ -70,14 +74,14 @@ def test_the_second_forward_pass_is_counted() -> None:
     full, window = [64, 128], [64, 64, 64]
     rows = ([300], full, window)
     plain = RecomputeConfig()
-    again = recompute_flops(SPEC, ModelConfig(), plain, *rows, decoupled=True)
-    assert again.vision == vision_parts(SPEC.vision, full, window).total and again.language == 0
+    again = recompute_flops(SPEC, ModelConfig(), plain, *rows, is_decoupled=True)
+    assert again.vision == vision_forward_flops(SPEC.vision, full, window).total and again.language == 0
     frozen = ModelConfig(freeze_vision=True)  # all activations of the merger are kept
-    assert recompute_flops(SPEC, frozen, plain, *rows, decoupled=True).total == 0
+    assert recompute_flops(SPEC, frozen, plain, *rows, is_decoupled=True).total == 0
 
 
 def test_fp8_of_the_tower_is_refused_by_name() -> None:
     fp8 = Fp8Config(recipe="tensorwise", vision=True)
     with pytest.raises(RunConfigError, match=r"fp8\.vision needs vision\.placement first_stage"):
-        validate(dataclasses.replace(RUN, vision=DECOUPLED, fp8=fp8), 8)
-    validate(dataclasses.replace(RUN, vision=DECOUPLED, fp8=Fp8Config(recipe="tensorwise")), 8)
+        validate_config(dataclasses.replace(RUN, vision=DECOUPLED, fp8=fp8), 8)
+    validate_config(dataclasses.replace(RUN, vision=DECOUPLED, fp8=Fp8Config(recipe="tensorwise")), 8)

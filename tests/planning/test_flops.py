@@ -15,15 +15,20 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.data.packing.assemble import Sample, pack_row
-from megatron_vl.data.packing.row import LOSS_INDEX_MULTIPLE
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixels import read_pixel_norm
-from megatron_vl.planning.flops import language_parts, recompute_flops, row_flops, vision_parts
+from megatron_vl.planning.flops import (
+    language_forward_flops,
+    recompute_flops,
+    row_flops,
+    vision_forward_flops,
+)
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call
 from tests.training.programs import counted_flops
-from toolkit.bench.report import Work
-from toolkit.parity.batches import make_sample
+from toolkit.bench.report import WorkCounts
+from toolkit.parity.random_samples import make_sample
 from toolkit.parity.reference import hf_inputs
 
 HYBRID = ["qwen3_5", "qwen3_5_moe"]
@@ -48,7 +53,7 @@ def load(hf) -> torch.nn.Module:
     )
 
 
-def lengths(samples: list[Sample], spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:
+def lengths(samples: list[TokenizedSample], spec: ModelSpec) -> tuple[list[int], list[int], list[int]]:
     """Document, frame and window lengths of a full row, the latter two empty without media."""
     documents = [len(sample) for sample in samples]
     row = pack_row(samples, spec, sum(documents))
@@ -56,7 +61,7 @@ def lengths(samples: list[Sample], spec: ModelSpec) -> tuple[list[int], list[int
     return documents, *(vision if row.num_images else ([], []))
 
 
-def learnt(sample: Sample) -> torch.Tensor:
+def learnt(sample: TokenizedSample) -> torch.Tensor:
     """The tokens with loss."""
     return sample.loss_mask[1:].nonzero()[:, 0]
 
@@ -91,9 +96,9 @@ def test_forward_equals_counted(tiny_checkpoint, elementwise_rule, family: str, 
     for wanted in (learnt(sample), torch.arange(len(sample))):
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             load(hf)(**hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=wanted)
-        language = language_parts(spec.language, documents, len(wanted))
-        ours = language.total + language.attention - language.rule
-        ours += vision_parts(spec.vision, full, window).total
+        language = language_forward_flops(spec.language, documents, len(wanted))
+        ours = language.total + language.attention - language.delta_rule
+        ours += vision_forward_flops(spec.vision, full, window).total
         assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -121,9 +126,9 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
         ).logits.sum().backward()
     model.requires_grad_(True).zero_grad()
     where = lengths([sample], spec)
-    language = language_parts(spec.language, where[0], 0)
+    language = language_forward_flops(spec.language, where[0], 0)
     ours = row_flops(spec, freeze, *where, len(learnt(sample))).total
-    ours += 3 * language.attention - 3 * language.rule
+    ours += 3 * language.attention - 3 * language.delta_rule
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 
@@ -150,14 +155,14 @@ def test_full_recompute_equals_counted(tiny_checkpoint, part: str) -> None:
         counts.append(counter.get_total_flops())
     where = lengths([sample], spec)
     ours = recompute_flops(spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where)
-    attention = language_parts(spec.language, where[0], 0).attention
+    attention = language_forward_flops(spec.language, where[0], 0).attention
     squares = attention if part == "language" else 0.0
     assert counts[1] - counts[0] == ours.total + squares
-    done = Work()  # as the benchmark counts what this model does with its logits of every token
-    done.add(
+    done = WorkCounts()  # as the benchmark counts what this model does with its logits of every token
+    done.add_row(
         spec, ModelConfig(), RecomputeConfig(**{part: "full"}), *where, len(learnt(sample)), whole_head=True
     )
-    assert counts[1] - done.executed.total == 3 * attention + squares + rotary(spec, len(sample))
+    assert counts[1] - done.executed_flops.total == 3 * attention + squares + rotary(spec, len(sample))
     assert (ours.vision if part == "language" else ours.language) == 0.0
 
 
@@ -182,9 +187,11 @@ def test_recompute_of_our_modules_equals_counted(tiny_checkpoint) -> None:
     spec = read_spec(hf)
     samples = [make_sample("mixed", spec, seed) for seed in (0, 1)]
     where, loss_tokens = lengths(samples, spec), sum(len(learnt(sample)) for sample in samples)
-    v, squares = spec.vision, language_parts(spec.language, where[0], 0).attention
+    v, squares = spec.vision, language_forward_flops(spec.language, where[0], 0).attention
     assert loss_tokens < LOSS_INDEX_MULTIPLE < sum(where[0])
-    filled_up = 3 * language_parts(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).head
+    filled_up = (
+        3 * language_forward_flops(spec.language, where[0], LOSS_INDEX_MULTIPLE - loss_tokens).output_layer
+    )
     padding = (
         2.0
         * v.num_layers
@@ -213,12 +220,12 @@ def test_the_delta_rule_is_that_of_the_recurrence(tiny_checkpoint, family: str) 
         held = state.mT @ k
         state = state + k @ (v - held).mT
         _ = state.mT @ k
-    tokens, layers = 7, sum(m.is_linear(layer) for layer in range(m.num_layers))
+    tokens, layers = 7, sum(m.has_linear_attention(layer) for layer in range(m.num_layers))
     assert layers == 3
-    assert language_parts(m, [3, 4], 0).rule == layers * tokens * counter.get_total_flops()
+    assert language_forward_flops(m, [3, 4], 0).delta_rule == layers * tokens * counter.get_total_flops()
 
 
 def test_documents_do_not_attend_to_each_other(tiny_checkpoint) -> None:
     m = read_spec(tiny_checkpoint("qwen2_5_vl")).language
-    apart, joined = language_parts(m, [100, 100], 0).total, language_parts(m, [200], 0).total
+    apart, joined = language_forward_flops(m, [100, 100], 0).total, language_forward_flops(m, [200], 0).total
     assert joined - apart == m.num_layers * 2 * m.num_heads * m.head_dim * (200**2 - 2 * 100**2)

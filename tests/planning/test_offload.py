@@ -9,11 +9,16 @@ import pytest
 from megatron_vl import host_memory
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
-from megatron_vl.planning.calibration import shipped
-from megatron_vl.planning.fit import check_memory
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_gib
-from megatron_vl.planning.offload import largest_share, least_share, settle_offload, with_share
-from megatron_vl.planning.run import estimate
+from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, StageMemory, peak_stage_gib
+from megatron_vl.planning.memory_check import check_memory
+from megatron_vl.planning.offload_fraction import (
+    largest_offload_fraction,
+    least_offload_fraction,
+    resolve_offload_fraction,
+    with_offload_fraction,
+)
+from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.training.preflight import check_host_memory
@@ -25,7 +30,7 @@ SHAPE = "--data.seq_len 8192 --global_batch_size 16 --recompute.vision full --re
 @pytest.fixture(scope="module")
 def spec() -> ModelSpec:
     """4.1 billion parameters."""
-    return read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=10)
+    return read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(num_language_layers=10)
 
 
 GPU = 139.8
@@ -41,39 +46,39 @@ def config() -> TrainConfig:
 
 
 def stage(config: TrainConfig, spec: ModelSpec, share: float) -> StageMemory:
-    (found,) = estimate(with_share(config, share), spec, 2)
+    (found,) = estimate_stage_memory(with_offload_fraction(config, share), spec, 2)
     return found
 
 
 def test_what_leaves_the_gpu_is_in_host_memory_but_for_half_of_the_master_weights(config, spec) -> None:
     none, half, whole = (stage(config, spec, share) for share in (0.0, 0.5, 1.0))
-    assert none.host == 0 and whole.optimizer == 0
+    assert none.host_bytes == 0 and whole.optimizer == 0
     assert half.optimizer == none.optimizer / 2
-    assert whole.host == 2 * half.host == none.optimizer * 10 / 12
+    assert whole.host_bytes == 2 * half.host_bytes == none.optimizer * 10 / 12
     assert none.optimizer / GIB == pytest.approx(23.0, rel=0.03)  # 23.5 were measured on 2 H200
-    assert whole.total == none.total - none.optimizer
+    assert whole.total_bytes == none.total_bytes - none.optimizer
 
 
 def test_a_model_in_float32_moves_its_moments(spec) -> None:
     config = run("--dtype float32")
-    assert stage(config, spec, 1.0).host == stage(config, spec, 0.0).optimizer
+    assert stage(config, spec, 1.0).host_bytes == stage(config, spec, 0.0).optimizer
 
 
 def test_moments_in_bf16_halve_the_state_of_a_bf16_model(config, spec) -> None:
     wide = stage(config, spec, 0.0)
     short = "--optimizer.moments_dtype bfloat16"
     none, whole = stage(run(short), spec, 0.0), stage(run(short), spec, 1.0)
-    assert none.optimizer == wide.optimizer / 2 == whole.host
-    assert none.host == 0 and whole.optimizer == 0
+    assert none.optimizer == wide.optimizer / 2 == whole.host_bytes
+    assert none.host_bytes == 0 and whole.optimizer == 0
 
-    full = peak_gib([none]) + RESERVE_GIB
+    full = peak_stage_gib([none]) + RESERVE_GIB
     automatic = run(f"{short} --optimizer.offload_fraction auto")
     state = none.optimizer / GIB
-    found = settle_offload(automatic, spec, make_layout(spec), 2, full - 0.32 * state)
+    found = resolve_offload_fraction(automatic, spec, make_layout(spec), 2, full - 0.32 * state)
     assert found.optimizer.offload_fraction == 0.35
 
     config = run(f"{short} --dtype float32")
-    assert stage(config, spec, 1.0).host == stage(config, spec, 0.0).optimizer == none.optimizer * 4 / 6
+    assert stage(config, spec, 1.0).host_bytes == stage(config, spec, 0.0).optimizer == none.optimizer * 4 / 6
 
 
 def test_moments_in_bf16_need_no_more_than_their_state(spec) -> None:
@@ -81,7 +86,7 @@ def test_moments_in_bf16_need_no_more_than_their_state(spec) -> None:
     config = run("--data.seq_len 256 --data.max_patches 64 --optimizer.moments_dtype bfloat16")
     here, away = stage(config, spec, 0.0), stage(config, spec, 1.0)
     free = here.activations + here.vision + here.logits
-    assert here.optimizer == away.host
+    assert here.optimizer == away.host_bytes
     assert away.optimizer == STATE_CHUNKS_ON_GPU * STATE_CHUNK_BYTES - free
 
 
@@ -92,63 +97,65 @@ def test_pieces_on_their_way_count_where_they_need_more_than_activations_did(spe
 
 def test_auto_is_the_least_share_that_fits(spec) -> None:
     config = run("--optimizer.offload_fraction auto")
-    full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
+    full = peak_stage_gib(estimate_stage_memory(with_offload_fraction(config, 0.0), spec, 2)) + RESERVE_GIB
     state = stage(config, spec, 0.0).optimizer / GIB
 
     def share(given: TrainConfig, gib: float | None) -> float:
-        return settle_offload(given, spec, make_layout(spec), 2, gib).optimizer.offload_fraction
+        return resolve_offload_fraction(given, spec, make_layout(spec), 2, gib).optimizer.offload_fraction
 
     assert share(config, full + 1) == 0.0
     assert share(config, full - 0.32 * state) == 0.35
     assert share(config, 1.0) == 1.0  # as much as there is
     assert share(config, None) == 0.0
-    assert share(with_share(config, 0.7), full + 1) == 0.7
+    assert share(with_offload_fraction(config, 0.7), full + 1) == 0.7
 
 
 def test_auto_takes_no_more_than_host_memory_allows(spec) -> None:
     config = run("--optimizer.offload_fraction auto")
-    layout, whole = make_layout(spec), stage(config, spec, 1.0).host / GIB
+    layout, whole = make_layout(spec), stage(config, spec, 1.0).host_bytes / GIB
     for host_gib, share in ((whole, 1.0), (0.52 * whole, 0.5), (0.04 * whole, 0.0)):
-        assert largest_share(config, spec, layout, 2, host_gib) == share
-        found = settle_offload(config, spec, layout, 2, 1.0, host_gib)
+        assert largest_offload_fraction(config, spec, layout, 2, host_gib) == share
+        found = resolve_offload_fraction(config, spec, layout, 2, 1.0, host_gib)
         assert found.optimizer.offload_fraction == share
-    full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
-    assert settle_offload(config, spec, layout, 2, full, whole).optimizer.offload_fraction == 0.0
+    full = peak_stage_gib(estimate_stage_memory(with_offload_fraction(config, 0.0), spec, 2)) + RESERVE_GIB
+    assert resolve_offload_fraction(config, spec, layout, 2, full, whole).optimizer.offload_fraction == 0.0
 
 
 def test_a_run_that_may_not_fit_is_told_which_share_would(spec) -> None:
     config = run("--failures.check_memory false")
-    full = peak_gib(estimate(config, spec, 2)) + RESERVE_GIB
+    full = peak_stage_gib(estimate_stage_memory(config, spec, 2)) + RESERVE_GIB
 
     def remark(gib: float) -> str:
-        gpu = dataclasses.replace(shipped(), memory_gib=gib)
+        gpu = dataclasses.replace(shipped_calibration(), memory_gib=gib)
         return check_memory(config, spec, make_layout(spec), 2, gpu)
 
     assert remark(full + 1) == ""
     assert "--optimizer.offload_fraction 0.5 would fit" in remark(full - 11.2)
     assert "not even --optimizer.offload_fraction 1 would change that" in remark(30.0)
-    assert least_share(config, spec, make_layout(spec), 2, 30.0) is None
+    assert least_offload_fraction(config, spec, make_layout(spec), 2, 30.0) is None
 
 
 def test_more_than_the_node_has_is_refused_before_it_is_allocated(config, spec, monkeypatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     layout = make_layout(spec)
     check_host_memory(config, spec, layout, 2, GPU, 10)
-    check_host_memory(with_share(config, 0.5), spec, layout, 2, GPU, 10)
-    check_host_memory(with_share(config, 1.0), spec, layout, 2, None, 10)  # on CPU nothing is offloaded
+    check_host_memory(with_offload_fraction(config, 0.5), spec, layout, 2, GPU, 10)
+    check_host_memory(
+        with_offload_fraction(config, 1.0), spec, layout, 2, None, 10
+    )  # on CPU nothing is offloaded
     expected = (
         r"1.0 needs 38.* GiB of host memory for 2 ranks of a node, which has 20.0 GiB left;"
         r" lower it to 0.5"
     )
     with pytest.raises(RunConfigError, match=expected):
-        check_host_memory(with_share(config, 1.0), spec, layout, 2, GPU, 10)
+        check_host_memory(with_offload_fraction(config, 1.0), spec, layout, 2, GPU, 10)
 
 
 def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(spec) -> None:
     config = run("--optimizer.offload_fraction auto")
     unchecked = run("--optimizer.offload_fraction auto --failures.check_memory false")
     layout = make_layout(spec)
-    full = peak_gib(estimate(with_share(config, 0.0), spec, 2)) + RESERVE_GIB
+    full = peak_stage_gib(estimate_stage_memory(with_offload_fraction(config, 0.0), spec, 2)) + RESERVE_GIB
     small = full - 0.47 * stage(config, spec, 0.0).optimizer / GIB
 
     check_host_memory(config, spec, layout, 2, full, 2)
@@ -160,4 +167,4 @@ def test_auto_is_refused_where_host_memory_lacks_the_share_that_fits(spec) -> No
 
 
 def test_this_machine_says_what_it_has() -> None:
-    assert 0 < host_memory.available() < 1 << 50
+    assert 0 < host_memory.available_bytes() < 1 << 50

@@ -14,19 +14,19 @@ from megatron_vl.config import FailuresConfig, RunConfigError, TrainConfig, pars
 from megatron_vl.planning import gpus
 from megatron_vl.planning.calibration import (
     CalibrationError,
-    known,
+    find_calibration,
     read_calibration,
-    shipped,
-    stored_path,
+    shipped_calibration,
+    stored_calibration_path,
     write_calibration,
 )
-from megatron_vl.planning.cost import ranks_of_a_token
-from megatron_vl.planning.fit import check_memory
-from megatron_vl.planning.predict import Prediction
-from megatron_vl.planning.rates import faster, matched, saturating
-from megatron_vl.planning.rows import RowShape, RowStatistics, stated_rows
-from megatron_vl.planning.run import run_layout
-from megatron_vl.planning.split import balanced
+from megatron_vl.planning.cost import mean_ranks_per_token
+from megatron_vl.planning.fit_rates import fit_saturating_rate, fit_speed_factor, scale_compute_rates
+from megatron_vl.planning.layer_split import balance_layers
+from megatron_vl.planning.memory_check import check_memory
+from megatron_vl.planning.predict import RunPrediction
+from megatron_vl.planning.row_statistics import RowShape, RowStatistics, make_assumed_rows
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from tests.support.planned import predict_run
@@ -122,7 +122,7 @@ def spec_of(size: str, **layers: int) -> ModelSpec:
     return read_spec(CONFIGS / f"{size}.json").replace_layers(**layers)
 
 
-def run(size: str, world: int, options: str, **layers: int) -> Prediction:
+def run(size: str, world: int, options: str, **layers: int) -> RunPrediction:
     return predict_run(config(options), spec_of(size, **layers), world)
 
 
@@ -132,7 +132,7 @@ def run(size: str, world: int, options: str, **layers: int) -> Prediction:
 def test_a_step_takes_what_was_measured(name, measured, size, layers, world, options) -> None:
     rows = TEXT if name.endswith("text") else None
     found = predict_run(config(options), spec_of(size, **layers), world, rows=rows)
-    assert 1e3 * found.step == pytest.approx(measured, rel=0.05)
+    assert 1e3 * found.step_seconds == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_offload_takes_as_much_longer_as_measured(world: int, options: str, rati
     shape = f"--global_batch_size {8 * world} {LEAN}"
     without = run(B7, world, shape, language=10)
     found = run(B7, world, f"{shape} {AWAY} {options}", language=10)
-    assert found.step / without.step == pytest.approx(ratio, rel=0.03)
+    assert found.step_seconds / without.step_seconds == pytest.approx(ratio, rel=0.03)
 
 
 def test_the_planned_split_is_as_much_faster_as_measured() -> None:
     """5,143 ms even, 3,691 ms with [0,9,9,10]: 1.39 times."""
     even = run(B7, 4, f"{PP4} --parallel.layers [7,7,7,7]")
     planned = run(B7, 4, PP4)
-    assert planned.layout.layers != (7, 7, 7, 7) and planned.layout.layers[0] == 0
-    assert even.step / planned.step == pytest.approx(5143 / 3691, rel=0.03)
+    assert planned.layout.layers_per_chunk != (7, 7, 7, 7) and planned.layout.layers_per_chunk[0] == 0
+    assert even.step_seconds / planned.step_seconds == pytest.approx(5143 / 3691, rel=0.03)
 
 
 def test_an_empty_split_and_auto_are_the_planned_one() -> None:
@@ -165,70 +165,72 @@ def test_an_empty_split_and_auto_are_the_planned_one() -> None:
     options = f"{LEAN} --recompute.vision full --global_batch_size 8 --parallel.pp 2"
     left_out = run_layout(config(options), spec, 2)
     assert run_layout(config(f"{options} --parallel.layers auto"), spec, 2) == left_out
-    assert left_out.layers != (14, 14) and sum(left_out.layers) == 28
+    assert left_out.layers_per_chunk != (14, 14) and sum(left_out.layers_per_chunk) == 28
     # The even one runs out of memory; the planned one fits.
-    assert predict_run(config(options), spec, 2).fits
-    assert not run(B7, 2, f"{LEAN} --global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]").fits
+    assert predict_run(config(options), spec, 2).fits_memory
+    assert not run(
+        B7, 2, f"{LEAN} --global_batch_size 8 --parallel.pp 2 --parallel.layers [14,14]"
+    ).fits_memory
 
 
 def test_a_run_on_cpu_is_split_evenly_unless_rates_of_a_cpu_are_known() -> None:
     spec = spec_of(B7, language=6)
     options = "--global_batch_size 8 --parallel.pp 2 --data.seq_len 1024"
-    assert run_layout(config(options), spec, 2).layers == (0, 6)
+    assert run_layout(config(options), spec, 2).layers_per_chunk == (0, 6)
     on_cpu = config(f"{options} --platform cpu")
-    assert run_layout(on_cpu, spec, 2).layers == (3, 3)
-    assert run_layout(on_cpu, spec, 2, calibration=shipped("H100")).layers == (3, 3)
-    measured = dataclasses.replace(shipped(), gpu="cpu")
-    assert run_layout(on_cpu, spec, 2, calibration=measured).layers == (0, 6)
+    assert run_layout(on_cpu, spec, 2).layers_per_chunk == (3, 3)
+    assert run_layout(on_cpu, spec, 2, calibration=shipped_calibration("H100")).layers_per_chunk == (3, 3)
+    measured = dataclasses.replace(shipped_calibration(), gpu="cpu")
+    assert run_layout(on_cpu, spec, 2, calibration=measured).layers_per_chunk == (0, 6)
 
 
 def test_a_saved_split_stays_while_the_stages_do() -> None:
     spec = spec_of(B7)
     run_of_two = config("--global_batch_size 8 --parallel.pp 2")
     saved = make_layout(spec, pp=2, layers=[3, 25])
-    assert run_layout(run_of_two, spec, 2, saved=saved).layers == (3, 25)
+    assert run_layout(run_of_two, spec, 2, saved_layout=saved).layers_per_chunk == (3, 25)
     other = config("--global_batch_size 8 --parallel.pp 4")
-    assert len(run_layout(other, spec, 4, saved=saved).layers) == 4
+    assert len(run_layout(other, spec, 4, saved_layout=saved).layers_per_chunk) == 4
     given = config("--global_batch_size 8 --parallel.pp 2 --parallel.layers [10,18]")
-    assert run_layout(given, spec, 2, saved=saved).layers == (10, 18)
+    assert run_layout(given, spec, 2, saved_layout=saved).layers_per_chunk == (10, 18)
 
 
 def test_balanced_by_hand() -> None:
     """Ten layers of 1 on three entries, the first of which has 4 and the last 1 besides: 5 each."""
-    assert balanced([1.0] * 10, 4.0, 1.0, 3) == (1, 5, 4)
-    assert balanced([1.0] * 8, 0.0, 0.0, 4) == (2, 2, 2, 2)
+    assert balance_layers([1.0] * 10, 4.0, 1.0, 3) == (1, 5, 4)
+    assert balance_layers([1.0] * 8, 0.0, 0.0, 4) == (2, 2, 2, 2)
     # A tower longer than its share leaves the rest to the others.
-    assert balanced([1.0] * 9, 30.0, 0.0, 4) == (0, 3, 3, 3)
+    assert balance_layers([1.0] * 9, 30.0, 0.0, 4) == (0, 3, 3, 3)
     # Layers that take longer are fewer.
-    assert balanced([1.0] * 4 + [2.0] * 2, 0.0, 0.0, 2) == (4, 2)
+    assert balance_layers([1.0] * 4 + [2.0] * 2, 0.0, 0.0, 2) == (4, 2)
 
 
 def test_ranks_of_a_token() -> None:
     """Counted in docs/log/experts.md: 8 of 128 experts are on 1.99, 3.63 and 5.34 ranks."""
     for ep, expected in ((1, 1.0), (2, 1.99), (4, 3.63), (8, 5.34)):
-        assert ranks_of_a_token(128, 8, ep) == pytest.approx(expected, abs=0.01)
+        assert mean_ranks_per_token(128, 8, ep) == pytest.approx(expected, abs=0.01)
 
 
 def test_stated_rows_are_those_of_bench() -> None:
     """docs/log/speed.md: 1,149 tokens with loss of 7,974, 22,208 to 23,844 patches."""
-    rows = stated_rows(spec_of(B7), 8192)
-    assert rows.tokens == pytest.approx(7974, rel=0.01)
+    rows = make_assumed_rows(spec_of(B7), 8192)
+    assert rows.mean_tokens == pytest.approx(7974, rel=0.01)
     assert rows.loss_tokens == pytest.approx(1149, rel=0.03)
-    assert rows.patches == pytest.approx(22588, rel=0.01)
-    assert stated_rows(spec_of(B7), 8192, max_patches=8000).most_patches <= 8000
+    assert rows.mean_patches == pytest.approx(22588, rel=0.01)
+    assert make_assumed_rows(spec_of(B7), 8192, max_patches=8000).most_patches <= 8000
     # A row too short for a picture still has one document.
-    assert stated_rows(spec_of(B7), 256).tokens <= 256
+    assert make_assumed_rows(spec_of(B7), 256).mean_tokens <= 256
 
 
 def test_more_work_takes_longer() -> None:
     base = run(B7, 8, "--global_batch_size 64")
     again = run(B7, 8, "--global_batch_size 64 --recompute.language full --recompute.vision full")
     frozen = run(B7, 8, "--global_batch_size 64 --model.freeze_vision true --model.freeze_merger true")
-    assert frozen.step < base.step < again.step < 4 / 3 * base.step
+    assert frozen.step_seconds < base.step_seconds < again.step_seconds < 4 / 3 * base.step_seconds
     assert again.mfu < base.mfu
-    alone = dataclasses.replace(shipped(), nvlink_gb_s=1.0)
+    alone = dataclasses.replace(shipped_calibration(), nvlink_gb_s=1.0)
     slow = predict_run(config("--global_batch_size 64"), spec_of(B7), 8, calibration=alone)
-    assert slow.step > 2 * base.step
+    assert slow.step_seconds > 2 * base.step_seconds
 
 
 # --- The refusal --------------------------------------------------------------------------------------------
@@ -241,27 +243,27 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(
         RunConfigError, match=r"H200 has 140\. What would fit.*--failures.check_memory"
     ) as said:
-        check_memory(given, spec, layout, 2, shipped())
+        check_memory(given, spec, layout, 2, shipped_calibration())
     # The options of the message make a run that fits.
     options = str(said.value).split("plan`: ")[1].split(" (")[0].split()
     words = ["--data.seq_len", "8192", "--global_batch_size", "8", "--parallel.pp", "2"]
-    assert predict_run(parse_config([*words, *options]), spec, 2).fits
+    assert predict_run(parse_config([*words, *options]), spec, 2).fits_memory
 
     anyway = dataclasses.replace(given, failures=FailuresConfig(check_memory=False))
-    told = check_memory(anyway, spec, layout, 2, shipped())
+    told = check_memory(anyway, spec, layout, 2, shipped_calibration())
     assert "the run may end for lack of memory" in told
     small = config(
         "--global_batch_size 8 --data.seq_len 1024 --recompute.language full --recompute.vision full"
     )
     eight = run_layout(small, spec, 8)
-    assert check_memory(small, spec, eight, 8, shipped()) == ""
+    assert check_memory(small, spec, eight, 8, shipped_calibration()) == ""
 
 
 def test_a_model_that_no_layout_holds_is_refused_as_such() -> None:
     spec = spec_of("Qwen2.5-VL-72B-Instruct")
     given = config("--global_batch_size 8 --recompute.language full --recompute.vision full")
     with pytest.raises(RunConfigError, match="No layout of 1 GPUs fits"):
-        check_memory(given, spec, run_layout(given, spec, 1), 1, shipped())
+        check_memory(given, spec, run_layout(given, spec, 1), 1, shipped_calibration())
 
 
 # --- Calibrations -------------------------------------------------------------------------------------------
@@ -269,11 +271,11 @@ def test_a_model_that_no_layout_holds_is_refused_as_such() -> None:
 
 def test_a_calibration_is_stored_and_read(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "mine.json"
-    mine = dataclasses.replace(shipped(), product_tflops=500.0, provenance=("a test",))
+    mine = dataclasses.replace(shipped_calibration(), product_tflops=500.0, provenance=("a test",))
     write_calibration(path, mine)
     assert read_calibration(path) == dataclasses.replace(mine, source=f"rates of H200 from {path}")
     slower = predict_run(config("--global_batch_size 8"), spec_of(B7), 8, calibration=mine)
-    assert slower.step > run(B7, 8, "--global_batch_size 8").step
+    assert slower.step_seconds > run(B7, 8, "--global_batch_size 8").step_seconds
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_a_damaged_calibration_is_refused(change: dict, told: str, tmp_path: Pat
     import json
 
     path = tmp_path / "bad.json"
-    path.write_text(json.dumps(shipped().as_json() | change))
+    path.write_text(json.dumps(shipped_calibration().as_json() | change))
     with pytest.raises(CalibrationError, match=told):
         read_calibration(path)
     path.write_text("[1]")
@@ -298,12 +300,12 @@ def test_a_damaged_calibration_is_refused(change: dict, told: str, tmp_path: Pat
 
 
 def test_other_gpus_are_scaled_and_said_to_be() -> None:
-    assert shipped("H200").measured and shipped("H200").provenance
+    assert shipped_calibration("H200").measured and shipped_calibration("H200").provenance
     for gpu in ("H100", "A100", "B200"):
-        assert not shipped(gpu).measured
-    assert shipped("A100").product_tflops == pytest.approx(718 * 312 / 989, rel=0.1)
+        assert not shipped_calibration(gpu).measured
+    assert shipped_calibration("A100").product_tflops == pytest.approx(718 * 312 / 989, rel=0.1)
     with pytest.raises(CalibrationError, match="GPU Z80 is unknown; known: H200"):
-        shipped("Z80")
+        shipped_calibration("Z80")
 
 
 @pytest.fixture
@@ -313,29 +315,37 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_stored_calibration_comes_before_that_of_the_package(stored: Path) -> None:
-    assert known("NVIDIA H200") == shipped() and "from this package" in known("h200").source
-    write_calibration(stored_path("H200"), dataclasses.replace(shipped(), product_tflops=500.0))
-    assert known("NVIDIA H200").product_tflops == known("h200").product_tflops == 500.0
-    assert known("H200").source == f"rates of H200 from {stored / 'h200.json'}"
+    assert (
+        find_calibration("NVIDIA H200") == shipped_calibration()
+        and "from this package" in find_calibration("h200").source
+    )
+    write_calibration(
+        stored_calibration_path("H200"), dataclasses.replace(shipped_calibration(), product_tflops=500.0)
+    )
+    assert find_calibration("NVIDIA H200").product_tflops == find_calibration("h200").product_tflops == 500.0
+    assert find_calibration("H200").source == f"rates of H200 from {stored / 'h200.json'}"
     # Those of other kinds are scaled from what the package has measured, not from one machine's own.
-    assert known("H100").product_tflops == shipped().product_tflops
+    assert find_calibration("H100").product_tflops == shipped_calibration().product_tflops
     (stored / "h200.json").write_text("{")
     with pytest.raises(CalibrationError, match=r"h200.json is not JSON"):
-        known("H200")
+        find_calibration("H200")
 
 
 def test_without_a_folder_of_ones_own_it_is_that_of_configurations(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MEGATRON_VL_CALIBRATIONS", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    assert stored_path("NVIDIA L40S") == tmp_path / "megatron-vl" / "calibrations" / "nvidia-l40s.json"
+    assert (
+        stored_calibration_path("NVIDIA L40S")
+        == tmp_path / "megatron-vl" / "calibrations" / "nvidia-l40s.json"
+    )
 
 
 def test_this_machines_gpus_decide(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def here(name: str, mib: int = 143771):
-        monkeypatch.setattr(gpus, "_gpus_once", lambda: (gpus.Gpu(0, name, mib, 0, "580"),))
-        return gpus.calibration_here()
+        monkeypatch.setattr(gpus, "_cached_gpus", lambda: (gpus.GpuInfo(0, name, mib, 0, "580"),))
+        return gpus.read_local_calibration()
 
-    assert here("NVIDIA H200") == shipped()
+    assert here("NVIDIA H200") == shipped_calibration()
     assert here("NVIDIA H200 NVL", 90000).memory_gib == pytest.approx(90000 / 1024)
     assert "not measured but scaled from H200's" in here("NVIDIA A100-SXM4-80GB", 81920).source
     unknown = here("NVIDIA L40S", 46068)
@@ -344,22 +354,23 @@ def test_this_machines_gpus_decide(stored: Path, monkeypatch: pytest.MonkeyPatch
         "nothing is known of NVIDIA L40S, so the rates are H200's; `megatron-vl bench"
     )
     write_calibration(
-        stored_path("NVIDIA L40S"), dataclasses.replace(unknown, product_tflops=90.0, measured=True)
+        stored_calibration_path("NVIDIA L40S"),
+        dataclasses.replace(unknown, product_tflops=90.0, measured=True),
     )
     assert here("NVIDIA L40S", 46068).product_tflops == 90.0 and here("NVIDIA L40S", 46068).measured
 
 
 def test_a_run_on_cpu_takes_what_was_measured_there(stored: Path) -> None:
-    assert gpus.calibration_for("cpu").gpu == "H200"
-    write_calibration(stored_path("cpu"), dataclasses.replace(shipped(), gpu="cpu"))
-    assert gpus.calibration_for("cpu").gpu == "cpu"
+    assert gpus.calibration_for_platform("cpu").gpu == "H200"
+    write_calibration(stored_calibration_path("cpu"), dataclasses.replace(shipped_calibration(), gpu="cpu"))
+    assert gpus.calibration_for_platform("cpu").gpu == "cpu"
 
 
 def test_rates_of_sizes_by_hand() -> None:
     """700 n / (n + 400): 350 at 400, 600 at 2400."""
-    assert saturating([400, 2400, 6600], [350, 600, 660]) == pytest.approx((700, 400))
+    assert fit_saturating_rate([400, 2400, 6600], [350, 600, 660]) == pytest.approx((700, 400))
     # Rates that fall with the size have no such curve: the mean of the times counts.
-    assert saturating([1, 2], [3.0, 2.0]) == pytest.approx((2.4, 0.0))
+    assert fit_saturating_rate([1, 2], [3.0, 2.0]) == pytest.approx((2.4, 0.0))
 
 
 @pytest.mark.slow
@@ -368,12 +379,12 @@ def test_one_factor_makes_predicted_steps_the_measured_ones() -> None:
 
     def steps(c):
         return [
-            predict_run(config(options), spec_of(B7, language=20), 2, calibration=c, rows=r).step
+            predict_run(config(options), spec_of(B7, language=20), 2, calibration=c, rows=r).step_seconds
             for r in (None, TEXT)
         ]
 
-    slower = [1.3 * step for step in steps(shipped())]
-    factor = matched(shipped(), steps, slower)
+    slower = [1.3 * step for step in steps(shipped_calibration())]
+    factor = fit_speed_factor(shipped_calibration(), steps, slower)
     assert 1 / 1.4 < factor < 1 / 1.25
-    after = steps(faster(shipped(), factor))
+    after = steps(scale_compute_rates(shipped_calibration(), factor))
     assert after[0] * after[1] == pytest.approx(slower[0] * slower[1])

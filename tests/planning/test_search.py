@@ -7,56 +7,71 @@ from pathlib import Path
 
 import pytest
 
-from megatron_vl.config import RunConfigError, parse_config, validate
-from megatron_vl.planning.calibration import shipped
+from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.layout_search import (
+    SearchRequest,
+    SearchResult,
+    changed_options_text,
+    search_layouts,
+    with_split,
+)
 from megatron_vl.planning.memory import RESERVE_GIB
-from megatron_vl.planning.rows import stated_rows
-from megatron_vl.planning.search import Found, Wanted, options_of, search, with_split
+from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.spec.families import read_spec
 from tests.support.planned import predict_run
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 
 
-def find(size: str, world: int, batch: int, *options: str, seq_len: int = 8192, gpu: str = "H200") -> Found:
+def find(
+    size: str, world: int, batch: int, *options: str, seq_len: int = 8192, gpu: str = "H200"
+) -> SearchResult:
     words = ["--data.seq_len", str(seq_len), "--global_batch_size", str(batch), "--checkpoint.dir", "runs/x"]
     config = parse_config([*words, *options])
     spec = read_spec(CONFIGS / f"{size}-Instruct.json")
-    return search(Wanted(config, spec, world, shipped(gpu), stated_rows(spec, seq_len), keep=5))
+    return search_layouts(
+        SearchRequest(
+            config, spec, world, shipped_calibration(gpu), make_assumed_rows(spec, seq_len), result_count=5
+        )
+    )
 
 
 def test_the_7b_on_eight_gpus_is_data_parallel() -> None:
     """The fastest measured layout (docs/pipelines.md), and its recompute: 8 GPUs have no room for none."""
     found = find("Qwen2.5-VL-7B", 8, 64)
-    best = found.best[0]
-    assert (best.layout.tp, best.layout.pp, best.dp) == (1, 1, 8)
+    best = found.fitting_layouts[0]
+    assert (best.layout.tp, best.layout.pp, best.data_parallel_size) == (1, 1, 8)
     assert best.config.recompute.language_modules == ["activation"]
     assert best.config.recompute.vision == "activation"
-    assert len(found.reasons) == len(found.best) - 1
-    assert all(reason.startswith("+") for reason in found.reasons)
-    assert "dp8" in found.lost[0].text and "GiB" in found.lost[0].why
+    assert len(found.slowdown_reasons) == len(found.fitting_layouts) - 1
+    assert all(reason.startswith("+") for reason in found.slowdown_reasons)
+    assert "dp8" in found.rejected_layouts[0].text and "GiB" in found.rejected_layouts[0].why
 
 
 def test_all_that_is_found_fits_is_valid_and_is_what_the_run_would_do() -> None:
     found = find("Qwen2.5-VL-7B", 4, 16, gpu="H100")
-    assert found.best
-    steps = [prediction.step for prediction in found.best]
+    assert found.fitting_layouts
+    steps = [prediction.step_seconds for prediction in found.fitting_layouts]
     assert steps == sorted(steps)
-    for prediction in found.best:
+    for prediction in found.fitting_layouts:
         run = with_split(prediction.config, prediction.layout)
-        assert validate(run, 4) == prediction.dp
-        again = predict_run(run, prediction.spec, 4, calibration=shipped("H100"))
-        assert again.step == pytest.approx(prediction.step) and again.peak_gib + RESERVE_GIB <= 79.1
+        assert validate_config(run, 4) == prediction.data_parallel_size
+        again = predict_run(run, prediction.spec, 4, calibration=shipped_calibration("H100"))
+        assert (
+            again.step_seconds == pytest.approx(prediction.step_seconds)
+            and again.peak_gib + RESERVE_GIB <= 79.1
+        )
         given = parse_config(
             ["--data.seq_len", "8192", "--global_batch_size", "16", "--checkpoint.dir", "runs/x"]
-            + options_of(prediction.config.__class__(), prediction).split()
+            + changed_options_text(prediction.config.__class__(), prediction).split()
         )
         assert given.parallel == run.parallel and given.recompute == run.recompute
 
 
 @pytest.mark.slow
 def test_the_72b_needs_more_than_data_parallelism() -> None:
-    best = find("Qwen2.5-VL-72B", 32, 64).best[0]
+    best = find("Qwen2.5-VL-72B", 32, 64).fitting_layouts[0]
     assert best.layout.tp * best.layout.pp >= 4 and best.mfu > 0.3
 
 
@@ -65,8 +80,8 @@ def test_4096_gpus_and_the_largest_model_take_seconds() -> None:
     began = time.process_time()
     found = find("Qwen3-VL-235B-A22B", 4096, 4096)
     assert time.process_time() - began < 20
-    assert found.combinations > 1000
-    assert found.best[0].layout.ep > 1 and found.best[0].world == 4096
+    assert found.combination_count > 1000
+    assert found.fitting_layouts[0].layout.ep > 1 and found.fitting_layouts[0].world_size == 4096
 
 
 @pytest.mark.parametrize(
@@ -87,7 +102,7 @@ def test_what_is_left_out_changes_nothing(size: str, world: int, batch: int, mon
         counted.append(config)
         return 0.0
 
-    monkeypatch.setattr("megatron_vl.planning.search.shortest_step", no_bound)
+    monkeypatch.setattr("megatron_vl.planning.layout_search.step_lower_bound", no_bound)
     every = find(size, world, batch)
     assert counted and every == few
 
@@ -95,4 +110,4 @@ def test_what_is_left_out_changes_nothing(size: str, world: int, batch: int, mon
 def test_impossible_wishes_are_refused() -> None:
     with pytest.raises(RunConfigError, match="no layout of 29 GPUs is possible with global_batch_size 3"):
         find("Qwen2.5-VL-7B", 29, 3)
-    assert find("Qwen2.5-VL-72B", 2, 8).best == ()
+    assert find("Qwen2.5-VL-72B", 2, 8).fitting_layouts == ()

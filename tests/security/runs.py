@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.json_files import manifest_digest
-from megatron_vl.weights.manifest import MANIFEST
+from megatron_vl.weights.manifest import MANIFEST_FILE
 from tests.fuzz.checkpoints import Bench, Refused
 from tests.security.payload import Mark
 
@@ -76,12 +76,12 @@ def pickles(step: Path, mark: Mark) -> None:
 
 
 def manifest_name(step: Path, name: str) -> None:
-    file = next(iter(json.loads((step / "weights" / MANIFEST).read_text())["files"]))
+    file = next(iter(json.loads((step / "weights" / MANIFEST_FILE).read_text())["files"]))
     target = step / "weights" / name
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(step / "weights" / file, target)
     signed(
-        step / "weights" / MANIFEST,
+        step / "weights" / MANIFEST_FILE,
         lambda content: content["files"].update({name: content["files"].pop(file)}),
     )
 
@@ -106,7 +106,8 @@ def hostile(mark: Mark, elsewhere: Path) -> dict[str, Callable[[Path], None]]:
             (step.parent / "latest.json").write_text('{"step": "../../elsewhere"}') and None
         ),
         "layers without end": lambda step: signed(
-            step / "weights" / MANIFEST, lambda content: content["hf_config"].update(num_hidden_layers=10**12)
+            step / "weights" / MANIFEST_FILE,
+            lambda content: content["hf_config"].update(num_hidden_layers=10**12),
         ),
     }
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from data_tools.shards import IndexWriter, Shard
+from data_tools.shards import IndexWriter, WrittenShard
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.description import META, SIZES, DescriptionError
-from megatron_vl.data.source.reading import CRC_FIELD, with_crc
+from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, DescriptionError
+from megatron_vl.data.source.tolerant_reader import CRC_FIELD, append_crc32
 from tests.data.datasets import converted, mixed_records, open_loader
 from tests.data_tools.test_convert import bomb
 from tests.tiny import tiny_checkpoint
@@ -54,7 +54,7 @@ def read(path: Path) -> tuple[set[str], dict[str, str]]:
     used = set()
     dropped = {}
     for row in islice(rows, COUNT + 6):
-        used |= set(row.keys)
+        used |= set(row.sample_keys)
         dropped |= {sample.key: sample.reason for sample in row.dropped_samples}
 
     rows.close()
@@ -214,7 +214,7 @@ def rebuilt(dataset: Path, change: Callable[[list[Member]], list[Member]]) -> Pa
     shutil.rmtree(dataset / ".nv-meta")
     writer = IndexWriter(dataset / ".nv-meta")
     kept = [row for row in rows if not isinstance(row, IndexShardInfo)]
-    writer.add(Shard(path.name, count, path.stat().st_size, "0" * 64, kept))
+    writer.add_shard(WrittenShard(path.name, count, path.stat().st_size, "0" * 64, kept))
     writer.finish()
     return dataset
 
@@ -250,11 +250,11 @@ def test_pickles_and_libraries_in_a_shard_are_bytes(dataset, mark):
 @pytest.mark.parametrize("prefix", ["../../escape/", "/escape/", "./.././"])
 def test_member_names_that_lead_away_write_nothing(dataset, tmp_path, prefix):
     rebuilt(dataset, lambda members: [named(prefix + member.name, data) for member, data in members])
-    (dataset / META / SIZES).mkdir()
+    (dataset / METADATA_DIR / SIZES_DIR).mkdir()
     before = tree(tmp_path)
     used, dropped = read(dataset)
-    shutil.rmtree(dataset / META / SIZES)
-    (dataset / META / SIZES).mkdir()
+    shutil.rmtree(dataset / METADATA_DIR / SIZES_DIR)
+    (dataset / METADATA_DIR / SIZES_DIR).mkdir()
     assert len(used) + len(dropped) == COUNT
     assert tree(tmp_path) == before and not Path("/escape").exists()
 
@@ -291,7 +291,7 @@ def test_a_picture_larger_than_said_is_not_decoded(dataset):
                 record = json.loads(data.rpartition(CRC_FIELD)[0] + b"}")
                 for item in record["media"]:
                     item.pop("crc32")
-                data = with_crc(json.dumps(record).encode())
+                data = append_crc32(json.dumps(record).encode())
             elif member.name.split(".")[-1] in ("jpg", "png"):
                 data = big
             out.append(named(member.name, data))

@@ -13,8 +13,8 @@ import pytest
 
 from tests.data.media import encoded, write
 from tests.support.ranks import python_path
-from toolkit.evaluate.model import Checkpoint
-from toolkit.evaluate.sandbox import copy_data, sandbox
+from toolkit.evaluate.checkpoint_model import CheckpointModel
+from toolkit.evaluate.sandbox import choose_sandbox, copy_data
 
 LARGEST = 10**6
 CONNECT = "import socket, sys; socket.create_connection(('127.0.0.1', int(sys.argv[1])), 5)"
@@ -31,14 +31,15 @@ def test_the_adapter_reads_pictures_of_the_data_set_only(hf, tmp_path):
     write(tmp_path / "set/a.png", encoded(40, 40))
     write(tmp_path / "secret.png", encoded(40, 40))
     (tmp_path / "set/link.png").symlink_to(tmp_path / "secret.png")
-    model = Checkpoint(hf, settings | {"largest_picture": LARGEST}, [tmp_path / "set"])
+    model = CheckpointModel(hf, settings | {"largest_picture": LARGEST}, [tmp_path / "set"])
 
     assert (
-        model.inputs([{"type": "image", "value": str(tmp_path / "set/a.png")}])["pixel_values"].shape[0] > 0
+        model.model_inputs([{"type": "image", "value": str(tmp_path / "set/a.png")}])["pixel_values"].shape[0]
+        > 0
     )
     for name in ("secret.png", "set/link.png", "set/../secret.png"):
         with pytest.raises(ValueError, match="is not inside"):
-            model.inputs([{"type": "image", "value": str(tmp_path / name)}])
+            model.model_inputs([{"type": "image", "value": str(tmp_path / name)}])
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ def port() -> Iterator[str]:
 
 def words_of(program: str, work: Path, network: bool = False) -> list[str]:
     """The sandbox that ``program`` makes; skips the test where it does not work."""
-    words, _ = sandbox(work, network)
+    words, _ = choose_sandbox(work, network)
     if words[:1] != [program]:
         pytest.skip(f"{program} is missing, does not work here, or is not the best sandbox")
     return words
@@ -71,7 +72,7 @@ def test_without_bubblewrap_there_is_no_network(work, port, monkeypatch):
     words = words_of("unshare", work)
     assert code_of(sys.executable, "-c", CONNECT, port) == 0, "the control failed"
     assert code_of(*words, sys.executable, "-c", CONNECT, port) == 1
-    assert sandbox(work, network=True)[0] == []
+    assert choose_sandbox(work, with_network=True)[0] == []
 
 
 def test_bubblewrap_leaves_the_work_folder_and_a_judges_network(work, port, tmp_path):
@@ -85,7 +86,7 @@ def test_bubblewrap_leaves_the_work_folder_and_a_judges_network(work, port, tmp_
 
 def test_a_system_without_a_sandbox_is_named(work, monkeypatch):
     monkeypatch.setenv("PATH", str(work))
-    words, what = sandbox(work, network=False)
+    words, what = choose_sandbox(work, with_network=False)
     assert words == [] and what.startswith("WITHOUT A SANDBOX")
 
 

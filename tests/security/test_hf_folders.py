@@ -10,17 +10,17 @@ import pytest
 import torch
 from PIL import Image
 
-from converters.convert import convert, export
-from converters.verify import compare
+from converters.compare import compare_weights
+from converters.convert import convert_weights, export_weights
 from megatron_vl.config import DataConfig
 from megatron_vl.data.sample.chat import ChatEncoder, ChatError
 from megatron_vl.data.sample.pixels import read_pixel_settings
 from megatron_vl.spec.families import ConfigError, read_spec
 from megatron_vl.weights.tensor_files import WeightsError
 from toolkit.demo.reference import DemoReference
-from toolkit.evaluate.model import Checkpoint
-from toolkit.hf import check_folder, load_model, load_processor
-from toolkit.parity.reference import load_hf
+from toolkit.evaluate.checkpoint_model import CheckpointModel
+from toolkit.hf_loading import check_hf_folder, load_hf_model, load_hf_processor
+from toolkit.parity.reference import load_hf_for_training
 
 from .payload import calls_of, edit
 
@@ -38,16 +38,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def use_all_of(hf: Path, out: Path) -> None:
     """Runs everything that opens a Hugging Face folder, once."""
-    convert(hf, out / "full", workers=1)
-    export(out / "full", hf, out / "back", workers=1)
-    assert not compare(hf, out / "back").differences
+    convert_weights(hf, out / "full", workers=1)
+    export_weights(out / "full", hf, out / "back", workers=1)
+    assert not compare_weights(hf, out / "back").differences
     ChatEncoder(hf, read_spec(hf)).encode(MESSAGES, [])
     read_pixel_settings(hf, DataConfig(path="unused"))
-    load_hf(hf)
+    load_hf_for_training(hf)
     DemoReference(hf, video_fps=2.0, video_max_frames=4)
     picture = out / "picture.png"
     Image.new("RGB", (56, 56)).save(picture)
-    Checkpoint(hf, ASKED, [out]).answer(
+    CheckpointModel(hf, ASKED, [out]).generate_answer(
         [{"type": "image", "value": str(picture)}, {"type": "text", "value": "What?"}]
     )
 
@@ -84,9 +84,9 @@ def test_weights_that_are_only_pickled_are_refused(hf, mark, tmp_path):
         file.unlink()
     mark.torch(hf / "pytorch_model.bin")
     for use in (
-        lambda: convert(hf, tmp_path / "full"),
-        lambda: load_model(hf, torch.float32),
-        lambda: load_hf(hf),
+        lambda: convert_weights(hf, tmp_path / "full"),
+        lambda: load_hf_model(hf, torch.float32),
+        lambda: load_hf_for_training(hf),
     ):
         with pytest.raises(FileNotFoundError, match="only safetensors weights are read"):
             use()
@@ -95,7 +95,7 @@ def test_weights_that_are_only_pickled_are_refused(hf, mark, tmp_path):
 def test_a_pickle_named_safetensors_is_refused(hf, mark, tmp_path):
     file = sorted(hf.glob("*.safetensors"))[0]
     mark.torch(file)
-    for use in (lambda: convert(hf, tmp_path / "full"), lambda: load_model(hf, torch.float32)):
+    for use in (lambda: convert_weights(hf, tmp_path / "full"), lambda: load_hf_model(hf, torch.float32)):
         with pytest.raises(WeightsError, match=file.name):
             use()
 
@@ -111,7 +111,7 @@ def test_other_weights_than_the_folders_are_refused(hf, mark, field):
     else:
         edit(hf / "config.json", transformers_weights="adapter_model.bin")
     with pytest.raises(ConfigError, match=field):
-        load_model(hf, torch.float32)
+        load_hf_model(hf, torch.float32)
 
 
 def test_code_of_the_folder_is_not_executed(hf, mark, tmp_path, monkeypatch):
@@ -211,9 +211,9 @@ def test_chat_templates_are_rendered_in_a_sandbox(hf, mark, kind):
     for name in ("chat_template.json", "tokenizer_config.json"):
         edit(hf / name, chat_template=template)
     with pytest.raises(ChatError, match="the chat template refuses"):
-        ChatEncoder(hf, read_spec(hf)).render(MESSAGES)
+        ChatEncoder(hf, read_spec(hf)).render_conversation(MESSAGES)
     with pytest.raises(Exception, match="unsafe|no loader|not safely"):
-        load_processor(hf).apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        load_hf_processor(hf).apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_an_index_stays_in_its_folder(hf, tmp_path, name):
     tensor = next(iter(index["weight_map"]))
     edit(hf / "model.safetensors.index.json", weight_map=index["weight_map"] | {tensor: name})
     for use in (
-        lambda: convert(hf, tmp_path / "full"),
-        lambda: check_folder(hf),
-        lambda: load_model(hf, torch.float32),
+        lambda: convert_weights(hf, tmp_path / "full"),
+        lambda: check_hf_folder(hf),
+        lambda: load_hf_model(hf, torch.float32),
     ):
         with pytest.raises(WeightsError, match="not a file name of weights"):
             use()
@@ -240,19 +240,19 @@ def test_an_index_stays_in_its_folder(hf, tmp_path, name):
 def test_a_config_of_absurd_size_is_refused_at_once(hf, tmp_path):
     edit(hf / "config.json", num_hidden_layers=10**12)
     with pytest.raises(ConfigError, match="num_hidden_layers"):
-        convert(hf, tmp_path / "full")
+        convert_weights(hf, tmp_path / "full")
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "generation_config.json", "templates/tool.jinja"])
 def test_an_export_carries_nothing_along_that_a_link_leads_to(hf, tmp_path, name):
     """Whoever exports a folder may publish it."""
-    convert(hf, tmp_path / "full")
+    convert_weights(hf, tmp_path / "full")
     (tmp_path / "id_rsa").write_text("secret")
     (hf / name).parent.mkdir(exist_ok=True)
     (hf / name).unlink(missing_ok=True)
     (hf / name).symlink_to(tmp_path / "id_rsa")
     with pytest.raises(WeightsError, match="outside the folder"):
-        export(tmp_path / "full", hf, tmp_path / "back")
+        export_weights(tmp_path / "full", hf, tmp_path / "back")
     assert not any(
         b"secret" in path.read_bytes() for path in (tmp_path / "back").rglob("*") if path.is_file()
     )

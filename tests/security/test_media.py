@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from data_tools.convert import ConversionOptions, convert
-from data_tools.media import inspect, resolve
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.media import inspect_medium, resolve_reference
 from data_tools.shards import ShardError
 from tests.data.media import encoded, video, write
 from tests.data_tools.test_convert import bomb
@@ -37,7 +37,7 @@ def asked(kind: str, *references: str) -> list[dict]:
 def converted(tmp_path: Path, records: list[dict]) -> tuple[bytes, dict[str, int]]:
     """Everything that was written, and the reasons of what was refused."""
     (tmp_path / "in.json").write_text(json.dumps(records))
-    report = convert(
+    report = convert_dataset(
         [tmp_path / "in.json"], ConversionOptions(tmp_path / "media", tmp_path / "out", workers=1)
     )
     written = b"".join(path.read_bytes() for path in sorted((tmp_path / "out").rglob("*.tar")))
@@ -84,12 +84,12 @@ def test_a_medium_exchanged_for_a_link_while_converting_is_refused(tmp_path, sec
     from data_tools import convert as tool
 
     def then_exchanged(*arguments):
-        found = inspect(*arguments)
+        found = inspect_medium(*arguments)
         (tmp_path / "media/good.png").unlink(missing_ok=True)
         (tmp_path / "media/good.png").symlink_to(tmp_path / "secret/picture.png")
         return found
 
-    monkeypatch.setattr(tool, "inspect", then_exchanged)
+    monkeypatch.setattr(tool, "inspect_medium", then_exchanged)
     with pytest.raises(ShardError, match="outside|changed after it was verified|not inside"):
         converted(tmp_path, asked("image", "good.png"))
     assert all(secret not in path.read_bytes() for path in (tmp_path / "out").rglob("*.tar"))
@@ -195,6 +195,6 @@ def test_a_root_that_is_a_link_is_the_folder_it_leads_to(tmp_path, secret):
     """Its own media are inside; its target's neighbours are not."""
     (tmp_path / "alias").symlink_to(tmp_path / "media")
     root = (tmp_path / "alias").resolve()
-    assert resolve("good.png", root) == tmp_path / "media/good.png"
+    assert resolve_reference("good.png", root) == tmp_path / "media/good.png"
     with pytest.raises(ValueError, match="not inside"):
-        resolve("../secret/picture.png", root)
+        resolve_reference("../secret/picture.png", root)

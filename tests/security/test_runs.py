@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from megatron_vl.data.state import StateError, from_json, to_json
+from megatron_vl.data.state_json import LoaderStateError, state_from_json, state_to_json
 from tests.support.ranks import run_module
 
 WEIGHTS = ("merge", "export", "load", "resume")
@@ -61,6 +61,6 @@ def test_hostile_checkpoints_are_refused_or_read_without_harm(outcomes, kind):
 )
 def test_a_loader_state_names_no_class_of_its_own(value):
     """At any depth of what a loader writes."""
-    assert from_json(to_json({"a": [1, [2.5, "x"]]})) == {"a": [1, [2.5, "x"]]}
-    with pytest.raises((StateError, ValueError)):
-        from_json(to_json({"a": 1})["dict"] + [value])
+    assert state_from_json(state_to_json({"a": [1, [2.5, "x"]]})) == {"a": [1, [2.5, "x"]]}
+    with pytest.raises((LoaderStateError, ValueError)):
+        state_from_json(state_to_json({"a": 1})["dict"] + [value])

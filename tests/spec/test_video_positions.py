@@ -12,9 +12,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_vl.data.packing.assemble import pack_row
+from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.spec.positions import GridTHW, mrope_positions
-from megatron_vl.training.generate import Prompt
+from megatron_vl.training.generate import PromptRow
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
 
 SHORT = GridTHW(3, 4, 6, "video", 0.75)
@@ -27,7 +27,7 @@ SMALL_MINUTE = GridTHW(16, 8, 8, "video", 3.75)
 def positions_of(family, parts, rule="released"):
     spec = spec_of(family)
     sample = sample_of(spec, parts)
-    grids = [item.grid for item in sample.media]
+    grids = [item.grid_thw for item in sample.media_items]
     return mrope_positions(sample.token_ids, grids, spec, rule), sample
 
 
@@ -139,7 +139,7 @@ def test_any_length_is_as_counted_one_by_one(family, seconds):
     spec = spec_of(family)
     video = GridTHW(7, 4, 6, "video", torch.tensor(seconds, dtype=torch.float32).item())
     sample = sample_of(spec, [3, video, 2, GridTHW(1, 6, 4), video, 4])
-    grids = [item.grid for item in sample.media]
+    grids = [item.grid_thw for item in sample.media_items]
     counted = positions_one_by_one(sample.token_ids, grids, spec)
     assert mrope_positions(sample.token_ids, grids, spec).T.tolist() == counted
 
@@ -152,6 +152,6 @@ def test_an_answer_goes_on_where_the_training_has_it(family, rule):
     whole = sample_of(spec, [2, SMALL_MINUTE, 1, GridTHW(1, 4, 8), 2, SHORT, 9])
     row = pack_row([whole], spec, 1024, video_positions=rule)
     length = len(whole) - 5
-    assert Prompt(row, length).next_position == int(row.position_ids[0, length])
+    assert PromptRow(row, length).next_position == int(row.position_ids[0, length])
     if rule == "released":
-        assert Prompt(row, length).next_position == int(row.position_ids[:, :length].max()) + 1
+        assert PromptRow(row, length).next_position == int(row.position_ids[:, :length].max()) + 1

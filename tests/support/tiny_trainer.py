@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import DataConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megatron_vl.data.packing.assemble import pack_row
-from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
+from megatron_vl.data.packing.assemble_row import pack_row
+from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.training.feed import Feed
-from megatron_vl.training.model import HALF, build_model
+from megatron_vl.training.batch_broadcast import BatchBroadcast
+from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.step import train_step, wrap
-from toolkit.parity.batches import make_sample
+from megatron_vl.training.step import train_step, wrap_in_ddp
+from toolkit.parity.random_samples import make_sample
 
 SEQ_LEN = 256
 ROWS = 2
@@ -40,22 +40,24 @@ class TinyTrainer:
     chunks: list[Any]
     wrapped: list[Any]
     optimizer: Any
-    feed: Feed
+    feed: BatchBroadcast
 
     def step(self, number: int = 0) -> Any:
         """Sets the learning rates of a step and runs it on the feed's next rows."""
-        rows = self.feed.next_step().rows
+        rows = self.feed.next_batch().rows
         set_learning_rates(self.optimizer, self.config, number)
         return train_step(self.wrapped, self.optimizer, rows, self.grid, SEQ_LEN)
 
-    def feed_of(self, rows: Iterable[Any], count: int) -> Feed:
+    def feed_of(self, rows: Iterable[Any], count: int) -> BatchBroadcast:
         """Makes a feed of other rows, ``count`` of them per step."""
-        return Feed(self.grid, self.platform, iter(rows), count)
+        return BatchBroadcast(self.grid, self.platform, iter(rows), count)
 
     def new_chunks(self, config: TrainConfig | None = None) -> list[Any]:
         """Builds the same model again, with the same random weights."""
         config = config or self.config
-        return build_model(config, self.spec, self.layout, self.platform, self.grid, norm=HALF).chunks
+        return build_model(
+            config, self.spec, self.layout, self.platform, self.grid, pixel_norm=HALF_PIXEL_NORM
+        ).model_chunks
 
 
 def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimizer: Any) -> TinyTrainer:
@@ -82,7 +84,7 @@ def tiny_trainer(hf: str | Path, dtype: str = "float32", pp: int = 1, **optimize
     trainer = TinyTrainer(platform, spec, layout, grid, config, [], [], None, None)  # type: ignore[arg-type]
 
     trainer.chunks = trainer.new_chunks()
-    trainer.wrapped = wrap(config, trainer.chunks)
+    trainer.wrapped = wrap_in_ddp(config, trainer.chunks)
     trainer.optimizer = build_optimizer(config, platform, trainer.wrapped)
     rows = itertools.cycle(
         [pack_row([make_sample(kind, spec, 0)], spec, SEQ_LEN) for kind in ("image", "text")]

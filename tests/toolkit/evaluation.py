@@ -20,8 +20,8 @@ from pyarrow import Table
 from pyarrow.parquet import write_table as write_parquet
 from safetensors.torch import load_file, save_file
 
-from toolkit.evaluate.adapter import read_answers
-from toolkit.hf import load_processor
+from toolkit.evaluate.vlmevalkit_adapter import read_answers
+from toolkit.hf_loading import load_hf_processor
 
 COLUMNS = ("index", "image", "question", "A", "B", "C", "D", "answer")
 
@@ -79,7 +79,7 @@ def dialogue_table(folder: Path) -> Path:
 
 def answers_letters(folder: Path, seed: int) -> Path:
     """Makes a tiny checkpoint whose first token is always one of A to D, depending on the picture."""
-    tokens = load_processor(folder).tokenizer
+    tokens = load_hf_processor(folder).tokenizer
     letters = [tokens.convert_tokens_to_ids(letter) for letter in "ABCD"]
     file = next(file for file in folder.glob("*.safetensors") if "lm_head.weight" in load_file(file))
     tensors = load_file(file)

@@ -17,8 +17,8 @@ from transformers import AutoModelForImageTextToText
 
 from benchmarks.fsdp2 import Trainer, build, hf_config, hf_row, read_options
 from megatron_vl.data.sample.pixels import PixelNorm
-from toolkit.bench.workload import groups
-from toolkit.parity.reference import backward
+from toolkit.bench.workload import sample_groups
+from toolkit.parity.reference import backward_mean_loss
 
 SEQ_LEN, ROWS = 700, 2
 
@@ -26,10 +26,10 @@ SEQ_LEN, ROWS = 700, 2
 def compare(hf: str, seed: int) -> dict[str, float]:
     """Relative errors of the loss and of each gradient (the largest), on every rank."""
     options, given = read_options(["--hf", hf, "--gradient-sync", ("every", "last")[seed % 2]])
-    spec = options.spec()
+    spec = options.read_model_spec()
 
     def drawn(rank: int):
-        return list(itertools.islice(groups(spec, SEQ_LEN, images=True, seed=seed + rank), ROWS))
+        return list(itertools.islice(sample_groups(spec, SEQ_LEN, with_images=True, seed=seed + rank), ROWS))
 
     model = build(hf_config(options), torch.device("cpu"))
     trainer = Trainer(options, model, torch.device("cpu"), given.gradient_sync == "every")
@@ -45,7 +45,7 @@ def compare(hf: str, seed: int) -> dict[str, float]:
     gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
     reference.load_state_dict(named)
     samples = [sample for rank in range(dist.get_world_size()) for row in drawn(rank) for sample in row]
-    expected = backward(reference, samples, spec, PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3))
+    expected = backward_mean_loss(reference, samples, spec, PixelNorm(mean=(0.5,) * 3, std=(0.5,) * 3))
     errors = {
         name: float((gradients[name] - p.grad).norm() / p.grad.norm())
         for name, p in reference.named_parameters()

@@ -9,11 +9,11 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, 
 from megatron.core.transformer.cuda_graphs import convert_schedule_table_to_order
 
 from megatron_vl.config import parse_config
-from megatron_vl.models.moe.router import routers
-from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.models.moe.router import iterate_routers
+from megatron_vl.parallel.process_grid import init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.feed import Feed
+from megatron_vl.training.batch_broadcast import BatchBroadcast
 
 Stages = list[list[list[Any]]]
 """[stage][tensor] -> [name, shape, trained]."""
@@ -55,24 +55,28 @@ def _tensors(path: str, hf: str, world: str, *options: str) -> Stages:
     from toolkit.plan.dry_build import dry_build
 
     stages = dry_build(parse_config(["--config", path, *options]), read_spec(hf), int(world))
-    return [[[tensor.name, tensor.shape, tensor.trained] for tensor in stage] for stage in stages]
+    return [
+        [[tensor.tensor_name, tensor.tensor_shape, tensor.is_trained] for tensor in stage] for stage in stages
+    ]
 
 
 def busiest_experts(hf: str) -> list[float]:
     """Per layer, the busiest expert's tokens over the mean, with ``--even-routing``
     and indifferent routers."""
-    from toolkit.bench.measure import build, make_loader, one_step
-    from toolkit.bench.options import parse
+    from toolkit.bench.measure import build_bench_model, make_loader, run_one_step
+    from toolkit.bench.options import parse_bench_options
 
     platform = get_platform("cpu")
     shape = ["--data.seq_len", "256", "--global_batch_size", "1", "--dtype", "float32", "--platform", "cpu"]
-    options = parse(["--hf", hf, "--rows", "text", "--even-routing", *shape])
-    layout = options.layout(1)
+    options = parse_bench_options(["--hf", hf, "--rows", "text", "--even-routing", *shape])
+    layout = options.resolve_layout(1)
     init_distributed(platform)
-    live = build(options, options.spec(), platform, make_grid(layout), layout)
+    live = build_bench_model(options, options.read_model_spec(), platform, make_grid(layout), layout)
 
-    for router in routers(live.chunks):
+    for router in iterate_routers(live.ddp_chunks):
         # all experts are equally good: the router takes the same ones for each token
         router.weight.data.zero_()
-    one_step(live, Feed(live.grid, platform, make_loader(live, "text", 1), 1))
-    return [float(router.load.max() / router.load.float().mean()) for router in routers(live.chunks)]
+    run_one_step(live, BatchBroadcast(live.grid, platform, make_loader(live, "text", 1), 1))
+    return [
+        float(router.load.max() / router.load.float().mean()) for router in iterate_routers(live.ddp_chunks)
+    ]

@@ -15,14 +15,14 @@ import pytest
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
 from megatron_vl.errors import UsageError
-from megatron_vl.planning.calibration import read_calibration, shipped
-from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
+from megatron_vl.planning.calibration import read_calibration, shipped_calibration
+from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
 from megatron_vl.spec.families import read_spec
 from tests.support.ranks import call, python_path, run_module
 from tests.toolkit.programs import busiest_experts
 from tests.training.small_run import prepare
-from toolkit.bench import parts
-from toolkit.bench.workload import rows
+from toolkit.bench import step_parts
+from toolkit.bench.workload import draw_rows
 from toolkit.cli import main
 
 SEQ_LEN = 500
@@ -85,12 +85,12 @@ def test_work_is_that_of_the_timed_rows(figures, tiny_checkpoint) -> None:
     """Checks tokens, images and FLOPs of the rows after the warm-up, which are drawn here once more."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
     for workload in ("images", "text"):
-        drawn = rows(spec, SEQ_LEN, images=workload == "images", seed=17)
+        drawn = draw_rows(spec, SEQ_LEN, with_images=workload == "images", seed=17)
         timed = list(itertools.islice(drawn, WARM_UP * ROWS, (WARM_UP + TIMED) * ROWS))
         tokens = 0
-        model = Flops(0, 0)
-        all_tokens = Flops(0, 0)
-        again = Flops(0, 0)
+        model = ModelFlops(0, 0)
+        all_tokens = ModelFlops(0, 0)
+        again = ModelFlops(0, 0)
 
         for row in timed:
             lengths = row.cu_seqlens.diff().tolist()[: row.num_samples]
@@ -164,8 +164,8 @@ def test_parts_add_up_to_the_step() -> None:
         "optimizer": 0.25,
     }
 
-    split = parts.split(spans, data_wait=1.5)
-    assert sum(split.values()) == spans["step"] and list(split) == list(parts.PARTS)
+    split = step_parts.split_into_parts(spans, data_wait=1.5)
+    assert sum(split.values()) == spans["step"] and list(split) == list(step_parts.STEP_PARTS)
     assert (split["data wait"], split["feed"], split["language forward"], split["idle"]) == (
         1.5,
         0.5,
@@ -180,16 +180,16 @@ def test_covered_time_counts_overlaps_once() -> None:
         (start, start + random_numbers.randint(0, 9))
         for start in (random_numbers.randint(0, 80) for _ in range(20))
     ]
-    assert parts.length(spans) == len({n for start, end in spans for n in range(start, end)})
+    assert step_parts.covered_time(spans) == len({n for start, end in spans for n in range(start, end)})
 
 
 def test_straggling_compares_ranks_of_one_stage() -> None:
     """Each step waits for its slowest rank, a different one each time; stages differ by design."""
 
     def rank(*compute: float) -> list[dict[str, float]]:
-        return [dict.fromkeys(parts.PARTS, 0.0) | {"language forward": c} for c in compute]
+        return [dict.fromkeys(step_parts.STEP_PARTS, 0.0) | {"language forward": c} for c in compute]
 
-    figures = parts.summarise(
+    figures = step_parts.summarize_parts(
         [rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [(0, 0), (0, 1), (1, 0), (1, 1)]
     )
     assert figures["straggling"]["max_over_mean"] == pytest.approx(1.5)
@@ -288,8 +288,8 @@ def test_a_calibration_is_measured_stored_and_used(
     step = found["steps_s"]["images"]
     assert step["measured"] == facts["workloads"]["images"]["step_s"]
     assert step["predicted"] == pytest.approx(step["measured"], rel=0.01) or found["factor"] is None
-    assert 0 < stored.product_tflops < shipped().product_tflops / 10
-    assert 0 < stored.nvlink_gb_s < shipped().nvlink_gb_s and stored.collective_s > 0
+    assert 0 < stored.product_tflops < shipped_calibration().product_tflops / 10
+    assert 0 < stored.nvlink_gb_s < shipped_calibration().nvlink_gb_s and stored.collective_s > 0
 
     dry = [
         "train",

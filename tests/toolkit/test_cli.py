@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_vl.json_files import manifest_digest
-from megatron_vl.weights.manifest import FORMAT, MANIFEST, VERSION
+from megatron_vl.weights.manifest import MANIFEST_FILE, MANIFEST_VERSION, WEIGHTS_FORMAT
 from tests.support.run_json import write_run_json
 from toolkit.cli import main
 
@@ -176,8 +176,8 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
 
     write_run_json(tmp_path, facts)
     manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": WEIGHTS_FORMAT,
+        "version": MANIFEST_VERSION,
         "kind": "shards",
         "family": "qwen2_5_vl",
         "layout": {},
@@ -185,7 +185,9 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     }
 
     manifest |= {"tensors": {}, "files": {"tp00_pp00.safetensors": {}}}
-    (tmp_path / "weights" / MANIFEST).write_text(json.dumps(manifest | {"digest": manifest_digest(manifest)}))
+    (tmp_path / "weights" / MANIFEST_FILE).write_text(
+        json.dumps(manifest | {"digest": manifest_digest(manifest)})
+    )
     assert main(["checkpoint", "show", str(tmp_path)]) == 0
     assert "missing: " not in capsys.readouterr().out
 
@@ -196,10 +198,10 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
     assert main(["checkpoint", "show", "--json", str(tmp_path)]) == 1
     assert json.loads(capsys.readouterr().out)["missing"] == sorted(names)
 
-    (tmp_path / "weights" / MANIFEST).write_text("{}")
+    (tmp_path / "weights" / MANIFEST_FILE).write_text("{}")
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "manifest.json is not a manifest of" in capsys.readouterr().err
-    (tmp_path / "weights" / MANIFEST).unlink()
+    (tmp_path / "weights" / MANIFEST_FILE).unlink()
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert "has no weights/manifest.json; resume from another step" in capsys.readouterr().err
 

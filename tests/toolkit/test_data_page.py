@@ -23,9 +23,9 @@ from tests.data.helpers import positions_one_by_one
 from tests.data.media import encoded
 from tests.tiny import tiny_checkpoint
 from toolkit.cli import main
-from toolkit.data.page import histogram
-from toolkit.data.sample import Run, picture_of, text_of, visible, whole_characters
-from toolkit.data.stats import quarantined
+from toolkit.data.page import histogram_bars
+from toolkit.data.sample_view import TokenRun, planes_to_pixels, runs_text, visible_text, whole_characters
+from toolkit.data.stats import read_quarantine_reasons
 
 ATTACK = "<script>alert(1)</script><img src=x onerror=alert(2)>\x1b[31m\u202e"
 """HTML, a colour of the terminal, and a mark that turns the direction of writing."""
@@ -155,9 +155,9 @@ def test_bytes_of_no_character_are_spelled_out():
         cat[2:] + b"c",
         cat[:1],
     ]
-    runs = [Run(at, 1, 100 + at, True, text) for at, text in enumerate(texts)]
+    runs = [TokenRun(at, 1, 100 + at, True, text) for at, text in enumerate(texts)]
     groups = whole_characters(runs)
-    assert [text_of(group) for group in groups] == ["a", "猫", "\\xe7\\x8c", "b", "\\xab", " 猫c", "\\xe7"]
+    assert [runs_text(group) for group in groups] == ["a", "猫", "\\xe7\\x8c", "b", "\\xab", " 猫c", "\\xe7"]
     assert [run for group in groups for run in group] == runs
 
 
@@ -265,7 +265,7 @@ def test_pictures_on_the_page_are_the_pixels_of_the_row(family):
     settings = read_pixel_settings(tiny_checkpoint(family))
     data = encoded(75, 130, "png", seed=1)
     grid = image_grid(75, 130, settings)
-    seen = picture_of(image_planes(data, grid, settings), grid, settings)
+    seen = planes_to_pixels(image_planes(data, grid, settings), grid, settings)
     side = settings.patch_size
     assert seen.shape == (1, 3, grid.h * side, grid.w * side)
     with Image.open(io.BytesIO(data)) as picture:
@@ -278,10 +278,10 @@ def test_pictures_on_the_page_are_the_pixels_of_the_row(family):
 
 def test_bars_of_a_histogram_add_up():
     values, equal = np.array([1] * 60 + [2] * 39 + [900]), np.full(100, 0.01)
-    shares, labels = zip(*histogram(values, equal), strict=True)
+    shares, labels = zip(*histogram_bars(values, equal), strict=True)
     assert labels == ("1: 60.00%", "2 or more: 40.00%") and shares == pytest.approx((0.6, 0.4))
-    assert histogram(np.zeros(100, int), equal) == []
-    spread = histogram(np.arange(100, 200), equal)
+    assert histogram_bars(np.zeros(100, int), equal) == []
+    spread = histogram_bars(np.arange(100, 200), equal)
     assert sum(share for share, _ in spread) == pytest.approx(1) and len(spread) == 30
     assert spread[0][1] == "100 to 102: 3.00%" and spread[-1][1] == "195 to 198 or more: 5.00%"
 
@@ -297,12 +297,14 @@ def test_damaged_lists_of_what_is_missing_are_read_as_far_as_they_go(out, tmp_pa
         "detail": "d",
     }
     run.write_bytes(b"\xff\n[]\n{}\n" + json.dumps(line).encode() + b"\n" + b'{"reason": "cut')
-    assert quarantined(tmp_path) == {"r": (1, [("key k, shard s.tar, source in.json record 1, step 3", "d")])}
-    assert quarantined(tmp_path / "nowhere") == {}
+    assert read_quarantine_reasons(tmp_path) == {
+        "r": (1, [("key k, shard s.tar, source in.json record 1, step 3", "d")])
+    }
+    assert read_quarantine_reasons(tmp_path / "nowhere") == {}
 
-    ((reason, (count, examples)),) = quarantined(out).items()
+    ((reason, (count, examples)),) = read_quarantine_reasons(out).items()
     assert (reason, count) == ("medium missing", 1) and "record 11" in examples[0][0]
 
 
 def test_what_cannot_be_seen_is_spelled_out():
-    assert visible("a\n\x1b\u202e") == "a⏎\\u001b\\u202e"
+    assert visible_text("a\n\x1b\u202e") == "a⏎\\u001b\\u202e"

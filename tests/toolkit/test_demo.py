@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from toolkit.cli import main
 from toolkit.demo import steps
-from toolkit.demo.data import PICTURES, load_pictures, write_raw_data
-from toolkit.demo.reference import PLACEHOLDER, read_sample
+from toolkit.demo.demo_data import ANSWER_BY_PICTURE, load_pictures, write_raw_data
+from toolkit.demo.reference import MEDIA_PLACEHOLDER, read_sharegpt_sample
 
 SHORT = 12
 LEARNT = ("The loss has fallen", "One question about", "Several images, text")
@@ -30,12 +30,12 @@ def run_demo(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory) -> steps.Demo:
+def demo(tmp_path_factory) -> steps.DemoRun:
     """A demo of two ranks that ends before the model has learnt its answers."""
     folder = tmp_path_factory.mktemp("demo") / "here"
     done = run_demo(folder, "--steps", str(SHORT), "--ranks", "2", "--tp", "1", "--pp", "2")
     assert (folder / "report.json").is_file(), done.stdout[-6000:] + done.stderr[-3000:]
-    return steps.Demo(folder, SHORT, steps.Machine(ranks=2, tp=1, pp=2))
+    return steps.DemoRun(folder, SHORT, steps.DemoMachine(world_size=2, tp_size=1, pp_size=2))
 
 
 @pytest.mark.full
@@ -62,9 +62,9 @@ def test_checks_pass_and_the_curve_is_drawn(demo):
 def test_a_damaged_export_fails(demo, tmp_path):
     """The control: with one layer's heads swapped, as by a wrong conversion, loss and answers are wrong."""
     shutil.copytree(demo.folder, tmp_path / "own")  # other tests read the report
-    demo = steps.Demo(tmp_path / "own", demo.steps, demo.machine)
+    demo = steps.DemoRun(tmp_path / "own", demo.steps, demo.machine)
     damaged = tmp_path / "damaged"
-    shutil.copytree(demo.exported, damaged)
+    shutil.copytree(demo.exported_dir, damaged)
     name = "model.layers.3.self_attn.q_proj.weight"
     file = damaged / json.loads((damaged / "model.safetensors.index.json").read_text())["weight_map"][name]
     tensors = load_file(file)
@@ -73,10 +73,10 @@ def test_a_damaged_export_fails(demo, tmp_path):
     )
     save_file(tensors, file, metadata={"format": "pt"})
     evaluated = steps.read_metrics(demo.folder / "evaluation_after")[-1]
-    steps.compare_losses(demo, steps._reference(damaged), "after", evaluated, 1e-4)
+    steps.compare_losses(demo, steps._open_reference(damaged), "after", evaluated, 1e-4)
     demo.seconds["total"] = 0.0
     assert not demo.checks[-1].passed
-    assert steps.report(demo) == 1
+    assert steps.write_report(demo) == 1
 
 
 @pytest.mark.ranks
@@ -87,20 +87,20 @@ def test_a_second_demo_replaces_the_first_but_nothing_else(demo, tmp_path):
     again = tmp_path / "again"
     shutil.copytree(demo.folder / "raw", again / "raw")
     (again / ".megatron-vl-demo").touch()
-    steps._clear(again)
+    steps._clear_folder(again)
     assert os.listdir(again) == [".megatron-vl-demo"]
 
 
 def test_conversations_and_media_fit(tmp_path):
     samples = json.loads(write_raw_data(tmp_path).read_text())
-    assert {sample["conversations"][1]["value"] for sample in samples[: len(PICTURES)]} == set(
-        PICTURES.values()
+    assert {sample["conversations"][1]["value"] for sample in samples[: len(ANSWER_BY_PICTURE)]} == set(
+        ANSWER_BY_PICTURE.values()
     )
     counts = []
     for sample in samples:
-        messages, images, videos = read_sample(sample, tmp_path / "media")
+        messages, images, videos = read_sharegpt_sample(sample, tmp_path / "media")
         assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
-        written = sum(len(PLACEHOLDER.findall(turn["value"])) for turn in sample["conversations"])
+        written = sum(len(MEDIA_PLACEHOLDER.findall(turn["value"])) for turn in sample["conversations"])
         assert written == len(images) + len(videos)
         counts.append((len(images), len(videos)))
     assert {(0, 0), (1, 0), (2, 0), (0, 1)} == set(counts)

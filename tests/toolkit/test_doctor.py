@@ -16,21 +16,21 @@ from typing import Any
 import pytest
 import yaml
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from megatron_vl.config import TrainConfig, parse_config
-from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
-from megatron_vl.planning.memory import StageMemory, peak_gib
-from megatron_vl.planning.run import estimate
+from megatron_vl.planning.calibration import shipped_calibration, stored_calibration_path, write_calibration
+from megatron_vl.planning.memory import StageMemory, peak_stage_gib
+from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import read_spec
-from megatron_vl.training.resolve import resolve
+from megatron_vl.training.resolve import resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
-from megatron_vl.weights.run_folder import Lineage, Saved
+from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
 from tests.support.ranks import python_path
 from tests.training.small_run import prepare
-from toolkit.doctor import Finding, ok
-from toolkit.doctor.before_start import _resume, _rows, check_checkpoint, check_data, check_run
-from toolkit.doctor.command import show
-from toolkit.doctor.machine import Gpu, all_reduce, check_disk, parse_gpus
+from toolkit.doctor import Finding, ok_finding
+from toolkit.doctor.command import print_findings
+from toolkit.doctor.machine_checks import GpuInfo, check_all_reduce, check_disk, parse_nvidia_smi
+from toolkit.doctor.run_checks import _check_first_row, _check_resume, check_checkpoint, check_data, check_run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -89,7 +89,7 @@ def test_a_run_that_can_start_and_a_broken_transformer_engine(run, tmp_path):
     config = parse_config(["--config", str(run["yaml"])])
     peak = max(stage["total"] for stage in report["memory_gib"])
     assert len(report["memory_gib"]) == 2 and peak == pytest.approx(
-        peak_gib(estimate(config, spec, 4)), abs=0.01
+        peak_stage_gib(estimate_stage_memory(config, spec, 4)), abs=0.01
     )
 
 
@@ -102,21 +102,21 @@ def test_what_is_right_and_what_is_wrong_with_a_run(run, tmp_path):
     rows = next(f for f in good.findings if f.name == "rows").found
     assert "24 samples" in rows and "loss tokens of 256" in rows
 
-    def broken(*options: str, world: int | None = None, gpus: list[Gpu] | None = None) -> dict[str, str]:
+    def broken(*options: str, world: int | None = None, gpus: list[GpuInfo] | None = None) -> dict[str, str]:
         report = check_run(["--config", str(run["yaml"]), *options], world, gpus or [])
         return {finding.name: finding.found for finding in report.findings if finding.state == "broken"}
 
     assert "lrr" in broken("--optimizer.lrr", "1")["config"]
     assert "do not divide the world size 6" in broken(world=6)["config"]
     assert "add up to 5" in broken("--parallel.layers", "[2,3]")["model and layout"]
-    small = broken("--data.seq_len", "8", gpus=[Gpu(i, "small", 512, 0, "1") for i in range(4)])
+    small = broken("--data.seq_len", "8", gpus=[GpuInfo(i, "small", 512, 0, "1") for i in range(4)])
     assert small.keys() == {"rows", "memory", "samples"}
     assert "samples in a row cannot be used" in small["rows"] and "the GPUs here have 0.5" in small["memory"]
 
 
 def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch):
     """The modules are not built here: that takes seconds and has nothing to do with the inputs."""
-    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    monkeypatch.setattr("toolkit.doctor.run_checks._check_build", lambda *_: ok_finding("model is built", ""))
 
     def broken(*options: str) -> list[Finding]:
         found = check_run(["--config", str(run["yaml"]), *options], None, []).findings
@@ -134,7 +134,7 @@ def test_a_missing_input_is_one_finding_with_the_runs_own_paths(run, monkeypatch
 
 @pytest.mark.parametrize("sized", [False, True], ids=["read", "sizes"])
 def test_a_source_of_which_most_samples_would_be_left_out_is_found(run, monkeypatch, tmp_path, sized):
-    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    monkeypatch.setattr("toolkit.doctor.run_checks._check_build", lambda *_: ok_finding("model is built", ""))
     data = shutil.copytree(run["data"], tmp_path / "data")
     if not sized:
         shutil.rmtree(data / ".nv-meta" / "sizes")
@@ -171,30 +171,30 @@ def test_samples_of_a_blend_are_those_of_its_sources(run, tmp_path):
 
 
 def test_memory_is_that_of_the_share_that_auto_stands_for(run, monkeypatch):
-    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    monkeypatch.setattr("toolkit.doctor.run_checks._check_build", lambda *_: ok_finding("model is built", ""))
     options = ["--config", str(run["yaml"]), "--optimizer.offload_fraction", "auto"]
-    small = [Gpu(i, "small", 512, 0, "1") for i in range(4)]
-    assert all(stage.host > 0 for stage in check_run(options, 4, small).memory)
-    assert all(stage.host == 0 for stage in check_run(options, 4, []).memory)
+    small = [GpuInfo(i, "small", 512, 0, "1") for i in range(4)]
+    assert all(stage.host_bytes > 0 for stage in check_run(options, 4, small).memory_by_stage)
+    assert all(stage.host_bytes == 0 for stage in check_run(options, 4, []).memory_by_stage)
 
 
 def resolved(config: TrainConfig, step: int | None = None) -> ResolvedRun:
     """The run as it is only shown; with ``step``, one that resumes from that step."""
-    run = resolve(config, config.parallel.tp * config.parallel.pp, show_only=True)
+    run = resolve_run(config, config.parallel.tp * config.parallel.pp, show_only=True)
     if step is None:
         return run
-    source = Saved(Path(config.checkpoint.dir), step, Lineage())
-    return dataclasses.replace(run, start=dataclasses.replace(run.start, source=source))
+    source = SavedCheckpoint(Path(config.checkpoint.dir), step, Lineage())
+    return dataclasses.replace(run, run_start=dataclasses.replace(run.run_start, source_checkpoint=source))
 
 
 def rows_of(run: dict[str, Any], *options: str) -> list[Finding]:
     config = parse_config(["--config", str(run["yaml"]), *options])
-    return [_rows(resolved(config))]
+    return [_check_first_row(resolved(config))]
 
 
 def test_nothing_is_said_of_gpus_about_a_run_on_cpu(run, monkeypatch, tmp_path):
     monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path))
-    monkeypatch.setattr("toolkit.doctor.before_start._build", lambda *_: ok("model is built", ""))
+    monkeypatch.setattr("toolkit.doctor.run_checks._check_build", lambda *_: ok_finding("model is built", ""))
     options = ["--config", str(run["yaml"]), "--parallel.layers", "auto"]
 
     def said(*more: str) -> dict[str, str]:
@@ -204,16 +204,16 @@ def test_nothing_is_said_of_gpus_about_a_run_on_cpu(run, monkeypatch, tmp_path):
     on_cpu = said("--platform", "cpu")
     assert "speed" not in on_cpu and "the fullest rank; the estimate is made for GPUs" in on_cpu["memory"]
     assert "decoder layers [2, 2] on 2 stages" in on_cpu["model and layout"]
-    write_calibration(stored_path("cpu"), dataclasses.replace(shipped(), gpu="cpu"))
+    write_calibration(stored_calibration_path("cpu"), dataclasses.replace(shipped_calibration(), gpu="cpu"))
     assert "estimated on cpu" in said("--platform", "cpu")["speed"]
 
 
 def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_path, monkeypatch):
-    from toolkit.doctor.before_start import _start_weights
+    from toolkit.doctor.run_checks import _check_start_weights
 
-    convert(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
+    convert_weights(tiny_checkpoint("qwen2_5_vl", tied=True), tmp_path / "other")
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "other")])
-    [finding] = _start_weights(resolved(config))
+    [finding] = _check_start_weights(resolved(config))
     assert (
         finding.state == "broken"
         and "another model" in finding.found
@@ -221,10 +221,10 @@ def test_other_weights_and_a_missing_shard_are_found(run, tiny_checkpoint, tmp_p
     )
 
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(run["hf"])])
-    [finding] = _start_weights(resolved(config))
+    [finding] = _check_start_weights(resolved(config))
     assert finding.state == "broken" and f"`megatron-vl convert --hf {run['hf']} --out DIR`" in finding.found
     config = parse_config(["--config", str(run["yaml"]), "--model.checkpoint", str(tmp_path / "moved")])
-    [finding] = _start_weights(resolved(config, step=7))
+    [finding] = _check_start_weights(resolved(config, step=7))
 
     assert finding.state == "ok" and "not needed: the run continues from its own checkpoint" in finding.found
     assert check_checkpoint(tmp_path / "other").state == "ok"
@@ -245,7 +245,7 @@ def test_experts_in_the_layout_and_a_run_that_is_done(run, monkeypatch):
         (8, "ok", "step 7; the run continues"),
     ):
         config = parse_config(["--config", str(run["yaml"]), "--steps", str(steps)])
-        finding = _resume(resolved(config, step=7))[-1]
+        finding = _check_resume(resolved(config, step=7))[-1]
         assert finding.state == state and said in finding.found
 
 
@@ -271,27 +271,32 @@ def test_gpus_as_nvidia_smi_lists_them():
         "0, NVIDIA H200, 143771, 4, 580.95.05\n1, NVIDIA H200, 143771, 70012, 580.95.05\n2, [Unknown Error], "
         "[N/A], [N/A], 1\n"
     )
-    assert parse_gpus(text) == [
-        Gpu(0, "NVIDIA H200", 143771, 4, "580.95.05"),
-        Gpu(1, "NVIDIA H200", 143771, 70012, "580.95.05"),
+    assert parse_nvidia_smi(text) == [
+        GpuInfo(0, "NVIDIA H200", 143771, 4, "580.95.05"),
+        GpuInfo(1, "NVIDIA H200", 143771, 70012, "580.95.05"),
     ]
 
 
 @pytest.mark.ranks
 def test_all_reduce_over_two_processes():
-    finding = all_reduce(0)
+    finding = check_all_reduce(0)
     assert finding.state == "ok" and "gloo over 2 ranks: correct" in finding.found
 
 
 def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    show([], SimpleNamespace(memory=[StageMemory(stage=0)]))
+    print_findings([], SimpleNamespace(memory=[StageMemory(pipeline_stage=0)]))
     out = capsys.readouterr().out
     assert all(
         word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total")
     )
     assert "host" not in out
-    show([], SimpleNamespace(memory=[StageMemory(stage=0, host=2.0**30), StageMemory(stage=1)]))
+    print_findings(
+        [],
+        SimpleNamespace(
+            memory=[StageMemory(pipeline_stage=0, host_bytes=2.0**30), StageMemory(pipeline_stage=1)]
+        ),
+    )
     heading, first = (
         line for line in capsys.readouterr().out.splitlines() if line[2:7] in ("stage", "0    ")
     )

@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_vl.config import DataConfig, ModelConfig, TrainConfig
-from megatron_vl.kernels.gated_delta_rule_triton import fits
+from megatron_vl.kernels.gated_delta_rule_triton import is_supported
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.tiny import tiny_checkpoint
 from toolkit.doctor import Finding
-from toolkit.doctor.family import RULE_WIDTHS, check_family
+from toolkit.doctor.family_checks import DELTA_RULE_WIDTHS, check_family
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +55,7 @@ def test_the_kernels_of_this_machine_are_named(folder, monkeypatch):
     assert on_cpu["linear attention"].found.startswith("24 of 32 decoder layers; without a GPU")
     assert "sdpa" not in on_cpu["attention"].found
 
-    monkeypatch.setattr("toolkit.doctor.family.installed", {"triton": "3.6.0"}.get)
+    monkeypatch.setattr("toolkit.doctor.family_checks.installed_version", {"triton": "3.6.0"}.get)
     on_gpus = found(folder, spec, on_gpus=True, dtype="bfloat16")
     assert on_gpus["linear attention"].found == "24 of 32 decoder layers, with our kernels on Triton 3.6.0"
     assert "heads of 256 take FlashAttention-2" in on_gpus["attention"].found
@@ -67,13 +67,13 @@ def test_the_kernels_of_this_machine_are_named(folder, monkeypatch):
     wide = dataclasses.replace(spec, language=dataclasses.replace(spec.language, linear_attention=linear))
     odd = found(folder, wide, on_gpus=True, dtype="bfloat16")["linear attention"]
     assert odd.state == "note" and "its kernels have no heads of 96" in odd.found
-    monkeypatch.setattr("toolkit.doctor.family.installed", lambda name: None)
+    monkeypatch.setattr("toolkit.doctor.family_checks.installed_version", lambda name: None)
     assert "Triton is not installed" in found(folder, spec, on_gpus=True)["linear attention"].found
 
 
 def test_the_kernels_have_the_heads_that_doctor_believes():
-    heads = {n: torch.zeros(1, 1, n) for n in (8, *RULE_WIDTHS, 48, 96, 256)}
-    assert [n for n, x in heads.items() if fits(x, x, x)] == list(RULE_WIDTHS)
+    heads = {n: torch.zeros(1, 1, n) for n in (8, *DELTA_RULE_WIDTHS, 48, 96, 256)}
+    assert [n for n, x in heads.items() if is_supported(x, x, x)] == list(DELTA_RULE_WIDTHS)
 
 
 @pytest.mark.parametrize(

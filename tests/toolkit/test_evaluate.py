@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from converters.convert import convert, export, reshard
+from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint
 from tests.toolkit.evaluation import (
@@ -28,10 +28,10 @@ from tests.toolkit.evaluation import (
     write_table,
 )
 from toolkit.cli import main
-from toolkit.evaluate import comparison
-from toolkit.evaluate.command import find_data
-from toolkit.evaluate.comparison import _gpus
-from toolkit.hf import load_model, load_processor
+from toolkit.evaluate import evaluation
+from toolkit.evaluate.command import find_dataset
+from toolkit.evaluate.evaluation import _process_gpus
+from toolkit.hf_loading import load_hf_model, load_hf_processor
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ["--dtype", "float32", "--max-new-tokens", "1"]
@@ -52,8 +52,8 @@ def original(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def converted(original, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("converted")
-    convert(original, folder / "shards", {"tp": 2, "pp": 2, "layers": [10, 18]})
-    export(folder / "shards", original, folder / "hf")
+    convert_weights(original, folder / "shards", {"tp": 2, "pp": 2, "layers": [10, 18]})
+    export_weights(folder / "shards", original, folder / "hf")
     return folder / "hf"
 
 
@@ -61,8 +61,8 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
     """The first words of transformers' answer to VLMEvalKit's prompt about the table's own pictures."""
     with table.open(newline="") as file:
         pictures = {row["index"]: row["image"] for row in csv.DictReader(file, delimiter="\t")}
-    processor = load_processor(folder)
-    model = load_model(folder, torch.float32)
+    processor = load_hf_processor(folder)
+    model = load_hf_model(folder, torch.float32)
     answers = []
     for line in lines:
         content = [{"type": "image"}, {"type": "text", "text": line["question"]}]
@@ -81,10 +81,10 @@ def first_answers(folder: Path, lines: list[dict], table: Path) -> list[str]:
 def test_an_examples_script_scores_original_round_trip_and_training(original, table, tmp_path):
     """Two processes share the questions; answers and scores are those of transformers and of counting."""
     full, shards, run = tmp_path / "full", tmp_path / "shards", tmp_path / "run"
-    convert(original, shards, {"tp": 2, "pp": 2, "layers": [10, 18]})
+    convert_weights(original, shards, {"tp": 2, "pp": 2, "layers": [10, 18]})
     other = shutil.copytree(tiny_checkpoint("qwen2_5_vl", layers=28), tmp_path / "other")
-    convert(answers_letters(other, 1), full)
-    reshard(full, run / "step_00000003" / "weights", {"tp": 2, "pp": 1})
+    convert_weights(answers_letters(other, 1), full)
+    reshard_weights(full, run / "step_00000003" / "weights", {"tp": 2, "pp": 1})
     (run / "latest.json").write_text('{"step": 3, "serial": 0}')
 
     environment = {"HF": original, "SHARDS": shards, "RUN": run, "DATA": table.stem, "OUT": tmp_path / "out"}
@@ -175,7 +175,7 @@ def test_one_permuted_projection_changes_the_logits(original, damaged, table, tm
 
 def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, capsys, monkeypatch):
     """VLMEvalKit is missed last: a wrong path is named where it is not installed, too."""
-    monkeypatch.setattr(comparison, "VLMEVALKIT", "0")  # no such version is installed
+    monkeypatch.setattr(evaluation, "VLMEVALKIT_VERSION", "0")  # no such version is installed
 
     def refused(*options: str, hf: Path = original, out: Path = tmp_path / "out") -> str:
         assert run(hf, converted, table, out, *options)[0] == 2
@@ -204,33 +204,33 @@ def test_an_existing_table_is_taken_as_a_path(tmp_path, monkeypatch):
     write_table(tmp_path / "mine" / "photos.tsv", [[1, "Who?"]], ("index", "question"))
     write_table(usual / "photos.tsv", [[1, "Where?"]], ("index", "question"))
     mine = ("photos", tmp_path / "mine")
-    assert find_data(str(tmp_path / "mine" / "photos.tsv"), None, True) == mine
+    assert find_dataset(str(tmp_path / "mine" / "photos.tsv"), None, True) == mine
 
     monkeypatch.chdir(tmp_path / "mine")
-    assert find_data("photos.tsv", None, True) == find_data("../mine/photos.tsv", None, True) == mine
-    assert find_data("photos", None, True) == ("photos", usual)
-    assert find_data("photos", tmp_path, True) == ("photos", tmp_path)
+    assert find_dataset("photos.tsv", None, True) == find_dataset("../mine/photos.tsv", None, True) == mine
+    assert find_dataset("photos", None, True) == ("photos", usual)
+    assert find_dataset("photos", tmp_path, True) == ("photos", tmp_path)
 
     (tmp_path / "mine" / "MMBench").touch()
     (tmp_path / "mine" / "folder.tsv").mkdir()
-    assert find_data("MMBench", None, True) == ("MMBench", usual)
+    assert find_dataset("MMBench", None, True) == ("MMBench", usual)
     for wrong in ("folder.tsv", "gone.tsv", "../mine/photos", "..", ""):
         with pytest.raises(UsageError, match="is not a file; give the path of a table"):
-            find_data(wrong, None, True)
+            find_dataset(wrong, None, True)
 
     with pytest.raises(UsageError, match="leave it out"):
-        find_data("photos.tsv", tmp_path, True)
+        find_dataset("photos.tsv", tmp_path, True)
 
 
 def test_a_table_that_lacks_a_column_is_refused(table, tmp_path):
     """VLMEvalKit would end with "KeyError: 'answer'" after the last answer."""
     path = write_table(tmp_path / "photos.tsv", [[1, "Who?", "a", "b"]], ("index", "question", "A", "B"))
     with pytest.raises(UsageError, match="no column answer; it has index, question, A, B$"):
-        find_data(str(path), None, True)
-    assert find_data(str(path), None, False) == ("photos", tmp_path)
-    assert find_data(str(table), None, True) == (table.stem, table.parent)
+        find_dataset(str(path), None, True)
+    assert find_dataset(str(path), None, False) == ("photos", tmp_path)
+    assert find_dataset(str(table), None, True) == (table.stem, table.parent)
     with pytest.raises(UsageError, match="no column index, question; it has id"):
-        find_data(str(write_table(path, [[1]], ("id",))), None, True)
+        find_dataset(str(write_table(path, [[1]], ("id",))), None, True)
 
 
 @pytest.mark.eval
@@ -265,4 +265,4 @@ def test_a_library_that_vlmevalkit_misses_is_named(original, converted, table, t
 
 def test_each_process_has_gpus_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,GPU-6,7")
-    assert [_gpus(2, rank) for rank in range(2)] == [["4", "5"], ["GPU-6", "7"]]
+    assert [_process_gpus(2, rank) for rank in range(2)] == [["4", "5"], ["GPU-6", "7"]]

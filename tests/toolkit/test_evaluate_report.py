@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from tests.toolkit.evaluation import photographs
-from toolkit.evaluate.comparison import Result
-from toolkit.evaluate.gates import Gate
-from toolkit.evaluate.report import NO_ANSWER, SHOWN, print_report, write_html
+from toolkit.evaluate.evaluation import EvaluationResult
+from toolkit.evaluate.gates import ConversionGate
+from toolkit.evaluate.report import MAX_QUESTIONS, NO_ANSWER, print_report, write_html
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\" & '{{ 7 * 7 }}"
 
@@ -46,12 +46,12 @@ def line(index: str, answer: str, **fields: object) -> dict[str, object]:
     } | fields
 
 
-def result(answers: dict[str, list[dict]], gates: list[Gate]) -> Result:
+def result(answers: dict[str, list[dict]], gates: list[ConversionGate]) -> EvaluationResult:
     facts = {
         role: {"folder": HOSTILE, "sha256": HOSTILE, "metrics": {HOSTILE: 0.25}, "problem": HOSTILE}
         for role in answers
     }
-    return Result(
+    return EvaluationResult(
         HOSTILE,
         2,
         {"dtype": HOSTILE, "min_pixels": None, "versions": {"torch": "2"}},
@@ -64,7 +64,9 @@ def result(answers: dict[str, list[dict]], gates: list[Gate]) -> Result:
 
 def test_answers_that_were_cut_off_are_counted_and_said(tmp_path: Path, capsys) -> None:
     lines = [line("1", "", thinking="A or", unanswered=1), line("2", "B", thinking="Hm.")]
-    found = result({"original": lines, "converted": lines}, [Gate("text", True, "2 answers identical")])
+    found = result(
+        {"original": lines, "converted": lines}, [ConversionGate("text", True, "2 answers identical")]
+    )
     found.checkpoints["original"]["unanswered"] = 1
     said = "original: answers cut off while the model was thinking, which count as no answer: 1."
     write_html(found, tmp_path / "a.html")
@@ -79,9 +81,9 @@ def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     photographs()[0].save(tmp_path / "a.png")
     hostile = line(HOSTILE, HOSTILE, question=HOSTILE, expected=HOSTILE, images=[str(tmp_path / "a.png")])
     gates = [
-        Gate("tensors", True, HOSTILE),
-        Gate("text", False, HOSTILE, [HOSTILE] * (SHOWN + 3)),
-        Gate("scores", None, "-"),
+        ConversionGate("tensors", True, HOSTILE),
+        ConversionGate("text", False, HOSTILE, [HOSTILE] * (MAX_QUESTIONS + 3)),
+        ConversionGate("scores", None, "-"),
     ]
     write_html(
         result({"original": [hostile], "converted": [hostile | {"answer": HOSTILE + " B"}]}, gates),
@@ -94,20 +96,20 @@ def test_what_a_table_or_a_checkpoint_says_stays_text(tmp_path: Path) -> None:
     assert not [name for name, _ in page.attributes if name.startswith("on")]
     shown = "".join(page.words)
     # Title, heading, 2 gates, 50 details, metric, 2 problems, 2 x 2 of checkpoints, a setting, 5 cells.
-    assert shown.count(HOSTILE) == 2 + 2 + SHOWN + 1 + 2 + 4 + 1 + 5
+    assert shown.count(HOSTILE) == 2 + 2 + MAX_QUESTIONS + 1 + 2 + 4 + 1 + 5
     assert "... and 3 more in report.json" in shown and HOSTILE + " B" in shown
     assert "the checkpoint's own" in shown and "torch 2" in shown and "0.25" in shown
 
 
 def test_questions_that_are_answered_otherwise_come_first(tmp_path: Path) -> None:
-    original = [line(str(i), "A") for i in range(SHOWN + 5)]
+    original = [line(str(i), "A") for i in range(MAX_QUESTIONS + 5)]
     converted = [one | ({"answer": "B"} if one["index"] == "52" else {}) for one in original[:-1]]
     write_html(result({"original": original, "converted": converted}, []), tmp_path / "a.html")
     text = (tmp_path / "a.html").read_text()
     rows = text.partition("<h2>Answers</h2>")[2].split("<tr>")[2:]
     assert [row.split("<td>")[1].split("<")[0] for row in rows[:3]] == ["52", "54", "0"]
     assert rows[0].count('class="other"') == 1 and "missing" in rows[1] and 'class="other"' not in rows[2]
-    assert "5 more questions in work/." in text and len(rows) == SHOWN
+    assert "5 more questions in work/." in text and len(rows) == MAX_QUESTIONS
 
 
 def test_a_wide_table_scrolls_by_itself(tmp_path: Path) -> None:

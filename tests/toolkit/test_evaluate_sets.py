@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import constants
 from PIL import Image
 
-from converters.convert import convert, export
+from converters.convert import convert_weights, export_weights
 from tests.toolkit.evaluation import (
     DIALOGUES,
     answers_letters,
@@ -27,9 +27,9 @@ from tests.toolkit.evaluation import (
     write_video,
 )
 from toolkit.cli import main
-from toolkit.evaluate.model import Checkpoint
-from toolkit.hf import load_model, load_processor
-from toolkit.tiny import write_tiny_checkpoint
+from toolkit.evaluate.checkpoint_model import CheckpointModel
+from toolkit.hf_loading import load_hf_model, load_hf_processor
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -48,8 +48,8 @@ def pair(tmp_path_factory):
             folder = tmp_path_factory.mktemp(family)
             tiny = write_tiny_checkpoint(folder / "hf", family, max_pixels=112 * 112)
             original = answers_letters(tiny, LETTER_SEEDS.get(family, 0))
-            convert(original, folder / "shards", {"tp": 2, "pp": 2})
-            export(folder / "shards", original, folder / "back")
+            convert_weights(original, folder / "shards", {"tp": 2, "pp": 2})
+            export_weights(folder / "shards", original, folder / "back")
             made[family] = original, folder / "back"
         return made[family]
 
@@ -112,8 +112,8 @@ def judge():
 
 def dialogue_of(folder: Path, questions: list[str], pictures: list[Image.Image]) -> list[str]:
     """Each turn's answer by transformers, given its own answers before."""
-    processor = load_processor(folder)
-    model = load_model(folder, torch.float32)
+    processor = load_hf_processor(folder)
+    model = load_hf_model(folder, torch.float32)
     messages = []
     answers = []
     used = 0
@@ -257,11 +257,11 @@ def test_the_model_is_given_what_its_own_processor_makes_of_a_video(family, tmp_
         ({}, {"fps": 2.0}),
     ):
         limits = {"min_pixels": 64 * 64, "max_pixels": 64 * 96 if "nframes" in own else None}
-        model = Checkpoint(hf, settings | limits, [tmp_path])
-        found = model.inputs(
+        model = CheckpointModel(hf, settings | limits, [tmp_path])
+        found = model.model_inputs(
             [{"type": "video", "value": str(tmp_path / "a.mp4")} | own, {"type": "text", "value": "Who?"}]
         )
-        processor = load_processor(hf)
+        processor = load_hf_processor(hf)
         timed = family in ("qwen3_vl", "qwen3_5")
         spread = len(found["video_grid_thw"]) and timed
         times = 2 * int(found["video_grid_thw"][0, 0]) if spread else 1

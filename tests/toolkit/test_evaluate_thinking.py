@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.data.sample.thinking import Said
+from megatron_vl.data.sample.thinking import GeneratedAnswer
 from megatron_vl.errors import UsageError
 from tests.tiny import tiny_checkpoint, write_tiny_checkpoint
 from toolkit.evaluate import gates
-from toolkit.evaluate.adapter import Adapter, read_answers
-from toolkit.evaluate.comparison import evaluate as compare_checkpoints
-from toolkit.evaluate.model import Checkpoint
+from toolkit.evaluate.checkpoint_model import CheckpointModel
+from toolkit.evaluate.evaluation import run_evaluation as compare_checkpoints
 from toolkit.evaluate.options import EvaluateOptions
+from toolkit.evaluate.vlmevalkit_adapter import VlmEvalKitModel, read_answers
 
 HF_CONFIGS = Path(__file__).resolve().parents[1] / "hf_configs"
 
@@ -42,8 +42,8 @@ def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
     """Prompt and answer are those of the released template and of transformers; three tokens are too few to
     think."""
     limits = {"max_new_tokens": 2, "max_new_tokens_thinking": 3}
-    model = Checkpoint(thinking, GREEDY | limits | {"thinking": switch}, [])
-    inputs = model.inputs(WHO)
+    model = CheckpointModel(thinking, GREEDY | limits | {"thinking": switch}, [])
+    inputs = model.model_inputs(WHO)
     prompt = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
     assert model.processor.decode(inputs["input_ids"][0]) == prompt + end
 
@@ -51,15 +51,19 @@ def test_the_model_of_evaluate_thinks_as_asked(thinking, switch, end):
     greedy = {"do_sample": False, "repetition_penalty": 1.0, "max_new_tokens": 2 + thinks}
     tokens = model.model.generate(**inputs, **greedy)
     text = model.processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    assert model.answer(WHO) == (Said("", text.strip(), closed=False) if thinks else Said(text))
+    assert model.generate_answer(WHO) == (
+        GeneratedAnswer("", text.strip(), is_block_closed=False) if thinks else GeneratedAnswer(text)
+    )
 
 
 def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
     """The tokens are made by hand; a later turn of a dialogue is asked without what was thought before."""
     (tmp_path / "original").mkdir()
     job = {"work": str(tmp_path), "logit_questions": 0}
-    adapter = Adapter(job, "original", None, [{"index": 7, "answer": "B"}, {"index": 8, "answer": "A"}])
-    model = adapter.checkpoint = Checkpoint(thinking, GREEDY | {"max_new_tokens": 2}, [])
+    adapter = VlmEvalKitModel(
+        job, "original", None, [{"index": 7, "answer": "B"}, {"index": 8, "answer": "A"}]
+    )
+    model = adapter.checkpoint_model = CheckpointModel(thinking, GREEDY | {"max_new_tokens": 2}, [])
     outputs = ["A? No.\n</think>\n\nB", "Well, A or"]
     seen = []
 
@@ -88,10 +92,10 @@ def test_what_a_model_thinks_is_not_its_answer(thinking, tmp_path, monkeypatch):
 def test_answers_that_never_came_are_told_apart():
     """Two empty answers differ if their thoughts do; a question without an answer is counted."""
     cut = {"index": "1", "answer": "", "thinking": "A or", "unanswered": 1}
-    assert gates.text([cut], [cut], 1).passed
-    gate = gates.text([cut], [cut | {"thinking": "B or"}], 1)
+    assert gates.compare_answers([cut], [cut], 1).passed
+    gate = gates.compare_answers([cut], [cut | {"thinking": "B or"}], 1)
     assert not gate.passed and gate.details == ["1: 'A or' against 'B or'"]
-    assert gates.text([cut], [cut | {"answer": "A"}], 1).details == ["1: '' against 'A'"]
+    assert gates.compare_answers([cut], [cut | {"answer": "A"}], 1).details == ["1: '' against 'A'"]
 
 
 def test_a_switch_that_a_template_does_not_have_is_refused(tmp_path):

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from data_tools.formats import RecordError, read_prompt
 from megatron_vl.errors import UserError
-from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.run_folder import Lineage, write_lineage
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.run_json import write_run_json
 from toolkit.cli import main
-from toolkit.demo.data import write_raw_data
-from toolkit.demo.reference import DemoReference, read_sample
-from toolkit.generate.answers import video_rules
-from toolkit.generate.command import as_text, lines_of
+from toolkit.demo.demo_data import write_raw_data
+from toolkit.demo.reference import DemoReference, read_sharegpt_sample
+from toolkit.generate.answers import checkpoint_video_rules
+from toolkit.generate.command import answer_lines, answer_text
 
 TOKENS = 12
 IDS = ("astronaut", "two_images", "text_only", "video")
@@ -56,7 +56,7 @@ def test_greedy_answers_are_those_of_transformers(
         asked = {"enable_thinking": False} if "off" in layout else {}
         begun = "off" not in layout
     experts = {"ep": 4} if family.endswith("_moe") else {}
-    convert(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
+    convert_weights(hf, tmp_path / "weights", {"tp": 1, "pp": 4} | experts)
     conversations = json.loads(write_raw_data(tmp_path / "raw").read_text())
     records = [next(record for record in conversations if record["id"] == name) for name in IDS]
     for record in records:
@@ -87,12 +87,12 @@ def test_greedy_answers_are_those_of_transformers(
     reference = DemoReference(hf, video_fps=2.0, video_max_frames=8)
     for record, answer in zip(records, answers, strict=True):
         first = record | {"conversations": record["conversations"][:1]}
-        messages, images, videos = read_sample(first, tmp_path / "raw" / "media")
+        messages, images, videos = read_sharegpt_sample(first, tmp_path / "raw" / "media")
         text = reference.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **asked
         )
         assert text.endswith("<think>\n") == begun, record["id"]
-        batch = reference._batch(text, images, videos)
+        batch = reference._processor_batch(text, images, videos)
         tokens = reference.model.generate(
             **batch, do_sample=False, repetition_penalty=1.0, max_new_tokens=TOKENS
         )
@@ -119,15 +119,15 @@ def with_template(hf: Path, folder: Path) -> Path:
 )
 def test_thinking_is_printed_if_asked_for(thinking, shown):
     answer = {"text": "Rain.", "thinking": thinking}
-    assert as_text(answer, show_thinking=True) == shown
-    assert as_text(answer, show_thinking=False) == "Rain."
+    assert answer_text(answer, show_thinking=True) == shown
+    assert answer_text(answer, show_thinking=False) == "Rain."
 
 
 def test_answers_alone_are_printed_and_cut_ones_are_marked():
     whole = {"text": "Rain.", "thinking": None, "finished": True}
     cut = whole | {"text": "Rain and", "finished": False}
-    assert lines_of([whole, cut], show_thinking=False) == ["[1] Rain.", "[2, cut] Rain and"]
-    assert lines_of([cut], show_thinking=False) == ["Rain and"]
+    assert answer_lines([whole, cut], show_thinking=False) == ["[1] Rain.", "[2, cut] Rain and"]
+    assert answer_lines([cut], show_thinking=False) == ["Rain and"]
 
 
 def test_a_prompt_is_what_comes_before_the_answer():
@@ -141,7 +141,7 @@ def test_a_prompt_is_what_comes_before_the_answer():
         "role": "user",
         "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}],
     }
-    assert read_prompt({"messages": [pictures, turns[1]]}).media == [("image", "a.png")]
+    assert read_prompt({"messages": [pictures, turns[1]]}).media_references == [("image", "a.png")]
     for wrong in ([turns[1]], [{"role": "system", "content": "Be brief."}], []):
         with pytest.raises(RecordError):
             read_prompt({"messages": wrong})
@@ -204,7 +204,7 @@ def test_all_unusable_records_are_reported(tiny_checkpoint, tmp_path: Path, caps
 
     (tmp_path / "no.png").write_text("no picture")
     third.write_text("\n".join(map(json.dumps, (good, asked("no.png")))))
-    convert(Path(hf), tmp_path / "weights", {"tp": 1, "pp": 1})
+    convert_weights(Path(hf), tmp_path / "weights", {"tp": 1, "pp": 1})
     hf_options = ["--hf", hf, "--checkpoint", str(tmp_path / "weights")]
     assert main(["generate", *hf_options, "--prompt-file", str(third)]) == 1
     assert f"generate: {third} line 2: image does not decode: no.png" in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_a_runs_checkpoint_brings_its_rule_for_videos(
     """From its folder or a step's; of weights alone the option counts."""
     hf = tiny_checkpoint(family, dtype=torch.float32)
     step = tmp_path / "run" / "step_00000004"
-    convert(Path(hf), step / "weights", {"tp": 1, "pp": 1})
+    convert_weights(Path(hf), step / "weights", {"tp": 1, "pp": 1})
     (step / "loader").mkdir()
     run: dict[str, Any] = {"video_rule": {name: former}} if told_by == "run.json" else {}
     write_run_json(step, run)
@@ -241,22 +241,22 @@ def test_a_runs_checkpoint_brings_its_rule_for_videos(
         reader = WeightReader(path)
         for asked in ({}, {name: former}):
             said.clear()
-            assert video_rules(reader, Path(hf), asked, said.append) == {name: former}
+            assert checkpoint_video_rules(reader, Path(hf), asked, said.append) == {name: former}
             assert len(said) == 1 and former in said[0] and str(step) in said[0]
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} released contradicts .*{former}"):
-            video_rules(reader, Path(hf), {name: "released"}, said.append)
+            checkpoint_video_rules(reader, Path(hf), {name: "released"}, said.append)
 
     # The other family's rule means nothing here, and a rule of a later version nothing to this one.
     other = next(each for _, each, _ in RULES if each != name)
-    assert video_rules(reader, Path(hf), {other: "released"}, said.append)[name] == former
+    assert checkpoint_video_rules(reader, Path(hf), {other: "released"}, said.append)[name] == former
     write_run_json(step, {"video_rule": {name: "transformers_9"}})
     with pytest.raises(UserError, match="does not know"):
-        video_rules(reader, Path(hf), {}, said.append)
+        checkpoint_video_rules(reader, Path(hf), {}, said.append)
 
     (step / "weights").rename(tmp_path / "alone")
     said.clear()
     for asked in ({}, {name: former}):
-        assert video_rules(WeightReader(tmp_path / "alone"), Path(hf), asked, said.append) == asked
+        assert checkpoint_video_rules(WeightReader(tmp_path / "alone"), Path(hf), asked, said.append) == asked
     assert not said
 
 

@@ -14,10 +14,10 @@ from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
 from tests.data.helpers import positions_one_by_one, sample_of, spec_of
-from toolkit.hf import follow_video_positions, load_model, video_text
-from toolkit.parity.batches import make_sample
-from toolkit.parity.reference import hf_inputs, load_hf
-from toolkit.video_rules import VideoRuleOptions
+from toolkit.hf_loading import apply_video_prompt, follow_video_positions, load_hf_model
+from toolkit.parity.random_samples import make_sample
+from toolkit.parity.reference import hf_inputs, load_hf_for_training
+from toolkit.video_rule_options import VideoRuleOptions
 
 LONG = GridTHW(6, 4, 4, "video", 3.75)
 FAST = GridTHW(3, 4, 8, "video", 0.75)
@@ -40,7 +40,7 @@ def test_positions_of_a_padded_batch(family: str) -> None:
         mask[row, longest - len(sample) :] = 1
 
     model: Any = follow_video_positions(SimpleNamespace(model=SimpleNamespace()), spec)
-    grids = [m.grid for s in samples for m in s.media]
+    grids = [m.grid_thw for s in samples for m in s.media_items]
     by_kind = {kind: [grid for grid in grids if grid.kind == kind] for kind in ("image", "video")}
     positions, deltas = model.model.get_rope_index(
         ids,
@@ -52,7 +52,7 @@ def test_positions_of_a_padded_batch(family: str) -> None:
     )
 
     for row, sample in enumerate(samples):
-        counted = positions_one_by_one(sample.token_ids, [m.grid for m in sample.media], spec)
+        counted = positions_one_by_one(sample.token_ids, [m.grid_thw for m in sample.media_items], spec)
         assert positions[:, row, mask[row].bool()].T.tolist() == counted
         assert len(sample) + int(deltas[row]) == max(map(max, counted)) + 1
 
@@ -66,14 +66,14 @@ def test_generate_of_transformers_goes_on_after_the_largest_position(family: str
     sample = make_sample("video_between", spec, 3)
     inputs = {name: value for name, value in hf_inputs(sample, spec, norm).items() if name != "position_ids"}
 
-    model = follow_video_positions(load_model(hf, torch.float32), spec)
+    model = follow_video_positions(load_hf_model(hf, torch.float32), spec)
     step = {"max_new_tokens": 4, "do_sample": False, "repetition_penalty": 1.0, "eos_token_id": None}
     done = model.generate(**inputs, **step, output_logits=True, return_dict_in_generate=True)
     new = done.sequences[0, len(sample) :]
     whole = torch.cat([sample.token_ids, new])
-    positions = positions_one_by_one(whole, [item.grid for item in sample.media], spec)
+    positions = positions_one_by_one(whole, [item.grid_thw for item in sample.media_items], spec)
 
-    plain = load_hf(hf).eval()
+    plain = load_hf_for_training(hf).eval()
     media = {name: value for name, value in inputs.items() if "pixel" in name or "grid" in name}
     with torch.no_grad():
         logits = plain(
@@ -92,7 +92,7 @@ def test_parity_gives_positions_where_there_are_videos(tiny_checkpoint) -> None:
     sample = make_sample("mixed", spec, 0)
     given = hf_inputs(sample, spec, norm)["position_ids"]
     assert given[:, 0].T.tolist() == positions_one_by_one(
-        sample.token_ids, [item.grid for item in sample.media], spec
+        sample.token_ids, [item.grid_thw for item in sample.media_items], spec
     )
 
 
@@ -105,9 +105,9 @@ def test_the_pair_goes_away_where_the_rule_says_so() -> None:
     processor = SimpleNamespace(**tokens)
     video, image = (f"<|vision_start|><|{kind}_pad|><|vision_end|>" for kind in ("video", "image"))
     text = f"a{video}b{image}{video}c"
-    assert video_text(text, processor, spec_of("qwen3_vl")) == f"a<|video_pad|>b{image}<|video_pad|>c"
-    assert video_text(text, processor, spec_of("qwen3_vl"), "transformers_5_10") == text
-    assert video_text(text, processor, spec_of("qwen2_5_vl")) == text
+    assert apply_video_prompt(text, processor, spec_of("qwen3_vl")) == f"a<|video_pad|>b{image}<|video_pad|>c"
+    assert apply_video_prompt(text, processor, spec_of("qwen3_vl"), "transformers_5_10") == text
+    assert apply_video_prompt(text, processor, spec_of("qwen2_5_vl")) == text
 
 
 def test_options_are_those_of_a_run() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.launch import end_of, run_group
+from toolkit.launch import last_output_lines, run_group
 
 pytestmark = pytest.mark.ranks
 PROGRAM = "tests.toolkit.forked_program"
@@ -27,6 +27,6 @@ def test_forks_are_ranks_with_the_stack_imported(tmp_path: Path) -> None:
 def test_a_fork_that_fails_shows_its_traceback_alone(tmp_path: Path) -> None:
     done = run_group(PROGRAM, [tmp_path, "1"], 2, on_cpu=True)
     assert done.returncode == 1
-    said = end_of(done)
+    said = last_output_lines(done)
     assert "RuntimeError: rank 1 fails here" in said and said.count("Traceback") == 1
     assert "ChildFailedError" not in done.stderr

@@ -13,9 +13,9 @@ import pytest
 
 from megatron_vl.config import field_types
 from megatron_vl.errors import UsageError, UserError
-from toolkit.cli import main, read
+from toolkit.cli import main, read_command_line
 from toolkit.commands import COMMANDS
-from toolkit.options import CommandOptions, exactly_one, option, parse, words
+from toolkit.options import CommandOptions, option, parse_command_line, require_exactly_one, to_command_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,12 +38,12 @@ class Example(CommandOptions):
     """The command's own, beside the section of a run."""
     limit: int | None = option(None, metavar="N")
     """A number without a range."""
-    share: float = option(0.5, metavar="F", least=0, most=1)
+    share: float = option(0.5, metavar="F", minimum=0, maximum=1)
     """A part."""
 
 
 def example(*line: str) -> Example:
-    return parse(Example, list(line), "megatron-vl example")
+    return parse_command_line(Example, list(line), "megatron-vl example")
 
 
 def test_words_become_values_and_fields_of_a_run_are_kept_apart():
@@ -92,12 +92,12 @@ def test_a_misspelled_option_is_no_field_of_a_run(word, near, capsys):
 
 @pytest.mark.parametrize("word", ["--seq_len", "--step", "--lr"])
 def test_a_misspelled_field_of_a_run_is_left_to_its_parser(word):
-    assert read("train", [word, "2"])[1].fields == [word, "2"]
+    assert read_command_line("train", [word, "2"])[1].fields == [word, "2"]
 
 
 def test_options_become_words_again():
     given = example("--out-dir", "a b", "--keep-all", "--share", "0.25")
-    line = words(given, leave_out=("media",))
+    line = to_command_line(given, leave_out=("media",))
     assert line == ["--out-dir", "a b", "--keep-all", "--share", "0.25"]
     assert example(*line) == given
 
@@ -105,17 +105,17 @@ def test_options_become_words_again():
 def test_one_of_two_is_asked_for():
     both = dataclasses.replace(example("--out-dir", "a"), media=[Path("x")], data=Path("y"))
     with pytest.raises(UsageError, match="give --media or --data, not both"):
-        exactly_one(both, "media", "data")
+        require_exactly_one(both, "media", "data")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_every_command_is_explained(name, capsys):
     """Help texts are in words, with a capital and not empty; options have hyphens; the fields of a
     run are listed."""
-    from toolkit.options import field_texts, shown_options
+    from toolkit.options import field_docstrings, shown_options
 
-    options = COMMANDS[name].load_options()
-    texts = field_texts(options)
+    options = COMMANDS[name].load_options_class()
+    texts = field_docstrings(options)
     with pytest.raises(SystemExit) as end:
         main([*name.split(), "--help"])
     shown = capsys.readouterr().out
@@ -160,7 +160,7 @@ def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
     def refused(path):
         raise UserError("say it otherwise")
 
-    monkeypatch.setattr("toolkit.checkpoint.command.find_step", broken)
+    monkeypatch.setattr("toolkit.checkpoint.command.find_step_dir", broken)
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     said = capsys.readouterr().err
     assert (
@@ -169,7 +169,7 @@ def test_a_bug_is_not_shown_as_the_users_fault(monkeypatch, capsys, tmp_path):
         and "please report" in said
     )
 
-    monkeypatch.setattr("toolkit.checkpoint.command.find_step", refused)
+    monkeypatch.setattr("toolkit.checkpoint.command.find_step_dir", refused)
     assert main(["checkpoint", "show", str(tmp_path)]) == 1
     assert capsys.readouterr().err == "megatron-vl checkpoint show: say it otherwise\n"
 

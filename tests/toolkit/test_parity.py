@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from toolkit.cli import main
 from toolkit.layouts import parse_layout, parse_layouts
-from toolkit.parity.compare import spread
+from toolkit.parity.compare import spread_samples
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict]:
@@ -59,7 +59,7 @@ def test_a_damaged_checkpoint_fails_and_its_layer_is_named(
     tensors = load_file(file)
     tensors[name] = tensors[name].flip(0).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
-    convert(tmp_path / "damaged", tmp_path / "weights", {"tp": 2, "pp": 1})
+    convert_weights(tmp_path / "damaged", tmp_path / "weights", {"tp": 2, "pp": 1})
     code, report = run(capsys, "--hf", hf, "--checkpoint", tmp_path / "weights", "--layouts", "1")
     result = report["layouts"]["1"]
     assert code == 1 and result["steps"][0]["departs"] == "decoder layer 2"
@@ -69,17 +69,17 @@ def test_a_damaged_checkpoint_fails_and_its_layer_is_named(
 def test_layouts_are_read_as_written():
     layout = parse_layout("tp2pp2vpp2sp:layers=0-2-1-1")
     assert (layout.tp, layout.pp, layout.vpp, layout.dp, layout.layers) == (2, 2, 2, 1, (0, 2, 1, 1))
-    assert layout.sequence_parallel and (layout.ranks, layout.rows) == (4, 2)
-    assert [each.ranks for each in parse_layouts("1, tp2,dp2pp2")] == [1, 2, 4]
+    assert layout.sequence_parallel and (layout.world_size, layout.row_multiple) == (4, 2)
+    assert [each.world_size for each in parse_layouts("1, tp2,dp2pp2")] == [1, 2, 4]
     assert (parse_layout("ep4").dp, parse_layout("tp2ep4etp1").dp, parse_layout("dp8ep2etp2").dp) == (4, 2, 8)
-    assert (parse_layout("cp2ep4").dp, parse_layout("cp2tp2sp").ranks) == (2, 4)
+    assert (parse_layout("cp2ep4").dp, parse_layout("cp2tp2sp").world_size) == (2, 4)
     for wrong in ("tp", "2", "tp2x", "tp2tp4", "pp2:layers=", "sp", "tp0", ""):
         with pytest.raises(ValueError, match="layout"):
             parse_layouts(wrong)
 
 
 def test_rows_are_as_even_as_can_be():
-    assert spread(5, 2) == [[0, 1], [2, 3, 4]] and spread(4, 4) == [[0], [1], [2], [3]]
+    assert spread_samples(5, 2) == [[0, 1], [2, 3, 4]] and spread_samples(4, 4) == [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ import torch
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.models.attention import choose_backend
-from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, play_schedule
-from megatron_vl.planning.run import estimate
+from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, in_flight_by_pass, peak_stage_gib
+from megatron_vl.planning.run_layout import estimate_stage_memory
 from megatron_vl.spec.families import ModelSpec, MoeSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import tensor_table
@@ -66,11 +66,11 @@ LATER = [
 
 @pytest.mark.parametrize(("measured", "options", "layers"), [m[1:] for m in LATER], ids=[m[0] for m in LATER])
 def test_estimate_is_near_later_measurements(measured, options, layers):
-    spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=layers)
+    spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(num_language_layers=layers)
     lean = "--recompute.language selective --recompute.language_modules [activation]"
     lean += " --recompute.vision activation --data.seq_len 8192 --global_batch_size 8"
     words = [*lean.split(), *options.split()]
-    found = peak_gib(estimate(parse_config(words), spec, 2, 24028))
+    found = peak_stage_gib(estimate_stage_memory(parse_config(words), spec, 2, 24028))
     assert found == pytest.approx(measured, rel=0.03)
 
 
@@ -80,9 +80,11 @@ def test_estimate_is_near_later_measurements(measured, options, layers):
     ids=[m[0] for m in MEASURED],
 )
 def test_estimate_equals_measurements(measured, world, options, layers, patches):
-    spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(language=layers)
+    spec = read_spec(HF_CONFIGS / "Qwen2.5-VL-7B-Instruct.json").replace_layers(num_language_layers=layers)
     config = parse_config(["--data.seq_len", "8192", *BEFORE, *options.split()])
-    assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
+    assert peak_stage_gib(estimate_stage_memory(config, spec, world, patches)) == pytest.approx(
+        measured, rel=0.02
+    )
 
 
 LEAN = (
@@ -133,7 +135,9 @@ def test_estimate_equals_measurements_with_fused_kernels(measured, size, world, 
     config = parse_config(
         ["--data.seq_len", "8192", "--model.vision_attention", "torch_varlen", *options.split()]
     )
-    assert peak_gib(estimate(config, spec, world, patches)) == pytest.approx(measured, rel=0.02)
+    assert peak_stage_gib(estimate_stage_memory(config, spec, world, patches)) == pytest.approx(
+        measured, rel=0.02
+    )
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 36, 40, 64, 72, 80, 96, 120, 128, 136])
@@ -146,7 +150,9 @@ def test_auto_is_estimated_as_the_backend_that_it_is(head_dim):
             "auto", platform="cuda", head_dim=head_dim, causal=False, dtype=getattr(torch, dtype)
         )
         auto, same, other = (
-            estimate(parse_config(["--dtype", dtype, "--model.vision_attention", name]), spec, 1)[0].vision
+            estimate_stage_memory(
+                parse_config(["--dtype", dtype, "--model.vision_attention", name]), spec, 1
+            )[0].vision
             for name in ("auto", chosen, "sdpa" if chosen == "triton" else "triton")
         )
         assert auto == same != other
@@ -166,7 +172,7 @@ def test_schedule_is_that_of_megatron_core(pp, vpp, micro_batches):
             held[abs(chunk) - 1] += 1 if chunk > 0 else -1
             if chunk > 0:
                 expected.append(tuple(held))
-        assert play_schedule(pp, vpp, stage, micro_batches) == expected
+        assert in_flight_by_pass(pp, vpp, stage, micro_batches) == expected
         assert held == [0] * vpp
 
 
@@ -187,7 +193,7 @@ def test_optimizer_state_is_spread_without_loss():
         "--parallel.ep 2 --parallel.etp 4 --parallel.pp 2",
     ):
         config = parse_config(["--global_batch_size", "16", *options.split()])
-        stages = estimate(config, spec, 16)
+        stages = estimate_stage_memory(config, spec, 16)
         assert sum(stage.optimizer for stage in stages) * 16 / config.parallel.pp == pytest.approx(
             12 * parameters
         )
@@ -197,10 +203,11 @@ def test_fewer_experts_and_less_recompute_change_what_they_should():
     spec = mixture()
     base = ["--global_batch_size", "16", "--parallel.ep", "8"]
     plain, full = (
-        estimate(parse_config([*base, *more]), spec, 8)[0] for more in ([], ["--recompute.language", "full"])
+        estimate_stage_memory(parse_config([*base, *more]), spec, 8)[0]
+        for more in ([], ["--recompute.language", "full"])
     )
     assert full.activations < 0.3 * plain.activations and full.weights == plain.weights
-    frozen = estimate(parse_config([*base, "--model.freeze_language", "true"]), spec, 8)[0]
+    frozen = estimate_stage_memory(parse_config([*base, "--model.freeze_language", "true"]), spec, 8)[0]
     assert frozen.gradients < 0.1 * plain.gradients and frozen.weights == plain.weights
 
 
@@ -208,8 +215,8 @@ def test_fewer_experts_and_less_recompute_change_what_they_should():
 def test_example_states_what_is_estimated_today(path):
     """tests/test_examples.py checks the numbers by hand; here, a changed estimate must reach the YAML."""
     given = read_example(path)
-    peak = peak_gib(estimate(given.config, given.spec, given.world))
-    assert given.gib == round(peak) and peak <= GPU_GIB[given.gpu] - RESERVE_GIB
+    peak = peak_stage_gib(estimate_stage_memory(given.config, given.spec, given.world))
+    assert given.gib == round(peak) and peak <= GPU_MEMORY_GIB[given.gpu] - RESERVE_GIB
     speed = predict_run(given.config, given.spec, given.world)
     if given.mfu:
         assert given.tokens_per_second == pytest.approx(speed.tokens_per_second, rel=0.01)
@@ -240,11 +247,13 @@ def test_example_builds_under_its_layout(path):
     layout = make_layout(spec, p.tp, p.pp, p.vpp, p.layers, p.ep, p.etp, decoupled)
     stages = core_says()["built"][path.stem]
     assert len(stages) == p.pp
-    for memory, built in zip(estimate(config, spec, world), stages, strict=True):
+    for memory, built in zip(estimate_stage_memory(config, spec, world), stages, strict=True):
         expected: Counter[tuple[str, tuple[int, ...]]] = Counter()
-        for info in stage_tensors(spec, layout, memory.stage):
-            shape = info.shard_shape(layout.cut)  # a stack of experts is built as so many parameters
-            expected[info.name, shape[1:] if info.experts else shape] += shape[0] if info.experts else 1
+        for info in stage_tensors(spec, layout, memory.pipeline_stage):
+            shape = info.shard_shape(layout.sharding)  # a stack of experts is built as so many parameters
+            expected[info.name, shape[1:] if info.num_experts else shape] += (
+                shape[0] if info.num_experts else 1
+            )
         assert Counter((name, tuple(shape)) for name, shape, _ in built) == expected
         assert memory.weights == 2 * sum(math.prod(shape) for _, shape, _ in built)
         assert memory.gradients == 4 * sum(math.prod(shape) for _, shape, trained in built if trained)

@@ -13,10 +13,10 @@ from PIL import Image
 from megatron_vl.config import OptimizerConfig, TrainConfig, parse_config
 from tests.support.planned import predict_run
 from toolkit.cli import main
-from toolkit.options import parse
+from toolkit.options import parse_command_line
 from toolkit.plan.command import make_plan
 from toolkit.plan.options import PlanOptions
-from toolkit.plan.show import options_of_layout
+from toolkit.plan.print_plan import layout_options
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 B7 = ["--hf", str(CONFIGS / "Qwen2.5-VL-7B-Instruct.json"), "--gpu", "H200"]
@@ -44,15 +44,19 @@ def test_the_written_run_is_one_that_train_takes(capsys, tmp_path: Path) -> None
 def test_the_printed_options_are_the_planned_run(capsys) -> None:
     """A copied line is predicted as what it was printed for: recompute, offload and rows of a step too."""
     words = ["plan", *B7[:2], "--gpu", "A100", "--gpus", "1"]
-    best = make_plan(parse(PlanOptions, words[1:], "plan")).best
+    best = make_plan(parse_command_line(PlanOptions, words[1:], "plan")).best_prediction
     assert main(words) == 0
     said = capsys.readouterr().out
     line = next(line for line in said.splitlines() if line.startswith("  --"))
     again = predict_run(
-        parse_config(line.split()), best.spec, best.world, calibration=best.calibration, rows=best.rows
+        parse_config(line.split()),
+        best.spec,
+        best.world_size,
+        calibration=best.calibration,
+        rows=best.row_statistics,
     )
     assert "--optimizer.offload_fraction 1.0" in line
-    assert (again.peak_gib, again.step) == (best.peak_gib, best.step)
+    assert (again.peak_gib, again.step_seconds) == (best.peak_gib, best.step_seconds)
 
     heading = next(line for line in said.splitlines() if "in flight" in line)
     cells = next(line for line in said.splitlines() if line.startswith("│ 0     │ 1 "))
@@ -60,10 +64,12 @@ def test_the_printed_options_are_the_planned_run(capsys) -> None:
 
 
 def test_the_printed_options_are_only_those_that_differ() -> None:
-    best = make_plan(parse(PlanOptions, [*B7[:2], "--gpu", "A100", "--gpus", "1"], "plan")).best
+    best = make_plan(
+        parse_command_line(PlanOptions, [*B7[:2], "--gpu", "A100", "--gpus", "1"], "plan")
+    ).best_prediction
 
     def options(**fields: Any) -> str:
-        return options_of_layout(dataclasses.replace(best, config=TrainConfig(**fields)))
+        return layout_options(dataclasses.replace(best, config=TrainConfig(**fields)))
 
     assert options() == "the run as it is"
     assert options(global_batch_size=64) == "--global_batch_size 64"

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.tensors import LayoutError, check_tp
-from toolkit.tiny import SPECIAL_TOKENS, write_tiny_checkpoint
+from megatron_vl.spec.tensors import LayoutError, check_tensor_parallel
+from toolkit.tiny_checkpoint import SPECIAL_TOKENS, write_tiny_checkpoint
 
 CASES = [
     ("qwen2_vl", {"tied": True}),
@@ -84,9 +84,9 @@ def test_keeps_the_oddities(tiny_checkpoint):
     spec = read_spec(tiny_checkpoint("qwen2_5_vl"))
     assert spec.vision.ffn_hidden_size % 2 == 1 and spec.language.num_kv_heads < spec.language.num_heads
     assert {spec.vision.is_full_attention(i) for i in range(spec.vision.num_layers)} == {True, False}
-    check_tp(spec, 4)
+    check_tensor_parallel(spec, 4)
     with pytest.raises(LayoutError, match="heads"):
-        check_tp(spec, 8)
+        check_tensor_parallel(spec, 8)
 
 
 def test_refuses_what_it_cannot_write(tmp_path):

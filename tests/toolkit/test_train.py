@@ -14,7 +14,7 @@ import pytest
 from tests.training.small_run import environment, metrics, options_of, prepare, train
 from toolkit.cli import main
 from toolkit.train import command
-from toolkit.train.environment import Surroundings, first_host, read
+from toolkit.train.launch_environment import LaunchEnvironment, first_host, read_launch_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "tests" / "hf_configs"
@@ -41,18 +41,19 @@ def test_first_host_of_a_slurm_list(nodelist, host):
 
 
 def test_a_shell_and_a_batch_script_start_the_ranks_themselves():
-    assert read({}) == Surroundings()
+    assert read_launch_environment({}) == LaunchEnvironment()
     assert (
-        read({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}) == Surroundings()
+        read_launch_environment({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"})
+        == LaunchEnvironment()
     )  # sbatch without srun
 
 
 def test_a_rank_of_torchrun_and_one_of_slurm():
-    assert read({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}).is_rank
+    assert read_launch_environment({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}).is_rank
     tasks = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_LOCALID": "1"}
-    slurm = read(STEP | tasks)
+    slurm = read_launch_environment(STEP | tasks)
     assert slurm.is_rank
-    assert slurm.variables == {
+    assert slurm.rank_variables == {
         "RANK": "9",
         "WORLD_SIZE": "16",
         "LOCAL_RANK": "1",
@@ -61,14 +62,16 @@ def test_a_rank_of_torchrun_and_one_of_slurm():
         "MASTER_PORT": "23456",
     }
     assert (
-        read(STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}).variables["MASTER_ADDR"]
+        read_launch_environment(
+            STEP | tasks | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5"}
+        ).rank_variables["MASTER_ADDR"]
         == "10.0.0.1"
     )
 
 
 def test_a_slurm_step_with_a_task_a_node_starts_the_ranks_of_its_node():
-    found = read(STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"})
-    assert found == Surroundings(nnodes=2, master_addr="gpu007", master_port=23456, job_id="123456")
+    found = read_launch_environment(STEP | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"})
+    assert found == LaunchEnvironment(nnodes=2, master_addr="gpu007", master_port=23456, job_id="123456")
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,7 @@ def started(monkeypatch) -> list[list[str]]:
     monkeypatch.setattr("megatron_vl.launch.main", lambda words: given.append(words) or 7)
     for name in [name for name in os.environ if name.startswith("SLURM_") or name in ("RANK", "WORLD_SIZE")]:
         monkeypatch.delenv(name)
-    for name in command.FOR_GPUS:
+    for name in command.GPU_ENVIRONMENT:
         monkeypatch.setenv(name, os.environ.get(name, "1"))  # restored afterwards
     return given
 
@@ -172,7 +175,7 @@ def test_dry_run_says_what_is_in_host_memory_and_what_would_have_to_be(capsys):
 
 
 def test_dry_run_without_gpus_takes_as_few_ranks_as_the_layout_needs(capsys, monkeypatch):
-    monkeypatch.setattr("toolkit.train.dry_run.list_gpus", list)
+    monkeypatch.setattr("toolkit.train.dry_run.query_gpus", list)
     assert dry_run(capsys, *LARGE)["ranks"] == 32
     monkeypatch.setenv("RANK", "0")  # a dry run is never a rank
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.convert import convert, export, reshard
+from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.config import DataConfig, ModelConfig, TrainConfig
 from megatron_vl.errors import UsageError, UserError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.preflight import check_start_weights
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import EXPORTED
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.video_rule import exported_video_rule
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.run_json import write_run_json
 from tests.toolkit.evaluation import photographs, write_video
 from toolkit.cli import main
-from toolkit.evaluate.comparison import video_rules as rules_of_evaluate
+from toolkit.evaluate.evaluation import video_rules_by_folder as rules_of_evaluate
 from toolkit.evaluate.options import EvaluateOptions
-from toolkit.generate.answers import video_rules as rules_of_generate
+from toolkit.generate.answers import checkpoint_video_rules as rules_of_generate
 
 RULES = [
     ("qwen2_5_vl", "video_positions", "transformers_5_3"),
@@ -46,19 +46,19 @@ class Exported:
     def __init__(self, hf: Path, folder: Path, rule: dict[str, str]) -> None:
         self.hf, self.folder = hf, folder
         self.step = folder / "run" / "step_00000004"
-        convert(hf, self.step / "weights", {"tp": 1, "pp": 1})
+        convert_weights(hf, self.step / "weights", {"tp": 1, "pp": 1})
         write_run(self.step, rule)
         (folder / "run" / "latest.json").write_text(json.dumps({"step": 4, "serial": 0}))
 
         self.of_run = folder / "of_run"
-        export(folder / "run", hf, self.of_run)
+        export_weights(folder / "run", hf, self.of_run)
 
     def alone(self, origin: Path, name: str) -> Path:
         """Weights outside of a run, exported again."""
         weights = self.folder / f"{name}_weights"
-        convert(origin, weights, {"tp": 1, "pp": 1})
+        convert_weights(origin, weights, {"tp": 1, "pp": 1})
         out = self.folder / name
-        export(weights, origin, out)
+        export_weights(weights, origin, out)
         return out
 
 
@@ -75,16 +75,18 @@ def exported(tiny_checkpoint, tmp_path: Path):
 def test_an_export_names_the_rule_of_its_run(exported, family, name, former, value) -> None:
     rule = {name: former if value == "former" else "released"}
     made = exported(family, rule)
-    assert json.loads((made.of_run / EXPORTED).read_text()) == {"video_rule": rule}
+    assert json.loads((made.of_run / EXPORT_FACTS_FILE).read_text()) == {"video_rule": rule}
     assert exported_video_rule(made.of_run, read_spec(made.of_run)) == rule
 
     # A conversion of it and back keeps the rule; a released folder has none to keep.
-    assert json.loads((made.alone(made.of_run, "again") / EXPORTED).read_text()) == {"video_rule": rule}
-    assert not (made.alone(made.hf, "untrained") / EXPORTED).exists()
+    assert json.loads((made.alone(made.of_run, "again") / EXPORT_FACTS_FILE).read_text()) == {
+        "video_rule": rule
+    }
+    assert not (made.alone(made.hf, "untrained") / EXPORT_FACTS_FILE).exists()
 
     # What an earlier export noted in the folder does not stay.
-    export(made.folder / "untrained_weights", made.hf, made.of_run, force=True)
-    assert not (made.of_run / EXPORTED).exists()
+    export_weights(made.folder / "untrained_weights", made.hf, made.of_run, force=True)
+    assert not (made.of_run / EXPORT_FACTS_FILE).exists()
 
 
 def test_a_rule_that_damage_has_made_unknown_is_not_left_out(exported, tmp_path: Path) -> None:
@@ -92,13 +94,13 @@ def test_a_rule_that_damage_has_made_unknown_is_not_left_out(exported, tmp_path:
     made = exported("qwen3_vl", {"video_prompt": "transformers_5_10"})
     (made.step / "run.json").write_text('{"video_rule": {"video_prompt": "released"}, "digest": "0"}')
     with pytest.raises(UserError, match=r"run.json is damaged .* under which rule for videos"):
-        export(made.folder / "run", made.hf, tmp_path / "out")
+        export_weights(made.folder / "run", made.hf, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
     (made.step / "loader").mkdir()
     identity = {"identity": {"video_prompt": "transformers_5_10"}}
     (made.step / "loader" / "dp_00000.json").write_text(json.dumps(identity))
-    export(made.folder / "run", made.hf, tmp_path / "out")
+    export_weights(made.folder / "run", made.hf, tmp_path / "out")
     assert exported_video_rule(tmp_path / "out", read_spec(made.hf)) == {"video_prompt": "transformers_5_10"}
 
 
@@ -108,12 +110,12 @@ def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, nam
     made = exported(family, {name: former})
     split = made.folder / "split"
     merged = made.folder / "merged"
-    reshard(made.folder / "run", split, {"tp": 2, "pp": 1})
-    reshard(split, merged)
+    reshard_weights(made.folder / "run", split, {"tp": 2, "pp": 1})
+    reshard_weights(split, merged)
 
     out = made.folder / "out"
-    export(merged, made.hf, out)
-    assert json.loads((out / EXPORTED).read_text()) == {"video_rule": {name: former}}
+    export_weights(merged, made.hf, out)
+    assert json.loads((out / EXPORT_FACTS_FILE).read_text()) == {"video_rule": {name: former}}
     said: list[str] = []
     assert rules_of_generate(WeightReader(merged), made.hf, {}, said.append) == {name: former}
     assert len(said) == 1 and str(merged) in said[0]
@@ -127,8 +129,10 @@ def test_weights_split_and_merged_from_a_run_keep_its_rule(exported, family, nam
     assert f"--data.{name} {former} keeps the rule" in note
 
     # Released weights have no rule to keep.
-    reshard(
-        convert(made.hf, made.folder / "released").out, made.folder / "released_split", {"tp": 2, "pp": 1}
+    reshard_weights(
+        convert_weights(made.hf, made.folder / "released").out,
+        made.folder / "released_split",
+        {"tp": 2, "pp": 1},
     )
     released = WeightReader(made.folder / "released_split")
     assert "video_rule" not in released.manifest["origin"]
@@ -176,10 +180,10 @@ def test_evaluate_follows_the_rule_of_each_folder(exported, family, name, former
     with pytest.raises(UsageError, match="leave the option out"):
         rules(made.hf, plain, made.of_run, **{name: "released"})
 
-    (plain / EXPORTED).write_text(json.dumps({"video_rule": {name: "released"}}))
+    (plain / EXPORT_FACTS_FILE).write_text(json.dumps({"video_rule": {name: "released"}}))
     with pytest.raises(UsageError, match="not one model"):
         rules(made.of_run, plain, made.hf)
-    (plain / EXPORTED).write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
+    (plain / EXPORT_FACTS_FILE).write_text(json.dumps({"video_rule": {name: "transformers_9"}}))
     with pytest.raises(UserError, match="does not know"):
         rules(made.hf, plain, made.hf)
 
@@ -214,7 +218,7 @@ def test_answers_to_a_video_depend_on_the_rule_of_the_folder(
 @both_rules
 def test_the_model_of_evaluate_is_given_the_rule(exported, family, name, former, tmp_path: Path) -> None:
     """The settings for a folder change what the model gets at a video: its positions, or its text."""
-    from toolkit.evaluate.model import Checkpoint
+    from toolkit.evaluate.checkpoint_model import CheckpointModel
 
     made = exported(family, {name: former})
     clip = tmp_path / "clip.mp4"
@@ -228,8 +232,8 @@ def test_the_model_of_evaluate_is_given_the_rule(exported, family, name, former,
     rules = rules_of_evaluate(options, lambda line: None)
 
     def given(folder: Path) -> torch.Tensor:
-        model = Checkpoint(folder, settings | rules[str(folder.resolve())], [tmp_path])
-        inputs = model.inputs(prompt)
+        model = CheckpointModel(folder, settings | rules[str(folder.resolve())], [tmp_path])
+        inputs = model.model_inputs(prompt)
         if name == "video_prompt":
             return inputs["input_ids"]
         grids = {key: inputs[key] for key in ("video_grid_thw", "second_per_grid_ts")}

@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.packing.assemble import Sample, pack_row
-from megatron_vl.parallel.grid import init_distributed
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
-from megatron_vl.training.checkpoint import load
-from megatron_vl.training.feed import Feed
+from megatron_vl.training.batch_broadcast import BatchBroadcast
+from megatron_vl.training.checkpoint import load_checkpoint
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.step import train_step
-from megatron_vl.weights.run_folder import step_folder
-from toolkit.parity.case import BuiltCase, Case, build, draw
+from megatron_vl.weights.run_folder import step_dir_path
+from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
 
 from .decoupled_programs import saved_tensors
 
@@ -44,17 +44,17 @@ def moved(hf: str, weights: str, folder: str) -> dict[str, list[str]]:
     different: dict[str, list[str]] = {}
     first: dict[str, Tensor] = {}
     for number, (name, layout) in enumerate(MOVES.items()):
-        live = build(Case(name, hf, weights, [], seq_len=SEQ_LEN, **layout), platform)
+        live = build_case(ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, **layout), platform)
         if number == 0:
             for step in range(2):
-                data = live.feed(draw(ROWS, live.spec, step), platform, SEQ_LEN)
+                data = live.make_step_data(draw_samples(ROWS, live.spec, step), platform, SEQ_LEN)
                 set_learning_rates(live.optimizer, live.config, step)
-                train_step(live.wrapped, live.optimizer, data.rows, live.grid, SEQ_LEN)
+                train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, SEQ_LEN)
         else:
-            parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
+            parts = {"chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
-            source = step_folder(Path(folder) / str(number - 1), 2)
-            load(source, **parts, **place, run={}, restart_data=True)
+            source = step_dir_path(Path(folder) / str(number - 1), 2)
+            load_checkpoint(source, **parts, **place, run_metadata={}, restart_data=True)
 
         saved = saved_tensors(live, Path(folder) / str(number))
         first = first or saved
@@ -73,11 +73,13 @@ def losses_beside_others(hf: str, weights: str) -> dict[str, Any]:
     init_distributed(platform)
     out: dict[str, Any] = {}
     for name, layout in {"CP2 x DP2": {"cp": 2}, "CP4": {"cp": 4}}.items():
-        live = build(Case(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout), platform)
-        samples = draw([["short_text", "image", "word", "text", "image"]], live.spec, 0)[0]
+        live = build_case(
+            ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout), platform
+        )
+        samples = draw_samples([["short_text", "image", "word", "text", "image"]], live.spec, 0)[0]
         before = _token_losses(live, samples)
 
-        changed = draw([["image"]], live.spec, 7)[0][0]
+        changed = draw_samples([["image"]], live.spec, 7)[0][0]
         after = _token_losses(live, [samples[0], changed, *samples[2:]])
 
         bounds = torch.tensor([0, *(len(sample) for sample in samples)]).cumsum(0).tolist()
@@ -86,15 +88,15 @@ def losses_beside_others(hf: str, weights: str) -> dict[str, Any]:
     return out
 
 
-def _token_losses(live: BuiltCase, samples: list[Sample]) -> Tensor:
+def _token_losses(live: BuiltCase, samples: list[TokenizedSample]) -> Tensor:
     """The losses of all tokens of a row that every replica gets, [S]."""
     row = pack_row(samples, live.spec, SEQ_LEN)
     row.loss_mask = torch.ones_like(row.loss_mask)
     platform = get_platform("cpu")
     given = iter([row]) if live.grid.owns_loader else None
-    [mine] = Feed(live.grid, platform, given, 1, vision=live.spec.vision).next_step().rows
+    [mine] = BatchBroadcast(live.grid, platform, given, 1, vision_spec=live.spec.vision).next_batch().rows
     with torch.no_grad():
-        losses = live.wrapped[0].module(mine).view(-1)
+        losses = live.ddp_chunks[0].module(mine).view(-1)
 
     by_rank = [torch.empty_like(losses) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, losses)

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.parallel.grid import init_distributed
+from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
-from megatron_vl.training.checkpoint import CheckpointSaver, load, read_run, take_snapshot
+from megatron_vl.training.checkpoint import CheckpointSaver, load_checkpoint, read_run_metadata, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.optimizer_state import KINDS, OptimizerReader
+from megatron_vl.training.optimizer_state import STATE_KINDS, OptimizerStateReader
 from megatron_vl.training.step import replicated_modules, train_step
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import step_folder
-from toolkit.parity.case import Case, build, draw
-from toolkit.parity.training import full_state
+from megatron_vl.weights.run_folder import step_dir_path
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.parity.case import ParityCase, build_case, draw_samples
+from toolkit.parity.training import read_full_state
 
 ROWS = [["mixed", "text"], ["image"]]
 
@@ -37,15 +37,17 @@ def _move(
 ) -> dict[str, Any]:
     saved, results = [], []
     for number, decoupled in enumerate((first, not first)):
-        case = Case("case", hf, weights, [], seq_len=512, decoupled=decoupled, **layout)
-        live = build(case, platform)
+        case = ParityCase("case", hf, weights, [], seq_len=512, decoupled=decoupled, **layout)
+        live = build_case(case, platform)
         if number == 0:
             for step in range(2):
                 _step(live, platform, step)
         else:
-            parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
+            parts = {"chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
-            load(step_folder(folder / "0", 2), **parts, **place, run={}, restart_data=True)
+            load_checkpoint(
+                step_dir_path(folder / "0", 2), **parts, **place, run_metadata={}, restart_data=True
+            )
         saved.append(saved_tensors(live, folder / str(number)))
         results.append(_step(live, platform, 2))
     if dist.get_rank():
@@ -70,8 +72,8 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
     platform = get_platform("cpu")
     torch.set_num_threads(1)
     init_distributed(platform)
-    live = build(Case("case", hf, weights, [], seq_len=512, decoupled=True, **layout), platform)
-    tower = live.wrapped[0].module.decoupled
+    live = build_case(ParityCase("case", hf, weights, [], seq_len=512, decoupled=True, **layout), platform)
+    tower = live.ddp_chunks[0].module.decoupled
     last = dist.get_rank() == dist.get_world_size() - 1
     own, calls = tower.backward_call, []
 
@@ -82,7 +84,7 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
         own(features, patches, gradient)
 
     def held() -> list[Tensor]:
-        return [p.detach().clone() for part in replicated_modules(live.wrapped) for p in part.parameters()]
+        return [p.detach().clone() for part in replicated_modules(live.ddp_chunks) for p in part.parameters()]
 
     results = []
     for number in range(3):
@@ -99,28 +101,32 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
 
 
 def _step(live: Any, platform: Any, number: int) -> Any:
-    data = live.feed(draw(ROWS, live.spec, number), platform, 512)
+    data = live.feed(draw_samples(ROWS, live.spec, number), platform, 512)
     set_learning_rates(live.optimizer, live.config, number)
     return train_step(live.wrapped, live.optimizer, data.rows, live.grid, 512)
 
 
 def saved_tensors(live: Any, folder: Path) -> dict[str, Tensor]:
     """Saves; on rank 0, returns every weight, master weight and moment in the files, and Adam's counts."""
-    saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
+    saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, num_latest_kept=0)
     place = {"spec": live.spec, "layout": live.layout, "grid": live.grid}
     parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
-    saver.start(lambda: take_snapshot(2, **parts, **place, loader_state=None, run={"dp": live.grid.dp}), 2)
-    saver.wait()
+    saver.start_save(
+        lambda: take_snapshot(2, **parts, **place, loader_state=None, run_metadata={"dp": live.grid.dp}), 2
+    )
+    saver.wait_until_saved()
     dist.barrier()
     if dist.get_rank():
         return {}
-    source = step_folder(folder, 2)
-    files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
-    state = OptimizerReader(source / "optimizer", files, live.layout.cut)
+    source = step_dir_path(folder, 2)
+    files = {
+        name.removeprefix("optimizer/"): facts for name, facts in read_run_metadata(source)["files"].items()
+    }
+    state = OptimizerStateReader(source / "optimizer", files, live.layout.sharding)
     reader, found = WeightReader(source / "weights"), {}
     for name, info in tensor_table(live.spec).items():
-        found[name] = reader.get(name).clone()
-        found |= {f"{name}/{kind}": full_state(state, info, kind) for kind in KINDS}
-        found[f"{name}/step"] = torch.tensor(state.step(name))
+        found[name] = reader.read_shard(name).clone()
+        found |= {f"{name}/{kind}": read_full_state(state, info, kind) for kind in STATE_KINDS}
+        found[f"{name}/step"] = torch.tensor(state.adam_step_count(name))
     state.close()
     return found

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_vl.parallel import failures
-from megatron_vl.parallel.grid import init_distributed
-from megatron_vl.parallel.groups import end_groups
+from megatron_vl.parallel.process_grid import init_distributed
+from megatron_vl.parallel.process_groups import destroy_groups
 from megatron_vl.platform import get_platform
-from megatron_vl.signals import take_stop_signals
-from megatron_vl.train import _failed
+from megatron_vl.signals import handle_stop_signals
+from megatron_vl.train import _report_failure
 
 
 def writer(seconds: float, path: str) -> None:
@@ -51,19 +51,19 @@ def late_end(seconds: float) -> None:
     """The second rank gets no time between the last barrier and the orderly end."""
     if dist.get_rank() == 1:
         time.sleep(seconds)
-    failures.stop()
+    failures.stop_watching()
 
 
 def main() -> int:
     """Arguments: a case, how long a rank waits for the others (0: as it is), and what the case takes."""
     case, seen_s, *values = sys.argv[1:]
     if float(seen_s):
-        failures._SEEN_S = failures._HOST_S = float(seen_s)
-    take_stop_signals()
+        failures._ALL_SEEN_TIMEOUT_S = failures._ORDERLY_END_TIMEOUT_S = float(seen_s)
+    handle_stop_signals()
 
     try:
         init_distributed(get_platform("cpu"))
-        failures.watch()
+        failures.watch_ranks()
         dist.barrier()
         if case == "writer":
             writer(float(values[0]), values[1])
@@ -72,9 +72,9 @@ def main() -> int:
         else:
             late_end(float(values[0]))
     except Exception as error:
-        return _failed(error)
+        return _report_failure(error)
     finally:
-        end_groups()
+        destroy_groups()
     return 0
 
 

@@ -41,15 +41,15 @@ def main() -> None:
     dist.init_process_group(backend)
     rank = dist.get_rank()
     world = dist.get_world_size()
-    failures.watch()
+    failures.watch_ranks()
     dist.all_reduce(torch.ones(1, device=device))
     dist.barrier()
 
     if rank == world - 1:
         time.sleep(1)
         print(f"failed at {time.time():.2f}", flush=True)
-        failures.tell_once(failures.report(OSError("train-000007.tar: Input/output error")))
-        failures.leave()
+        failures.print_failure_once(failures.report_failure(OSError("train-000007.tar: Input/output error")))
+        failures.exit_after_failure()
     if folder:
         threading.Thread(target=write_slowly, args=(folder / f"written_{rank}",)).start()
     if backend == "nccl":

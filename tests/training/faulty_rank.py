@@ -23,7 +23,7 @@ from types import FrameType
 import psutil
 import torch
 
-from megatron_vl.weights.run_folder import latest
+from megatron_vl.weights.run_folder import find_latest_checkpoint
 
 
 def kill() -> None:
@@ -143,7 +143,7 @@ def wait_and_do(fault: str, run: Path, count: int, moment: str) -> None:
         while not list(run.glob("step_*.partial")):
             time.sleep(0.0005)
     elif moment == "saved":
-        while latest(run) is None:
+        while find_latest_checkpoint(run) is None:
             time.sleep(0.01)
     elif moment == "export":
         while not (exports() if fault == "fill_disk" else is_half_done(run)):

@@ -13,31 +13,31 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_vl.data.packing.assemble import pack_row
-from megatron_vl.models.names import LiveTensor
+from megatron_vl.data.packing.assemble_row import pack_row
+from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.tensors import tensor_table
-from megatron_vl.training.checkpoint import run_parameters
+from megatron_vl.training.checkpoint import collect_live_tensors
 from megatron_vl.training.offload import build
-from megatron_vl.training.offload.build import ChunkedState, chunked_state
-from megatron_vl.training.offload.pinned import allocate_on_device
-from megatron_vl.training.offload.state import Parameter, make_chunks
-from megatron_vl.training.offload.step import ChunkedStep
-from megatron_vl.training.offload.traffic import Traffic
+from megatron_vl.training.offload.build import ChunkedOptimizerState, chunked_state
+from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
+from megatron_vl.training.offload.chunked_step import ChunkedStep
+from megatron_vl.training.offload.pinned_memory import allocate_device_chunks
+from megatron_vl.training.offload.state_chunks import ChunkedParameter, lay_out_chunks
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
 from megatron_vl.training.optimizer_state import (
-    INDEX,
-    KINDS,
-    OptimizerReader,
-    restore,
-    slices_of,
-    snapshot,
-    write_hashed,
-    write_index,
+    INDEX_FILE,
+    STATE_KINDS,
+    OptimizerStateReader,
+    list_index_entries,
+    restore_optimizer,
+    snapshot_optimizer,
+    write_hashed_safetensors,
+    write_slice_index,
 )
-from megatron_vl.training.step import train_step, wrap
+from megatron_vl.training.step import train_step, wrap_in_ddp
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
-from toolkit.parity.batches import make_sample
+from toolkit.parity.random_samples import make_sample
 
 Steps = list[dict[str, Any]]
 
@@ -48,7 +48,7 @@ def again(trainer: TinyTrainer, **changes: Any) -> TinyTrainer:
     config = dataclasses.replace(trainer.config, optimizer=optimizer)
     torch.manual_seed(0)
     other = dataclasses.replace(trainer, config=config, chunks=trainer.new_chunks(config))
-    other.wrapped = wrap(config, other.chunks)
+    other.wrapped = wrap_in_ddp(config, other.chunks)
     other.optimizer = build_optimizer(config, trainer.platform, other.wrapped)
     return other
 
@@ -56,8 +56,8 @@ def again(trainer: TinyTrainer, **changes: Any) -> TinyTrainer:
 def state(trainer: TinyTrainer) -> dict[str, Tensor]:
     """Weights and optimizer state of this rank."""
     live = live_tensors(trainer)
-    held = {f"weight/{one.name}": one.parameter.detach().clone() for one in live}
-    held |= snapshot(trainer.optimizer, live)
+    held = {f"weight/{one.tensor_name}": one.parameter.detach().clone() for one in live}
+    held |= snapshot_optimizer(trainer.optimizer, live)
     return {name: tensor for name, tensor in held.items() if not name.startswith("rng/")}
 
 
@@ -81,9 +81,9 @@ def steps_of(
     outcomes = []
     for number in range(first, first + steps):
         set_learning_rates(trainer.optimizer, trainer.config, number)
-        now = trainer.feed_of([silent], 1).next_step().rows if number == bad else rows
+        now = trainer.feed_of([silent], 1).next_batch().rows if number == bad else rows
         result = train_step(trainer.wrapped, trainer.optimizer, now, trainer.grid, SEQ_LEN)
-        facts = {"loss": repr(result.loss), "norm": repr(result.grad_norm), "skipped": result.skipped}
+        facts = {"loss": repr(result.loss), "norm": repr(result.grad_norm), "skipped": result.skip_reason}
         outcomes.append(facts | {"state": digest(state(trainer))})
     return outcomes
 
@@ -104,7 +104,7 @@ def steps_by_share(
         bad: the step in which no token bears loss.
         spread: whether the state is spread over data-parallel ranks.
     """
-    build.keep_in_chunks.__defaults__ = (10 * 64 * 500,)
+    build.move_state_to_chunks.__defaults__ = (10 * 64 * 500,)
     first = tiny_trainer(hf, dtype=dtype, **optimizer)
     if not spread:
         parallel = {"distributed_optimizer": False, "overlap_param_gather": False}
@@ -124,18 +124,18 @@ def steps_by_share(
 def some_rows(trainer: TinyTrainer, dtype: str) -> list[Any]:
     """A row of pictures and one of text; in bfloat16, which takes seconds on CPU, a short one."""
     if dtype == "float32":
-        return trainer.feed.next_step().rows
+        return trainer.feed.next_batch().rows
     row = pack_row([make_sample("image", trainer.spec, 0)], trainer.spec, SEQ_LEN)
-    return trainer.feed_of([row], 1).next_step().rows
+    return trainer.feed_of([row], 1).next_batch().rows
 
 
 def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
     """Shares of the elements whose state is in the optimizer, in chunks on the device, and in chunks in host
     memory."""
     moved = chunked_state(trainer.optimizer)
-    parameters = list(moved.parameters.values()) if moved else []
-    streamed = {id(chunk) for chunk in moved.traffic.chunks} if moved else set()
-    host = sum(p.main.numel() for p in parameters if id(p.pieces[0].chunk) in streamed)
+    parameters = list(moved.parameters_by_id.values()) if moved else []
+    streamed = {id(chunk) for chunk in moved.chunk_streamer.state_chunks} if moved else set()
+    host = sum(p.main_param.numel() for p in parameters if id(p.chunk_slices[0].state_chunk) in streamed)
     device = total = 0
     for part in trainer.optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -145,10 +145,10 @@ def held_on_device(trainer: TinyTrainer) -> dict[str, float]:
                 device += main.numel() if moments is not None and main.untyped_storage().nbytes() else 0
     return {
         "device": device / total,
-        "chunks on device": (sum(p.main.numel() for p in parameters) - host) / total,
+        "chunks on device": (sum(p.main_param.numel() for p in parameters) - host) / total,
         "host": host / total,
         "chunks": len(streamed),
-        "cut": max((len(p.pieces) for p in parameters), default=0),
+        "cut": max((len(p.chunk_slices) for p in parameters), default=0),
     }
 
 
@@ -157,18 +157,18 @@ def two_steps_by_hand() -> list[dict[str, list[float]]]:
     platform = get_platform("cpu")
     weight, main = torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.tensor([1.0, -2.0])
     adam = torch.optim.AdamW([main], lr=0.1, betas=(0.9, 0.95), eps=0.0, weight_decay=0.0)
-    parameter = Parameter(main, weight, adam.param_groups[0])
-    chunks = make_chunks([parameter], 4096, torch.bfloat16)
-    allocate_on_device(chunks, platform.device)
+    parameter = ChunkedParameter(main, weight, adam.param_groups[0])
+    chunks = lay_out_chunks([parameter], 4096, torch.bfloat16)
+    allocate_device_chunks(chunks, platform.device)
     main.untyped_storage().resize_(0)
-    traffic = Traffic([], platform.device, platform.memory)
+    traffic = ChunkStreamer([], platform.device, platform.memory_usage)
     step = ChunkedStep(adam, [parameter], chunks, traffic, range(0))
 
     kept = []
     for _ in range(2):
         main.grad = torch.tensor([0.5, -0.25])
         step()
-        held = {kind: parameter.read(kind) for kind in KINDS}
+        held = {kind: parameter.read_state(kind) for kind in STATE_KINDS}
         kept.append({kind: value.tolist() for kind, value in held.items() if value is not None})
         kept[-1]["weight"] = weight.tolist()
     assert held["exp_avg"].dtype == held["exp_avg_sq"].dtype == torch.bfloat16  # type: ignore[union-attr]
@@ -178,7 +178,7 @@ def two_steps_by_hand() -> list[dict[str, list[float]]]:
 def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
     """Digests of the state after two steps: undisturbed, and saved after one and restored by trainers that
     keep moments in another place, also after they were fp32 for no step; and how fp32 moments become bf16."""
-    build.keep_in_chunks.__defaults__ = (6 * 64 * 500,)
+    build.move_state_to_chunks.__defaults__ = (6 * 64 * 500,)
     first = tiny_trainer(hf, dtype="bfloat16", moments_dtype="bfloat16")
     rows = some_rows(first, "bfloat16")
     found: dict[str, Any] = {"undisturbed": steps_of(again(first), rows, 2)[-1]["state"]}
@@ -217,17 +217,21 @@ def saved_and_restored(hf: str, folder: str) -> dict[str, Any]:
 def save(trainer: TinyTrainer, folder: Path) -> dict[str, Any]:
     """Writes optimizer state as a checkpoint does. Returns what ``run.json`` says of the files."""
     folder.mkdir()
-    held = snapshot(trainer.optimizer, run_parameters(trainer.wrapped, trainer.layout, trainer.grid))
-    files = {"rank.safetensors": write_hashed(folder / "rank.safetensors", held, {"tp": "0"})}
-    return files | {INDEX: write_index(folder, {"rank.safetensors": slices_of(held, 0, 0)})}
+    held = snapshot_optimizer(
+        trainer.optimizer, collect_live_tensors(trainer.wrapped, trainer.layout, trainer.grid)
+    )
+    files = {"rank.safetensors": write_hashed_safetensors(folder / "rank.safetensors", held, {"tp": "0"})}
+    return files | {
+        INDEX_FILE: write_slice_index(folder, {"rank.safetensors": list_index_entries(held, 0, 0)})
+    }
 
 
 def load(trainer: TinyTrainer, folder: Path, files: dict[str, Any]) -> None:
     """Restores the optimizer, and the model's weights from its master weights."""
     table = tensor_table(trainer.spec)
-    reader = OptimizerReader(folder, files, trainer.layout.cut)
-    parameters = run_parameters(trainer.wrapped, trainer.layout, trainer.grid)
-    restore(reader, trainer.optimizer, parameters, table, trainer.grid)
+    reader = OptimizerStateReader(folder, files, trainer.layout.sharding)
+    parameters = collect_live_tensors(trainer.wrapped, trainer.layout, trainer.grid)
+    restore_optimizer(reader, trainer.optimizer, parameters, table, trainer.grid)
     for part in trainer.optimizer.chained_optimizers:
         part._copy_main_params_to_model_params()
 
@@ -240,7 +244,7 @@ def bytes_at_start(hf: str, share: float, moments: str) -> dict[str, int]:
     sizes = [4 * main.numel() for main in mains]
     optimizer = dataclasses.replace(first.config.optimizer, offload_fraction=share, moments_dtype=moments)
     config = dataclasses.replace(first.config, optimizer=optimizer)
-    wrapped = wrap(config, first.new_chunks(config))
+    wrapped = wrap_in_ddp(config, first.new_chunks(config))
     with Allocations() as allocations:
         built = build_optimizer(config, first.platform, wrapped)
     assert built.param_groups
@@ -281,45 +285,45 @@ def poisoned(hf: str) -> dict[str, Any]:
     """The state after steps when everything on the device that is not to be used is NaN, with room for copies
     beside the passes of the model and without, and when a number in host memory has changed."""
     first = tiny_trainer(hf)
-    build.keep_in_chunks.__defaults__ = (10 * 64 * 200,)
+    build.move_state_to_chunks.__defaults__ = (10 * 64 * 200,)
     rows = some_rows(first, "float32")
     results: dict[str, Any] = {"plain": steps_of(again(first), rows, bad=1)[-1]["state"]}
     for what in ("room", "no room", "host"):
         trainer = again(first, offload_fraction=1.0)
         moved = chunked_state(trainer.optimizer)
         assert moved is not None
-        traffic = moved.traffic
+        traffic = moved.chunk_streamer
         if what == "no room":
-            traffic.memory = lambda: (1, 1)
+            traffic.memory_usage = lambda: (1, 1)
         if what == "host":
-            chunk = traffic.chunks[0]
-            chunk.state(chunk.home).exp_avg[0] += 1e-3
+            chunk = traffic.state_chunks[0]
+            chunk.state_views(chunk.home_buffer).exp_avg[0] += 1e-3
         ahead = watch(moved)
         results[what] = steps_of(trainer, rows, bad=1)[-1]["state"]
         train_step(trainer.wrapped, trainer.optimizer, rows, trainer.grid, SEQ_LEN)
-        results[f"{what}, on the device"] = [max(ahead), traffic.on_the_way]
-        moved.settle()
-        assert not traffic.on_the_way
+        results[f"{what}, on the device"] = [max(ahead), traffic.num_chunks_on_device]
+        moved.wait_for_host_state()
+        assert not traffic.num_chunks_on_device
     return results
 
 
-def watch(moved: ChunkedState) -> list[int]:
+def watch(moved: ChunkedOptimizerState) -> list[int]:
     """Fills new slots with NaN, so that what is not fetched is seen. Returns a list to which the number of
     chunks on the device is added after each bucket of the last backward pass."""
-    make, fetch, ahead = moved.traffic._new_slot, moved.traffic.fetch, [0]
+    make, fetch, ahead = moved.chunk_streamer._new_slot, moved.chunk_streamer.fetch_chunks, [0]
 
     def filled() -> Any:
         slot = make()
-        slot.buffer.fill_(255)
+        slot.device_buffer.fill_(255)
         return slot
 
     def watched(least: int = 0) -> None:
         fetch(least)
         if not least:
-            ahead.append(moved.traffic.on_the_way)
+            ahead.append(moved.chunk_streamer.num_chunks_on_device)
 
-    moved.traffic._new_slot = filled  # type: ignore[method-assign]
-    moved.traffic.fetch = watched  # type: ignore[method-assign]
-    for chunk in moved.followed:
-        chunk.when_bucket_is_ready = watched
+    moved.chunk_streamer._new_slot = filled  # type: ignore[method-assign]
+    moved.chunk_streamer.fetch_chunks = watched  # type: ignore[method-assign]
+    for chunk in moved.followed_chunks:
+        chunk.on_bucket_ready = watched
     return ahead

@@ -26,23 +26,23 @@ from megatron_vl.config import (
     TrainConfig,
     parse_config,
 )
-from megatron_vl.data.packing.assemble import pack_row
-from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import init_distributed, make_grid
+from megatron_vl.data.packing.assemble_row import pack_row
+from megatron_vl.models.parameter_names import LiveTensor
+from megatron_vl.parallel.process_grid import init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.spec.tensors import WHOLE, part_of
+from megatron_vl.spec.tensors import UNSHARDED, model_part
 from megatron_vl.train import train
-from megatron_vl.training import feed, metrics
-from megatron_vl.training.feed import StepData
+from megatron_vl.training import batch_broadcast, metrics
+from megatron_vl.training.batch_broadcast import StepBatch
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.optimizer_state import optimizer_slices, snapshot
+from megatron_vl.training.optimizer_state import optimizer_slices, snapshot_optimizer
 from megatron_vl.training.step import StepResult, run_schedule, train_step
-from megatron_vl.training.tally import Tally
+from megatron_vl.training.step_metrics import StepMetrics
 from megatron_vl.weights import run_folder
 from tests.support.tiny_trainer import SEQ_LEN, TinyTrainer, tiny_trainer
-from toolkit.parity.batches import make_sample
+from toolkit.parity.random_samples import make_sample
 
 
 def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
     results = []
     for number, kinds in enumerate(steps):
         rows = [pack_row([make_sample(kind, trainer.spec, 0)], trainer.spec, SEQ_LEN) for kind in kinds]
-        data = trainer.feed_of(rows, len(rows)).next_step()
+        data = trainer.feed_of(rows, len(rows)).next_batch()
         set_learning_rates(trainer.optimizer, trainer.config, number)
         before = _optimizer_state(trainer) if number else {}
         result = train_step(trainer.wrapped, trainer.optimizer, data.rows, trainer.grid, SEQ_LEN)
@@ -89,7 +89,7 @@ def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
 
         stayed = {name.rpartition("/")[2] for name in before if torch.equal(before[name], after[name])}
         moved = {name.rpartition("/")[2] for name in before if not torch.equal(before[name], after[name])}
-        results.append([result.skipped, result.loss_tokens > 0, sorted(stayed), sorted(moved)])
+        results.append([result.skip_reason, result.loss_tokens > 0, sorted(stayed), sorted(moved)])
 
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, results)
@@ -98,7 +98,11 @@ def steps_with_one_without_loss(hf: str, pp: int = 1) -> list[list[list[Any]]]:
 
 def _optimizer_state(trainer: TinyTrainer) -> dict[str, torch.Tensor]:
     named = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
-    return {name: t for name, t in snapshot(trainer.optimizer, named).items() if not name.startswith("rng/")}
+    return {
+        name: t
+        for name, t in snapshot_optimizer(trainer.optimizer, named).items()
+        if not name.startswith("rng/")
+    }
 
 
 def parts_that_move(hf: str, still: str) -> list[Any]:
@@ -115,7 +119,7 @@ def parts_that_move(hf: str, still: str) -> list[Any]:
 
     moved: dict[str, list[bool]] = {}
     for name, parameter in parameters.items():
-        moved.setdefault(part_of(name), []).append(not torch.equal(before[name], parameter))
+        moved.setdefault(model_part(name), []).append(not torch.equal(before[name], parameter))
     without_merger = dataclasses.replace(trainer.config, model=ModelConfig(freeze_merger=True))
     frozen = set_learning_rates(trainer.optimizer, without_merger, 2)
     return [rates, {part: [any(each), all(each)] for part, each in moved.items()}, frozen]
@@ -127,7 +131,11 @@ def rates_and_decays(hf: str) -> dict[str, list[float]]:
     set_learning_rates(trainer.optimizer, trainer.config, 0)
     live = [LiveTensor(name, parameter) for name, parameter in trainer.chunks[0].named_parameters()]
     return {
-        piece.name: [piece.group["lr"], piece.group["weight_decay"], piece.tensor.parameter.dim()]
+        piece.state_name: [
+            piece.param_group["lr"],
+            piece.param_group["weight_decay"],
+            piece.live_tensor.parameter.dim(),
+        ]
         for piece in optimizer_slices(trainer.optimizer, live)
     }
 
@@ -140,11 +148,11 @@ def state_of_mixed_types(hf: str) -> list[list[Any]]:
     live = [LiveTensor(name, p) for chunk in trainer.chunks for name, p in chunk.named_parameters()]
     found = []
     for piece in optimizer_slices(trainer.optimizer, live):
-        parameter = piece.tensor.parameter
+        parameter = piece.live_tensor.parameter
         part = parameter.detach().view(-1)[piece.start : piece.end]
-        own = piece.main.numel() == part.numel() == piece.state["exp_avg"].numel()
-        own = own and torch.equal(piece.main.view(-1).to(part.dtype), part)
-        found.append([piece.name, str(parameter.dtype), own])
+        own = piece.main_param.numel() == part.numel() == piece.adam_state["exp_avg"].numel()
+        own = own and torch.equal(piece.main_param.view(-1).to(part.dtype), part)
+        found.append([piece.state_name, str(parameter.dtype), own])
     by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, found)
     return [line for lines in by_rank for line in lines]
@@ -182,7 +190,7 @@ def counted_flops(hf: str, kinds: list[dict[str, Any]]) -> list[int]:
         config = dataclasses.replace(trainer.config, recompute=RecomputeConfig(**kind))
         chunks = trainer.new_chunks(config)
         chunks[0].config.finalize_model_grads_func = None
-        rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_step().rows
+        rows = trainer.feed_of([pack_row(samples, trainer.spec, length)], 1).next_batch().rows
         with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             run_schedule(chunks, rows, seq_len=length)
         counts.append(counter.get_total_flops())
@@ -198,10 +206,10 @@ def rows_over_the_wire(hf: str) -> list[list[Any]]:
     for names in (["image", "text", "video"], ["text"]):
         row = pack_row([make_sample(name, spec, 0) for name in names], spec, 512)
         row.loss_mask *= 0.3  # weights travel with every bit
-        packed = feed._pack(row)
-        fields = feed._unpack(packed.described, packed.buffers)
-        found = feed._device_row(packed.described, fields)
-        vision, feature_index = feed._vision(packed.described, fields)
+        packed = batch_broadcast._serialize_row(row)
+        fields = batch_broadcast._unpack_tensors(packed.row_header, packed.flat_buffers)
+        found = batch_broadcast._device_row(packed.row_header, fields)
+        vision, feature_index = batch_broadcast._vision_input(packed.row_header, fields)
 
         equal = {}
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
@@ -211,14 +219,15 @@ def rows_over_the_wire(hf: str) -> list[list[Any]]:
             equal[name] = torch.equal(getattr(vision, name), getattr(row.vision, name))
         equal["feature_index"] = torch.equal(feature_index, row.vision.feature_index.long())
         equal["cu_seqlens"] = torch.equal(found.segments.cu_seqlens, row.cu_seqlens)
-        equal["full"] = torch.equal(vision.full.cu_seqlens, row.vision.cu_seqlens)
-        equal["window"] = torch.equal(vision.window.cu_seqlens, row.vision.cu_window_seqlens)
-        equal["loss_index"] = torch.equal(found.loss_index, feed.loss_index(row.loss_mask))
-        equal["max_seqlen"] = vision.full.max_seqlen == row.vision.max_seqlen
-        equal["max_window_seqlen"] = vision.window.max_seqlen == row.vision.max_window_seqlen
+        equal["full"] = torch.equal(vision.full_segments.cu_seqlens, row.vision.cu_seqlens)
+        equal["window"] = torch.equal(vision.window_segments.cu_seqlens, row.vision.cu_window_seqlens)
+        equal["loss_index"] = torch.equal(found.loss_index, batch_broadcast.loss_index(row.loss_mask))
+        equal["max_seqlen"] = vision.full_segments.max_seqlen == row.vision.max_seqlen
+        equal["max_window_seqlen"] = vision.window_segments.max_seqlen == row.vision.max_window_seqlen
 
         sizes = [
-            buffer.numel() == feed._size(packed.described, name) for name, buffer in packed.buffers.items()
+            buffer.numel() == batch_broadcast._buffer_numel(packed.row_header, name)
+            for name, buffer in packed.flat_buffers.items()
         ]
         results.append([[name for name, same in equal.items() if not same], all(sizes)])
     return results
@@ -232,11 +241,11 @@ def failures_of_loaders() -> list[str]:
         raise OSError("train-000007.tar: Input/output error")
         yield
 
-    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, replica_size=1, cp=1, cut=WHOLE)
+    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, replica_size=1, cp=1, cut=UNSHARDED)
     messages = []
     for loader in (iter(()), broken()):
         try:
-            feed.Feed(grid, platform, loader, 2).next_step()
+            batch_broadcast.BatchBroadcast(grid, platform, loader, 2).next_batch()
         except RuntimeError as error:
             messages.append(str(error))
     return messages
@@ -258,28 +267,34 @@ def printed_lines(hf: str, folder: str, limit: int) -> dict[str, Any]:
         log=LogConfig(samples=True),
         data=DataConfig(max_bad_share=0.0),
     )
-    metrics.LISTED_BYTES = limit
+    metrics.MAX_LIST_BYTES = limit
     log = metrics.MetricsLog(config, spec, grid, platform)
 
-    result = StepResult(loss=1.5, loss_tokens=20, grad_norm=0.5, skipped="")
+    result = StepResult(loss=1.5, loss_tokens=20, grad_norm=0.5, skip_reason="")
     rates: Any = {"language": 0.1, "vision": 0.1, "merger": 0.1}
     lines = []
     for steps in ((1,), (2,), (3, 4), (5,)):
         for number in steps:
-            log.add(_counted_step(number, grid.dp_rank))
-        lines.append(log.write(steps[-1], result, rates, {}))
+            log.add_step(_counted_step(number, grid.dp_rank))
+        lines.append(log.log_step(steps[-1], result, rates, {}))
     log.close()
 
     everyone: list[Any] = [None] * 4
     fixed = [{k: v for k, v in line.items() if k not in VARYING} for line in lines]
-    dist.all_gather_object(everyone, [*fixed, log.too_many_bad()])
+    dist.all_gather_object(everyone, [*fixed, log.bad_sample_problem()])
     store = dist.distributed_c10d._get_default_store()
     left = [store.check([f"megatron_vl/mailbox/{number}/slots"]) for number in range(1, 5)]
     alike = all(other == everyone[0] for other in everyone)
-    return {"lines": lines, "alike": alike, "left": left, "bad": log.meter.bad, "problem": everyone[0][-1]}
+    return {
+        "lines": lines,
+        "alike": alike,
+        "left": left,
+        "bad": log.bad_sample_meter.bad_count,
+        "problem": everyone[0][-1],
+    }
 
 
-def _counted_step(number: int, dp_rank: int) -> StepData:
+def _counted_step(number: int, dp_rank: int) -> StepBatch:
     """What the rows of a replica count in a step."""
 
     def sample(key: str, reason: str, data_set: str = "", size: int = 0) -> dict[str, Any]:
@@ -302,16 +317,18 @@ def _counted_step(number: int, dp_rank: int) -> StepData:
     lengths = [[10, 20], [7]] if first else [[100], [1, 2, 3]]
     keys = [[f"{dp_rank}.{number}.0"], [f"{dp_rank}.{number}.1"]]
     wait = 0.25 if first else 0.75
-    return StepData([], counts, lengths, [([], []), ([], [])], [5, 5], keys, dropped, wait)
+    return StepBatch([], counts, lengths, [([], []), ([], [])], [5, 5], keys, dropped, wait)
 
 
 def tally_of_one_rank() -> list[Any]:
     """A tally that was reduced over one rank, and the types of its fields."""
     platform = get_platform("cpu")
     init_distributed(platform)
-    total = Tally(tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3).reduced(platform.device)
+    total = StepMetrics(num_real_tokens=2**53 - 1, language_flops=0.1, data_wait_s=0.3).reduce_over_ranks(
+        platform.device
+    )
     types = [type(value).__name__ for value in vars(total).values()]
-    return [total.tokens, total.language_flops, total.data_wait_s, types]
+    return [total.num_real_tokens, total.language_flops, total.data_wait_s, types]
 
 
 def a_run_whose_second_rank_sees_an_older_folder(words: list[str], seen: int) -> str:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from data_tools.convert import ConversionOptions
-from data_tools.convert import convert as convert_data
-from data_tools.sample_sizes import index
+from data_tools.convert import convert_dataset as convert_data
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.data.media import encoded
@@ -55,8 +55,8 @@ def prepare(folder: Path, hf: Path, samples: int = 24, val_fraction: float = 0.0
         out=folder / "data", media_root=folder / "media", workers=1, val_fraction=val_fraction
     )
     convert_data([folder / "data.json"], options)
-    index(DataConfig(path=str(folder / "data")), read_spec(hf), hf)
-    convert(hf, folder / "weights", {"tp": 1, "pp": 4})
+    index_datasets(DataConfig(path=str(folder / "data")), read_spec(hf), hf)
+    convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
 
     return {"hf": hf, "weights": folder / "weights", "data": folder / "data", "folder": folder}
 
@@ -124,6 +124,6 @@ def metrics(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
 
 def small_checkpoint(folder: Path) -> Path:
     """A tied checkpoint with real architecture, fp32."""
-    from toolkit.tiny import write_tiny_checkpoint
+    from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
     return write_tiny_checkpoint(folder, "qwen2_5_vl", tied=True, dtype=torch.float32)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vl.data.packing.assemble import pack_row
-from megatron_vl.data.packing.row import Row
-from megatron_vl.parallel.grid import init_distributed
+from megatron_vl.data.packing.assemble_row import pack_row
+from megatron_vl.data.packing.training_row import TrainingRow
+from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.training.feed import Feed
+from megatron_vl.training.batch_broadcast import BatchBroadcast
 from megatron_vl.training.source_counts import SourceCounts
 from megatron_vl.training.step import reduce_losses, run_schedule
-from toolkit.parity.case import BuiltCase, Case, build, draw
+from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
 
 KINDS = [["image", "text"], ["two_images", "short_text"], ["text", "short_text"], ["short_text"]]
 """With two data-parallel ranks, all pictures are in the rows of the first."""
@@ -36,29 +36,32 @@ def losses_by_source(hf: str, weights: str) -> dict[str, Any]:
     init_distributed(platform)
     out: dict[str, Any] = {}
     for name, layout in {"plain": {}, **LAYOUTS}.items():
-        case = Case(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout)
-        live = build(case, platform)
+        case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, optimizer=False, **layout)
+        live = build_case(case, platform)
         out[name] = _one_by_one(live, platform) if name == "plain" else _in_rows(live, platform, out)
     return out
 
 
-def _rows(live: BuiltCase) -> list[Row]:
+def _rows(live: BuiltCase) -> list[TrainingRow]:
     rows = []
-    for samples, sources, weights in zip(draw(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
+    for samples, sources, weights in zip(draw_samples(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
         for sample, weight in zip(samples, weights, strict=True):
             sample.loss_mask = sample.loss_mask * weight
         rows.append(pack_row(samples, live.spec, SEQ_LEN))
-        rows[-1].sources, rows[-1].keys = sources, [str(number) for number in range(len(sources))]
+        rows[-1].source_indices, rows[-1].sample_keys = (
+            sources,
+            [str(number) for number in range(len(sources))],
+        )
     return rows
 
 
 def _one_by_one(live: BuiltCase, platform: Platform) -> dict[str, Any]:
-    found = SourceCounts.none(3)
-    model = live.wrapped[0].module
-    for samples, sources, weights in zip(draw(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
+    found = SourceCounts.all_zero(3)
+    model = live.ddp_chunks[0].module
+    for samples, sources, weights in zip(draw_samples(KINDS, live.spec, 0), SOURCES, WEIGHTS, strict=True):
         for sample, source, weight in zip(samples, sources, weights, strict=True):
             row = pack_row([sample], live.spec, SEQ_LEN)
-            [given] = Feed(live.grid, platform, iter([row]), 1).next_step().rows
+            [given] = BatchBroadcast(live.grid, platform, iter([row]), 1).next_batch().rows
             with torch.no_grad():
                 losses = model(given).view(-1)
             found.samples[source] += 1
@@ -71,9 +74,9 @@ def _in_rows(live: BuiltCase, platform: Platform, out: dict[str, Any]) -> dict[s
     grid, rows = live.grid, _rows(live)
     share = len(rows) // grid.dp
     mine = iter(rows[grid.dp_rank * share : (grid.dp_rank + 1) * share]) if grid.owns_loader else None
-    data = Feed(grid, platform, mine, share, vision=live.spec.vision).next_step()
-    reports = run_schedule(live.wrapped, data.rows, seq_len=SEQ_LEN, forward_only=True)
-    learnt = SourceCounts.of_rows(data.learnt, 3)
+    data = BatchBroadcast(grid, platform, mine, share, vision_spec=live.spec.vision).next_batch()
+    reports = run_schedule(live.ddp_chunks, data.rows, seq_len=SEQ_LEN, forward_only=True)
+    learnt = SourceCounts.from_rows(data.source_loss_tokens, 3)
     total, _, _, found = reduce_losses(reports, grid, platform.device, (), learnt)
 
     everyone: list[Any] = [None] * grid.world_size

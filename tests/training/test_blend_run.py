@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from data_tools.sample_sizes import index
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.data.datasets import converted
@@ -33,7 +33,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         shutil.move(converted(folder / f"in_{name}", talk(name, 20))[0], folder / name)
     hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
     for name in ("birds", "ships", "other"):
-        index(DataConfig(path=str(folder / name)), read_spec(hf), hf)
+        index_datasets(DataConfig(path=str(folder / name)), read_spec(hf), hf)
     return prepare(folder / "prepared", hf, samples=4) | {"sets": folder}
 
 

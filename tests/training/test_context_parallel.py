@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from converters.convert import convert
-from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, TrainConfig, validate
-from megatron_vl.data.packing.row import loss_index
-from megatron_vl.planning.cost import Costs
-from megatron_vl.planning.memory import _Sizes
-from megatron_vl.planning.predict import predict
-from megatron_vl.planning.run import run_layout
+from converters.convert import convert_weights
+from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, TrainConfig, validate_config
+from megatron_vl.data.packing.training_row import loss_index
+from megatron_vl.planning.cost import StepCosts
+from megatron_vl.planning.memory import _ActivationEstimator
+from megatron_vl.planning.predict import predict_layout
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training import feed
-from megatron_vl.training.pictures import plane_bounds
+from megatron_vl.training import batch_broadcast
+from megatron_vl.training.picture_scatter import frame_plane_bounds
 from megatron_vl.training.row_shards import (
     Sharding,
     as_part,
@@ -45,17 +45,19 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
     length = SEQ_LEN // cp
     for row in _rows(spec, seed):
         row.loss_mask[3::7] = 0.0
-        packed = feed._pack(row, sharding)
-        fields = feed._unpack(packed.described, packed.buffers)
+        packed = batch_broadcast._serialize_row(row, sharding)
+        fields = batch_broadcast._unpack_tensors(packed.row_header, packed.flat_buffers)
         parts = []
         for rank in range(cp):
-            whole = feed._device_row(packed.described, text_of_part(packed.described, fields, rank))
-            parts.append(as_part(whole, packed.described, rank))
+            whole = batch_broadcast._device_row(
+                packed.row_header, text_of_part(packed.row_header, fields, rank)
+            )
+            parts.append(as_part(whole, packed.row_header, rank))
 
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             joined = torch.cat([getattr(part, name) for part in parts], -1)
             assert torch.equal(joined, getattr(row, name)), name
-        assert sum(part.real_tokens for part in parts) == int(row.cu_seqlens[row.num_samples])
+        assert sum(part.num_real_tokens for part in parts) == int(row.cu_seqlens[row.num_samples])
 
         bounds = row.cu_seqlens.tolist()
         for rank, part in enumerate(parts):
@@ -73,23 +75,25 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
         # Tensors without data stand for those on a GPU: nothing of a part may depend on their values.
         without_data = {name: tensor.to("meta") for name, tensor in fields.items()}
         for rank, part in enumerate(parts):
-            whole = feed._device_row(packed.described, text_of_part(packed.described, without_data, rank))
-            assert as_part(whole, packed.described, rank).shard.route == part.shard.route
+            whole = batch_broadcast._device_row(
+                packed.row_header, text_of_part(packed.row_header, without_data, rank)
+            )
+            assert as_part(whole, packed.row_header, rank).shard.route == part.shard.route
 
         if row.num_patches:
-            _check_pictures(row, sharding, packed.described, fields)
+            _check_pictures(row, sharding, packed.row_header, fields)
 
 
 def _check_pictures(row, sharding: Sharding, described: dict, fields: dict) -> None:
     """Plays the exchange of features with their numbers, and joins the pixels of the ranks' frames."""
     cp, length = sharding.cp, row.seq_len // sharding.cp
-    planes = plane_bounds(fields["plane_index"].numpy(), described["vision_lengths"][0])
+    planes = frame_plane_bounds(fields["plane_index"].numpy(), described["vision_lengths"][0])
     given = [pictures_of_part(sharding, described, planes, fields, rank) for rank in range(cp)]
 
     encoding = [(vision, route) for vision, route in given if route.encodes]
     pixels = [vision.planes[vision.plane_index.long()] for vision, _ in encoding]
     assert torch.equal(torch.cat(pixels), row.vision.planes[row.vision.plane_index.long()])
-    frames = [size for vision, _ in encoding for size in vision.full.cu_seqlens.diff().tolist()]
+    frames = [size for vision, _ in encoding for size in vision.full_segments.cu_seqlens.diff().tolist()]
     assert frames == row.vision.cu_seqlens.diff().tolist()
 
     first, sent = 0, []
@@ -109,7 +113,7 @@ def _check_pictures(row, sharding: Sharding, described: dict, fields: dict) -> N
 def test_a_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
     hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
-    convert(hf, tmp_path / "weights")
+    convert_weights(hf, tmp_path / "weights")
     different = call(moved, 4, hf=str(hf), weights=str(tmp_path / "weights"), folder=str(tmp_path))
     assert int(different.pop("compared")[0]) > 100
     assert different == {name: [] for name in MOVES}
@@ -119,7 +123,7 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
 def test_a_change_of_one_conversation_changes_no_other(tmp_path: Path) -> None:
     """The second conversation has another picture and other text; it crosses an edge of the ranks' parts."""
     hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
-    convert(hf, tmp_path / "weights")
+    convert_weights(hf, tmp_path / "weights")
     same = call(losses_beside_others, 4, hf=str(hf), weights=str(tmp_path / "weights"))
     assert same == dict.fromkeys(("CP2 x DP2", "CP4"), [True, False, True, True, True])
 
@@ -148,12 +152,12 @@ def _config(cp: int, seq_len: int = 4096, **parallel: object) -> TrainConfig:
 )
 def test_runs_that_cannot_share_rows_are_refused(config: TrainConfig, world: int, message: str) -> None:
     with pytest.raises(RunConfigError, match=message):
-        validate(config, world)
+        validate_config(config, world)
 
 
 def test_models_that_cannot_share_rows_are_refused() -> None:
     spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
-    assert make_layout(spec, cp=4).least_dp == 1
+    assert make_layout(spec, cp=4).min_data_parallel_size == 1
     assert make_layout(spec, tp=2, cp=2).replica_ranks == 4
     assert read_layout(spec, make_layout(spec, cp=4).as_dict()) == make_layout(spec, cp=4)
     with pytest.raises(LayoutError, match=r"the 28 query heads that tp=1 leaves .* 1, 2, 4, 7, 14, 28$"):
@@ -174,12 +178,20 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     them, beside three inputs of 8192 channels in bfloat16."""
     spec = read_spec("tests/hf_configs/Qwen3.5-9B.json")
     config = dataclasses.replace(_config(4, 32768), dtype="bfloat16", global_batch_size=8)
-    shared = predict(config, spec, 8, run_layout(config, spec, 8))
-    sizes = _Sizes.of(config, spec, shared.layout, 0)
+    shared = predict_layout(config, spec, 8, run_layout(config, spec, 8))
+    sizes = _ActivationEstimator.for_run(config, spec, shared.layout, 0)
     assert sizes._gathered_states(spec.language) == 4 * 4 * 2**20
 
-    costs = Costs(config, spec, shared.layout, shared.dp, shared.rows, shared.calibration, shared.network)
-    bandwidth = shared.network.bandwidth(shared.calibration, 4, 1)
+    costs = StepCosts(
+        config,
+        spec,
+        shared.layout,
+        shared.data_parallel_size,
+        shared.row_statistics,
+        shared.calibration,
+        shared.network,
+    )
+    bandwidth = shared.network.collective_bandwidth(shared.calibration, 4, 1)
     received = 3 * (4 * 2**20 + 3 * 8192 * 2)
     expected = received / bandwidth + 2 * shared.calibration.collective_s
     assert costs._state_exchange() == pytest.approx(expected)
@@ -189,11 +201,11 @@ def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> Non
     """Eight GPUs take the same FLOPs to the same weights; each holds a quarter of a row's activations."""
     spec = read_spec("tests/hf_configs/Qwen3-VL-8B-Instruct.json")
     whole, shared = (
-        predict(config, spec, 8, run_layout(config, spec, 8))
+        predict_layout(config, spec, 8, run_layout(config, spec, 8))
         for config in (dataclasses.replace(_config(cp, 32768), global_batch_size=8) for cp in (1, 4))
     )
-    assert (shared.dp, shared.world, whole.world) == (2, 8, 8)
-    before, after = whole.stages[0].memory, shared.stages[0].memory
+    assert (shared.data_parallel_size, shared.world_size, whole.world_size) == (2, 8, 8)
+    before, after = whole.stage_plans[0].stage_memory, shared.stage_plans[0].stage_memory
     assert (after.weights, after.gradients, after.optimizer) == (
         before.weights,
         before.gradients,
@@ -203,4 +215,4 @@ def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> Non
     assert 0.25 < after.activations / before.activations < 0.28
     assert after.logits == before.logits / 4 and after.vision == pytest.approx(before.vision / 4, rel=1e-3)
     assert 0.7 < shared.mfu / whole.mfu < 1.0
-    assert shared.mfu * shared.step == pytest.approx(whole.mfu * whole.step)
+    assert shared.mfu * shared.step_seconds == pytest.approx(whole.mfu * whole.step_seconds)

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from data_tools.convert import ConversionOptions, convert
-from data_tools.sample_sizes import index
+from data_tools.convert import ConversionOptions, convert_dataset
+from data_tools.sample_sizes import index_datasets
 from megatron_vl.config import DataConfig
 from megatron_vl.spec.families import read_spec
 from tests.training.small_run import metrics, prepare, train
@@ -31,8 +31,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
     found = prepare(folder, tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32), samples=96)
     shutil.rmtree(folder / "data")
     options = ConversionOptions(folder / "media", folder / "data", samples_per_shard=4)
-    assert convert([folder / "data.json"], options).shards == 24
-    index(DataConfig(path=str(folder / "data")), read_spec(found["hf"]), found["hf"])
+    assert convert_dataset([folder / "data.json"], options).shards == 24
+    index_datasets(DataConfig(path=str(folder / "data")), read_spec(found["hf"]), found["hf"])
     return found
 
 

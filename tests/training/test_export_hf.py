@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.convert import convert, export
-from converters.verify import compare
-from megatron_vl.config import RunConfigError, parse_config, validate
+from converters.compare import compare_weights
+from converters.convert import convert_weights, export_weights
+from megatron_vl.config import RunConfigError, parse_config, validate_config
 from megatron_vl.training.export_hf import HfExporter
-from megatron_vl.training.preflight import check_export
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import EXPORTED, Lineage, Saved
+from megatron_vl.training.preflight import check_export_weights
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE, Lineage, SavedCheckpoint
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.run_json import write_run_json
 from tests.training.small_run import metrics, prepare, small_checkpoint, train
 
@@ -39,28 +39,28 @@ from tests.training.small_run import metrics, prepare, small_checkpoint, train
 )
 def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(RunConfigError, match=message):
-        validate(parse_config(["--global_batch_size", "4", *options]), 1)
+        validate_config(parse_config(["--global_batch_size", "4", *options]), 1)
 
 
 @pytest.mark.parametrize("value", ["0", "last", "6"])
 def test_possible_values_are_taken(value: str) -> None:
     options = ["--checkpoint.dir", "run", "--checkpoint.interval", "3", "--checkpoint.export_hf", value]
-    assert validate(parse_config(["--global_batch_size", "4", *options]), 1) == 1
+    assert validate_config(parse_config(["--global_batch_size", "4", *options]), 1) == 1
 
 
 def test_a_folder_of_origin_without_weights_is_refused(tmp_path: Path) -> None:
     options = ["--model.hf", str(tmp_path), "--checkpoint.dir", "run", "--checkpoint.export_hf", "last"]
     with pytest.raises(RunConfigError, match="has no model.safetensors;"):
-        check_export(parse_config(options))
+        check_export_weights(parse_config(options))
 
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     (tmp_path / "model-00001-of-00002.safetensors").touch()
     with pytest.raises(RunConfigError, match="has no model-00002-of-00002.safetensors;"):
-        check_export(parse_config(options))
+        check_export_weights(parse_config(options))
 
     (tmp_path / "model-00002-of-00002.safetensors").touch()
-    check_export(parse_config(options))
+    check_export_weights(parse_config(options))
 
 
 # --- One exporter, without a training ----------------------------------------------------------------------
@@ -73,12 +73,12 @@ class Steps:
         self.hf = small_checkpoint(folder / "hf")
         self.run = folder / "run"
 
-    def save(self, step: int, branch: str = "a", *, of: Path | None = None) -> Saved:
+    def save(self, step: int, branch: str = "a", *, of: Path | None = None) -> SavedCheckpoint:
         path = self.run / f"step_{step:08d}"
         if path.exists():
             path.rename(path.with_name(f"{path.name}.branch_before.1"))
-        convert(of or self.hf, path / "weights")
-        return Saved(path, step, Lineage(step, branch))
+        convert_weights(of or self.hf, path / "weights")
+        return SavedCheckpoint(path, step, Lineage(step, branch))
 
     def exporter(self, every: int, last: int) -> HfExporter:
         return HfExporter(self.run, self.hf, every or "last", last)
@@ -90,7 +90,7 @@ def steps(tmp_path: Path) -> Steps:
 
 
 def wait(exporter: HfExporter) -> None:
-    exporter.wait(lambda: False)
+    exporter.wait_for_exports(lambda: False)
 
 
 def names(folder: Path) -> list[str]:
@@ -98,8 +98,8 @@ def names(folder: Path) -> list[str]:
 
 
 def test_which_steps_are_exported(steps: Steps) -> None:
-    assert [step for step in range(1, 11) if steps.exporter(4, 10).due(step)] == [4, 8, 10]
-    assert [step for step in range(1, 11) if steps.exporter(0, 10).due(step)] == [10]
+    assert [step for step in range(1, 11) if steps.exporter(4, 10).is_due(step)] == [4, 8, 10]
+    assert [step for step in range(1, 11) if steps.exporter(0, 10).is_due(step)] == [10]
 
 
 @pytest.mark.slow
@@ -107,21 +107,21 @@ def test_an_export_is_that_of_the_command(steps: Steps, tmp_path: Path, capfd) -
     """The same files, with the same bytes; a second one is not made."""
     exporter = steps.exporter(4, 8)
     saved = steps.save(4)
-    exporter.add(saved)
-    assert exporter.held() == {saved.path}
+    exporter.enqueue_export(saved)
+    assert exporter.pending_checkpoints() == {saved.path}
     wait(exporter)
-    assert exporter.held() == set() and "step 4 is exported" in capfd.readouterr().out
+    assert exporter.pending_checkpoints() == set() and "step 4 is exported" in capfd.readouterr().out
 
     made = steps.run / "hf" / "step_00000004"
-    export(saved.path, steps.hf, tmp_path / "by_hand")
-    assert names(made) == sorted([*names(tmp_path / "by_hand"), EXPORTED])
+    export_weights(saved.path, steps.hf, tmp_path / "by_hand")
+    assert names(made) == sorted([*names(tmp_path / "by_hand"), EXPORT_FACTS_FILE])
     for path in (tmp_path / "by_hand").iterdir():
         assert (made / path.name).read_bytes() == path.read_bytes(), path.name
-    assert json.loads((made / EXPORTED).read_text())["step"] == 4
+    assert json.loads((made / EXPORT_FACTS_FILE).read_text())["step"] == 4
 
-    exporter.add(saved)
-    exporter.add(steps.save(5))  # not due
-    assert exporter.held() == set()
+    exporter.enqueue_export(saved)
+    exporter.enqueue_export(steps.save(5))  # not due
+    assert exporter.pending_checkpoints() == set()
 
 
 @pytest.mark.slow
@@ -130,36 +130,36 @@ def test_the_rule_for_videos_is_beside_the_step(steps: Steps, rule: str) -> None
     saved = steps.save(4)
     write_run_json(saved.path, {"video_rule": {"video_positions": rule}})
     exporter = steps.exporter(4, 8)
-    exporter.add(saved)
+    exporter.enqueue_export(saved)
     wait(exporter)
 
-    noted = json.loads((steps.run / "hf" / "step_00000004" / EXPORTED).read_text())
+    noted = json.loads((steps.run / "hf" / "step_00000004" / EXPORT_FACTS_FILE).read_text())
     assert noted["video_rule"] == {"video_positions": rule}
     assert noted["step"] == 4 and noted["weights"]
-    exporter.add(saved)
-    assert exporter.held() == set()  # the note does not make it another export
+    exporter.enqueue_export(saved)
+    assert exporter.pending_checkpoints() == set()  # the note does not make it another export
 
 
 def test_the_file_that_names_the_step_stays_out_of_further_exports(steps: Steps, tmp_path: Path) -> None:
-    (steps.hf / EXPORTED).write_text("{}")
-    export(steps.save(4).path, steps.hf, tmp_path / "out")
-    assert not (tmp_path / "out" / EXPORTED).exists()
+    (steps.hf / EXPORT_FACTS_FILE).write_text("{}")
+    export_weights(steps.save(4).path, steps.hf, tmp_path / "out")
+    assert not (tmp_path / "out" / EXPORT_FACTS_FILE).exists()
 
 
 @pytest.mark.slow
 def test_the_same_step_of_another_branch_sets_the_earlier_folder_aside(steps: Steps, tmp_path: Path) -> None:
     exporter = steps.exporter(4, 8)
-    exporter.add(steps.save(4, "a"))
+    exporter.enqueue_export(steps.save(4, "a"))
     wait(exporter)
 
     other = tmp_path / "other"
     shutil.copytree(steps.hf, other)
     change_weights(other)
-    exporter.make_up([steps.save(4, "b", of=other)])
+    exporter.enqueue_missing_exports([steps.save(4, "b", of=other)])
     wait(exporter)
     assert names(steps.run / "hf") == ["step_00000004", "step_00000004.branch_a.4"]
-    assert not compare(steps.run / "hf" / "step_00000004", other).differences
-    assert not compare(steps.run / "hf" / "step_00000004.branch_a.4", steps.hf).differences
+    assert not compare_weights(steps.run / "hf" / "step_00000004", other).differences
+    assert not compare_weights(steps.run / "hf" / "step_00000004.branch_a.4", steps.hf).differences
 
 
 def change_weights(hf: Path) -> None:
@@ -173,7 +173,7 @@ def change_weights(hf: Path) -> None:
 def test_what_is_missing_is_made_up_for_and_what_lost_its_checkpoint_goes(steps: Steps) -> None:
     (steps.run / "hf" / "step_00000002.partial").mkdir(parents=True)
     exporter = steps.exporter(2, 8)
-    exporter.make_up([steps.save(4), steps.save(5), steps.save(6)])
+    exporter.enqueue_missing_exports([steps.save(4), steps.save(5), steps.save(6)])
     wait(exporter)
     assert names(steps.run / "hf") == ["step_00000004", "step_00000006"]
 
@@ -183,20 +183,20 @@ def test_an_export_that_was_stopped_goes_on_at_the_next_start(steps: Steps, capf
     """A half folder never has the name. Stopped at any moment, the next start makes a whole one of it."""
     saved = steps.save(4)
     first = steps.exporter(4, 8)
-    first.add(saved)
+    first.enqueue_export(saved)
     partial = steps.run / "hf" / "step_00000004.partial"
     deadline = time.monotonic() + 60
     while not partial.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    first.wait(lambda: True)  # as after a signal
+    first.wait_for_exports(lambda: True)  # as after a signal
     assert "left to the next start" in capfd.readouterr().out
     assert "step_00000004" not in names(steps.run / "hf")
 
     second = steps.exporter(4, 8)
-    second.make_up([saved])
+    second.enqueue_missing_exports([saved])
     wait(second)
     assert names(steps.run / "hf") == ["step_00000004"]
-    assert not compare(steps.run / "hf" / "step_00000004", steps.hf).differences
+    assert not compare_weights(steps.run / "hf" / "step_00000004", steps.hf).differences
 
 
 @pytest.mark.slow
@@ -207,8 +207,8 @@ def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: 
         data[-1] ^= 1
         path.write_bytes(data)
     exporter = steps.exporter(4, 12)
-    exporter.add(broken)
-    exporter.add(whole)
+    exporter.enqueue_export(broken)
+    exporter.enqueue_export(whole)
     wait(exporter)
     assert names(steps.run / "hf") == ["step_00000008"]
     said = capfd.readouterr().out
@@ -217,14 +217,14 @@ def test_a_failure_is_told_leaves_nothing_and_does_not_stop_what_follows(steps: 
 
 @pytest.mark.slow
 def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("megatron_vl.training.export_hf._size", lambda path: 1 << 60)
+    monkeypatch.setattr("megatron_vl.training.export_hf._dir_size_bytes", lambda path: 1 << 60)
     exporter = steps.exporter(4, 8)
-    exporter.add(steps.save(4))
+    exporter.enqueue_export(steps.save(4))
     wait(exporter)
     assert "GB are left for the next checkpoint" in capfd.readouterr().out
     assert names(steps.run / "hf") == []
 
-    exporter.add(steps.save(8))  # the last one needs no room for another
+    exporter.enqueue_export(steps.save(8))  # the last one needs no room for another
     wait(exporter)
     assert names(steps.run / "hf") == ["step_00000008"]
 
@@ -232,7 +232,7 @@ def test_room_for_the_next_checkpoint_is_left_on_the_disk(steps: Steps, capfd, m
 def test_an_exporter_without_work_ends_at_once(steps: Steps) -> None:
     exporter = steps.exporter(4, 8)
     wait(exporter)
-    exporter.stop()
+    exporter.stop_exports()
     assert not [thread for thread in threading.enumerate() if thread.name == "export-hf"]
 
 
@@ -266,15 +266,15 @@ def test_a_run_leaves_folders_of_the_chosen_steps_and_trains_the_same(prepared: 
 
     last = run / "hf" / "step_00000005"
     back = prepared["folder"] / "back"
-    convert(last, back)
+    convert_weights(last, back)
     ours, theirs = WeightReader(back), WeightReader(run)
-    assert all(torch.equal(ours.get(name), theirs.get(name)) for name in ours.names())
-    assert compare(last, run / "hf" / "step_00000004").differences  # each step has its own weights
-    assert compare(last, prepared["hf"]).differences
+    assert all(torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in ours.tensor_names())
+    assert compare_weights(last, run / "hf" / "step_00000004").differences  # each step has its own weights
+    assert compare_weights(last, prepared["hf"]).differences
 
     from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-    noted = json.loads((last / EXPORTED).read_text())
+    noted = json.loads((last / EXPORT_FACTS_FILE).read_text())
     assert noted["step"] == 5 and noted["video_rule"] == {"video_positions": "released"}
     AutoTokenizer.from_pretrained(last)
     AutoModelForImageTextToText.from_pretrained(last)

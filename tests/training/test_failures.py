@@ -18,12 +18,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from data_tools.convert import ConversionOptions
-from data_tools.convert import convert as convert_data
+from data_tools.convert import convert_dataset as convert_data
 from megatron_vl.parallel import failures
-from megatron_vl.training.loop import TrainingStopped, list_checkpoints
-from megatron_vl.training.setup import close_log_and_loader, closed_on_failure
+from megatron_vl.training.loop import TrainingStopped, describe_checkpoints
+from megatron_vl.training.setup import close_log_and_data_loader, close_on_failure
 from tests.support.ranks import Ended, run_apart, run_module
 from tests.training.small_run import environment, options_of
 
@@ -55,7 +55,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[
             out=folder / name, media_root=folder, workers=1, samples_per_shard=12, val_fraction=validation
         )
         convert_data([folder / f"{name}.json"], options)
-    convert(hf, folder / "weights", {"tp": 1, "pp": 4})
+    convert_weights(hf, folder / "weights", {"tp": 1, "pp": 4})
     return {
         "hf": hf,
         "weights": folder / "weights",
@@ -135,12 +135,12 @@ def test_a_writer_that_is_just_being_started_is_waited_for() -> None:
     writer = threading.Thread(target=lambda: (time.sleep(0.05), written.set()))
     starter = threading.Timer(0.05, writer.start)
     starter.start()
-    failures._join(writer, time.monotonic() + 20)
+    failures._join_thread(writer, time.monotonic() + 20)
     assert written.is_set()
     starter.join()
 
     began = time.monotonic()
-    failures._join(threading.Thread(), began + 0.05)  # it never starts
+    failures._join_thread(threading.Thread(), began + 0.05)  # it never starts
     assert time.monotonic() - began < 10
 
 
@@ -155,12 +155,12 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
         order.append("closed")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(failures, "report", report)
+    monkeypatch.setattr(failures, "report_failure", report)
     loader = SimpleNamespace(close=lambda: order.append("loader closed"))
     profiler = SimpleNamespace(drop=lambda: order.append("trace dropped"))
     run = SimpleNamespace(loader=loader, exporter=None, saver=None, profiler=profiler)
     run.log, run.grid = SimpleNamespace(close=close), SimpleNamespace(world_size=1)
-    with pytest.raises(TrainingStopped, match="the reason"), closed_on_failure(run):
+    with pytest.raises(TrainingStopped, match="the reason"), close_on_failure(run):
         raise TrainingStopped("the reason")
     assert order == [
         "reported the reason",
@@ -170,13 +170,13 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     ]
 
     with pytest.raises(OSError, match="No space left"):
-        close_log_and_loader(run)
+        close_log_and_data_loader(run)
 
 
 def test_a_folder_that_cannot_be_listed_at_the_end_is_told(tmp_path) -> None:
     """All is saved by then: the line says why, and the run has ended well."""
     (tmp_path / "latest.json").write_text('{"step": 3, "serial": 0}')
-    assert "names step 3, but there is no such step_ folder" in list_checkpoints(tmp_path)
+    assert "names step 3, but there is no such step_ folder" in describe_checkpoints(tmp_path)
 
 
 @pytest.mark.ranks

@@ -20,9 +20,9 @@ import psutil
 import pytest
 import torch
 
-from converters.convert import convert
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import latest
+from converters.convert import convert_weights
+from megatron_vl.weights.run_folder import find_latest_checkpoint
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
 from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
@@ -104,7 +104,7 @@ def is_zombie(pid: int) -> bool:
 
 def last_is_good(run: Path) -> int:
     """The step that latest.json names, all of whose files are what was written."""
-    good = latest(run)
+    good = find_latest_checkpoint(run)
     assert good is not None and verify_checkpoint(good.path) == []
     return good.step
 
@@ -237,10 +237,10 @@ def test_a_kill_or_a_full_disk_during_an_export_leaves_no_half_folder(
 
 def assert_whole(exported: Path, saved: Path, back: Path) -> None:
     """A Hugging Face folder holds the weights of the checkpoint, each of them."""
-    convert(exported, back)
+    convert_weights(exported, back)
     ours, theirs = WeightReader(back), WeightReader(saved / "weights")
-    assert sorted(ours.names()) == sorted(theirs.names())
-    assert all(torch.equal(ours.get(name), theirs.get(name)) for name in ours.names())
+    assert sorted(ours.tensor_names()) == sorted(theirs.tensor_names())
+    assert all(torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in ours.tensor_names())
 
 
 @pytest.mark.full
@@ -257,7 +257,7 @@ def test_faults_at_random_moments(prepared: dict[str, Path], tmp_path: Path) -> 
         ended = disturb(prepared, run, fault, rng.randrange(4), 2, str(rng.uniform(0.0, 0.5)), *long)
         assert any(ended.codes) and ended.seconds < HANG_S, ended
         during_save += ended.during_save
-        if latest(run) is not None:
+        if find_latest_checkpoint(run) is not None:
             last_is_good(run)
     expected, known = numbers(reference), numbers(run)
     compared = expected.keys() & known.keys()

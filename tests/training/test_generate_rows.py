@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.platform import get_platform
-from megatron_vl.training.generate import _new_tokens
+from megatron_vl.training.generate import _new_token_row
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def test_rows_are_filled_up_to_what_products_take(settings: dict[str, Any], leng
     )
     grid: Any = SimpleNamespace(tp=config.tensor_model_parallel_size)
     chunk: Any = SimpleNamespace(config=config)
-    row = _new_tokens(chunk, grid, get_platform("cpu"), [(7, 30), (8, 40), (9, 50)])
+    row = _new_token_row(chunk, grid, get_platform("cpu"), [(7, 30), (8, 40), (9, 50)])
     assert row.tokens.tolist() == [7, 8, 9] + [0] * (length - 3)
     assert row.position_ids.shape == (3, length)
-    assert row.real_tokens == 3
+    assert row.num_real_tokens == 3
     assert row.segments.cu_seqlens.tolist() == [0, length]
 
 
@@ -83,7 +83,10 @@ def test_collectives_beside_products_pause() -> None:
             row.ub_overlap_rs_fprop,
         ]  # type: ignore[list-item]
 
-    with pytest.raises(KeyError), tp_overlap.paused([nn.Sequential(column, plain), nn.Sequential(row)]):
+    with (
+        pytest.raises(KeyError),
+        tp_overlap.pause_overlap([nn.Sequential(column, plain), nn.Sequential(row)]),
+    ):
         assert flags() == [False] * 4
         assert column.ub_overlap_rs_dgrad
         raise KeyError

@@ -14,7 +14,7 @@ import pytest
 
 from data_tools import sample_sizes
 from megatron_vl.config import DataConfig
-from megatron_vl.data.source.description import META, SIZES, LoaderError
+from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR, LoaderError
 from megatron_vl.spec.families import read_spec
 from megatron_vl.training.missing_sizes import IndexingProcess, write_missing_sizes_alone
 from tests.data.datasets import converted, mixed_records
@@ -42,7 +42,7 @@ def test_it_ends_with_a_killed_rank(dataset: Path) -> None:
     [indexing] = rank.children()
     rank.kill()
     wait_until(lambda: has_ended(indexing))
-    assert not list((dataset / META / SIZES).glob("*"))
+    assert not list((dataset / METADATA_DIR / SIZES_DIR).glob("*"))
 
 
 def test_its_workers_end_with_it(dataset: Path, monkeypatch) -> None:
@@ -53,7 +53,7 @@ def test_its_workers_end_with_it(dataset: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(sample_sizes, "_measure_shard", stall)
     data, hf = DataConfig(path=str(dataset)), tiny_checkpoint("qwen2_5_vl")
-    indexing = start(sample_sizes.index, data, read_spec(hf), hf, 2)
+    indexing = start(sample_sizes.index_datasets, data, read_spec(hf), hf, 2)
     wait_until(lambda: len(indexing.children()) == 2)
     workers = indexing.children()
     indexing.kill()

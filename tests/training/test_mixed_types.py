@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.convert import export
-from megatron_vl.weights.reader import WeightReader
+from converters.convert import export_weights
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.converters.helpers import read_tensors
 from tests.support.ranks import call
 from tests.training.programs import state_of_mixed_types
@@ -38,8 +38,8 @@ def test_a_run_in_bfloat16_goes_on(tiny_checkpoint, tmp_path: Path) -> None:
     done = train(given, tmp_path / "whole", *BF16, ranks=2, steps=4)
     assert done.returncode == 0, done.stderr[-4000:]
     theirs = WeightReader(tmp_path / "whole")
-    wide = {name for name in theirs.names() if theirs.dtype(name) == torch.float32}
-    assert wide == {name for name in theirs.names() if name.endswith(FLOAT32)}
+    wide = {name for name in theirs.tensor_names() if theirs.dtype(name) == torch.float32}
+    assert wide == {name for name in theirs.tensor_names() if name.endswith(FLOAT32)}
 
     for folder, layout, ranks in (("again", (), 2), ("other", ("--parallel.tp", "2"), 4)):
         run = tmp_path / folder
@@ -51,14 +51,16 @@ def test_a_run_in_bfloat16_goes_on(tiny_checkpoint, tmp_path: Path) -> None:
         ours = WeightReader(run)
         if folder == "again":
             assert lines == whole
-            assert all(torch.equal(ours.get(name), theirs.get(name)) for name in theirs.names())
+            assert all(
+                torch.equal(ours.read_shard(name), theirs.read_shard(name)) for name in theirs.tensor_names()
+            )
         else:
             assert lines == [(step, pytest.approx(loss, rel=1e-2)) for step, loss in whole]
             for name in wide:  # a moment filed under another name would be off by far more
-                ours_now, theirs_now = ours.get(name), theirs.get(name)
+                ours_now, theirs_now = ours.read_shard(name), theirs.read_shard(name)
                 assert (ours_now - theirs_now).norm() <= 2e-3 * theirs_now.norm(), name
 
-    report = export(tmp_path / "whole", given["hf"], tmp_path / "hf")
+    report = export_weights(tmp_path / "whole", given["hf"], tmp_path / "hf")
     back, first = read_tensors(tmp_path / "hf"), read_tensors(given["hf"])
     assert not report.cast and report.carried == 3
     assert {name: t.dtype for name, t in back.items()} == {name: t.dtype for name, t in first.items()}

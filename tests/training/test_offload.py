@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
-from megatron_vl.training.offload.build import choose
-from megatron_vl.training.offload.pinned import cores
-from megatron_vl.training.offload.traffic import MOST_SLOTS
+from megatron_vl.training.offload.build import choose_offloaded
+from megatron_vl.training.offload.chunk_streamer import MAX_SLOTS
+from megatron_vl.training.offload.pinned_memory import parse_cpu_list
 from tests.support.ranks import call
 from tests.training.offload_programs import (
     bytes_at_start,
@@ -29,17 +29,17 @@ SHARES = [0.0, 0.4, 1.0]
 
 
 def test_the_share_is_met_by_whole_parameters() -> None:
-    assert choose([5, 3, 2], 0.0) == set()
-    assert choose([5, 3, 2], 0.4) == {1}
-    assert choose([5, 3, 2], 0.7) == {0, 2}
-    assert choose([5, 3, 2], 1.0) == {0, 1, 2}
-    assert choose([1] * 1000, 0.333) == set(range(333))
-    assert choose([], 1.0) == choose([0], 1.0) == set()
+    assert choose_offloaded([5, 3, 2], 0.0) == set()
+    assert choose_offloaded([5, 3, 2], 0.4) == {1}
+    assert choose_offloaded([5, 3, 2], 0.7) == {0, 2}
+    assert choose_offloaded([5, 3, 2], 1.0) == {0, 1, 2}
+    assert choose_offloaded([1] * 1000, 0.333) == set(range(333))
+    assert choose_offloaded([], 1.0) == choose_offloaded([0], 1.0) == set()
 
 
 def test_cores_of_a_node() -> None:
-    assert cores("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
-    assert cores("\n") == set()
+    assert parse_cpu_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert parse_cpu_list("\n") == set()
 
 
 def steps(hf: Path, ranks: int = 1, shares: list[float] = SHARES, **variables: Any) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def test_what_is_streamed_is_what_is_used(tiny_checkpoint) -> None:
     the update takes memory."""
     out = call(poisoned, hf=str(tiny_checkpoint("qwen2_5_vl")))
     assert out["room"] == out["no room"] == out["plain"] != out["host"]
-    assert out["room, on the device"] == [MOST_SLOTS, MOST_SLOTS]
+    assert out["room, on the device"] == [MAX_SLOTS, MAX_SLOTS]
     assert out["no room, on the device"] == [0, STATE_CHUNKS_ON_GPU]
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 
 from megatron_vl.config import parse_config
-from megatron_vl.training.optimizer import changed_schedule, learning_rate, schedule_facts
+from megatron_vl.training.optimizer import learning_rate, schedule_change_note, schedule_fields
 from tests.support.ranks import call
 from tests.training.programs import (
     parts_that_move,
@@ -36,13 +36,15 @@ def test_a_resumed_run_says_that_its_learning_rate_jumps() -> None:
         parse_config(["--steps", steps, "--optimizer.lr", "1e-3", "--optimizer.min_lr_ratio", "0"])
         for steps in ("4", "8")
     )
-    saved = schedule_facts(before)
+    saved = schedule_fields(before)
     note = "the learning rate goes on at 8.536e-04, and was to be 5.000e-04: steps was 4, is 8"
-    assert changed_schedule(longer, saved, 2) == note
-    assert changed_schedule(before, saved, 2) == ""
-    assert changed_schedule(longer, saved, 0) == "", "the schedules begin alike"
+    assert schedule_change_note(longer, saved, 2) == note
+    assert schedule_change_note(before, saved, 2) == ""
+    assert schedule_change_note(longer, saved, 0) == "", "the schedules begin alike"
     # A checkpoint may come from anybody.
-    assert changed_schedule(longer, {}, 2) == changed_schedule(longer, saved | {"steps": "4"}, 2) == ""
+    assert (
+        schedule_change_note(longer, {}, 2) == schedule_change_note(longer, saved | {"steps": "4"}, 2) == ""
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "constant"])
@@ -55,7 +57,9 @@ def test_shape_equals_transformers_after_warm_up(schedule: str) -> None:
         reference = get_constant_schedule_with_warmup(optimizer, 10)
     for step in range(100):
         if step >= 10:
-            ours = learning_rate(step, peak=1.0, final=0.0, steps=100, warmup=10, schedule=schedule)
+            ours = learning_rate(
+                step, peak_rate=1.0, final_rate=0.0, total_steps=100, warmup_steps=10, schedule=schedule
+            )
             assert ours == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         reference.step()

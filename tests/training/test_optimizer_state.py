@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_vl.spec.tensors import WHOLE, Cut, TensorInfo
+from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.training import optimizer_state
 from megatron_vl.training.optimizer_state import (
-    INDEX,
-    KINDS,
-    OptimizerReader,
-    slices_of,
-    write_hashed,
-    write_index,
+    INDEX_FILE,
+    STATE_KINDS,
+    OptimizerStateReader,
+    list_index_entries,
+    write_hashed_safetensors,
+    write_slice_index,
 )
-from megatron_vl.weights.blocks import shard
+from megatron_vl.weights.matrix_blocks import cut_shard
 from megatron_vl.weights.run_folder import CheckpointError
 
 INFOS = [
@@ -36,7 +36,7 @@ DP = 3
 def full(info: TensorInfo, kind: str) -> Tensor:
     """Each element encodes its position and its kind."""
     return torch.arange(info_size(info), dtype=torch.float32).view(info.shape) + 1000 * (
-        1 + KINDS.index(kind)
+        1 + STATE_KINDS.index(kind)
     )
 
 
@@ -44,13 +44,13 @@ def info_size(info: TensorInfo) -> int:
     return torch.Size(info.shape).numel()
 
 
-def saved(folder: Path, cut: Cut, *, kinds: tuple[str, ...] = KINDS) -> dict[str, dict[str, Any]]:
+def saved(folder: Path, cut: Sharding, *, kinds: tuple[str, ...] = STATE_KINDS) -> dict[str, dict[str, Any]]:
     """Saves it like ranks of ``cut`` x DP3: one buffer of all tensors, a third for each DP rank."""
     folder.mkdir(parents=True)
     files, slices = {}, {}
     for tp in range(cut.tp):
         parts = {
-            info: {kind: shard(full(info, kind), info, tp, cut).reshape(-1) for kind in KINDS}
+            info: {kind: cut_shard(full(info, kind), info, tp, cut).reshape(-1) for kind in STATE_KINDS}
             for info in INFOS
         }
         total = sum(tensors["main"].numel() for tensors in parts.values())
@@ -69,10 +69,10 @@ def saved(folder: Path, cut: Cut, *, kinds: tuple[str, ...] = KINDS) -> dict[str
                 at += count
 
             name = f"rank_{dp * cut.tp + tp:05d}.safetensors"
-            files[name] = write_hashed(folder / name, tensors, {"tp": str(tp)})
-            slices[name] = slices_of(tensors, tp, 0)
+            files[name] = write_hashed_safetensors(folder / name, tensors, {"tp": str(tp)})
+            slices[name] = list_index_entries(tensors, tp, 0)
 
-    files[INDEX] = write_index(folder, slices)
+    files[INDEX_FILE] = write_slice_index(folder, slices)
     return files
 
 
@@ -80,7 +80,7 @@ def saved(folder: Path, cut: Cut, *, kinds: tuple[str, ...] = KINDS) -> dict[str
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that are opened as tensors or hashed."""
     names: list[str] = []
-    safe_open, check_hash = optimizer_state.safe_open, optimizer_state.check_hash
+    safe_open, check_hash = optimizer_state.safe_open, optimizer_state.check_file_hash
 
     def open_(path: Path, **options: Any) -> Any:
         names.append(Path(path).name)
@@ -91,20 +91,22 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         check_hash(path, facts)
 
     monkeypatch.setattr(optimizer_state, "safe_open", open_)
-    monkeypatch.setattr(optimizer_state, "check_hash", check)
+    monkeypatch.setattr(optimizer_state, "check_file_hash", check)
     return names
 
 
-@pytest.mark.parametrize("written", [WHOLE, Cut(2), Cut(4)], ids=str)
-@pytest.mark.parametrize("cut", [WHOLE, Cut(2), Cut(4)], ids=str)
-def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path: Path, written: Cut, cut: Cut) -> None:
-    reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", written), written)
+@pytest.mark.parametrize("written", [UNSHARDED, Sharding(2), Sharding(4)], ids=str)
+@pytest.mark.parametrize("cut", [UNSHARDED, Sharding(2), Sharding(4)], ids=str)
+def test_any_range_under_any_cut_is_that_of_the_full_tensor(
+    tmp_path: Path, written: Sharding, cut: Sharding
+) -> None:
+    reader = OptimizerStateReader(tmp_path / "o", saved(tmp_path / "o", written), written)
     for info in INFOS:
-        for kind in KINDS:
+        for kind in STATE_KINDS:
             for part in range(cut.tp):
-                want = shard(full(info, kind), info, part, cut).reshape(-1)
+                want = cut_shard(full(info, kind), info, part, cut).reshape(-1)
                 for start, end in ((0, len(want)), (1, len(want) - 1), (len(want) // 2, len(want) // 2 + 1)):
-                    got = reader.get(info, kind, part, cut, start, end)
+                    got = reader.read_range(info, kind, part, cut, start, end)
                     assert got is not None and torch.equal(got, want[start:end]), (
                         info.name,
                         kind,
@@ -112,59 +114,61 @@ def test_any_range_under_any_cut_is_that_of_the_full_tensor(tmp_path: Path, writ
                         start,
                         end,
                     )
-        assert reader.step(info.name) == 7
+        assert reader.adam_step_count(info.name) == 7
 
 
 def test_only_files_that_hold_the_range_are_opened(tmp_path: Path, opened: list[str]) -> None:
-    files = saved(tmp_path / "o", Cut(2))
-    reader = OptimizerReader(tmp_path / "o", files, Cut(2))
-    assert opened == [INDEX]
+    files = saved(tmp_path / "o", Sharding(2))
+    reader = OptimizerStateReader(tmp_path / "o", files, Sharding(2))
+    assert opened == [INDEX_FILE]
     column = INFOS[0]
     # Of 12 x 6 elements a rank: all in the first third of the buffer (5 tensors, 223 elements, 74 each).
-    reader.get(column, "main", 1, Cut(2), 0, 72)
+    reader.read_range(column, "main", 1, Sharding(2), 0, 72)
     assert set(opened[1:]) == {"rank_00001.safetensors"}
     opened.clear()
     # The first rows of part 2 of 4 are the first rows of part 1 of 2: the same file, open already.
-    reader.get(column, "main", 2, Cut(4), 6, 24)
-    assert reader.step("column") == 7 and opened == []
-    reader.get(column, "main", 0, Cut(4), 0, 36)
+    reader.read_range(column, "main", 2, Sharding(4), 6, 24)
+    assert reader.adam_step_count("column") == 7 and opened == []
+    reader.read_range(column, "main", 0, Sharding(4), 0, 36)
     assert set(opened) == {"rank_00000.safetensors"}
 
 
 def test_without_an_index_the_state_is_refused(tmp_path: Path) -> None:
-    files = saved(tmp_path / "o", Cut(2))
-    del files[INDEX]
+    files = saved(tmp_path / "o", Sharding(2))
+    del files[INDEX_FILE]
     with pytest.raises(CheckpointError, match="names no index.json"):
-        OptimizerReader(tmp_path / "o", files, Cut(2))
+        OptimizerStateReader(tmp_path / "o", files, Sharding(2))
 
 
 def test_where_several_files_hold_the_same_each_rank_reads_its_own(tmp_path: Path, opened: list[str]) -> None:
     """The state is not spread over replicas; thousands of ranks must not read the first one's file."""
     files, slices = {}, {}
     for rank in range(3):
-        tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in KINDS}
+        tensors = {f"column[0:144]/{kind}": full(INFOS[0], kind).reshape(-1) for kind in STATE_KINDS}
         tensors["column[0:144]/step"] = torch.tensor([7])
         name = f"rank_{rank:05d}.safetensors"
-        files[name] = write_hashed(tmp_path / name, tensors, {"tp": "0"})
-        slices[name] = slices_of(tensors, 0, 0)
-    files[INDEX] = write_index(tmp_path, slices)
-    reader = OptimizerReader(tmp_path, files, WHOLE, own="rank_00002.safetensors")
+        files[name] = write_hashed_safetensors(tmp_path / name, tensors, {"tp": "0"})
+        slices[name] = list_index_entries(tensors, 0, 0)
+    files[INDEX_FILE] = write_slice_index(tmp_path, slices)
+    reader = OptimizerStateReader(tmp_path, files, UNSHARDED, own_file="rank_00002.safetensors")
     opened.clear()
-    reader.get(INFOS[0], "main", 0, WHOLE, 10, 20)
+    reader.read_range(INFOS[0], "main", 0, UNSHARDED, 10, 20)
     assert set(opened) == {"rank_00002.safetensors"}
 
 
 def test_moments_before_the_first_step_are_none(tmp_path: Path) -> None:
-    reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", Cut(2), kinds=("main",)), Cut(2))
-    for cut in (Cut(2), WHOLE):
-        assert reader.get(INFOS[0], "exp_avg", 0, cut, 0, 6) is None
-        assert reader.get(INFOS[0], "main", 0, cut, 0, 6) is not None
+    reader = OptimizerStateReader(
+        tmp_path / "o", saved(tmp_path / "o", Sharding(2), kinds=("main",)), Sharding(2)
+    )
+    for cut in (Sharding(2), UNSHARDED):
+        assert reader.read_range(INFOS[0], "exp_avg", 0, cut, 0, 6) is None
+        assert reader.read_range(INFOS[0], "main", 0, cut, 0, 6) is not None
 
 
 @pytest.mark.parametrize("damage", ["flip", "remove", "other"])
 def test_a_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None:
-    files = saved(tmp_path / "o", Cut(2))
-    path = tmp_path / "o" / INDEX
+    files = saved(tmp_path / "o", Sharding(2))
+    path = tmp_path / "o" / INDEX_FILE
     text = path.read_text()
     path.unlink()
     if damage == "flip":
@@ -172,14 +176,14 @@ def test_a_damaged_index_is_refused_by_name(tmp_path: Path, damage: str) -> None
     if damage == "other":
         elsewhere = text.replace("rank_00000", "../ank_0000").encode()
         path.write_bytes(elsewhere)
-        files[INDEX] = {"bytes": len(elsewhere), "sha256": hashlib.sha256(elsewhere).hexdigest()}
-    with pytest.raises(CheckpointError, match=INDEX):
-        OptimizerReader(tmp_path / "o", files, Cut(2))
+        files[INDEX_FILE] = {"bytes": len(elsewhere), "sha256": hashlib.sha256(elsewhere).hexdigest()}
+    with pytest.raises(CheckpointError, match=INDEX_FILE):
+        OptimizerStateReader(tmp_path / "o", files, Sharding(2))
 
 
 def test_what_the_index_lacks_is_said_without_opening_everything(tmp_path: Path, opened: list[str]) -> None:
-    reader = OptimizerReader(tmp_path / "o", saved(tmp_path / "o", Cut(2)), Cut(2))
+    reader = OptimizerStateReader(tmp_path / "o", saved(tmp_path / "o", Sharding(2)), Sharding(2))
     opened.clear()
     with pytest.raises(CheckpointError, match="has no optimizer state for other"):
-        reader.get(TensorInfo("other", (4, 4), "column", "layer"), "main", 0, Cut(2), 0, 8)
+        reader.read_range(TensorInfo("other", (4, 4), "column", "layer"), "main", 0, Sharding(2), 0, 8)
     assert opened == []

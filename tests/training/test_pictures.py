@@ -9,29 +9,29 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_vl.data.packing.assemble import MediaItem, Sample, pack_row
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
 from megatron_vl.models.decoupled import StepVision
-from megatron_vl.models.frame_shares import cut_evenly, frame_flops, frames_of
-from megatron_vl.planning.flops import vision_parts
+from megatron_vl.models.frame_shares import frame_flops, make_tower_frames, split_by_cost
+from megatron_vl.planning.flops import vision_forward_flops
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.positions import GridTHW
-from megatron_vl.training.pictures import Shares, _all_parts, plane_bounds
+from megatron_vl.training.picture_scatter import PictureShares, _concatenated_shares, frame_plane_bounds
 from tests.tiny import tiny_checkpoint
 
 
 def test_runs_worked_out_by_hand() -> None:
-    assert cut_evenly(np.array([1, 1, 1, 1]), 2).tolist() == [0, 2, 4]
-    assert cut_evenly(np.array([5, 1, 1, 1]), 2).tolist() == [0, 1, 4]
-    assert cut_evenly(np.array([1, 1, 1, 5]), 2).tolist() == [0, 3, 4]
-    assert cut_evenly(np.array([7]), 3).tolist() in ([0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1])
-    assert cut_evenly(np.array([], dtype=np.int64), 3).tolist() == [0, 0, 0, 0]
+    assert split_by_cost(np.array([1, 1, 1, 1]), 2).tolist() == [0, 2, 4]
+    assert split_by_cost(np.array([5, 1, 1, 1]), 2).tolist() == [0, 1, 4]
+    assert split_by_cost(np.array([1, 1, 1, 5]), 2).tolist() == [0, 3, 4]
+    assert split_by_cost(np.array([7]), 3).tolist() in ([0, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 1])
+    assert split_by_cost(np.array([], dtype=np.int64), 3).tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_run_exceeds_the_mean_by_a_whole_frame(seed: int) -> None:
     rng = np.random.default_rng(seed)
     costs, parts = rng.uniform(0, 10, rng.integers(1, 60)), int(rng.integers(1, 9))
-    bounds = cut_evenly(costs, parts)
+    bounds = split_by_cost(costs, parts)
     assert bounds[0] == 0 and bounds[-1] == len(costs) and (np.diff(bounds) >= 0).all()
     runs = [costs[a:b].sum() for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
     assert max(runs) <= costs.sum() / parts + costs.max() + 1e-9
@@ -41,8 +41,12 @@ def test_no_run_exceeds_the_mean_by_a_whole_frame(seed: int) -> None:
 def test_costs_are_the_models_flops(family: str) -> None:
     v = read_spec(tiny_checkpoint(family, dtype=torch.float32)).vision
     rows = [([64, 16], [16, 16, 16, 16, 16]), ([], []), ([32], [16, 16])]
-    costs = frame_flops(v, frames_of(rows))
-    want = [vision_parts(v, [64], [16] * 4), vision_parts(v, [16], [16]), vision_parts(v, [32], [16] * 2)]
+    costs = frame_flops(v, make_tower_frames(rows))
+    want = [
+        vision_forward_flops(v, [64], [16] * 4),
+        vision_forward_flops(v, [16], [16]),
+        vision_forward_flops(v, [32], [16] * 2),
+    ]
     assert costs == pytest.approx([one.total for one in want])
 
 
@@ -68,10 +72,10 @@ def _rows(spec: Any, seed: int) -> list[Any]:
             media = []
             if kind != "text":
                 media = [MediaItem(grid, planes)]
-                ids.append(torch.full((grid.tokens(v.spatial_merge_size),), token))
+                ids.append(torch.full((grid.num_tokens(v.spatial_merge_size),), token))
             ids.append(torch.tensor([2, 3]))
             text = torch.cat(ids)
-            samples.append(Sample(text, torch.ones(len(text), dtype=torch.bool), media))
+            samples.append(TokenizedSample(text, torch.ones(len(text), dtype=torch.bool), media))
         made.append(pack_row(samples, spec, 512))
     return made
 
@@ -90,21 +94,22 @@ def test_calls_hold_the_pixels_and_positions_of_the_rows(seed: int, ranks: int) 
         for r in rows
     ]
     bounds = [
-        plane_bounds(r.vision.plane_index.numpy(), full) for r, (full, _) in zip(rows, lengths, strict=True)
+        frame_plane_bounds(r.vision.plane_index.numpy(), full)
+        for r, (full, _) in zip(rows, lengths, strict=True)
     ]
-    shares = Shares(spec.vision, lengths, bounds, ranks)
-    if not len(shares.frames.patches):
+    shares = PictureShares(spec.vision, lengths, bounds, ranks)
+    if not len(shares.frames.patches_per_frame):
         pytest.skip("the rows have no medium")
     names = ("plane_index", "position_hw", "frame_hw")
     fields = [{name: getattr(r.vision, name) for name in names} for r in rows]
-    pixels, ints = _all_parts(shares, ranks, fields, [r.vision.planes for r in rows])
+    pixels, ints = _concatenated_shares(shares, ranks, fields, [r.vision.planes for r in rows])
 
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in ("pixels", "position_hw", "frame_hw")}
     segments: list[int] = []
     windows: list[int] = []
     for rank in range(ranks):
-        frames, plane_limits, count = shares.of_rank(rank)
-        patches = int(frames.patches.sum())
+        frames, plane_limits, count = shares.share_of_rank(rank)
+        patches = int(frames.patches_per_frame.sum())
         index, position, frame, ints = ints.split([2 * patches] * 3 + [len(ints) - 6 * patches])
         step = StepVision(
             [],
@@ -116,18 +121,20 @@ def test_calls_hold_the_pixels_and_positions_of_the_rows(seed: int, ranks: int) 
             index.view(-1, 2),
             position.view(-1, 2),
             frame.view(-1, 2),
-            torch.from_numpy(np.concatenate(([0], frames.patches.cumsum()))).int(),
-            torch.from_numpy(np.concatenate(([0], frames.windows.cumsum()))).int(),
+            torch.from_numpy(np.concatenate(([0], frames.patches_per_frame.cumsum()))).int(),
+            torch.from_numpy(np.concatenate(([0], frames.patches_per_window.cumsum()))).int(),
         )
         pixels = pixels[count:]
-        for given, place in step.calls(40):
-            assert place.stop - place.start == len(given.plane_index) == int(given.full.cu_seqlens[-1])
+        for given, place in step.tower_inputs(40):
+            assert (
+                place.stop - place.start == len(given.plane_index) == int(given.full_segments.cu_seqlens[-1])
+            )
             seen["pixels"].append(given.planes[given.plane_index.long()])
             seen["position_hw"].append(given.position_hw)
             seen["frame_hw"].append(given.frame_hw)
-            segments += given.full.cu_seqlens.diff().tolist()
-            windows += given.window.cu_seqlens.diff().tolist()
-            assert given.full.max_seqlen == int(given.full.cu_seqlens.diff().max())
+            segments += given.full_segments.cu_seqlens.diff().tolist()
+            windows += given.window_segments.cu_seqlens.diff().tolist()
+            assert given.full_segments.max_seqlen == int(given.full_segments.cu_seqlens.diff().max())
 
     real = [r.vision for r in rows if r.num_patches]
     assert torch.equal(torch.cat(seen["pixels"]), torch.cat([v.planes[v.plane_index.long()] for v in real]))

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from megatron_vl.config import ModelConfig, OptimizerConfig, RunConfigError, TrainConfig, parse_config
-from megatron_vl.data.source.description import LoaderError, read_description
+from megatron_vl.data.source.dataset_description import LoaderError, read_description
 from megatron_vl.spec.tensors import LayoutError
-from megatron_vl.training.checkpoint import _FORMAT
-from megatron_vl.training.preflight import remarks
-from megatron_vl.training.resolve import resolve
+from megatron_vl.training.checkpoint import _FORMAT_VERSION
+from megatron_vl.training.preflight import config_remarks
+from megatron_vl.training.resolve import resolve_run
 from tests.support.run_json import write_run_json
 from tests.training.small_run import environment
 
@@ -50,13 +50,13 @@ def test_a_step_that_is_not_there_names_those_that_are(fields: list[str], tmp_pa
         (tmp_path / "run" / f"step_{step:08d}").mkdir(parents=True)
     wanted = parse_config([*fields, "--checkpoint.dir", str(tmp_path / "run"), "--checkpoint.step", "7"])
     with pytest.raises(RunConfigError, match=r"checkpoint.step 7 is not in .*run; existing steps: 20, 40$"):
-        resolve(wanted, 1)
+        resolve_run(wanted, 1)
 
 
 def test_a_split_of_too_few_layers_is_refused(fields: list[str]) -> None:
     config = parse_config([*fields, "--parallel.layers", "[1,1]", "--parallel.pp", "2"])
     with pytest.raises(LayoutError, match="add up to 2"):
-        resolve(config, 2)
+        resolve_run(config, 2)
 
 
 @pytest.mark.parametrize("restart", ["true", "false"])
@@ -66,9 +66,9 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
     """The rule of another family is ignored."""
     step = tmp_path / "run" / "step_00000020"
     hf = tiny_checkpoint("qwen2_5_vl")
-    convert(Path(hf), step / "weights", {"tp": 1, "pp": 1})
+    convert_weights(Path(hf), step / "weights", {"tp": 1, "pp": 1})
     facts: dict[str, Any] = {"dp": 1, "num_workers": 2, "seq_len": 4096}
-    facts |= {"format": _FORMAT, "step": 20, "layout": {}, "files": {}}
+    facts |= {"format": _FORMAT_VERSION, "step": 20, "layout": {}, "files": {}}
     facts["weights"] = json.loads((step / "weights" / "manifest.json").read_text())["digest"]
     command = [*fields, "--model.hf", str(hf), "--checkpoint.dir", str(tmp_path / "run")]
     command += ["--checkpoint.restart_data", restart]
@@ -77,7 +77,7 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
     def says(rule: str, *options: str) -> str:
         write_run_json(step, facts | {"video_rule": {"video_positions": rule}})
         try:
-            resolve(parse_config([*command, "--checkpoint.step", "20", *options]), 1)
+            resolve_run(parse_config([*command, "--checkpoint.step", "20", *options]), 1)
         except RunConfigError as error:
             return str(error)
         except FileNotFoundError as error:  # what is asked next: this checkpoint holds no weights
@@ -95,10 +95,10 @@ def test_another_rule_for_videos_is_refused_before_anything_starts(
 def test_a_file_in_a_folders_place_is_reported_with_the_field(
     fields: list[str], tmp_path: Path, field: str, below: str
 ) -> None:
-    resolve(parse_config([*fields, f"--{field}", str(tmp_path / "new" / "folder")]), 1)
+    resolve_run(parse_config([*fields, f"--{field}", str(tmp_path / "new" / "folder")]), 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunConfigError, match=rf"^{field} .*file{below}: .*file is a file; give a folder"):
-        resolve(parse_config([*fields, f"--{field}", f"{tmp_path / 'file'}{below}"]), 1)
+        resolve_run(parse_config([*fields, f"--{field}", f"{tmp_path / 'file'}{below}"]), 1)
 
 
 READ_ONLY = """
@@ -131,12 +131,12 @@ def test_a_split_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         with pytest.raises(
             LoaderError, match=rf"the split '{split}' is empty; splits with samples: train, val\."
         ):
-            read_description(tmp_path).facts(split)
+            read_description(tmp_path).split_facts(split)
 
 
 def test_a_learning_rate_of_frozen_weights_is_remarked() -> None:
     def lines(**model: bool) -> list[str]:
-        return remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)), on_cpu=True)
+        return config_remarks(TrainConfig(optimizer=optimizer, model=ModelConfig(**model)), on_cpu=True)
 
     optimizer = OptimizerConfig(vision_lr=2e-6, merger_lr=2e-6)
     assert not any("has no effect" in remark for remark in lines())

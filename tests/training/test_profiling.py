@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.config import RunConfigError, parse_config, validate
-from megatron_vl.training.preflight import remarks
+from megatron_vl.config import RunConfigError, parse_config, validate_config
+from megatron_vl.training.preflight import config_remarks
 from megatron_vl.training.profiling import StepProfiler
 from tests.training.small_run import metrics, prepare, train
 
@@ -33,14 +33,16 @@ DIR = ["--checkpoint.dir", "run"]
 )
 def test_impossible_values_are_refused_by_name(options: list[str], message: str) -> None:
     with pytest.raises(RunConfigError, match=message):
-        validate(parse_config(options), 4)
+        validate_config(parse_config(options), 4)
 
 
 @pytest.mark.parametrize("steps", ["null", "[]", "[5,5]", "[1,100]"])
 def test_possible_values_are_taken(steps: str) -> None:
     config = parse_config(["--profile.steps", steps, "--profile.dir", "traces"])
-    assert validate(config, 4) == 4
-    assert any("profile.steps" in remark for remark in remarks(config, on_cpu=False)) == (steps == "[1,100]")
+    assert validate_config(config, 4) == 4
+    assert any("profile.steps" in remark for remark in config_remarks(config, on_cpu=False)) == (
+        steps == "[1,100]"
+    )
 
 
 def traced(path: Path) -> tuple[set[str], int]:
@@ -60,9 +62,9 @@ def work(profiler: StepProfiler, steps: range) -> list[float]:
     """Steps that multiply matrices. Returns the seconds of writing after each."""
     seconds = []
     for step in steps:
-        profiler.begin(step)
+        profiler.begin_step(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
-        seconds.append(profiler.end(step))
+        seconds.append(profiler.end_step(step))
     return seconds
 
 
@@ -86,7 +88,7 @@ def test_a_run_that_begins_or_ends_between_the_steps_says_so_in_the_name(tmp_pat
     work(profiler(tmp_path, "[2,4]"), range(3, 7))
     ends = profiler(tmp_path, "[2,4]")
     work(ends, range(1, 3))
-    assert ends.finish() > 0 and ends.finish() == 0
+    assert ends.finish_trace() > 0 and ends.finish_trace() == 0
     work(profiler(tmp_path, "[2,4]"), range(5, 7))  # past them
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [f"rank_00000_steps_{steps}.pt.trace.json.gz" for steps in ("2_to_2", "3_to_4")]

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert
-from megatron_vl.weights.reader import find_weights
-from megatron_vl.weights.run_folder import step_folder
+from converters.convert import convert_weights
+from megatron_vl.weights.run_folder import step_dir_path
+from megatron_vl.weights.weight_reader import find_weights_dir
 from tests.support.ranks import call
 from tests.training.programs import a_run_whose_second_rank_sees_an_older_folder, what_trainings_say
 from tests.training.small_run import metrics, options_of, prepare, train
-from toolkit.checkpoint.contents import describe, lineage_lines, lineage_of, verify_checkpoint
+from toolkit.checkpoint.contents import describe_checkpoint, lineage_lines, read_lineage, verify_checkpoint
 
 pytestmark = pytest.mark.ranks
 
@@ -74,8 +74,8 @@ def test_a_roll_back_is_done_once_and_its_branch_is_what_the_run_means(
     assert "rolled back to step 2" in said[1] and "resumes from step 6" in said[1]
     assert "this roll-back was done before" in said[3] and "--checkpoint.attempt 2" in said[3]
 
-    assert find_weights(run) == run / "step_00000003" / "weights"
-    found = lineage_of(run)
+    assert find_weights_dir(run) == run / "step_00000003" / "weights"
+    found = read_lineage(run)
     assert found["steps"] == [2, 3]
     assert sorted(one["step"] for one in found["abandoned"]) == [3, 4, 4, 5, 6]
     for path in run.glob("step_*"):  # nothing that was good is gone
@@ -83,7 +83,7 @@ def test_a_roll_back_is_done_once_and_its_branch_is_what_the_run_means(
     text = "\n".join(lineage_lines(found))
     assert "checkpoints of steps 2, 3" not in text and "checkpoints of steps 3" in text  # one line a branch
     assert text.count("abandoned: ") == 2
-    assert describe(run / "step_00000003")["lineage"]["parent"]["step"] == 2
+    assert describe_checkpoint(run / "step_00000003")["lineage"]["parent"]["step"] == 2
 
     steps = {(line["step"], line["loss"]) for line in metrics(run)}
     assert len(steps) == 6, "the same step from the same checkpoint came out differently"
@@ -97,14 +97,14 @@ def test_retention_counts_what_led_here_and_leaves_what_was_abandoned(
     keep = ["--checkpoint.keep", "2", "--checkpoint.interval", "1"]
     back = ["--checkpoint.step", "2", "--stop_after", "5"]
     trainings(prepared, (run, ["--checkpoint.keep", "0"]), (run, [*keep, *back]))
-    found = lineage_of(run)
+    found = read_lineage(run)
     assert found["steps"] == [2, 4, 5]
     assert [one["step"] for one in found["abandoned"]] == [4, 6]
     assert not list(run.glob("*.partial"))
 
     [said] = trainings(prepared, (run, [*keep, *back, "--checkpoint.attempt", "2"]))
     assert "resumed at step 2" in said
-    assert lineage_of(run)["steps"] == [2, 4, 5]
+    assert read_lineage(run)["steps"] == [2, 4, 5]
 
 
 def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_no_reason_to_lose_the_next(
     (run / "step_00000002.old.partial").write_text("not a folder")  # and so not deleted as one
     first, second = trainings(prepared, (run, [*keep, "--steps", "4"]), (run, [*keep, "--steps", "6"]))
     assert "step_00000002 is not needed any more and could not be deleted" in first
-    assert lineage_of(run)["steps"][-1] == 6 and "NOTE: the learning rate" not in first
+    assert read_lineage(run)["steps"][-1] == 6 and "NOTE: the learning rate" not in first
     assert (
         "NOTE: the learning rate goes on at 3.250e-04, and was to be 1.000e-04: steps was 4, is 6" in second
     )
@@ -237,7 +237,7 @@ def dropped(run: Path, last: int) -> dict[str, Any]:
 
 
 def saved_counts(run: Path, step: int) -> dict[str, Any]:
-    saved = json.loads((step_folder(run, step) / "run.json").read_text())
+    saved = json.loads((step_dir_path(run, step) / "run.json").read_text())
     assert list(saved["video_rule"].values()) == ["released"], "generate asks for it"
     counts = saved["bad_samples"]
     return {name: counts[name] for name in ("used", "reasons")}
@@ -295,6 +295,6 @@ def test_a_finished_run_ends_well_where_a_rank_sees_the_folder_late(
 def test_start_weights_that_hold_another_model_are_still_refused(
     prepared: dict[str, Path], tmp_path: Path, tiny_checkpoint
 ):
-    convert(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
+    convert_weights(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32), tmp_path / "other")
     [said] = trainings({**prepared, "weights": tmp_path / "other"}, (tmp_path / "run", []))
     assert "model.checkpoint" in said and "holds another model than model.hf" in said

@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from converters.convert import convert, export
-from converters.verify import compare
-from megatron_vl.planning.calibration import shipped, stored_path, write_calibration
-from megatron_vl.spec.tensors import Cut
-from megatron_vl.weights.reader import WeightReader
+from converters.compare import compare_weights
+from converters.convert import convert_weights, export_weights
+from megatron_vl.planning.calibration import shipped_calibration, stored_calibration_path, write_calibration
+from megatron_vl.spec.tensors import Sharding
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.support import ranks
 from tests.support.ranks import python_path
 from tests.training.small_run import LAYOUT, metrics, options_of, prepare, train
@@ -92,7 +92,7 @@ def test_evaluation_does_not_disturb_training(whole: Path, evaluated: Path) -> N
         [line[k] for k in EXACT] for line in metrics(whole)
     ]
     a, b = WeightReader(evaluated), WeightReader(whole)
-    assert all(torch.equal(a.get(name), b.get(name)) for name in a.names())
+    assert all(torch.equal(a.read_shard(name), b.read_shard(name)) for name in a.tensor_names())
 
 
 def test_validation_is_that_of_transformers_in_every_layout(
@@ -116,7 +116,7 @@ def test_validation_is_that_of_transformers_in_every_layout(
     records = json.loads((prepared["folder"] / "data.json").read_text())
     held_out = validation_records(prepared["data"])
     media = prepared["folder"] / "media"
-    losses = [reference.loss(records[number], media) for number in held_out.values()]
+    losses = [reference.assistant_loss(records[number], media) for number in held_out.values()]
     count = sum(tokens for _, tokens in losses)
     for line in ours + without_answers:
         assert line["loss_tokens"] == count
@@ -126,7 +126,7 @@ def test_validation_is_that_of_transformers_in_every_layout(
         for told in line["answers"]:
             record = records[held_out[told["key"]]]
             assert told["wanted"].strip() == record["conversations"][1]["value"]
-            assert told["answer"] == reference.answer(record, media, max_new_tokens=5)
+            assert told["answer"] == reference.greedy_answer(record, media, max_new_tokens=5)
 
 
 def validation_records(data: Path) -> dict[str, int]:
@@ -173,8 +173,8 @@ def test_resumed_run_equals_the_undisturbed_one(resumed: Path, whole: Path) -> N
         [line[k] for k in EXACT] for line in metrics(whole)
     ]
     a, b = WeightReader(resumed), WeightReader(whole)
-    for name in a.names():
-        assert torch.equal(a.get(name), b.get(name)), name
+    for name in a.tensor_names():
+        assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 
 
 def test_a_planned_split_stays_although_the_planner_would_choose_another(
@@ -183,12 +183,14 @@ def test_a_planned_split_stays_although_the_planner_would_choose_another(
     """Between the starts, other rates were measured. The run goes on with its split, bit for bit; a new one
     gets the other split."""
     monkeypatch.setenv("MEGATRON_VL_CALIBRATIONS", str(tmp_path / "rates"))
-    plain = dataclasses.replace(shipped(), gpu="cpu", pass_s=0.0)
+    plain = dataclasses.replace(shipped_calibration(), gpu="cpu", pass_s=0.0)
     # The tower of this model takes longer than its decoder layers, unless these move very many bytes.
     widths = {"slow": 1e5, "fast": plain.decoder_widths}
 
     def start(run: str, decoder: str, *options: str) -> str:
-        write_calibration(stored_path("cpu"), dataclasses.replace(plain, decoder_widths=widths[decoder]))
+        write_calibration(
+            stored_calibration_path("cpu"), dataclasses.replace(plain, decoder_widths=widths[decoder])
+        )
         done = train(prepared, tmp_path / run, "--parallel.pp", "2", *options, ranks=2, steps=4)
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
@@ -207,9 +209,9 @@ def test_a_planned_split_stays_although_the_planner_would_choose_another(
 
     assert kept("run") == kept("whole") and len(kept("run")) == 4
     a, b = WeightReader(tmp_path / "run"), WeightReader(tmp_path / "whole")
-    assert a.layout == b.layout and list(a.layout.layers) == planned
-    for name in a.names():
-        assert torch.equal(a.get(name), b.get(name)), name
+    assert a.layout == b.layout and list(a.layout.layers_per_chunk) == planned
+    for name in a.tensor_names():
+        assert torch.equal(a.read_shard(name), b.read_shard(name)), name
 
 
 def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -> None:
@@ -228,10 +230,10 @@ def test_moments_in_the_checkpoint_are_of_every_trained_parameter(whole: Path) -
                     ranges.setdefault((rank, name), []).append((start, end))
     reader = WeightReader(whole)
     held = {name for _, name in ranges}
-    assert held == set(reader.names())
+    assert held == set(reader.tensor_names())
     for (_, name), spans in ranges.items():
         assert spans == [
-            (0, reader.get(name, 0, Cut(2)).numel())
+            (0, reader.read_shard(name, 0, Sharding(2)).numel())
         ]  # no data parallelism here, so each rank owns all of its shard
 
 
@@ -359,13 +361,13 @@ def test_an_empty_split_ends_all_ranks_with_one_message(prepared: dict[str, Path
 
 def test_exported_checkpoint_has_the_trained_weights(prepared: dict[str, Path], whole: Path) -> None:
     out = prepared["folder"] / "exported"
-    export(whole, prepared["hf"], out)
-    assert compare(out, prepared["hf"]).differences  # it was trained
+    export_weights(whole, prepared["hf"], out)
+    assert compare_weights(out, prepared["hf"]).differences  # it was trained
     back = prepared["folder"] / "back"
-    convert(out, back)
+    convert_weights(out, back)
     ours, theirs = WeightReader(back), WeightReader(whole)
-    for name in ours.names():
-        assert torch.equal(ours.get(name), theirs.get(name)), name
+    for name in ours.tensor_names():
+        assert torch.equal(ours.read_shard(name), theirs.read_shard(name)), name
 
 
 @pytest.mark.parametrize(

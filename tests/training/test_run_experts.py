@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from converters.convert import convert, export
-from megatron_vl.weights.reader import WeightReader
+from converters.convert import convert_weights, export_weights
+from megatron_vl.weights.weight_reader import WeightReader
 from tests.training.small_run import metrics, prepare, train
 from toolkit.checkpoint.contents import verify_checkpoint
 
@@ -43,11 +43,11 @@ def test_a_changed_balancing_loss_is_reported_on_resume(tiny_checkpoint) -> None
 
     from megatron_vl.config import ModelConfig
     from megatron_vl.spec.families import read_spec
-    from megatron_vl.training.resume import _changed_aux_loss
+    from megatron_vl.training.resume import _aux_loss_change_note
 
     def told(saved: dict, **fields: float) -> str:
         spec = read_spec(tiny_checkpoint("qwen3_vl_moe"))
-        return _changed_aux_loss(
+        return _aux_loss_change_note(
             SimpleNamespace(spec=spec, config=SimpleNamespace(model=ModelConfig(**fields))), saved
         )
 
@@ -108,22 +108,23 @@ def test_another_layout_goes_on_where_the_run_stopped(
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     a, b = WeightReader(tmp_path), WeightReader(whole)
-    for name in b.names():
-        assert (a.get(name) - b.get(name)).norm() <= 1e-4 * b.get(name).norm(), name
+    for name in b.tensor_names():
+        assert (a.read_shard(name) - b.read_shard(name)).norm() <= 1e-4 * b.read_shard(name).norm(), name
 
 
 def test_exported_checkpoint_has_the_trained_experts(
     prepared: dict[str, Path], whole: Path, tmp_path: Path
 ) -> None:
     assert verify_checkpoint(whole / "step_00000006") == []
-    export(whole, prepared["hf"], tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "back")
+    export_weights(whole, prepared["hf"], tmp_path / "hf")
+    convert_weights(tmp_path / "hf", tmp_path / "back")
     ours = WeightReader(tmp_path / "back")
     theirs = WeightReader(whole)
     first = WeightReader(prepared["weights"])
-    for name in ours.names():
-        assert torch.equal(ours.get(name), theirs.get(name)), name
+    for name in ours.tensor_names():
+        assert torch.equal(ours.read_shard(name), theirs.read_shard(name)), name
         if ".experts." in name:  # every one of them was trained
             assert all(
-                not torch.equal(a, b) for a, b in zip(theirs.get(name), first.get(name), strict=True)
+                not torch.equal(a, b)
+                for a, b in zip(theirs.read_shard(name), first.read_shard(name), strict=True)
             ), name

@@ -20,8 +20,8 @@ import torch
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from megatron_vl import launch
-from megatron_vl.processes import children
-from megatron_vl.signals import shield_loader_worker, take_stop_signals
+from megatron_vl.processes import list_children
+from megatron_vl.signals import handle_stop_signals, shield_loader_worker
 from tests.training.small_run import command, environment, metrics, prepare
 from toolkit.checkpoint.contents import verify_checkpoint
 
@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen[str], se
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[int]:
-    return [pid for pid, command in children(process.pid).items() if "megatron_vl.train" in command]
+    return [pid for pid, command in list_children(process.pid).items() if "megatron_vl.train" in command]
 
 
 @pytest.mark.ranks
@@ -81,7 +81,7 @@ def test_the_launcher_saves_at_ctrl_c_and_ends_when_a_rank_dies(prepared, tmp_pa
     second = start(LAUNCHER, prepared, run)
     wait_for(lambda: metrics(run)[-1]["step"] >= last + 2, second)
     assert metrics(run)[last]["step"] == last + 1
-    commands = children(second.pid).values()
+    commands = list_children(second.pid).values()
     assert set(commands) == {tuple(second.args)}, "on CPU the ranks are forks of the launcher"
     os.kill(ranks_of(second)[1], signal.SIGKILL)
     began = time.monotonic()
@@ -123,7 +123,7 @@ def test_a_pipe_without_reader_changes_nothing_and_a_closed_terminal_saves(launc
 def test_nohup_stays_what_it_is():
     def ignores() -> bool:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        take_stop_signals()
+        handle_stop_signals()
         return signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
     assert in_fork(ignores) == 0
@@ -181,16 +181,16 @@ def takes_signals(pid: int) -> bool:
 
 def test_a_signal_that_comes_after_the_ranks_changes_nothing(monkeypatch):
     """Before them, it ends the launcher."""
-    monkeypatch.setattr(launch, "_launcher", os.getpid())
-    monkeypatch.setattr(launch, "_received", [])
-    monkeypatch.setattr(launch, "_seen", threading.Event())
+    monkeypatch.setattr(launch, "_launcher_pid", os.getpid())
+    monkeypatch.setattr(launch, "_received_signals", [])
+    monkeypatch.setattr(launch, "_ranks_seen", threading.Event())
     with pytest.raises(SignalException):
-        launch._ask_ranks(signal.SIGTERM, None)
-    launch._seen.set()
-    launch._ask_ranks(signal.SIGTERM, None)
-    launch._ask_ranks(signal.SIGINT, None)
+        launch._ask_ranks_to_stop(signal.SIGTERM, None)
+    launch._ranks_seen.set()
+    launch._ask_ranks_to_stop(signal.SIGTERM, None)
+    launch._ask_ranks_to_stop(signal.SIGINT, None)
     with pytest.raises(SignalException):
-        launch._ask_ranks(signal.SIGINT, None)
+        launch._ask_ranks_to_stop(signal.SIGINT, None)
 
 
 def in_fork(program: Callable[[], object]) -> int:
@@ -206,7 +206,7 @@ def in_fork(program: Callable[[], object]) -> int:
 
 def test_a_late_request_does_not_end_a_rank_that_has_ended_well():
     def late(number: signal.Signals) -> bool:
-        launch._be_rank("keyword", [])
+        launch._run_as_rank("keyword", [])
         os.kill(os.getpid(), number)
         return True
 
@@ -219,7 +219,7 @@ def test_loader_workers_ignore_ctrl_c_only_if_their_rank_takes_it():
         shield_loader_worker()
         return signal.getsignal(signal.SIGINT) == signal.SIG_IGN
 
-    assert in_fork(lambda: take_stop_signals() or ignores()) == 0
+    assert in_fork(lambda: handle_stop_signals() or ignores()) == 0
     assert in_fork(lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and ignores()) == 1
 
 

@@ -22,9 +22,16 @@ import torch
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UserError
-from megatron_vl.training.evaluation import Answer, Evaluation
-from megatron_vl.training.preflight import check_wandb
-from megatron_vl.training.sinks import WANDB_FILE, JsonLines, Sink, TensorBoard, Wandb, open_sinks
+from megatron_vl.training.evaluation import EvaluationAnswer, ValidationResult
+from megatron_vl.training.metrics_sinks import (
+    WANDB_RUN_FILE,
+    JsonLinesSink,
+    MetricsSink,
+    TensorBoardSink,
+    WandbSink,
+    open_metrics_sinks,
+)
+from megatron_vl.training.preflight import check_wandb_installed
 from tests.training.small_run import command, environment, metrics, prepare, train
 
 _found = importlib.util.find_spec("wandb")
@@ -32,16 +39,16 @@ HAS_WANDB = _found is not None and _found.origin is not None
 needs_wandb = pytest.mark.skipif(not HAS_WANDB, reason="the extra wandb is not installed")
 
 NUMBERS: dict[str, Any] = {"step": 7, "loss": 1.5, "updated": True, "mfu": None, "lr/vision": 1e-5}
-EVALUATION = Evaluation(
-    loss=2.5, loss_tokens=20, seconds=0.5, answers=[Answer("a", "What?", "A cat.", "A dog.")]
+EVALUATION = ValidationResult(
+    loss=2.5, loss_tokens=20, elapsed_s=0.5, answers=[EvaluationAnswer("a", "What?", "A cat.", "A dog.")]
 )
 
 
-def fill(sink: Sink) -> None:
+def fill(sink: MetricsSink) -> None:
     """What a run tells its sinks in a step."""
-    sink.expert_load(7, {0: torch.tensor([0.5, 1.5]), 2: torch.tensor([1.0, 1.0])})
-    sink.step(NUMBERS)
-    sink.evaluation(7, EVALUATION)
+    sink.write_expert_load(7, {0: torch.tensor([0.5, 1.5]), 2: torch.tensor([1.0, 1.0])})
+    sink.write_step(NUMBERS)
+    sink.write_evaluation(7, EVALUATION)
     sink.close()
 
 
@@ -94,16 +101,16 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_a_run_opens_the_sinks_that_it_asks_for(tmp_path: Path) -> None:
-    assert open_sinks(TrainConfig()) == []
+    assert open_metrics_sinks(TrainConfig()) == []
     options = ["--checkpoint.dir", str(tmp_path / "run"), "--log.tensorboard", str(tmp_path / "board")]
-    sinks = open_sinks(parse_config(options))
-    assert [type(sink) for sink in sinks] == [JsonLines, TensorBoard]
+    sinks = open_metrics_sinks(parse_config(options))
+    assert [type(sink) for sink in sinks] == [JsonLinesSink, TensorBoardSink]
     for sink in sinks:
         sink.close()
 
 
 def test_json_lines_hold_every_number(tmp_path: Path) -> None:
-    fill(JsonLines(tmp_path))
+    fill(JsonLinesSink(tmp_path))
     assert metrics(tmp_path) == [NUMBERS]
     (line,) = metrics(tmp_path, "eval.jsonl")
     answer = {"key": "a", "prompt": "What?", "wanted": "A cat.", "answer": "A dog."}
@@ -112,9 +119,9 @@ def test_json_lines_hold_every_number(tmp_path: Path) -> None:
 
 def test_json_lines_are_json_where_a_number_is_not_finite(tmp_path: Path) -> None:
     """As in a step without loss tokens. JSON has no NaN, and other programs than Python refuse it."""
-    sink = JsonLines(tmp_path)
-    sink.step({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "mfu": None})
-    sink.evaluation(1, Evaluation(loss=math.nan, loss_tokens=0, seconds=1.0, answers=[]))
+    sink = JsonLinesSink(tmp_path)
+    sink.write_step({"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": 0.5, "mfu": None})
+    sink.write_evaluation(1, ValidationResult(loss=math.nan, loss_tokens=0, elapsed_s=1.0, answers=[]))
     sink.close()
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 1, "loss": null, "grad_norm": null, "lr": 0.5, "mfu": null}\n'
@@ -125,7 +132,7 @@ def test_json_lines_are_json_where_a_number_is_not_finite(tmp_path: Path) -> Non
 def test_tensorboard_holds_what_can_be_drawn(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    fill(TensorBoard(str(tmp_path)))
+    fill(TensorBoardSink(str(tmp_path)))
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     values = {name: events.Scalars(name)[0].value for name in events.Tags()["scalars"]}
@@ -146,14 +153,14 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path: Path) -> 
     with pytest.raises(
         RunConfigError, match=r"wandb.project mine needs .*\(pip install 'megatron-vl\[wandb\]'"
     ):
-        check_wandb("mine")
-    check_wandb("")
+        check_wandb_installed("mine")
+    check_wandb_installed("")
 
 
 @pytest.mark.slow
 @needs_wandb
 def test_wandb_holds_what_can_be_drawn(tmp_path: Path) -> None:
-    fill(Wandb(offline(tmp_path)))
+    fill(WandbSink(offline(tmp_path)))
     (path,) = files(tmp_path)
     logged: dict[str, Any] = {}
     for entry in history(path):
@@ -178,10 +185,10 @@ def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     """Unless it begins anew, belongs to another project, or its file is deleted."""
 
     def run_id(*options: str) -> str:
-        sink = Wandb(offline(tmp_path, *options))
+        sink = WandbSink(offline(tmp_path, *options))
         sink.close()
-        assert json.loads((tmp_path / WANDB_FILE).read_text())["id"] == sink.run.id
-        return sink.run.id
+        assert json.loads((tmp_path / WANDB_RUN_FILE).read_text())["id"] == sink.wandb_run.id
+        return sink.wandb_run.id
 
     first = run_id()
     assert run_id() == first
@@ -189,12 +196,12 @@ def test_a_later_start_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     assert other != first and run_id("--wandb.project", "others") == other
     anew = run_id("--wandb.project", "others", "--checkpoint.resume", "false")
     assert anew != other
-    (tmp_path / WANDB_FILE).unlink()
+    (tmp_path / WANDB_RUN_FILE).unlink()
     assert run_id("--wandb.project", "others") != anew
 
-    (tmp_path / WANDB_FILE).write_text("[")
+    (tmp_path / WANDB_RUN_FILE).write_text("[")
     with pytest.raises(UserError, match="wandb.json is damaged .* delete it"):
-        Wandb(offline(tmp_path))
+        WandbSink(offline(tmp_path))
 
 
 @needs_wandb
@@ -206,17 +213,17 @@ def test_a_refusal_of_wandb_is_a_message_that_says_what_to_do(tmp_path: Path, mo
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.setattr(sys, "stdin", open(os.devnull))
     with pytest.raises(UserError, match="wandb.project tests: W&B says: .*wandb login.*--wandb.mode offline"):
-        Wandb(offline(tmp_path, "--wandb.mode", "online"))
-    assert not (tmp_path / WANDB_FILE).exists()
+        WandbSink(offline(tmp_path, "--wandb.mode", "online"))
+    assert not (tmp_path / WANDB_RUN_FILE).exists()
 
 
 @pytest.mark.slow
 @needs_wandb
 def test_losing_wandb_costs_its_curves_alone(tmp_path: Path, capfd) -> None:
-    sink = Wandb(offline(tmp_path))
-    sink.run.finish()  # it takes no more numbers then
-    sink.step(NUMBERS)
-    sink.step(NUMBERS)
+    sink = WandbSink(offline(tmp_path))
+    sink.wandb_run.finish()  # it takes no more numbers then
+    sink.write_step(NUMBERS)
+    sink.write_step(NUMBERS)
     sink.close()
     assert capfd.readouterr().err.count("NOTE: nothing more is sent to W&B") == 1
 
@@ -246,7 +253,7 @@ def test_a_run_with_wandb_trains_the_same_and_goes_on_in_its_run(tmp_path: Path,
         [line[k] for k in exact] for line in metrics(plain)
     ]
     first, second = files(run)
-    kept = json.loads((run / WANDB_FILE).read_text())["id"]
+    kept = json.loads((run / WANDB_RUN_FILE).read_text())["id"]
     assert first.name == second.name == f"run-{kept}.wandb"
     logged = [(entry["step"], entry["loss"]) for path in (first, second) for entry in history(path)]
     assert logged == [(line["step"], line["loss"]) for line in lines]

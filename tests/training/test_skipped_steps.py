@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_vl.training.loop import too_many_skipped
+from megatron_vl.training.loop import skipped_steps_message
 from megatron_vl.training.step import NO_LOSS_TOKENS, NOT_FINITE
 from tests.training.small_run import metrics, prepare, train
 
 
 def test_a_run_that_stops_says_why_its_steps_were_skipped() -> None:
     told = [
-        too_many_skipped(reasons, 40)
+        skipped_steps_message(reasons, 40)
         for reasons in ([NOT_FINITE] * 2, [NO_LOSS_TOKENS] * 3, [NO_LOSS_TOKENS, NOT_FINITE])
     ]
     assert told == [

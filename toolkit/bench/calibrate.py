@@ -26,53 +26,60 @@ from megatron_vl.models.batch import Segments
 from megatron_vl.planning.calibration import (
     DATA_SHEETS,
     Calibration,
-    kind_of,
-    known,
-    stored_path,
+    find_calibration,
+    parse_gpu_kind,
+    stored_calibration_path,
     write_calibration,
 )
-from megatron_vl.planning.predict import predict
-from megatron_vl.planning.rates import LARGEST, faster, matched, saturating
-from megatron_vl.planning.rows import RowStatistics
+from megatron_vl.planning.fit_rates import (
+    LARGEST_SPEEDUP,
+    fit_saturating_rate,
+    fit_speed_factor,
+    scale_compute_rates,
+)
+from megatron_vl.planning.predict import predict_layout
+from megatron_vl.planning.row_statistics import RowStatistics
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from toolkit.plan.data_rows import shape_of
+from toolkit.plan.data_rows import row_shape
 
 from . import report
 from .options import BenchRun
-from .workload import rows
+from .workload import draw_rows
 
-ROWS = 16
+STATISTICS_ROWS = 16
 """Number of rows from which the statistics of a workload are computed."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Amounts:
+class KernelWorkSizes:
     """The amounts of work for which kernels are timed."""
 
-    tokens: int
+    token_count: int
     """Tokens in the widest product, and in attention."""
-    widths: tuple[int, ...]
+    product_widths: tuple[int, ...]
     """Widths of products."""
-    lengths: tuple[int, ...]
+    document_lengths: tuple[int, ...]
     """Lengths in tokens of documents for causal attention."""
-    elements: int
+    element_count: int
     """Elements of elementwise kernels, updates and copies."""
-    message: int
+    collective_bytes: int
     """Bytes of a collective."""
-    seconds: float
+    seconds_per_kernel: float
     """Seconds for which each kernel is timed."""
 
 
-AMOUNTS = {
-    "cuda": Amounts(8192, (512, 1024, 2048, 4096, 8192), (512, 1024, 2048, 8192), 1 << 27, 256 << 20, 0.2),
-    "cpu": Amounts(256, (64, 128, 256, 512, 1024), (64, 256, 512), 1 << 21, 4 << 20, 0.1),
+KERNEL_WORK_SIZES = {
+    "cuda": KernelWorkSizes(
+        8192, (512, 1024, 2048, 4096, 8192), (512, 1024, 2048, 8192), 1 << 27, 256 << 20, 0.2
+    ),
+    "cpu": KernelWorkSizes(256, (64, 128, 256, 512, 1024), (64, 256, 512), 1 << 21, 4 << 20, 0.1),
 }
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernels:
+class KernelTimer:
     """Times kernels on one device."""
 
     platform: Platform
@@ -80,221 +87,273 @@ class Kernels:
     config: TrainConfig
 
     @property
-    def amounts(self) -> Amounts:
-        return AMOUNTS[self.platform.name]
+    def work_sizes(self) -> KernelWorkSizes:
+        return KERNEL_WORK_SIZES[self.platform.name]
 
     @property
     def dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
 
-    def seconds(self, work: Callable[[], Any]) -> float:
+    def mean_seconds(self, timed_work: Callable[[], Any]) -> float:
         """Mean seconds of a call, over as many calls as fit into the time for a kernel."""
         for _ in range(3):
-            work()
+            timed_work()
         self.platform.synchronize()
-        calls, start = 0, time.perf_counter()
-        while calls < 3 or time.perf_counter() - start < self.amounts.seconds:
+        call_count, start = 0, time.perf_counter()
+        while call_count < 3 or time.perf_counter() - start < self.work_sizes.seconds_per_kernel:
             for _ in range(4):
-                work()
-            calls += 4
+                timed_work()
+            call_count += 4
             self.platform.synchronize()
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - start) / call_count
 
-    def random(self, *shape: int, grad: bool = False) -> Tensor:
-        return torch.randn(*shape, device=self.platform.device, dtype=self.dtype).requires_grad_(grad)
+    def random_tensor(self, *tensor_shape: int, requires_grad: bool = False) -> Tensor:
+        return torch.randn(*tensor_shape, device=self.platform.device, dtype=self.dtype).requires_grad_(
+            requires_grad
+        )
 
-    def products(self) -> tuple[float, float]:
+    def product_rates(self) -> tuple[float, float]:
         """TFLOP/s of very wide products, and the width at which products reach half of that.
 
         All three products of a linear are timed: forward, input gradient and weight gradient. Narrow ones
         have more tokens, as in a tower, so that each takes longer than the processor needs to launch it.
         """
-        rates = []
-        for width in self.amounts.widths:
-            tokens = self.amounts.tokens * self.amounts.widths[-1] // width
-            x, weight = self.random(tokens, width, grad=True), self.random(width, width, grad=True)
-            gradient = self.random(tokens, width)
+        product_tflops = []
+        for product_width in self.work_sizes.product_widths:
+            token_count = self.work_sizes.token_count * self.work_sizes.product_widths[-1] // product_width
+            x, weight = (
+                self.random_tensor(token_count, product_width, requires_grad=True),
+                self.random_tensor(product_width, product_width, requires_grad=True),
+            )
+            output_gradient = self.random_tensor(token_count, product_width)
 
-            def work(x=x, weight=weight, gradient=gradient) -> None:
-                torch.autograd.grad(x @ weight.t(), (x, weight), gradient)
+            def run_products(x=x, weight=weight, output_gradient=output_gradient) -> None:
+                torch.autograd.grad(x @ weight.t(), (x, weight), output_gradient)
 
-            rates.append(6 * tokens * width * width / self.seconds(work) / 1e12)
-        return saturating(self.amounts.widths, rates)
+            product_tflops.append(
+                6 * token_count * product_width * product_width / self.mean_seconds(run_products) / 1e12
+            )
+        return fit_saturating_rate(self.work_sizes.product_widths, product_tflops)
 
-    def memory(self) -> float:
+    def memory_rate(self) -> float:
         """TB/s of an elementwise kernel that reads one tensor and writes another."""
-        x = self.random(self.amounts.elements)
-        y = torch.empty_like(x)
-        return 2 * x.nbytes / self.seconds(lambda: torch.mul(x, 1.5, out=y)) / 1e12
+        x = self.random_tensor(self.work_sizes.element_count)
+        output_tensor = torch.empty_like(x)
+        return 2 * x.nbytes / self.mean_seconds(lambda: torch.mul(x, 1.5, out=output_tensor)) / 1e12
 
-    def attention(self) -> tuple[float, float]:
+    def attention_rates(self) -> tuple[float, float]:
         """TFLOP/s of the language model's attention over long documents, and the length with half of that."""
-        m = self.spec.language
-        name = choose_backend(
+        language_spec = self.spec.language
+        backend_name = choose_backend(
             self.config.model.language_attention,
             platform=self.platform.name,
-            head_dim=m.head_dim,
+            head_dim=language_spec.head_dim,
             causal=True,
             dtype=self.dtype,
         )
-        rates = [
-            self._attention(name, m.num_heads, m.head_dim, length, causal=True)
-            for length in self.amounts.lengths
+        attention_tflops = [
+            self._attention_rate(
+                backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
+            )
+            for length in self.work_sizes.document_lengths
         ]
-        return saturating(self.amounts.lengths, rates)
+        return fit_saturating_rate(self.work_sizes.document_lengths, attention_tflops)
 
-    def tower_attention(self) -> float:
+    def tower_attention_rate(self) -> float:
         """TFLOP/s of full attention in the tower."""
-        v = self.spec.vision
-        dim = v.hidden_size // v.num_heads
+        vision_spec = self.spec.vision
+        head_dim = vision_spec.hidden_size // vision_spec.num_heads
         name = choose_backend(
             self.config.model.vision_attention,
             platform=self.platform.name,
-            head_dim=dim,
+            head_dim=head_dim,
             causal=False,
             dtype=self.dtype,
         )
-        return self._attention(name, v.num_heads, dim, self.amounts.lengths[1], causal=False)
+        return self._attention_rate(
+            name, vision_spec.num_heads, head_dim, self.work_sizes.document_lengths[1], causal=False
+        )
 
-    def _attention(self, name: str, heads: int, dim: int, length: int, *, causal: bool) -> float:
+    def _attention_rate(
+        self, backend_name: str, num_heads: int, head_dim: int, document_length: int, *, causal: bool
+    ) -> float:
         """Useful TFLOP/s of the forward and backward pass over documents of one length."""
-        number = max(1, 2 * self.amounts.tokens // length)
-        bounds = torch.arange(number + 1, dtype=torch.int32, device=self.platform.device) * length
-        backend = make_backend(name)
-        query, key, value = (self.random(number * length, heads, dim, grad=True) for _ in range(3))
-        gradient = self.random(number * length, heads, dim)
+        document_count = max(1, 2 * self.work_sizes.token_count // document_length)
+        cu_seqlens = (
+            torch.arange(document_count + 1, dtype=torch.int32, device=self.platform.device) * document_length
+        )
+        attention_backend = make_backend(backend_name)
+        query, key, value = (
+            self.random_tensor(document_count * document_length, num_heads, head_dim, requires_grad=True)
+            for _ in range(3)
+        )
+        output_gradient = self.random_tensor(document_count * document_length, num_heads, head_dim)
 
-        def work() -> None:
-            out = backend(query, key, value, Segments(bounds, length), causal)
-            torch.autograd.grad(out, (query, key, value), gradient)
+        def run_attention() -> None:
+            attention_output = attention_backend(
+                query, key, value, Segments(cu_seqlens, document_length), causal
+            )
+            torch.autograd.grad(attention_output, (query, key, value), output_gradient)
 
         # As in the cost model, a backward pass counts as 2.5 forward passes, and in the tower as 2.
-        passes = 3.5 * 2 if causal else 3 * 4
-        return passes * heads * dim * number * length**2 / self.seconds(work) / 1e12
+        flops_factor = 3.5 * 2 if causal else 3 * 4
+        return (
+            flops_factor
+            * num_heads
+            * head_dim
+            * document_count
+            * document_length**2
+            / self.mean_seconds(run_attention)
+            / 1e12
+        )
 
-    def update(self) -> tuple[float, float]:
+    def update_costs(self) -> tuple[float, float]:
         """Picoseconds per parameter of an AdamW update, and of clearing and scaling a gradient."""
-        n = self.amounts.elements
-        weight = torch.nn.Parameter(torch.zeros(n, device=self.platform.device))
+        parameter_count = self.work_sizes.element_count
+        weight = torch.nn.Parameter(torch.zeros(parameter_count, device=self.platform.device))
         gradient = torch.zeros_like(weight)
         weight.backward(gradient)
-        adam = torch.optim.AdamW([weight], lr=1e-4, fused=True)
+        adam_optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
 
-        def clear() -> None:
+        def clear_gradient() -> None:
             gradient.zero_()
             gradient.mul_(1.5)
 
-        return self.seconds(adam.step) / n * 1e12, self.seconds(clear) / n * 1e12
+        return self.mean_seconds(adam_optimizer.step) / parameter_count * 1e12, self.mean_seconds(
+            clear_gradient
+        ) / parameter_count * 1e12
 
-    def host_copies(self) -> float:
+    def host_copy_rate(self) -> float:
         """GB/s in each direction between device and pinned host memory, with copies both ways at once.
 
         On CPU, it is the rate of a copy between host buffers.
         """
-        n = self.amounts.elements
+        byte_count = self.work_sizes.element_count
         if self.platform.name == "cpu":
-            a, b = torch.empty(n, dtype=torch.uint8), torch.empty(n, dtype=torch.uint8)
-            return n / self.seconds(lambda: b.copy_(a)) / 1e9
+            source_buffer, target_buffer = (
+                torch.empty(byte_count, dtype=torch.uint8),
+                torch.empty(byte_count, dtype=torch.uint8),
+            )
+            return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
-        host = [torch.empty(n, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        here = [torch.empty(n, dtype=torch.uint8, device=self.platform.device) for _ in range(2)]
-        streams = [torch.cuda.Stream() for _ in range(2)]
+        host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        device_buffers = [
+            torch.empty(byte_count, dtype=torch.uint8, device=self.platform.device) for _ in range(2)
+        ]
+        copy_streams = [torch.cuda.Stream() for _ in range(2)]
 
-        def both() -> None:
-            with torch.cuda.stream(streams[0]):
-                here[0].copy_(host[0], non_blocking=True)
-            with torch.cuda.stream(streams[1]):
-                host[1].copy_(here[1], non_blocking=True)
+        def copy_both_ways() -> None:
+            with torch.cuda.stream(copy_streams[0]):
+                device_buffers[0].copy_(host_buffers[0], non_blocking=True)
+            with torch.cuda.stream(copy_streams[1]):
+                host_buffers[1].copy_(device_buffers[1], non_blocking=True)
 
-        return n / self.seconds(both) / 1e9
+        return byte_count / self.mean_seconds(copy_both_ways) / 1e9
 
-    def collectives(self) -> tuple[float, float]:
+    def collective_rates(self) -> tuple[float, float]:
         """GB/s that a device sends in an all-gather, and an all-gather's latency in seconds. Collective."""
-        ranks = dist.get_world_size()
+        world_size = dist.get_world_size()
 
-        def gather(size: int) -> float:
-            mine = torch.ones(size, dtype=torch.uint8, device=self.platform.device)
-            all_of_them = torch.empty(ranks * size, dtype=torch.uint8, device=self.platform.device)
-            return self._counted(lambda: dist.all_gather_into_tensor(all_of_them, mine))
+        def time_all_gather(shard_bytes: int) -> float:
+            local_shard = torch.ones(shard_bytes, dtype=torch.uint8, device=self.platform.device)
+            gathered_shards = torch.empty(
+                world_size * shard_bytes, dtype=torch.uint8, device=self.platform.device
+            )
+            return self._mean_collective_seconds(
+                lambda: dist.all_gather_into_tensor(gathered_shards, local_shard)
+            )
 
-        latency = gather(64)
-        size = self.amounts.message // ranks
-        taken = gather(size)
+        latency = time_all_gather(64)
+        shard_bytes = self.work_sizes.collective_bytes // world_size
+        gather_seconds = time_all_gather(shard_bytes)
         # A disturbed machine may seem to have a latency as long as the whole.
-        moving = max(taken - latency, taken / 2)
-        return size * (ranks - 1) / moving / 1e9, latency
+        transfer_seconds = max(gather_seconds - latency, gather_seconds / 2)
+        return shard_bytes * (world_size - 1) / transfer_seconds / 1e9, latency
 
-    def message(self) -> float:
+    def send_rate(self) -> float:
         """GB/s from the first rank to the second. Collective."""
         rank = dist.get_rank()
-        tensor = torch.ones(self.amounts.message // 4, dtype=torch.uint8, device=self.platform.device)
+        tensor = torch.ones(
+            self.work_sizes.collective_bytes // 4, dtype=torch.uint8, device=self.platform.device
+        )
 
-        def send() -> None:
+        def send_once() -> None:
             if rank == 0:
                 dist.send(tensor, 1)
             elif rank == 1:
                 dist.recv(tensor, 0)
 
-        return tensor.nbytes / self._counted(send) / 1e9
+        return tensor.nbytes / self._mean_collective_seconds(send_once) / 1e9
 
-    def _counted(self, work: Callable[[], Any], calls: int = 8) -> float:
-        """Mean seconds of a collective over ``calls`` calls, the same number on all ranks."""
+    def _mean_collective_seconds(self, timed_work: Callable[[], Any], call_count: int = 8) -> float:
+        """Mean seconds of a collective over ``call_count`` calls, the same number on all ranks."""
         for _ in range(3):
-            work()
+            timed_work()
         dist.barrier()
         self.platform.synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
-            work()
+        for _ in range(call_count):
+            timed_work()
         self.platform.synchronize()
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - start) / call_count
 
 
 def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> Calibration:
     """Measures the rates of single kernels. The slowest rank counts for most of them. Collective."""
-    name = device_name(platform)
-    base = base_calibration(name)
-    kernels = Kernels(platform, spec, options.config)
+    accelerator_name = device_name(platform)
+    previous_rates = previous_calibration(accelerator_name)
+    kernel_timer = KernelTimer(platform, spec, options.config)
 
-    rates, width = kernels.products()
-    attention, length = kernels.attention()
-    adam, clear = kernels.update()
-    mine: dict[str, float] = {
-        "product_tflops": rates,
-        "memory_tb_s": kernels.memory(),
-        "attention_tflops": attention,
-        "tower_attention_tflops": kernels.tower_attention(),
-        "host_copy_gb_s": kernels.host_copies(),
+    product_tflops, product_width = kernel_timer.product_rates()
+    attention_tflops, attention_length = kernel_timer.attention_rates()
+    adam_picoseconds, clear_picoseconds = kernel_timer.update_costs()
+    local_rates: dict[str, float] = {
+        "product_tflops": product_tflops,
+        "memory_tb_s": kernel_timer.memory_rate(),
+        "attention_tflops": attention_tflops,
+        "tower_attention_tflops": kernel_timer.tower_attention_rate(),
+        "host_copy_gb_s": kernel_timer.host_copy_rate(),
     }
 
-    everyone = report.gather(mine)
-    found = {field: min(rank[field] for rank in everyone) for field in mine}
-    found |= {"product_width": width, "attention_length": length, "optimizer_ps": adam, "gradient_ps": clear}
-    found["expert_tflops"] = base.expert_tflops * found["product_tflops"] / base.product_tflops
-    ranks = dist.get_world_size()
-    if ranks > 1:
-        speed, latency = kernels.collectives()
-        found |= {"nvlink_gb_s": speed, "collective_s": latency, "send_gb_s": kernels.message()}
-    found = report.gather(found)[0]
+    rates_by_rank = report.gather_to_all(local_rates)
+    slowest_rates = {field: min(rank[field] for rank in rates_by_rank) for field in local_rates}
+    slowest_rates |= {
+        "product_width": product_width,
+        "attention_length": attention_length,
+        "optimizer_ps": adam_picoseconds,
+        "gradient_ps": clear_picoseconds,
+    }
+    slowest_rates["expert_tflops"] = (
+        previous_rates.expert_tflops * slowest_rates["product_tflops"] / previous_rates.product_tflops
+    )
+    world_size = dist.get_world_size()
+    if world_size > 1:
+        collective_gb_s, collective_latency = kernel_timer.collective_rates()
+        slowest_rates |= {
+            "nvlink_gb_s": collective_gb_s,
+            "collective_s": collective_latency,
+            "send_gb_s": kernel_timer.send_rate(),
+        }
+    slowest_rates = report.gather_to_all(slowest_rates)[0]
 
-    kind = kind_of(name)
-    sheet = DATA_SHEETS.get(kind)
+    gpu_kind = parse_gpu_kind(accelerator_name)
+    data_sheet = DATA_SHEETS.get(gpu_kind)
     if platform.name == "cuda":
         torch.cuda.empty_cache()
-    said = [
-        f"Measured by `megatron-vl bench --calibrate` on {ranks} x {name}, torch {torch.__version__},"
-        f" {options.config.dtype}: {', '.join(sorted(set(found) - {'expert_tflops'}))}.",
-        f"All other fields: {base.source}; expert_tflops in proportion to product_tflops.",
+    provenance_lines = [
+        f"Measured by `megatron-vl bench --calibrate` on {world_size} x {accelerator_name}, torch {torch.__version__},"
+        f" {options.config.dtype}: {', '.join(sorted(set(slowest_rates) - {'expert_tflops'}))}.",
+        f"All other fields: {previous_rates.source}; expert_tflops in proportion to product_tflops.",
     ]
     return dataclasses.replace(
-        base,
-        **found,
-        gpu=kind,
-        memory_gib=platform.memory_gib() or psutil.virtual_memory().total / 2**30,
+        previous_rates,
+        **slowest_rates,
+        gpu=gpu_kind,
+        memory_gib=platform.total_memory_gib() or psutil.virtual_memory().total / 2**30,
         peak_tflops=options.config.log.peak_tflops
-        or (sheet.peak_tflops if sheet else found["product_tflops"]),
+        or (data_sheet.peak_tflops if data_sheet else slowest_rates["product_tflops"]),
         measured=True,
-        provenance=tuple(said),
+        provenance=tuple(provenance_lines),
     )
 
 
@@ -302,61 +361,81 @@ def device_name(platform: Platform) -> str:
     return torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
 
 
-def base_calibration(name: str) -> Calibration:
-    """The calibration that is used so far for a device; H200's if there is none."""
-    kind = kind_of(name)
-    return known(kind if kind in DATA_SHEETS or stored_path(kind).is_file() else "H200")
+def previous_calibration(accelerator_name: str) -> Calibration:
+    """The calibration that is in use for a device, or that of the H200 if it has none."""
+    kind = parse_gpu_kind(accelerator_name)
+    return find_calibration(
+        kind if kind in DATA_SHEETS or stored_calibration_path(kind).is_file() else "H200"
+    )
 
 
-def finish(
-    options: BenchRun, spec: ModelSpec, layout: Layout, kernels: Calibration, workloads: dict[str, Any]
+def finish_calibration(
+    options: BenchRun,
+    spec: ModelSpec,
+    layout: Layout,
+    kernel_calibration: Calibration,
+    figures_by_workload: dict[str, Any],
 ) -> dict[str, Any]:
     """Scales the rates so that predicted steps match measured ones, and stores them. On rank 0.
 
     Returns:
         The rates and their file, the factor (None if no factor fits), and predicted and measured steps.
     """
-    statistics = {name: row_statistics(options, spec, name) for name in workloads}
-    measured = {name: figures["step_s"] for name, figures in workloads.items()}
+    statistics_by_workload = {name: row_statistics(options, spec, name) for name in figures_by_workload}
+    measured_steps = {name: figures["step_s"] for name, figures in figures_by_workload.items()}
 
-    def steps(c: Calibration) -> dict[str, float]:
-        world = layout.replica_ranks * _dp(options, layout)
+    def predict_steps(candidate_rates: Calibration) -> dict[str, float]:
+        world_size = layout.replica_ranks * _data_parallel_size(options, layout)
         return {
-            name: predict(options.config, spec, world, layout, rows=found, calibration=c).step
-            for name, found in statistics.items()
+            name: predict_layout(
+                options.config, spec, world_size, layout, row_statistics=found, calibration=candidate_rates
+            ).step_seconds
+            for name, found in statistics_by_workload.items()
         }
 
-    alone = steps(kernels)
-    factor = matched(kernels, lambda c: list(steps(c).values()), list(measured.values()))
-    reached = LARGEST**-0.99 < factor < LARGEST**0.99
-    if not reached:
-        factor = 1.0
-    calibration = faster(kernels, factor)
-    after = steps(calibration)
-    compared = ", ".join(f"{name} {1e3 * measured[name]:,.0f}" for name in measured)
-    scaled = (
-        f"Then all compute rates were multiplied by {factor:.3f}, so that predicted steps match measured"
-        f" steps on average ({spec.family}, {compared} ms)."
-        if reached
-        else f"No factor explains the measured steps ({spec.family}, {compared} ms), so the rates were not"
+    unscaled_steps = predict_steps(kernel_calibration)
+    rate_factor = fit_speed_factor(
+        kernel_calibration,
+        lambda candidate_rates: list(predict_steps(candidate_rates).values()),
+        list(measured_steps.values()),
+    )
+    factor_is_valid = LARGEST_SPEEDUP**-0.99 < rate_factor < LARGEST_SPEEDUP**0.99
+    if not factor_is_valid:
+        rate_factor = 1.0
+    scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor)
+    predicted_steps = predict_steps(scaled_calibration)
+    measured_text = ", ".join(f"{name} {1e3 * measured_steps[name]:,.0f}" for name in measured_steps)
+    scaling_note = (
+        f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match measured"
+        f" steps on average ({spec.family}, {measured_text} ms)."
+        if factor_is_valid
+        else f"No factor explains the measured steps ({spec.family}, {measured_text} ms), so the rates were not"
         " scaled."
     )
-    calibration = dataclasses.replace(calibration, provenance=(*calibration.provenance, scaled))
-    path = Path(options.calibration) if options.calibration else stored_path(calibration.gpu)
-    write_calibration(path, calibration)
+    scaled_calibration = dataclasses.replace(
+        scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)
+    )
+    calibration_path = (
+        Path(options.calibration) if options.calibration else stored_calibration_path(scaled_calibration.gpu)
+    )
+    write_calibration(calibration_path, scaled_calibration)
     return {
-        "file": str(path),
-        "gpu": calibration.gpu,
-        "factor": factor if reached else None,
+        "file": str(calibration_path),
+        "gpu": scaled_calibration.gpu,
+        "factor": rate_factor if factor_is_valid else None,
         "steps_s": {
-            name: {"measured": measured[name], "kernels_alone": alone[name], "predicted": after[name]}
-            for name in measured
+            name: {
+                "measured": measured_steps[name],
+                "kernels_alone": unscaled_steps[name],
+                "predicted": predicted_steps[name],
+            }
+            for name in measured_steps
         },
-        "rates": calibration.as_json(),
+        "rates": scaled_calibration.as_json(),
     }
 
 
-def _dp(options: BenchRun, layout: Layout) -> int:
+def _data_parallel_size(options: BenchRun, layout: Layout) -> int:
     return dist.get_world_size() // layout.replica_ranks
 
 
@@ -364,8 +443,10 @@ def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStat
     """The statistics of a workload's rows."""
     config = options.config
     if workload == "data":
-        from toolkit.plan.data_rows import measured_rows
+        from toolkit.plan.data_rows import measure_rows
 
-        return measured_rows(config, spec, ROWS)
-    drawn = rows(spec, config.data.seq_len, images=workload == "images", seed=17)
-    return RowStatistics(workload, tuple(shape_of(row) for row in itertools.islice(drawn, ROWS)))
+        return measure_rows(config, spec, STATISTICS_ROWS)
+    drawn_rows = draw_rows(spec, config.data.seq_len, with_images=workload == "images", seed=17)
+    return RowStatistics(
+        workload, tuple(row_shape(row) for row in itertools.islice(drawn_rows, STATISTICS_ROWS))
+    )

@@ -9,67 +9,71 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 from toolkit.launch import run_group
-from toolkit.options import exactly_one, words
+from toolkit.options import require_exactly_one, to_command_line
 
-from .options import BenchOptions, resolve
+from .options import BenchOptions, resolve_bench_run
 
-OF_COMMAND = ("gpus", "processes", "out", "json")
+COMMAND_ONLY_OPTIONS = ("gpus", "processes", "out", "json")
 """Options that are not passed on to the ranks."""
 
 
 def bench(options: BenchOptions) -> int:
     """Starts the ranks and shows the figures. Returns the exit code."""
-    exactly_one(options, "gpus", "processes")
-    processes = options.gpus or options.processes or 1
-    run = resolve(options)
-    run.check_ranks(processes)  # before any process starts
+    require_exactly_one(options, "gpus", "processes")
+    world_size = options.gpus or options.processes or 1
+    bench_run = resolve_bench_run(options)
+    bench_run.check_ranks(world_size)  # before any process starts
     if options.gpus:
         _check_gpus(options.gpus)
-    if "data" in run.workloads:
+    if "data" in bench_run.workloads:
         from megatron_vl.training.missing_sizes import write_missing_sizes_alone
 
-        write_missing_sizes_alone(run.config.data, run.hf)
+        write_missing_sizes_alone(bench_run.config.data, bench_run.hf)
 
-    given = words(options, leave_out=OF_COMMAND) + options.fields
+    rank_arguments = to_command_line(options, leave_out=COMMAND_ONLY_OPTIONS) + options.fields
     if options.processes:
-        given += ["--platform", "cpu"]
-    figures = _launch(processes, given, quiet=options.json, cpu=bool(options.processes))
-    if isinstance(figures, int):
-        return figures
+        rank_arguments += ["--platform", "cpu"]
+    bench_figures = _launch_ranks(
+        world_size, rank_arguments, is_quiet=options.json, on_cpu=bool(options.processes)
+    )
+    if isinstance(bench_figures, int):
+        return bench_figures
 
     if options.out:
-        out = Path(options.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(figures, indent=2) + "\n")
+        figures_path = Path(options.out)
+        figures_path.parent.mkdir(parents=True, exist_ok=True)
+        figures_path.write_text(json.dumps(bench_figures, indent=2) + "\n")
     if options.json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps(bench_figures, indent=2))
     return 0
 
 
-def _check_gpus(wanted: int) -> None:
+def _check_gpus(requested_gpus: int) -> None:
     import torch
 
-    if (found := torch.cuda.device_count()) < wanted:
+    if (visible_gpus := torch.cuda.device_count()) < requested_gpus:
         raise UserError(
-            f"--gpus {wanted}: torch sees {found} GPUs here; use --processes {wanted} for small models on CPU"
+            f"--gpus {requested_gpus}: torch sees {visible_gpus} GPUs here; use --processes {requested_gpus} for small models on CPU"
         )
 
 
-def _launch(processes: int, options: list[str], quiet: bool, cpu: bool) -> dict[str, Any] | int:
+def _launch_ranks(
+    world_size: int, rank_arguments: list[str], is_quiet: bool, on_cpu: bool
+) -> dict[str, Any] | int:
     """Starts one process per rank. Returns the figures of rank 0, or the exit code of a failed group."""
     # Without a GPU, torch's profiler prints "ERROR: gpuGetDeviceCount failed" on each rank.
-    variables = {"KINETO_LOG_LEVEL": "5"} if cpu else {}
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as folder:
-        out = Path(folder) / "figures.json"
-        done = run_group(
+    cpu_variables = {"KINETO_LOG_LEVEL": "5"} if on_cpu else {}
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-bench-") as temporary_dir:
+        figures_path = Path(temporary_dir) / "figures.json"
+        completed_process = run_group(
             "toolkit.bench",
-            [*options, "--out", out],
-            processes,
-            show="errors" if quiet else "all",
+            [*rank_arguments, "--out", figures_path],
+            world_size,
+            show="errors" if is_quiet else "all",
             # Without it, packed rows of changing sizes fragment the GPU's memory.
-            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | variables,
-            on_cpu=cpu,
+            environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | cpu_variables,
+            on_cpu=on_cpu,
         )
-        if done.returncode:
-            return done.returncode
-        return json.loads(out.read_text())
+        if completed_process.returncode:
+            return completed_process.returncode
+        return json.loads(figures_path.read_text())

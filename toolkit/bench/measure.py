@@ -21,23 +21,23 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_vl import host_memory
-from megatron_vl.data.packing.row import Row, pin
-from megatron_vl.models.moe.router import routers
-from megatron_vl.parallel.grid import ProcessGrid, init_distributed, make_grid
+from megatron_vl.data.packing.training_row import TrainingRow, pin_row
+from megatron_vl.models.moe.router import iterate_routers
+from megatron_vl.parallel.process_grid import ProcessGrid, init_distributed, make_grid
 from megatron_vl.planning.flops import peak_tflops
-from megatron_vl.planning.offload import settle_offload
+from megatron_vl.planning.offload_fraction import resolve_offload_fraction
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.feed import Feed, StepData
-from megatron_vl.training.model import HALF, build_model
+from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
+from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 from megatron_vl.training.offload.build import chunked_state
 from megatron_vl.training.optimizer import build_optimizer, set_learning_rates
-from megatron_vl.training.step import StepResult, train_step, wrap
+from megatron_vl.training.step import StepResult, train_step, wrap_in_ddp
 
-from . import calibrate, parts, report
+from . import calibrate, report, step_parts
 from .options import BenchRun
-from .workload import rows
+from .workload import draw_rows
 
 GIB = 2**30
 
@@ -46,71 +46,82 @@ GIB = 2**30
 class BenchModel:
     """A rank's part of the model, ready to train."""
 
-    options: BenchRun
+    bench_run: BenchRun
     spec: ModelSpec
     platform: Platform
     grid: ProcessGrid
-    chunks: list[DistributedDataParallel]
+    ddp_chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
-    memory: dict[str, float]
+    memory_gib: dict[str, float]
     """GiB of the weights and gradients; empty on CPU."""
-    step: int = 0
+    step_number: int = 0
 
 
-def run(options: BenchRun) -> None:
+def run_benchmark(options: BenchRun) -> None:
     """Measures all workloads and reports them on rank 0. Collective."""
     config = options.config
-    spec = options.spec()
+    spec = options.read_model_spec()
     platform = get_platform(config.platform)
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
-    layout = options.layout(dist.get_world_size())
-    kernels = calibrate.measure_kernels(options, spec, platform) if options.calibrate else None
+    layout = options.resolve_layout(dist.get_world_size())
+    kernel_calibration = calibrate.measure_kernels(options, spec, platform) if options.calibrate else None
     grid = make_grid(layout)
-    live = build(options, spec, platform, grid, layout)
+    bench_model = build_bench_model(options, spec, platform, grid, layout)
 
     name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-    peak = peak_tflops(name, config.log.peak_tflops)
-    workloads = {
-        name: measure(live, name, config.global_batch_size // grid.dp, peak) for name in options.workloads
+    gpu_peak_tflops = peak_tflops(name, config.log.peak_tflops)
+    figures_by_workload = {
+        name: measure_workload(bench_model, name, config.global_batch_size // grid.dp, gpu_peak_tflops)
+        for name in options.workloads
     }
 
-    figures = {
+    bench_figures = {
         "system": "megatron-vl",
-        "machine": report.machine(options, platform.device, peak),
-        "model": report.model_facts(options, spec),
-        "notes": [_layout_note(live)],
+        "machine": report.describe_machine(options, platform.device, gpu_peak_tflops),
+        "model": report.describe_model(options, spec),
+        "notes": [_layout_note(bench_model)],
         "config": dataclasses.asdict(config),
-        "workloads": workloads,
+        "workloads": figures_by_workload,
     }
-    if kernels is not None and grid.rank == 0:
-        figures["calibration"] = calibrate.finish(options, spec, layout, kernels, workloads)
-    report.finish(options, figures)
+    if kernel_calibration is not None and grid.rank == 0:
+        bench_figures["calibration"] = calibrate.finish_calibration(
+            options, spec, layout, kernel_calibration, figures_by_workload
+        )
+    report.finish_report(options, bench_figures)
 
 
-def build(
+def build_bench_model(
     options: BenchRun, spec: ModelSpec, platform: Platform, grid: ProcessGrid, layout: Layout
 ) -> BenchModel:
     """Builds model, DDP and optimizer and records the memory that each takes."""
-    config = settle_offload(
-        options.config, spec, layout, grid.dp, platform.memory_gib(), host_memory.gib_per_rank()
+    config = resolve_offload_fraction(
+        options.config,
+        spec,
+        layout,
+        grid.dp,
+        platform.total_memory_gib(),
+        host_memory.available_gib_per_rank(),
     )
-    memory = {}
-    before = allocated(platform)
-    chunks = build_model(config, spec, layout, platform, grid, norm=HALF).chunks
+    memory_gib = {}
+    bytes_before = allocated_bytes(platform)
+    model_chunks = build_model(config, spec, layout, platform, grid, pixel_norm=HALF_PIXEL_NORM).model_chunks
     if options.even_routing:
-        for router in routers(chunks):
+        for router in iterate_routers(model_chunks):
             router.config.moe_router_force_load_balancing = True
-    weights = allocated(platform)
-    wrapped = wrap(config, chunks)
+    bytes_with_weights = allocated_bytes(platform)
+    ddp_chunks = wrap_in_ddp(config, model_chunks)
     if platform.name == "cuda":
         # The distributed optimizer moves the weights into buffers of DDP, so only the gradients are added.
-        memory = {"weights": (weights - before) / GIB, "gradients": (allocated(platform) - weights) / GIB}
-    optimizer = build_optimizer(config, platform, wrapped)
-    return BenchModel(options, spec, platform, grid, wrapped, optimizer, memory)
+        memory_gib = {
+            "weights": (bytes_with_weights - bytes_before) / GIB,
+            "gradients": (allocated_bytes(platform) - bytes_with_weights) / GIB,
+        }
+    optimizer = build_optimizer(config, platform, ddp_chunks)
+    return BenchModel(options, spec, platform, grid, ddp_chunks, optimizer, memory_gib)
 
 
-def allocated(platform: Platform) -> int:
+def allocated_bytes(platform: Platform) -> int:
     """Bytes of the live tensors on the device; 0 on CPU."""
     if platform.name != "cuda":
         return 0
@@ -119,193 +130,242 @@ def allocated(platform: Platform) -> int:
     return torch.cuda.memory_allocated()
 
 
-def measure(live: BenchModel, workload: str, micro_batches: int, peak: float) -> dict[str, Any]:
+def measure_workload(
+    bench_model: BenchModel, workload: str, micro_batches: int, gpu_peak_tflops: float
+) -> dict[str, Any]:
     """Measures one workload; every rank gets the same figures. Collective."""
-    o, platform = live.options, live.platform
-    loader = make_loader(live, workload, micro_batches)
-    feed = Feed(
-        live.grid,
+    bench_run, platform = bench_model.bench_run, bench_model.platform
+    row_loader = make_loader(bench_model, workload, micro_batches)
+    batch_broadcast = BatchBroadcast(
+        bench_model.grid,
         platform,
-        loader,
+        row_loader,
         micro_batches,
-        vision=live.spec.vision,
+        vision_spec=bench_model.spec.vision,
     )
-    for _ in range(o.warm_up):
-        one_step(live, feed)
-    if chunked := chunked_state(live.optimizer):
-        chunked.settle()  # what is on its way back does not stay
-    held = allocated(platform)
+    for _ in range(bench_run.warm_up):
+        run_one_step(bench_model, batch_broadcast)
+    if chunked_optimizer := chunked_state(bench_model.optimizer):
+        chunked_optimizer.wait_for_host_state()  # memory of copies that are still under way does not count as held
+    steady_bytes = allocated_bytes(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    work = report.Work()
-    waits = 0.0
-    marks = []
-    result = None
+    work_counts = report.WorkCounts()
+    data_wait_seconds = 0.0
+    step_end_times = []
+    step_result = None
     dist.barrier()
     platform.synchronize()
-    start = time.perf_counter()
-    fed: list[StepData] = []
+    start_time = time.perf_counter()
+    fed_steps: list[StepBatch] = []
 
-    for _ in range(o.timed):
-        result, data = one_step(live, feed)
+    for _ in range(bench_run.timed):
+        step_result, step_data = run_one_step(bench_model, batch_broadcast)
         # The step has read its loss from the device, so the clock read after it includes all of the step.
-        marks.append(time.perf_counter())
-        fed.append(_without_tensors(data))
+        step_end_times.append(time.perf_counter())
+        fed_steps.append(_without_tensors(step_data))
 
     platform.synchronize()
-    marks[-1] = time.perf_counter()
-    if live.grid.owns_loader:
-        for data in fed:
-            waits += data.wait_s
-            count(work, live, data)
+    step_end_times[-1] = time.perf_counter()
+    if bench_model.grid.owns_loader:
+        for step_data in fed_steps:
+            data_wait_seconds += step_data.loader_wait_s
+            count_work(work_counts, bench_model, step_data)
 
-    assert result is not None
-    figures = report.headline(
-        sum(report.gather(work), start=report.Work()),
-        [end - begin for begin, end in itertools.pairwise([start, *marks])],
-        live.grid.world_size,
-        peak,
+    assert step_result is not None
+    workload_figures = report.speed_figures(
+        sum(report.gather_to_all(work_counts), start=report.WorkCounts()),
+        [end - begin for begin, end in itertools.pairwise([start_time, *step_end_times])],
+        bench_model.grid.world_size,
+        gpu_peak_tflops,
     )
-    figures |= {
-        "loss": result.loss,
-        "data_wait_s": max(report.gather(waits)) / o.timed,
-        "memory": memory(live, held),
+    workload_figures |= {
+        "loss": step_result.loss,
+        "data_wait_s": max(report.gather_to_all(data_wait_seconds)) / bench_run.timed,
+        "memory": memory_figures(bench_model, steady_bytes),
     }
 
-    if o.part_steps:
-        figures |= measure_parts(live, feed, peak)
-    if loader is not None and hasattr(loader, "close"):
-        loader.close()
-    return figures
+    if bench_run.part_steps:
+        workload_figures |= measure_parts(bench_model, batch_broadcast, gpu_peak_tflops)
+    if row_loader is not None and hasattr(row_loader, "close"):
+        row_loader.close()
+    return workload_figures
 
 
-def one_step(live: BenchModel, feed: Feed) -> tuple[StepResult, StepData]:
+def run_one_step(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> tuple[StepResult, StepBatch]:
     """Runs one step as the training loop does."""
-    data = feed.next_step()
-    set_learning_rates(live.optimizer, live.options.config, live.step)
-    result = train_step(live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len)
-    live.step += 1
-    return result, data
+    data = batch_broadcast.next_batch()
+    set_learning_rates(bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number)
+    step_result = train_step(
+        bench_model.ddp_chunks,
+        bench_model.optimizer,
+        data.rows,
+        bench_model.grid,
+        bench_model.bench_run.config.data.seq_len,
+    )
+    bench_model.step_number += 1
+    return step_result, data
 
 
-def _without_tensors(data: StepData) -> StepData:
-    return dataclasses.replace(data, rows=[])
+def _without_tensors(step_data: StepBatch) -> StepBatch:
+    return dataclasses.replace(step_data, rows=[])
 
 
-def count(work: report.Work, live: BenchModel, data: StepData) -> None:
-    config = live.options.config
-    for lengths, (full, window), loss_tokens in zip(
-        data.segment_lengths, data.vision_lengths, data.loss_tokens, strict=True
+def count_work(work_counts: report.WorkCounts, bench_model: BenchModel, step_data: StepBatch) -> None:
+    config = bench_model.bench_run.config
+    for document_lengths, (frame_lengths, window_lengths), loss_tokens in zip(
+        step_data.segment_lengths, step_data.vision_lengths, step_data.loss_tokens, strict=True
     ):
-        work.add(
-            live.spec,
+        work_counts.add_row(
+            bench_model.spec,
             config.model,
             config.recompute,
-            lengths,
-            full,
-            window,
+            document_lengths,
+            frame_lengths,
+            window_lengths,
             loss_tokens,
             decoupled=config.vision.placement == "decoupled",
         )
-    work.images += data.counts.get("images", 0)
+    work_counts.image_count += step_data.item_counts.get("images", 0)
 
 
-def make_loader(live: BenchModel, workload: str, micro_batches: int) -> Iterator[Row] | None:
+def make_loader(bench_model: BenchModel, workload: str, micro_batches: int) -> Iterator[TrainingRow] | None:
     """Rows of this replica, on the rank that owns its loader.
 
     Replicas get different rows, so that their steps differ in length as in training.
     """
-    if not live.grid.owns_loader:
+    if not bench_model.grid.owns_loader:
         return None
-    o = live.options
-    config = live.options.config
+    bench_run = bench_model.bench_run
+    config = bench_model.bench_run.config
     if workload == "data":
         from megatron_vl.data.loader import build_loader
 
-        return build_loader(config.data, live.spec, o.hf, dp_rank=live.grid.dp_rank, dp_size=live.grid.dp)
-    source = rows(live.spec, config.data.seq_len, images=workload == "images", seed=17 + live.grid.dp_rank)
-    number = o.distinct_rows or o.steps * micro_batches
-    return itertools.cycle([pin(row) for row in itertools.islice(source, number)])
+        return build_loader(
+            config.data,
+            bench_model.spec,
+            bench_run.hf,
+            dp_rank=bench_model.grid.dp_rank,
+            dp_size=bench_model.grid.dp,
+        )
+    drawn_rows = draw_rows(
+        bench_model.spec,
+        config.data.seq_len,
+        with_images=workload == "images",
+        seed=17 + bench_model.grid.dp_rank,
+    )
+    row_count = bench_run.distinct_rows or bench_run.steps_per_workload * micro_batches
+    return itertools.cycle([pin_row(row) for row in itertools.islice(drawn_rows, row_count)])
 
 
-def memory(live: BenchModel, held: int) -> dict[str, Any]:
+def memory_figures(bench_model: BenchModel, steady_bytes: int) -> dict[str, Any]:
     """GiB of each part on the rank with the highest peak.
 
     Args:
-        held: bytes that stay allocated between steps: weights, gradients and optimizer.
+        steady_bytes: bytes that stay allocated between steps: weights, gradients and optimizer.
     """
-    mine: dict[str, Any] = {"peak_gib": live.platform.peak_memory_gib()}
-    if live.platform.name == "cuda":
-        mine |= {f"{part}_gib": size for part, size in live.memory.items()}
-        mine["optimizer_gib"] = held / GIB - sum(live.memory.values())
-        mine["activations_gib"] = mine["peak_gib"] - held / GIB
-        mine["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-    everyone = report.gather(mine)
-    return max(everyone, key=lambda m: m["peak_gib"]) | {
-        "peak_gib_by_rank": [m["peak_gib"] for m in everyone]
+    local_memory: dict[str, Any] = {"peak_gib": bench_model.platform.peak_memory_gib()}
+    if bench_model.platform.name == "cuda":
+        local_memory |= {f"{part}_gib": size for part, size in bench_model.memory_gib.items()}
+        local_memory["optimizer_gib"] = steady_bytes / GIB - sum(bench_model.memory_gib.values())
+        local_memory["activations_gib"] = local_memory["peak_gib"] - steady_bytes / GIB
+        local_memory["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    memory_by_rank = report.gather_to_all(local_memory)
+    return max(memory_by_rank, key=lambda rank_memory: rank_memory["peak_gib"]) | {
+        "peak_gib_by_rank": [rank_memory["peak_gib"] for rank_memory in memory_by_rank]
     }
 
 
-def measure_parts(live: BenchModel, feed: Feed, peak: float) -> dict[str, Any]:
+def measure_parts(
+    bench_model: BenchModel, batch_broadcast: BatchBroadcast, gpu_peak_tflops: float
+) -> dict[str, Any]:
     """Times the parts of steps on all ranks and, in one more step, the collectives. Collective."""
-    marks = parts.Marks(live.platform)
-    work = report.Work()
-    waits = []
-    with parts.attached(marks, live.chunks, live.optimizer):
-        for _ in range(live.options.part_steps):
+    span_timer = step_parts.SpanTimer(bench_model.platform)
+    work_counts = report.WorkCounts()
+    data_wait_seconds = []
+    with step_parts.timing_hooks(span_timer, bench_model.ddp_chunks, bench_model.optimizer):
+        for _ in range(bench_model.bench_run.part_steps):
             dist.barrier()
-            with marks.step():
-                with marks.span("feed"):
-                    data = feed.next_step()
-                set_learning_rates(live.optimizer, live.options.config, live.step)
-                train_step(
-                    live.chunks, live.optimizer, data.rows, live.grid, live.options.config.data.seq_len
+            with span_timer.time_step():
+                with span_timer.time_span("feed"):
+                    step_data = batch_broadcast.next_batch()
+                set_learning_rates(
+                    bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number
                 )
-                live.step += 1
-            waits.append(data.wait_s if live.grid.owns_loader else 0.0)
-            if live.grid.owns_loader:
-                count(work, live, data)
+                train_step(
+                    bench_model.ddp_chunks,
+                    bench_model.optimizer,
+                    step_data.rows,
+                    bench_model.grid,
+                    bench_model.bench_run.config.data.seq_len,
+                )
+                bench_model.step_number += 1
+            data_wait_seconds.append(step_data.loader_wait_s if bench_model.grid.owns_loader else 0.0)
+            if bench_model.grid.owns_loader:
+                count_work(work_counts, bench_model, step_data)
 
-    live.platform.synchronize()
-    mine = [parts.split(step, wait) for step, wait in zip(marks.seconds(), waits, strict=True)]
-    everyone = report.gather((mine, (live.grid.pp_rank, live.grid.dp_rank), work.model))
-    figures = parts.summarise([e[0] for e in everyone], [e[1] for e in everyone])
-    figures["efficiency"] = efficiency([e[0] for e in everyone], [e[2] for e in everyone], peak)
-    collectives = report.gather(parts.communication(live.platform, lambda: _discard(one_step(live, feed))))
-    figures["communication"] = {
+    bench_model.platform.synchronize()
+    local_parts = [
+        step_parts.split_into_parts(step, wait)
+        for step, wait in zip(span_timer.seconds_by_step(), data_wait_seconds, strict=True)
+    ]
+    parts_by_rank = report.gather_to_all(
+        (local_parts, (bench_model.grid.pp_rank, bench_model.grid.dp_rank), work_counts.model_flops)
+    )
+    part_figures = step_parts.summarize_parts(
+        [rank_parts[0] for rank_parts in parts_by_rank], [rank_parts[1] for rank_parts in parts_by_rank]
+    )
+    part_figures["efficiency"] = compute_efficiency(
+        [rank_parts[0] for rank_parts in parts_by_rank],
+        [rank_parts[2] for rank_parts in parts_by_rank],
+        gpu_peak_tflops,
+    )
+    communication_by_rank = report.gather_to_all(
+        step_parts.profile_communication(
+            bench_model.platform, lambda: _discard_result(run_one_step(bench_model, batch_broadcast))
+        )
+    )
+    part_figures["communication"] = {
         name: {
-            "mean_s": sum(c[name] for c in collectives) / len(collectives),
-            "max_s": max(c[name] for c in collectives),
+            "mean_s": sum(rank_communication[name] for rank_communication in communication_by_rank)
+            / len(communication_by_rank),
+            "max_s": max(rank_communication[name] for rank_communication in communication_by_rank),
         }
-        for name in collectives[0]
+        for name in communication_by_rank[0]
     }
 
-    return figures
+    return part_figures
 
 
-def _discard(_result: Any) -> None:
+def _discard_result(_result: Any) -> None:
     """Ignores the result of a step."""
 
 
-def efficiency(steps: list[list[dict[str, float]]], flops: list[Any], peak: float) -> dict[str, float | None]:
+def compute_efficiency(
+    parts_by_rank: list[list[dict[str, float]]], flops_by_rank: list[Any], gpu_peak_tflops: float
+) -> dict[str, float | None]:
     """The share of the peak that each half of the model reaches in its own time, summed over ranks."""
-    result: dict[str, float | None] = {}
-    for half in ("language", "vision"):
-        times = [step for rank in steps for step in rank]
-        seconds = sum(step[f"{half} forward"] + step[f"{half} backward"] for step in times)
-        done = sum(getattr(f, half) for f in flops)
-        result[half] = done / seconds / 1e12 / peak if peak and seconds and done else None
-    return result
+    efficiency_by_half: dict[str, float | None] = {}
+    for model_half in ("language", "vision"):
+        all_steps = [step for rank in parts_by_rank for step in rank]
+        seconds = sum(step[f"{model_half} forward"] + step[f"{model_half} backward"] for step in all_steps)
+        total_flops = sum(getattr(rank_flops, model_half) for rank_flops in flops_by_rank)
+        efficiency_by_half[model_half] = (
+            total_flops / seconds / 1e12 / gpu_peak_tflops
+            if gpu_peak_tflops and seconds and total_flops
+            else None
+        )
+    return efficiency_by_half
 
 
-def _layout_note(live: BenchModel) -> str:
-    g = live.grid
-    c = live.options.config
-    context = f" x cp {g.cp}" if g.cp > 1 else ""
-    experts = f" x ep {g.cut.ep} (etp {g.cut.etp})" if live.spec.language.moe else ""
-    experts += ", experts chosen evenly" if live.options.even_routing else ""
-    recompute = f"recompute: language {c.recompute.language}, vision {c.recompute.vision}"
+def _layout_note(bench_model: BenchModel) -> str:
+    grid = bench_model.grid
+    config = bench_model.bench_run.config
+    context = f" x cp {grid.cp}" if grid.cp > 1 else ""
+    experts = f" x ep {grid.sharding.ep} (etp {grid.sharding.etp})" if bench_model.spec.language.moe else ""
+    experts += ", experts chosen evenly" if bench_model.bench_run.even_routing else ""
+    recompute_note = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
     return (
-        f"tp {g.tp}{context} x pp {g.pp} x vpp {g.vpp} x dp {g.dp}{experts}, "
-        f"{c.global_batch_size} rows of {c.data.seq_len} tokens per step, {c.dtype}, {recompute}"
+        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp {grid.dp}{experts}, "
+        f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step, {config.dtype}, {recompute_note}"
     )

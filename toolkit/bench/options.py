@@ -9,8 +9,8 @@ from typing import ClassVar
 
 from megatron_vl.config import TrainConfig, parse_config
 from megatron_vl.errors import UsageError
-from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.run import run_layout
+from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.preflight import check_data_path
@@ -31,28 +31,28 @@ class BenchOptions(CommandOptions):
 
     hf: str = option("", metavar="HF", shown_default="model.hf of the run", must_exist=True)
     """Hugging Face folder or config.json that gives the model's sizes."""
-    gpus: int | None = option(None, metavar="N", least=1)
+    gpus: int | None = option(None, metavar="N", minimum=1)
     """Start N processes, one per GPU."""
-    processes: int | None = option(None, metavar="N", least=1)
+    processes: int | None = option(None, metavar="N", minimum=1)
     """Start N processes on CPU, for small models."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
     """Time the rows of this data set, read by the trainer's loader (data.path of a run)."""
     rows: str = option("", metavar="LIST", shown_default="data with a data set, else images,text")
     """Time these workloads, separated by commas: images and text are random rows, data reads the data set."""
-    warm_up: int = option(2, metavar="N", least=1)
+    warm_up: int = option(2, metavar="N", minimum=1)
     """Run N untimed steps of each workload first."""
-    timed: int = option(4, metavar="N", least=1)
+    timed: int = option(4, metavar="N", minimum=1)
     """Time N steps of each workload."""
-    part_steps: int = option(2, metavar="N", least=0)
+    part_steps: int = option(2, metavar="N", minimum=0)
     """After the timed steps, time the parts of a step in N more steps; 0 skips this."""
-    language_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
+    language_layers: int = option(0, metavar="N", minimum=0, shown_default="as in the config")
     """Use N decoder layers instead of the config's number."""
-    vision_layers: int = option(0, metavar="N", least=0, shown_default="as in the config")
+    vision_layers: int = option(0, metavar="N", minimum=0, shown_default="as in the config")
     """Use N vision layers instead of the config's number."""
     even_routing: bool = False
     """Choose experts at random and evenly, as a trained router does. A router with random weights strongly
     prefers a few experts."""
-    distinct_rows: int = option(0, metavar="N", least=0, shown_default="as many as it uses")
+    distinct_rows: int = option(0, metavar="N", minimum=0, shown_default="as many as it uses")
     """Draw N random rows on each data-parallel rank, then repeat them."""
     calibrate: bool = False
     """Also time single kernels, and store the rates of this machine for plan, train and doctor. The rates are
@@ -76,72 +76,76 @@ class BenchRun(BenchOptions):
         return self.rows.split(",")
 
     @property
-    def steps(self) -> int:
+    def steps_per_workload(self) -> int:
         """Steps of one workload, including the profiled one."""
         return self.warm_up + self.timed + (self.part_steps + 1 if self.part_steps else 0)
 
-    def spec(self) -> ModelSpec:
+    def read_model_spec(self) -> ModelSpec:
         """The model's sizes, with the numbers of layers that the options give."""
         layers = {"language": self.language_layers, "vision": self.vision_layers}
-        return read_spec(self.hf).replace_layers(**{name: n for name, n in layers.items() if n})
+        return read_spec(self.hf).replace_layers(
+            **{name: layer_count for name, layer_count in layers.items() if layer_count}
+        )
 
-    def layout(self, ranks: int) -> Layout:
-        rates = calibration_for(self.config.platform)
-        return run_layout(self.config, self.spec(), ranks, calibration=rates)
+    def resolve_layout(self, world_size: int) -> Layout:
+        gpu_calibration = calibration_for_platform(self.config.platform)
+        return run_layout(self.config, self.read_model_spec(), world_size, calibration=gpu_calibration)
 
-    def check_ranks(self, ranks: int) -> None:
-        """Checks that the run is possible on ``ranks`` ranks.
+    def check_ranks(self, world_size: int) -> None:
+        """Checks that the run is possible on ``world_size`` ranks.
 
         Raises:
             UsageError, RunConfigError, LayoutError: it is not. The message names the option or field.
         """
-        if self.calibrate and self.spec().language.moe and not self.even_routing:
+        if self.calibrate and self.read_model_spec().language.moe and not self.even_routing:
             raise UsageError(
                 "--calibrate with experts needs --even-routing, because the planner assumes even loads"
             )
-        self.layout(ranks)
+        self.resolve_layout(world_size)
         if "data" in self.workloads:
             check_data_path(self.config.data.path)
 
 
-def parse(argv: list[str], program: str = "python -m toolkit.bench") -> BenchRun:
+def parse_bench_options(argv: list[str], program_name: str = "python -m toolkit.bench") -> BenchRun:
     """Reads and checks the options of one benchmark and the fields of its run.
 
     Raises:
         UsageError, RunConfigError: an option or field is invalid; the message names valid values.
     """
-    return resolve(command_line.parse(BenchOptions, argv, program))
+    return resolve_bench_run(command_line.parse_command_line(BenchOptions, argv, program_name))
 
 
-def resolve(given: BenchOptions) -> BenchRun:
+def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
     """Reads the fields of the run and fills in the defaults. Raises like :func:`parse`."""
-    fields = [*given.fields]
-    if given.data:
-        fields += ["--data.path", str(given.data)]
-    if given.processes:
-        fields += ["--platform", "cpu"]
-    fields += ["--checkpoint.dir", ""]  # a benchmark saves nothing
-    config = parse_config(fields)
+    run_words = [*given_options.fields]
+    if given_options.data:
+        run_words += ["--data.path", str(given_options.data)]
+    if given_options.processes:
+        run_words += ["--platform", "cpu"]
+    run_words += ["--checkpoint.dir", ""]  # a benchmark saves nothing
+    config = parse_config(run_words)
 
-    values = {field.name: getattr(given, field.name) for field in dataclasses.fields(BenchOptions)}
-    options = BenchRun(**values, config=config)
-    options.hf = options.hf or config.model.hf
-    options.rows = options.rows or ("data" if config.data.path else "images,text")
-    _check(options)
-    return options
+    option_values = {
+        field.name: getattr(given_options, field.name) for field in dataclasses.fields(BenchOptions)
+    }
+    bench_run = BenchRun(**option_values, config=config)
+    bench_run.hf = bench_run.hf or config.model.hf
+    bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")
+    _check_bench_run(bench_run)
+    return bench_run
 
 
-def _check(o: BenchRun) -> None:
-    if not o.hf:
+def _check_bench_run(bench_run: BenchRun) -> None:
+    if not bench_run.hf:
         raise UsageError("--hf is missing; give a Hugging Face folder or a config.json")
 
-    unknown = [name for name in o.workloads if name not in WORKLOADS]
-    if unknown:
-        names, valid = ", ".join(unknown), ", ".join(WORKLOADS)
-        raise UsageError(f"--rows {o.rows}: unknown workload {names}; valid: {valid}")
-    if "data" in o.workloads and not o.config.data.path:
+    unknown_workloads = [name for name in bench_run.workloads if name not in WORKLOADS]
+    if unknown_workloads:
+        unknown_text, valid_text = ", ".join(unknown_workloads), ", ".join(WORKLOADS)
+        raise UsageError(f"--rows {bench_run.rows}: unknown workload {unknown_text}; valid: {valid_text}")
+    if "data" in bench_run.workloads and not bench_run.config.data.path:
         raise UsageError("--rows data needs --data, a folder written by `megatron-vl data convert`")
-    if o.calibration and not o.calibrate:
+    if bench_run.calibration and not bench_run.calibrate:
         raise UsageError("--calibration needs --calibrate")
-    if o.even_routing and not o.spec().language.moe:
+    if bench_run.even_routing and not bench_run.read_model_spec().language.moe:
         raise UsageError("--even-routing is for models with experts; leave it out")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, RecomputeConfig
-from megatron_vl.planning.flops import Flops, recompute_flops, row_flops
+from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import tensor_table
 
@@ -25,33 +25,33 @@ from .options import BenchRun
 
 
 @dataclass
-class Work:
+class WorkCounts:
     """The work of some steps, summed over rows."""
 
-    rows: int = 0
-    tokens: int = 0
+    row_count: int = 0
+    token_count: int = 0
     """Real tokens, without the padding at the end of rows."""
-    samples: int = 0
-    images: int = 0
-    patches: list[int] = field(default_factory=list)
+    sample_count: int = 0
+    image_count: int = 0
+    patches_by_row: list[int] = field(default_factory=list)
     """Number of patches of each row."""
-    loss_tokens: int = 0
-    model: Flops = Flops(0.0, 0.0)
+    loss_token_count: int = 0
+    model_flops: ModelFlops = ModelFlops(0.0, 0.0)
     """FLOPs that training needs, with the output layer for loss tokens only."""
-    model_all_tokens: Flops = Flops(0.0, 0.0)
+    model_flops_all_tokens: ModelFlops = ModelFlops(0.0, 0.0)
     """FLOPs that training needs, with the output layer for every token."""
-    executed: Flops = Flops(0.0, 0.0)
+    executed_flops: ModelFlops = ModelFlops(0.0, 0.0)
     """FLOPs that the system executed, including recomputation, and the output layer for all tokens for which
     it was computed."""
 
-    def add(
+    def add_row(
         self,
         spec: ModelSpec,
-        model: ModelConfig,
-        recompute: RecomputeConfig,
-        lengths: list[int],
-        full: list[int],
-        window: list[int],
+        model_config: ModelConfig,
+        recompute_config: RecomputeConfig,
+        document_lengths: list[int],
+        frame_lengths: list[int],
+        window_lengths: list[int],
         loss_tokens: int,
         *,
         whole_head: bool = False,
@@ -63,97 +63,109 @@ class Work:
             whole_head: whether the system computes the output layer for every token.
             decoupled: whether every rank holds the vision tower, which then runs forward twice.
         """
-        self.rows += 1
-        self.tokens += sum(lengths)
-        self.samples += len(lengths)
-        self.patches.append(sum(full))
-        self.loss_tokens += loss_tokens
-        needed = row_flops(spec, model, lengths, full, window, loss_tokens)
-        all_tokens = row_flops(spec, model, lengths, full, window, sum(lengths))
-        self.model = self.model + needed
-        self.model_all_tokens = self.model_all_tokens + all_tokens
-        again = recompute_flops(spec, model, recompute, lengths, full, window, decoupled)
-        self.executed = self.executed + (all_tokens if whole_head else needed) + again
+        self.row_count += 1
+        self.token_count += sum(document_lengths)
+        self.sample_count += len(document_lengths)
+        self.patches_by_row.append(sum(frame_lengths))
+        self.loss_token_count += loss_tokens
+        needed_flops = row_flops(
+            spec, model_config, document_lengths, frame_lengths, window_lengths, loss_tokens
+        )
+        all_token_flops = row_flops(
+            spec, model_config, document_lengths, frame_lengths, window_lengths, sum(document_lengths)
+        )
+        self.model_flops = self.model_flops + needed_flops
+        self.model_flops_all_tokens = self.model_flops_all_tokens + all_token_flops
+        recomputed_flops = recompute_flops(
+            spec, model_config, recompute_config, document_lengths, frame_lengths, window_lengths, decoupled
+        )
+        self.executed_flops = (
+            self.executed_flops + (all_token_flops if whole_head else needed_flops) + recomputed_flops
+        )
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
-            self.rows + other.rows,
-            self.tokens + other.tokens,
-            self.samples + other.samples,
-            self.images + other.images,
-            self.patches + other.patches,
-            self.loss_tokens + other.loss_tokens,
-            self.model + other.model,
-            self.model_all_tokens + other.model_all_tokens,
-            self.executed + other.executed,
+    def __add__(self, other: WorkCounts) -> WorkCounts:
+        return WorkCounts(
+            self.row_count + other.row_count,
+            self.token_count + other.token_count,
+            self.sample_count + other.sample_count,
+            self.image_count + other.image_count,
+            self.patches_by_row + other.patches_by_row,
+            self.loss_token_count + other.loss_token_count,
+            self.model_flops + other.model_flops,
+            self.model_flops_all_tokens + other.model_flops_all_tokens,
+            self.executed_flops + other.executed_flops,
         )
 
 
-def gather(mine: Any) -> list[Any]:
+def gather_to_all(local_object: Any) -> list[Any]:
     """Gathers one object of each rank on every rank. Collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
+    objects_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(objects_by_rank, local_object)
+    return objects_by_rank
 
 
-def headline(work: Work, step_seconds: list[float], world: int, peak: float) -> dict[str, Any]:
+def speed_figures(
+    work_counts: WorkCounts, step_seconds: list[float], world_size: int, gpu_peak_tflops: float
+) -> dict[str, Any]:
     """Computes the speed of the timed steps.
 
     Args:
-        work: the work of all ranks in all timed steps.
+        work_counts: the work of all ranks in all timed steps.
         step_seconds: wall-clock time of each timed step.
-        world: number of ranks.
-        peak: TFLOP/s of one accelerator; 0 if unknown (MFU is then null).
+        world_size: number of ranks.
+        gpu_peak_tflops: TFLOP/s of one accelerator; 0 if unknown (MFU is then null).
     """
-    seconds = sum(step_seconds)
+    total_seconds = sum(step_seconds)
 
     def per_rank(flops: float) -> float:
-        return flops / seconds / world / 1e12
+        return flops / total_seconds / world_size / 1e12
 
-    def share(flops: float) -> float | None:
-        return per_rank(flops) / peak if peak else None
+    def share_of_peak(flops: float) -> float | None:
+        return per_rank(flops) / gpu_peak_tflops if gpu_peak_tflops else None
 
     return {
-        "step_s": seconds / len(step_seconds),
+        "step_s": total_seconds / len(step_seconds),
         "step_s_min": min(step_seconds),
         "step_s_max": max(step_seconds),
-        "tokens_per_s_per_gpu": work.tokens / seconds / world,
-        "images_per_s": work.images / seconds,
-        "tflops_per_gpu": per_rank(work.model.total),
-        "mfu": share(work.model.total),
-        "mfu_language": share(work.model.language),
-        "mfu_vision": share(work.model.vision),
-        "mfu_all_tokens": share(work.model_all_tokens.total),
-        "hfu": share(work.executed.total),
-        "vision_flops_share": work.model.vision / work.model.total if work.model.total else 0.0,
+        "tokens_per_s_per_gpu": work_counts.token_count / total_seconds / world_size,
+        "images_per_s": work_counts.image_count / total_seconds,
+        "tflops_per_gpu": per_rank(work_counts.model_flops.total),
+        "mfu": share_of_peak(work_counts.model_flops.total),
+        "mfu_language": share_of_peak(work_counts.model_flops.language),
+        "mfu_vision": share_of_peak(work_counts.model_flops.vision),
+        "mfu_all_tokens": share_of_peak(work_counts.model_flops_all_tokens.total),
+        "hfu": share_of_peak(work_counts.executed_flops.total),
+        "vision_flops_share": work_counts.model_flops.vision / work_counts.model_flops.total
+        if work_counts.model_flops.total
+        else 0.0,
         "work": {
-            "rows": work.rows,
-            "samples": work.samples,
-            "images": work.images,
-            "tokens_per_row": work.tokens / work.rows,
-            "loss_tokens_per_row": work.loss_tokens / work.rows,
+            "rows": work_counts.row_count,
+            "samples": work_counts.sample_count,
+            "images": work_counts.image_count,
+            "tokens_per_row": work_counts.token_count / work_counts.row_count,
+            "loss_tokens_per_row": work_counts.loss_token_count / work_counts.row_count,
             "patches_per_row": {
-                "min": min(work.patches),
-                "mean": sum(work.patches) / work.rows,
-                "max": max(work.patches),
+                "min": min(work_counts.patches_by_row),
+                "mean": sum(work_counts.patches_by_row) / work_counts.row_count,
+                "max": max(work_counts.patches_by_row),
             },
         },
     }
 
 
-def machine(options: BenchRun, device: torch.device, peak: float) -> dict[str, Any]:
+def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
     """The machine and the versions with which the figures were measured."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
         "device": name,
         "gpus": dist.get_world_size(),
-        "peak_tflops": peak or None,
+        "peak_tflops": gpu_peak_tflops or None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda if device.type == "cuda" else None,
     }
 
 
-def model_facts(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
+def describe_model(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     """The measured model. Its parameters include the padding of the vision FFN, as in our checkpoints."""
     return {
         "hf": options.hf,
@@ -164,98 +176,127 @@ def model_facts(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def finish(options: BenchRun, figures: dict[str, Any]) -> None:
+def finish_report(options: BenchRun, bench_figures: dict[str, Any]) -> None:
     """On rank 0, adds the ratio of image rows to text rows, writes ``out`` and prints the figures."""
     if dist.get_rank() != 0:
         return
-    figures["image_over_text"] = image_over_text(figures["workloads"])
+    bench_figures["image_over_text"] = image_over_text(bench_figures["workloads"])
     if options.out:
         Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.out).write_text(json.dumps(figures, indent=2) + "\n")
-    print(json.dumps(figures, indent=2) if options.json else table(figures), flush=True)
+        Path(options.out).write_text(json.dumps(bench_figures, indent=2) + "\n")
+    print(json.dumps(bench_figures, indent=2) if options.json else format_figures(bench_figures), flush=True)
 
 
-def image_over_text(workloads: dict[str, dict[str, Any]]) -> float | None:
+def image_over_text(figures_by_workload: dict[str, dict[str, Any]]) -> float | None:
     """TFLOP/s on image rows divided by TFLOP/s on text rows of the same run: the ratio of their MFU."""
-    if not {"images", "text"} <= workloads.keys():
+    if not {"images", "text"} <= figures_by_workload.keys():
         return None
-    return workloads["images"]["tflops_per_gpu"] / workloads["text"]["tflops_per_gpu"]
+    return figures_by_workload["images"]["tflops_per_gpu"] / figures_by_workload["text"]["tflops_per_gpu"]
 
 
-def table(figures: dict[str, Any]) -> str:
+def format_figures(bench_figures: dict[str, Any]) -> str:
     """Formats the machine, and a few lines per workload: speed, memory, parts."""
-    m, model = figures["machine"], figures["model"]
-    peak = f"{m['peak_tflops']:.0f} TFLOP/s peak" if m["peak_tflops"] else "peak unknown"
-    size = f"{model['parameters'] / 1e9:.2f} B parameters"
-    lines = [f"{figures['system']}: {model['family']}, {size}, {m['gpus']} x {m['device']} ({peak})"]
-    lines += [f"  {note}" for note in figures["notes"]]
-    for name, w in figures["workloads"].items():
-        lines += _workload_lines(name, w)
-    if figures["image_over_text"]:
-        lines.append(
-            f"  images / text: {figures['image_over_text']:.3f} of the text rows' MFU in the same run"
+    machine_figures, model_figures = bench_figures["machine"], bench_figures["model"]
+    peak_text = (
+        f"{machine_figures['peak_tflops']:.0f} TFLOP/s peak"
+        if machine_figures["peak_tflops"]
+        else "peak unknown"
+    )
+    size_text = f"{model_figures['parameters'] / 1e9:.2f} B parameters"
+    table_lines = [
+        f"{bench_figures['system']}: {model_figures['family']}, {size_text}, {machine_figures['gpus']} x {machine_figures['device']} ({peak_text})"
+    ]
+    table_lines += [f"  {note}" for note in bench_figures["notes"]]
+    for workload_name, workload_figures in bench_figures["workloads"].items():
+        table_lines += _workload_lines(workload_name, workload_figures)
+    if bench_figures["image_over_text"]:
+        table_lines.append(
+            f"  images / text: {bench_figures['image_over_text']:.3f} of the text rows' MFU in the same run"
         )
-    lines += calibration_lines(figures["calibration"]) if "calibration" in figures else []
-    return "\n".join(lines)
+    table_lines += calibration_lines(bench_figures["calibration"]) if "calibration" in bench_figures else []
+    return "\n".join(table_lines)
 
 
-def calibration_lines(facts: dict[str, Any]) -> list[str]:
+def calibration_lines(calibration_figures: dict[str, Any]) -> list[str]:
     """Formats a calibration."""
-    r = facts["rates"]
-    said = [
-        f"calibration of {facts['gpu']}: products {r['product_tflops']:.4g} TFLOP/s (half at a width of"
-        f" {r['product_width']:.0f}), elementwise {r['memory_tb_s']:.3g} TB/s, attention"
-        f" {r['attention_tflops']:.4g}, tower {r['tower_attention_tflops']:.4g} TFLOP/s, collectives"
-        f" {r['nvlink_gb_s']:.4g} GB/s"
+    kernel_rates = calibration_figures["rates"]
+    text_lines = [
+        f"calibration of {calibration_figures['gpu']}: products {kernel_rates['product_tflops']:.4g} TFLOP/s (half at a width of"
+        f" {kernel_rates['product_width']:.0f}), elementwise {kernel_rates['memory_tb_s']:.3g} TB/s, attention"
+        f" {kernel_rates['attention_tflops']:.4g}, tower {kernel_rates['tower_attention_tflops']:.4g} TFLOP/s, collectives"
+        f" {kernel_rates['nvlink_gb_s']:.4g} GB/s"
     ]
-    for name, step in facts["steps_s"].items():
-        said.append(
-            f"  {name}: {1e3 * step['measured']:,.0f} ms per step measured, {1e3 * step['predicted']:,.0f}"
-            f" predicted ({1e3 * step['kernels_alone']:,.0f} from the kernels alone)"
+    for workload_name, step_figures in calibration_figures["steps_s"].items():
+        text_lines.append(
+            f"  {workload_name}: {1e3 * step_figures['measured']:,.0f} ms per step measured, {1e3 * step_figures['predicted']:,.0f}"
+            f" predicted ({1e3 * step_figures['kernels_alone']:,.0f} from the kernels alone)"
         )
-    if facts["factor"] is None:
-        said.append("  no factor explains the measured steps, so the rates are those of the kernels alone")
-    return [*said, f"stored in {facts['file']}: plan, train and doctor use it for {facts['gpu']} from now on"]
-
-
-def _workload_lines(name: str, w: dict[str, Any]) -> list[str]:
-    speed = f"{w['tflops_per_gpu']:.3f} TFLOP/s/GPU"
-    if w["mfu"] is not None:
-        speed = (
-            f"MFU {w['mfu']:.1%} (language {w['mfu_language']:.1%} + vision {w['mfu_vision']:.1%}; "
-            f"{w['mfu_all_tokens']:.1%} with the output layer counted for every token), HFU {w['hfu']:.1%}, "
-            f"{w['tflops_per_gpu']:.0f} TFLOP/s/GPU"
+    if calibration_figures["factor"] is None:
+        text_lines.append(
+            "  no factor explains the measured steps, so the rates are those of the kernels alone"
         )
-
-    memory = w["memory"]
-    lines = [
-        f"  {name}: {w['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {w['images_per_s']:.1f} images/s, {speed}, "
-        f"{w['step_s'] * 1e3:.0f} ms per step, {memory['peak_gib']:.1f} GiB, loss {w['loss']:.4f}"
+    return [
+        *text_lines,
+        f"stored in {calibration_figures['file']}: plan, train and doctor use it for {calibration_figures['gpu']} from now on",
     ]
-    by_part = {part: memory[f"{part}_gib"] for part in MEMORY_PARTS if memory.get(f"{part}_gib") is not None}
-    if by_part:
-        lines.append("    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in by_part.items()))
-    if w.get("parts"):
-        shown = (f"{part} {t['mean_s'] * 1e3:.1f}" for part, t in w["parts"].items())
-        lines.append("    ms per step, mean over ranks: " + ", ".join(shown))
-        lines.append(
-            "    collectives in one profiled step, including waiting: " + _communication(w["communication"])
-        )
-        if any(w["efficiency"].values()):
-            halves = (f"{half} {share:.1%}" for half, share in w["efficiency"].items() if share is not None)
-            lines.append("    share of the peak while it runs: " + ", ".join(halves))
-        s = w["straggling"]
-        lines.append(
-            f"    compute of the slowest data-parallel rank {s['max_over_mean']:.3f} of the mean; "
-            f"idle pipeline stages {w['pipeline_idle_share']:.1%} of the step"
+
+
+def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> list[str]:
+    speed_text = f"{workload_figures['tflops_per_gpu']:.3f} TFLOP/s/GPU"
+    if workload_figures["mfu"] is not None:
+        speed_text = (
+            f"MFU {workload_figures['mfu']:.1%} (language {workload_figures['mfu_language']:.1%} + vision {workload_figures['mfu_vision']:.1%}; "
+            f"{workload_figures['mfu_all_tokens']:.1%} with the output layer counted for every token), HFU {workload_figures['hfu']:.1%}, "
+            f"{workload_figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
 
-    return lines
+    memory_figures = workload_figures["memory"]
+    text_lines = [
+        f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {workload_figures['images_per_s']:.1f} images/s, {speed_text}, "
+        f"{workload_figures['step_s'] * 1e3:.0f} ms per step, {memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
+    ]
+    gib_by_part = {
+        part: memory_figures[f"{part}_gib"]
+        for part in MEMORY_PARTS
+        if memory_figures.get(f"{part}_gib") is not None
+    }
+    if gib_by_part:
+        text_lines.append(
+            "    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items())
+        )
+    if workload_figures.get("parts"):
+        part_texts = (
+            f"{part} {part_figures['mean_s'] * 1e3:.1f}"
+            for part, part_figures in workload_figures["parts"].items()
+        )
+        text_lines.append("    ms per step, mean over ranks: " + ", ".join(part_texts))
+        text_lines.append(
+            "    collectives in one profiled step, including waiting: "
+            + _communication_text(workload_figures["communication"])
+        )
+        if any(workload_figures["efficiency"].values()):
+            half_texts = (
+                f"{half} {share:.1%}"
+                for half, share in workload_figures["efficiency"].items()
+                if share is not None
+            )
+            text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
+        straggling_figures = workload_figures["straggling"]
+        text_lines.append(
+            f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of the mean; "
+            f"idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
+        )
+
+    return text_lines
 
 
-def _communication(c: dict[str, dict[str, float]]) -> str:
+def _communication_text(communication_figures: dict[str, dict[str, float]]) -> str:
     names = {"communication_s": "total", "communication_exposed_s": "with nothing else running"}
-    return ", ".join(f"{c[key]['mean_s'] * 1e3:.1f} ms {text}" for key, text in names.items() if key in c)
+    return ", ".join(
+        f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}"
+        for key, text in names.items()
+        if key in communication_figures
+    )
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

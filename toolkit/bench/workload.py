@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron_vl.data.packing.assemble import MediaItem, Sample, pack_row
-from megatron_vl.data.packing.row import Row
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample, pack_row
+from megatron_vl.data.packing.training_row import TrainingRow
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW
 
@@ -20,58 +20,85 @@ COCO_SIZES = ((640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (640, 
 """Width and height in pixels of pictures whose long side is (mostly) 640, as in COCO."""
 
 
-def image_sample(spec: ModelSpec, rng: random.Random) -> Sample:
+def image_sample(spec: ModelSpec, rng: random.Random) -> TokenizedSample:
     """Draws one picture with a question and its answer."""
-    v = spec.vision
-    unit = v.patch_size * v.spatial_merge_size
-    width, height = rng.choice(COCO_SIZES)
-    w, h = (max(1, round(side / unit)) * v.spatial_merge_size for side in (width, height))
-    grid = GridTHW(1, h, w)
+    vision_spec = spec.vision
+    merged_patch_size = vision_spec.patch_size * vision_spec.spatial_merge_size
+    picture_width, picture_height = rng.choice(COCO_SIZES)
+    patch_columns, patch_rows = (
+        max(1, round(side / merged_patch_size)) * vision_spec.spatial_merge_size
+        for side in (picture_width, picture_height)
+    )
+    image_grid = GridTHW(1, patch_rows, patch_columns)
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    planes = torch.randint(
-        0, 256, (1, h * w, v.in_channels * v.patch_size**2), generator=generator, dtype=torch.uint8
+    pixel_planes = torch.randint(
+        0,
+        256,
+        (1, patch_rows * patch_columns, vision_spec.in_channels * vision_spec.patch_size**2),
+        generator=generator,
+        dtype=torch.uint8,
     )
-    pads = torch.full((grid.tokens(v.spatial_merge_size),), spec.image_token_id)
-    frame = (torch.tensor([spec.vision_start_token_id]), pads, torch.tensor([spec.vision_end_token_id]))
-    text = _text(spec, rng.randint(40, 260), generator)
-    mask = torch.zeros(len(pads) + 2 + len(text), dtype=torch.bool)
-    mask[-len(text) // 2 :] = True
+    placeholder_ids = torch.full(
+        (image_grid.num_tokens(vision_spec.spatial_merge_size),), spec.image_token_id
+    )
+    picture_token_ids = (
+        torch.tensor([spec.vision_start_token_id]),
+        placeholder_ids,
+        torch.tensor([spec.vision_end_token_id]),
+    )
+    text_token_ids = _random_text_ids(spec, rng.randint(40, 260), generator)
+    loss_mask = torch.zeros(len(placeholder_ids) + 2 + len(text_token_ids), dtype=torch.bool)
+    loss_mask[-len(text_token_ids) // 2 :] = True
 
-    return Sample(
-        token_ids=torch.cat([*frame, text]), loss_mask=mask, media=[MediaItem(grid=grid, planes=planes)]
+    return TokenizedSample(
+        token_ids=torch.cat([*picture_token_ids, text_token_ids]),
+        loss_mask=loss_mask,
+        media_items=[MediaItem(grid_thw=image_grid, planes=pixel_planes)],
     )
 
 
-def text_sample(spec: ModelSpec, rng: random.Random, longest: int) -> Sample:
+def text_sample(spec: ModelSpec, rng: random.Random, max_length: int) -> TokenizedSample:
     """Draws a document about as long as an image sample, without a picture."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    text = _text(spec, min(longest, rng.randint(300, 700)), generator)
-    return Sample(token_ids=text, loss_mask=torch.ones(len(text), dtype=torch.bool))
+    text = _random_text_ids(spec, min(max_length, rng.randint(300, 700)), generator)
+    return TokenizedSample(token_ids=text, loss_mask=torch.ones(len(text), dtype=torch.bool))
 
 
-def _text(spec: ModelSpec, length: int, generator: torch.Generator) -> torch.Tensor:
-    special = (spec.image_token_id, spec.video_token_id, spec.vision_start_token_id, spec.vision_end_token_id)
-    return torch.randint(0, min(min(special), spec.language.vocab_size), (length,), generator=generator)
+def _random_text_ids(spec: ModelSpec, token_count: int, generator: torch.Generator) -> torch.Tensor:
+    special_token_ids = (
+        spec.image_token_id,
+        spec.video_token_id,
+        spec.vision_start_token_id,
+        spec.vision_end_token_id,
+    )
+    return torch.randint(
+        0, min(min(special_token_ids), spec.language.vocab_size), (token_count,), generator=generator
+    )
 
 
-def groups(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[list[Sample]]:
+def sample_groups(
+    spec: ModelSpec, seq_len: int, *, with_images: bool, seed: int
+) -> Iterator[list[TokenizedSample]]:
     """Yields groups of samples without end, as they are drawn. Each fills a row of ``seq_len`` tokens."""
     rng = random.Random(seed)
-    samples: list[Sample] = []
-    used = 0
+    samples: list[TokenizedSample] = []
+    tokens_used = 0
     while True:
-        sample = image_sample(spec, rng) if images else text_sample(spec, rng, seq_len)
-        if used + len(sample) > seq_len:
+        sample = image_sample(spec, rng) if with_images else text_sample(spec, rng, seq_len)
+        if tokens_used + len(sample) > seq_len:
             if samples:
                 yield samples
             samples = []
-            used = 0
+            tokens_used = 0
             if len(sample) > seq_len:
                 continue
         samples.append(sample)
-        used += len(sample)
+        tokens_used += len(sample)
 
 
-def rows(spec: ModelSpec, seq_len: int, *, images: bool, seed: int) -> Iterator[Row]:
+def draw_rows(spec: ModelSpec, seq_len: int, *, with_images: bool, seed: int) -> Iterator[TrainingRow]:
     """Packed rows of ``seq_len`` tokens, without end."""
-    return (pack_row(samples, spec, seq_len) for samples in groups(spec, seq_len, images=images, seed=seed))
+    return (
+        pack_row(samples, spec, seq_len)
+        for samples in sample_groups(spec, seq_len, with_images=with_images, seed=seed)
+    )

@@ -6,126 +6,138 @@ from pathlib import Path
 from typing import Any
 
 
-def find_step(path: Path) -> Path:
-    """Finds the step folder for ``path``: ``path`` itself, or the latest one of a run.
+def find_step_dir(run_or_step_dir: Path) -> Path:
+    """Finds the step folder for ``run_or_step_dir``: ``run_or_step_dir`` itself, or the latest one of a run.
 
     Raises:
-        FileNotFoundError: ``path`` holds no checkpoint of a run.
+        FileNotFoundError: ``run_or_step_dir`` holds no checkpoint of a run.
     """
-    from megatron_vl.weights.manifest import MANIFEST
-    from megatron_vl.weights.run_folder import latest
+    from megatron_vl.weights.manifest import MANIFEST_FILE
+    from megatron_vl.weights.run_folder import find_latest_checkpoint
 
-    if (path / "run.json").is_file():
-        return path
-    saved = latest(path)
-    if saved is None:
-        weights = (
-            f"; it holds only weights, which `megatron-vl verify {path}` checks"
-            if (path / MANIFEST).is_file()
+    if (run_or_step_dir / "run.json").is_file():
+        return run_or_step_dir
+    latest_checkpoint = find_latest_checkpoint(run_or_step_dir)
+    if latest_checkpoint is None:
+        weights_hint = (
+            f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
+            if (run_or_step_dir / MANIFEST_FILE).is_file()
             else ""
         )
-        looked = "looked for run.json, latest.json and step_ folders"
+        searched_text = "looked for run.json, latest.json and step_ folders"
 
-        raise FileNotFoundError(f"{path} holds no checkpoint of a run: {looked}{weights}")
-    return saved.path
+        raise FileNotFoundError(
+            f"{run_or_step_dir} holds no checkpoint of a run: {searched_text}{weights_hint}"
+        )
+    return latest_checkpoint.path
 
 
-def describe(source: Path) -> dict[str, Any]:
+def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
     """Describes a step folder: step, layout, model, sizes by part, and missing files.
 
     Raises:
         FileNotFoundError, CheckpointError, WeightsError: its weights or ``run.json`` are missing or damaged.
     """
-    from megatron_vl.training.checkpoint import read_run
-    from megatron_vl.weights.manifest import MANIFEST, read_manifest
+    from megatron_vl.training.checkpoint import read_run_metadata
+    from megatron_vl.weights.manifest import MANIFEST_FILE, read_manifest
 
-    saved = read_run(source)
-    if not (source / "weights" / MANIFEST).is_file():
+    run_json = read_run_metadata(step_dir)
+    if not (step_dir / "weights" / MANIFEST_FILE).is_file():
         raise FileNotFoundError(
-            f"{source} has no weights/{MANIFEST}; resume from another step with --checkpoint.step"
+            f"{step_dir} has no weights/{MANIFEST_FILE}; resume from another step with --checkpoint.step"
         )
 
-    manifest = read_manifest(source / "weights" / MANIFEST)
-    names = sorted([*saved["files"], *(f"weights/{name}" for name in manifest["files"])])
-    sizes: dict[str, int] = {}
-    for file in source.rglob("*"):
-        if file.is_file():
-            part = file.relative_to(source).parts[0] if file.parent != source else "description"
-            sizes[part] = sizes.get(part, 0) + file.stat().st_size
+    weights_manifest = read_manifest(step_dir / "weights" / MANIFEST_FILE)
+    expected_files = sorted([*run_json["files"], *(f"weights/{name}" for name in weights_manifest["files"])])
+    bytes_by_part: dict[str, int] = {}
+    for stored_file in step_dir.rglob("*"):
+        if stored_file.is_file():
+            part_name = (
+                stored_file.relative_to(step_dir).parts[0]
+                if stored_file.parent != step_dir
+                else "description"
+            )
+            bytes_by_part[part_name] = bytes_by_part.get(part_name, 0) + stored_file.stat().st_size
 
     return {
-        "checkpoint": str(source),
-        "step": saved["step"],
-        "lineage": saved["lineage"],
-        "bad_samples": saved.get("bad_samples"),
-        "family": manifest["family"],
-        "tensors": len(manifest["tensors"]),
-        "layout": saved["layout"],
-        "data_parallel": saved["dp"],
-        "loader_workers": saved["num_workers"],
-        "seq_len": saved["seq_len"],
-        "bytes": sizes,
-        "missing": [name for name in names if not (source / name).is_file()],
+        "checkpoint": str(step_dir),
+        "step": run_json["step"],
+        "lineage": run_json["lineage"],
+        "bad_samples": run_json.get("bad_samples"),
+        "family": weights_manifest["family"],
+        "tensors": len(weights_manifest["tensors"]),
+        "layout": run_json["layout"],
+        "data_parallel": run_json["dp"],
+        "loader_workers": run_json["num_workers"],
+        "seq_len": run_json["seq_len"],
+        "bytes": bytes_by_part,
+        "missing": [name for name in expected_files if not (step_dir / name).is_file()],
     }
 
 
-def verify_checkpoint(source: Path) -> list[str]:
+def verify_checkpoint(step_dir: Path) -> list[str]:
     """Lists what is wrong with a step folder, file by file. The list is empty if every byte is as written."""
-    from converters.verify import check_hashes
+    from converters.compare import verify_checkpoint_hashes
     from megatron_vl.training.checkpoint import verify_files
     from megatron_vl.weights.tensor_files import WeightsError
 
-    problems = verify_files(source)
+    problems = verify_files(step_dir)
     try:
-        differences = check_hashes(source / "weights").differences
+        differences = verify_checkpoint_hashes(step_dir / "weights").differences
         problems += [
-            f"{source / 'weights'}: {difference.name} {difference.how}" for difference in differences
+            f"{step_dir / 'weights'}: {difference.name} {difference.how}" for difference in differences
         ]
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems
 
 
-def lineage_of(path: Path) -> dict[str, Any]:
+def read_lineage(run_dir: Path) -> dict[str, Any]:
     """The checkpoints of a run's folder: those that led to the latest one, and those that were abandoned.
 
     Returns:
         ``{"steps": [...], "present": [...], "abandoned": [...]}``, each entry with step, folder, branch and
         parent; empty lists for a single checkpoint.
     """
-    from megatron_vl.weights.run_folder import Saved, by_branch
+    from megatron_vl.weights.run_folder import SavedCheckpoint, split_by_branch
 
-    def entry(saved: Saved) -> dict[str, Any]:
-        facts = saved.lineage.as_json()
-        shown = {name: facts[name] for name in ("branch", "parent", "rollback", "serial")}
-        return {"step": saved.step, "folder": saved.path.name, **shown}
+    def lineage_entry(saved_checkpoint: SavedCheckpoint) -> dict[str, Any]:
+        lineage_facts = saved_checkpoint.lineage.as_json()
+        shown_facts = {name: lineage_facts[name] for name in ("branch", "parent", "rollback", "serial")}
+        return {"step": saved_checkpoint.step, "folder": saved_checkpoint.path.name, **shown_facts}
 
-    present, left = ([], []) if (path / "run.json").is_file() else by_branch(path)
+    present_checkpoints, abandoned_checkpoints = (
+        ([], []) if (run_dir / "run.json").is_file() else split_by_branch(run_dir)
+    )
     return {
-        "steps": [saved.step for saved in present],
-        "present": [entry(saved) for saved in present],
-        "abandoned": [entry(saved) for saved in left],
+        "steps": [saved.step for saved in present_checkpoints],
+        "present": [lineage_entry(saved) for saved in present_checkpoints],
+        "abandoned": [lineage_entry(saved) for saved in abandoned_checkpoints],
     }
 
 
-def lineage_lines(found: dict[str, Any]) -> list[str]:
-    """Formats the result of :func:`lineage_of`, one line per branch."""
-    branches: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for kind in ("present", "abandoned"):
-        for one in found[kind]:
-            branches.setdefault((kind, one["branch"]), []).append(one)
+def lineage_lines(run_lineage: dict[str, Any]) -> list[str]:
+    """Formats the result of :func:`read_lineage`, one line per branch."""
+    entries_by_branch: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry_kind in ("present", "abandoned"):
+        for lineage_entry in run_lineage[entry_kind]:
+            entries_by_branch.setdefault((entry_kind, lineage_entry["branch"]), []).append(lineage_entry)
 
-    lines = []
-    for (kind, branch), ones in branches.items():
-        steps = ", ".join(str(one["step"]) for one in ones)
-        back = ones[-1]["rollback"]
-        began = f", which began at step {back['step']} of branch {back['branch']}" if back else ""
-        if kind == "present":
-            lines.append(f"checkpoints of steps {steps} (branch {branch}{began})")
-            continue
-        folders = ", ".join(one["folder"] for one in ones)
-        lines.append(
-            f"abandoned: steps {steps} of branch {branch}{began}. They are used only if you ask for them "
-            f"(--checkpoint.step N --checkpoint.branch {branch}); delete {folders} if you do not need them"
+    text_lines = []
+    for (entry_kind, branch_name), branch_entries in entries_by_branch.items():
+        step_numbers = ", ".join(str(lineage_entry["step"]) for lineage_entry in branch_entries)
+        rollback_point = branch_entries[-1]["rollback"]
+        origin_note = (
+            f", which began at step {rollback_point['step']} of branch {rollback_point['branch']}"
+            if rollback_point
+            else ""
         )
-    return lines
+        if entry_kind == "present":
+            text_lines.append(f"checkpoints of steps {step_numbers} (branch {branch_name}{origin_note})")
+            continue
+        folder_names = ", ".join(lineage_entry["folder"] for lineage_entry in branch_entries)
+        text_lines.append(
+            f"abandoned: steps {step_numbers} of branch {branch_name}{origin_note}. They are used only if you ask for them "
+            f"(--checkpoint.step N --checkpoint.branch {branch_name}); delete {folder_names} if you do not need them"
+        )
+    return text_lines

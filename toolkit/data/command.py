@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_vl.errors import UsageError
-from megatron_vl.words import counted
+from megatron_vl.plurals import pluralize
 
 from .options import (
     DataConvertOptions,
@@ -23,13 +23,13 @@ from .options import (
 
 if TYPE_CHECKING:
     from data_tools.convert import ConversionOptions, DataReport
-    from data_tools.parts import Part
-    from data_tools.preview import Preview
-    from data_tools.sample_sizes import IndexedPart
+    from data_tools.preview import FilePreview
+    from data_tools.sample_sizes import IndexPartResult
+    from data_tools.work_parts import WorkPart
 
-MOST_SHOWN = 10
+MAX_SHOWN_KEYS = 10
 """Number of ignored keys that the summary names per location; report.json lists all."""
-INSTEAD = {
+SETTING_BY_IGNORED_KEY = {
     "min_pixels": "data.min_pixels of the run applies",
     "max_pixels": "data.max_pixels of the run applies, data.video_max_pixels for videos",
     "fps": "data.video_fps of the run applies",
@@ -43,161 +43,174 @@ TOO_MANY_QUARANTINED = 3
 """Exit code. 1 means failure, 2 an invalid command line."""
 
 
-def convert(given: DataConvertOptions) -> int:
+def convert(command_options: DataConvertOptions) -> int:
     """Converts conversations into a data set. Returns the exit code."""
-    from data_tools.convert import ConversionOptions, convert, default_workers
+    from data_tools.convert import ConversionOptions, convert_dataset, default_workers
 
-    options = ConversionOptions(
-        media_root=given.media_root,
-        out=given.out,
-        workers=given.workers if given.workers is not None else default_workers(),
-        val_fraction=given.val_fraction,
-        samples_per_shard=given.samples_per_shard,
-        bytes_per_shard=given.shard_mb << 20,
-        max_pixels=int(given.max_megapixels * 1e6),
-        format=given.format or "",
-        duplicate_ids=given.duplicate_ids,
-        force=given.force,
-        datasets=given.dataset,
-        part=_part(given.shard),
+    conversion_options = ConversionOptions(
+        media_root=command_options.media_root,
+        out=command_options.out,
+        workers=command_options.workers if command_options.workers is not None else default_workers(),
+        val_fraction=command_options.val_fraction,
+        samples_per_shard=command_options.samples_per_shard,
+        bytes_per_shard=command_options.shard_mb << 20,
+        max_pixels=int(command_options.max_megapixels * 1e6),
+        format=command_options.format or "",
+        duplicate_ids=command_options.duplicate_ids,
+        force=command_options.force,
+        datasets=command_options.dataset,
+        part=_parse_part(command_options.shard),
     )
-    if given.dry_run:
-        return _preview(given, options)
+    if command_options.dry_run:
+        return _print_preview(command_options, conversion_options)
 
-    report = convert(given.input, options, _show)
-    if options.part is not None:
-        _print_part(report, given, str(options.part))
+    report = convert_dataset(command_options.input, conversion_options, _show_progress)
+    if conversion_options.part is not None:
+        _print_part_report(report, command_options, str(conversion_options.part))
         return 0
-    code = _report(report, given, given.val_fraction)
-    if given.processor is None:
-        return code
-    return _index_converted(given, options.workers) or code
+    exit_code = _report_conversion(report, command_options, command_options.val_fraction)
+    if command_options.processor is None:
+        return exit_code
+    return _index_converted(command_options, conversion_options.workers) or exit_code
 
 
-def _index_converted(given: DataConvertOptions, workers: int) -> int:
+def _index_converted(options: DataConvertOptions, num_workers: int) -> int:
     """Writes the sizes of all samples. Returns the exit code: a checkpoint may not be able to use them."""
-    from data_tools.sample_sizes import index
+    from data_tools.sample_sizes import index_datasets
     from megatron_vl.config import DataConfig
-    from megatron_vl.data.source.bad_samples import NOT_IN_TEMPLATE, TEMPLATE_ADVICE
+    from megatron_vl.data.source.bad_samples import NOT_IN_CHAT_TEMPLATE, TEMPLATE_ADVICE
     from megatron_vl.spec.families import read_spec
 
-    assert given.processor is not None
-    (found,) = index(DataConfig(path=str(given.out)), read_spec(given.processor), given.processor, workers)
-    if not given.json:
-        print(f"  sizes of {found.samples} samples for {given.processor} ({found.bytes / 2**20:.2f} MiB)")
-    if found.unusable <= given.max_quarantined * found.samples:
+    assert options.processor is not None
+    (index_result,) = index_datasets(
+        DataConfig(path=str(options.out)), read_spec(options.processor), options.processor, num_workers
+    )
+    if not options.json:
+        print(
+            f"  sizes of {index_result.samples} samples for {options.processor} ({index_result.bytes / 2**20:.2f} MiB)"
+        )
+    if index_result.unusable <= options.max_quarantined * index_result.samples:
         return 0
-    advice = f": {TEMPLATE_ADVICE}" if NOT_IN_TEMPLATE in found.reasons else ""
+    advice = f": {TEMPLATE_ADVICE}" if NOT_IN_CHAT_TEMPLATE in index_result.reasons else ""
     print(
-        f"megatron-vl data: training {given.processor} would leave out {found.unusable} of {found.samples}"
-        f" samples{_in_words(found.reasons)}, more than --max-quarantined {given.max_quarantined:g}"
+        f"megatron-vl data: training {options.processor} would leave out {index_result.unusable} of {index_result.samples}"
+        f" samples{_reasons_text(index_result.reasons)}, more than --max-quarantined {options.max_quarantined:g}"
         f" allows{advice}",
         file=sys.stderr,
     )
     return TOO_MANY_QUARANTINED
 
 
-def _in_words(reasons: dict[str, int]) -> str:
+def _reasons_text(reasons: dict[str, int]) -> str:
     """Why samples are unusable, the most frequent reason first."""
-    counts = Counter(reasons).most_common()
-    return f" ({', '.join(f'{count} {reason}' for reason, count in counts)})" if counts else ""
+    ordered_counts = Counter(reasons).most_common()
+    return (
+        f" ({', '.join(f'{count} {reason}' for reason, count in ordered_counts)})" if ordered_counts else ""
+    )
 
 
-def merge(given: DataMergeOptions) -> int:
+def merge(command_options: DataMergeOptions) -> int:
     """Writes the data set whose parts are verified. Returns the exit code."""
-    from data_tools.convert import convert, default_workers, finished, remembered
+    from data_tools.convert import convert_dataset, default_workers, finished_report, read_part_arguments
 
-    done = finished(given.out)  # a job may be queued again after its work
-    if done is not None:
-        return _report(done, given, 0.0)
-    workers = given.workers if given.workers is not None else default_workers()
-    inputs, options = remembered(given.out, workers)
-    return _report(convert(inputs, options, _show), given, options.val_fraction)
+    complete_report = finished_report(command_options.out)  # a job may be queued again after its work
+    if complete_report is not None:
+        return _report_conversion(complete_report, command_options, 0.0)
+    num_workers = command_options.workers if command_options.workers is not None else default_workers()
+    input_paths, options = read_part_arguments(command_options.out, num_workers)
+    return _report_conversion(
+        convert_dataset(input_paths, options, _show_progress), command_options, options.val_fraction
+    )
 
 
-def _part(text: str | None) -> Part | None:
+def _parse_part(part_text: str | None) -> WorkPart | None:
     """The part that ``I/N`` names. Raises UsageError if it names none."""
-    from data_tools.parts import Part
+    from data_tools.work_parts import WorkPart
 
-    if text is None:
+    if part_text is None:
         return None
-    index, _, count = text.partition("/")
+    index, _, count = part_text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise UsageError(f"--shard {text} must be I/N with I from 0 to N - 1, for instance 0/8")
-    return Part(int(index), int(count))
+        raise UsageError(f"--shard {part_text} must be I/N with I from 0 to N - 1, for instance 0/8")
+    return WorkPart(int(index), int(count))
 
 
-def _preview(given: DataConvertOptions, options: ConversionOptions) -> int:
+def _print_preview(command_options: DataConvertOptions, conversion_options: ConversionOptions) -> int:
     """Prints what is understood of the first records. Returns 1 if no record can be used."""
-    from data_tools.preview import preview
+    from data_tools.preview import preview_files
 
-    found = preview(given.input, options)
-    if given.json:
-        print(json.dumps([file.as_json() for file in found]))
+    file_previews = preview_files(command_options.input, conversion_options)
+    if command_options.json:
+        print(json.dumps([file.as_json() for file in file_previews]))
     else:
-        print("\n".join(line for file in found for line in _described(file)))
-        refused = sum(file.refused.total() for file in found)
-        if refused > given.max_quarantined * sum(file.records for file in found):
+        print("\n".join(line for file in file_previews for line in _preview_lines(file)))
+        num_refused = sum(file.refused.total() for file in file_previews)
+        if num_refused > command_options.max_quarantined * sum(file.records for file in file_previews):
             print(
-                f"NOTE: {refused} of these records cannot be used, more than --max-quarantined"
-                f" {given.max_quarantined:g} allows; the conversion would end with exit code 3"
+                f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
+                f" {command_options.max_quarantined:g} allows; the conversion would end with exit code 3"
             )
-    return 0 if any(file.samples for file in found) else 1
+    return 0 if any(file.samples for file in file_previews) else 1
 
 
-def _described(file: Preview) -> list[str]:
-    def listed(counts: Counter[str]) -> str:
-        return ", ".join(f"{name} {count}" for name, count in counts.most_common(MOST_SHOWN)) or "none"
+def _preview_lines(file_preview: FilePreview) -> list[str]:
+    def counts_text(counts: Counter[str]) -> str:
+        return ", ".join(f"{name} {count}" for name, count in counts.most_common(MAX_SHOWN_KEYS)) or "none"
 
-    lines = [
-        f"{file.file}: {file.samples} of the first {file.records} records can be used",
-        f"  format   {listed(file.formats)}",
-        f"  turns    {listed(file.roles)}",
-        f"  media    {listed(file.media)}",
-        f"  tokens   about {file.tokens // max(file.samples, 1)} a sample",
+    preview_lines = [
+        f"{file_preview.file}: {file_preview.samples} of the first {file_preview.records} records can be used",
+        f"  format   {counts_text(file_preview.formats)}",
+        f"  turns    {counts_text(file_preview.roles)}",
+        f"  media    {counts_text(file_preview.media)}",
+        f"  tokens   about {file_preview.tokens // max(file_preview.samples, 1)} a sample",
     ]
-    if file.features:
-        lines.append(f"  with     {listed(file.features)}")
-    if file.ignored:
-        lines.append(f"  ignored  {listed(file.ignored)}")
-    if file.refused:
-        lines.append(f"  would be quarantined: {listed(file.refused)}")
-        lines += [f"    {example}" for example in file.examples]
-    lines += [f"  NOTE: {note}" for note in file.notes]
-    if file.first:
-        lines += ["  the first sample:", *(f"    {turn}" for turn in file.first)]
-    return lines
+    if file_preview.features:
+        preview_lines.append(f"  with     {counts_text(file_preview.features)}")
+    if file_preview.ignored:
+        preview_lines.append(f"  ignored  {counts_text(file_preview.ignored)}")
+    if file_preview.refused:
+        preview_lines.append(f"  would be quarantined: {counts_text(file_preview.refused)}")
+        preview_lines += [f"    {example}" for example in file_preview.examples]
+    preview_lines += [f"  NOTE: {note}" for note in file_preview.notes]
+    if file_preview.first:
+        preview_lines += ["  the first sample:", *(f"    {turn}" for turn in file_preview.first)]
+    return preview_lines
 
 
-def _print_part(report: DataReport, given: DataConvertOptions, part: str) -> None:
-    if given.json:
-        print(json.dumps({"part": part, "records": report.records, "refused": report.refused}))
+def _print_part_report(report: DataReport, options: DataConvertOptions, part_text: str) -> None:
+    if options.json:
+        print(json.dumps({"part": part_text, "records": report.records, "refused": report.refused}))
         return
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     print(
-        f"part {part}: {report.records} records verified in {report.seconds:.1f} s, {report.quarantined} "
-        f"cannot be used; when all parts are done: megatron-vl data merge {given.out}"
+        f"part {part_text}: {report.records} records verified in {report.seconds:.1f} s, {report.quarantined_records} "
+        f"cannot be used; when all parts are done: megatron-vl data merge {options.out}"
     )
 
 
-def _report(report: DataReport, given: DataConvertOptions | DataMergeOptions, val_fraction: float) -> int:
+def _report_conversion(
+    report: DataReport, options: DataConvertOptions | DataMergeOptions, val_fraction: float
+) -> int:
     """Prints the results of a conversion. Returns the exit code."""
     from data_tools.convert import ConvertError
 
-    quarantine = given.out / "quarantine.jsonl"
-    if given.json:
+    quarantine_path = options.out / "quarantine.jsonl"
+    if options.json:
         print(
-            json.dumps(report.as_json() | {"quarantined": report.quarantined, "quarantine": str(quarantine)})
+            json.dumps(
+                report.as_json()
+                | {"quarantined": report.quarantined_records, "quarantine": str(quarantine_path)}
+            )
         )
     else:
-        _print(report, given.out, quarantine)
+        _print_summary(report, options.out, quarantine_path)
 
     if not report.records:
         raise ConvertError("the inputs hold no record")
     if not report.samples:
         raise ConvertError(
-            f"none of {report.records} records can be used{_first_refusal(quarantine)}; see {quarantine}"
+            f"none of {report.records} records can be used{_first_refusal(quarantine_path)}; see {quarantine_path}"
         )
     if val_fraction and not report.val:
         raise ConvertError(
@@ -205,13 +218,13 @@ def _report(report: DataReport, given: DataConvertOptions | DataMergeOptions, va
             "give more, or leave out --val-fraction"
         )
 
-    if report.quarantined > given.max_quarantined * report.records:
-        share = report.quarantined / report.records
+    if report.quarantined_records > options.max_quarantined * report.records:
+        quarantined_share = report.quarantined_records / report.records
         print(
-            f"megatron-vl data: {report.quarantined} of {report.records} records ({share:.2%}) were "
-            f"quarantined, more than --max-quarantined {given.max_quarantined:g} allows; "
-            f"{given.out} is complete without them. "
-            f"Correct what {quarantine} names and convert again with --force, or allow more",
+            f"megatron-vl data: {report.quarantined_records} of {report.records} records ({quarantined_share:.2%}) were "
+            f"quarantined, more than --max-quarantined {options.max_quarantined:g} allows; "
+            f"{options.out} is complete without them. "
+            f"Correct what {quarantine_path} names and convert again with --force, or allow more",
             file=sys.stderr,
         )
         return TOO_MANY_QUARANTINED
@@ -219,25 +232,25 @@ def _report(report: DataReport, given: DataConvertOptions | DataMergeOptions, va
     return 0
 
 
-def _first_refusal(quarantine: Path) -> str:
+def _first_refusal(quarantine_path: Path) -> str:
     """Why the first record was refused. A wrong media root or format refuses all records for one reason."""
-    with quarantine.open(encoding="utf-8") as lines:
+    with quarantine_path.open(encoding="utf-8") as lines:
         entry = json.loads(next(lines, "null"))
     return f" (record {entry['record']}, {entry['reason']}: {entry['detail']})" if entry else ""
 
 
 def verify(options: DataVerifyOptions) -> int:
     """Compares every shard of a data set with its size and hash. Returns 1 if one differs."""
-    from data_tools.verify import verify
+    from data_tools.verify import verify_dataset
 
-    shards, problems = verify(options.dataset, _show)
-    _end_line()
+    shards, problems = verify_dataset(options.dataset, _show_progress)
+    _clear_progress()
     if options.json:
         print(json.dumps({"shards": shards, "problems": problems}))
     else:
         print(
             "\n".join(problems)
-            or f"{counted(shards, 'shard')} of {options.dataset} {'is' if shards == 1 else 'are'} intact"
+            or f"{pluralize(shards, 'shard')} of {options.dataset} {'is' if shards == 1 else 'are'} intact"
         )
     return 1 if problems else 0
 
@@ -245,46 +258,52 @@ def verify(options: DataVerifyOptions) -> int:
 def index(options: DataIndexOptions) -> int:
     """Writes the sizes of a data set's samples."""
     from data_tools.convert import default_workers
-    from data_tools.sample_sizes import index, index_part
+    from data_tools.sample_sizes import index_datasets, index_datasets_part
 
-    from .prepared import open_prepared
+    from .prepared_dataset import open_prepared
 
-    part = _part(options.shard)
+    work_part = _parse_part(options.shard)
     prepared = open_prepared(options)
-    workers = options.workers if options.workers is not None else default_workers()
-    given = prepared.config.data, prepared.spec, prepared.processor
-    if part is not None:
-        measured = index_part(*given, part, workers, _show)
-        _end_line()
-        return _print_measured(measured, options)
+    num_workers = options.workers if options.workers is not None else default_workers()
+    index_arguments = prepared.config.data, prepared.spec, prepared.processor_dir
+    if work_part is not None:
+        part_results = index_datasets_part(*index_arguments, work_part, num_workers, _show_progress)
+        _clear_progress()
+        return _print_part_results(part_results, options)
 
-    found = index(*given, workers, _show)
-    _end_line()
+    index_results = index_datasets(*index_arguments, num_workers, _show_progress)
+    _clear_progress()
     if options.json:
-        print(json.dumps([one.as_json() for one in found]))
+        print(json.dumps([index_result.as_json() for index_result in index_results]))
         return 0
-    for one in found:
-        unusable = f", {one.unusable} of them unusable{_in_words(one.reasons)}," if one.unusable else ""
-        took = f"in {one.seconds:.1f} s" if one.seconds else "were there"
+    for index_result in index_results:
+        unusable_text = (
+            f", {index_result.unusable} of them unusable{_reasons_text(index_result.reasons)},"
+            if index_result.unusable
+            else ""
+        )
+        time_text = f"in {index_result.seconds:.1f} s" if index_result.seconds else "were there"
         print(
-            f"{one.path}: sizes of {one.samples} samples{unusable} and {one.media} media"
-            f" ({one.bytes / 2**20:.2f} MiB) {took}"
+            f"{index_result.path}: sizes of {index_result.samples} samples{unusable_text} and {index_result.media} media"
+            f" ({index_result.bytes / 2**20:.2f} MiB) {time_text}"
         )
     return 0
 
 
-def _print_measured(measured: list[IndexedPart], options: DataIndexOptions) -> int:
+def _print_part_results(part_results: list[IndexPartResult], options: DataIndexOptions) -> int:
     if options.json:
-        print(json.dumps([one.as_json() for one in measured]))
+        print(json.dumps([part_result.as_json() for part_result in part_results]))
         return 0
-    for one in measured:
-        if one.joined:
-            print(f"{one.path}: the sizes were there")
+    for part_result in part_results:
+        if part_result.joined:
+            print(f"{part_result.path}: the sizes were there")
             continue
-        print(f"{one.path}: {counted(one.measured, 'shard')} of part {options.shard} in {one.seconds:.1f} s")
         print(
-            f"  {counted(one.left, 'shard')} of other parts left"
-            if one.left
+            f"{part_result.path}: {pluralize(part_result.measured, 'shard')} of part {options.shard} in {part_result.seconds:.1f} s"
+        )
+        print(
+            f"  {pluralize(part_result.left, 'shard')} of other parts left"
+            if part_result.left
             else "  all shards are measured: run the command without --shard to join them"
         )
     return 0
@@ -293,31 +312,31 @@ def _print_measured(measured: list[IndexedPart], options: DataIndexOptions) -> i
 def stats(options: DataStatsOptions) -> int:
     """Prints what a data set holds, and writes its page."""
     from .page import write_stats
-    from .prepared import open_prepared
-    from .stats import as_json, print_stats
+    from .prepared_dataset import open_prepared
+    from .stats import print_stats, stats_as_json
 
     prepared = open_prepared(options)
-    found = prepared.statistics(_show)
-    _end_line()
+    statistics = prepared.read_statistics(_show_progress)
+    _clear_progress()
     if options.json:
-        print(json.dumps(as_json(prepared, found), indent=2))
+        print(json.dumps(stats_as_json(prepared, statistics), indent=2))
     else:
-        print_stats(prepared, found)
+        print_stats(prepared, statistics)
     if options.html:
-        write_stats(prepared, found, options.shown, options.html)
+        write_stats(prepared, statistics, options.shown, options.html)
     return 0
 
 
 def inspect(options: DataInspectOptions) -> int:
     """Prints one sample, and writes its page. Returns 1 if the loader would leave it out."""
     from .page import write_sample
-    from .prepared import open_prepared
-    from .sample import as_json, find, print_sample, view
+    from .prepared_dataset import open_prepared
+    from .sample_view import find_sample, print_sample, sample_as_json, view_sample
 
     prepared = open_prepared(options)
-    sample = view(prepared, *find(prepared, options.index, options.key))
+    sample = view_sample(prepared, *find_sample(prepared, options.index, options.key))
     if options.json:
-        print(json.dumps(as_json(sample), indent=2))
+        print(json.dumps(sample_as_json(sample), indent=2))
     else:
         print_sample(sample)
     if options.html:
@@ -325,39 +344,43 @@ def inspect(options: DataInspectOptions) -> int:
     return 1 if sample.problem else 0
 
 
-def _end_line() -> None:
+def _clear_progress() -> None:
     """Removes the line of progress."""
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
 
 
-def _show(line: str) -> None:
+def _show_progress(progress_line: str) -> None:
     print(
-        f"\r{line}\033[K" if sys.stderr.isatty() else line,
+        f"\r{progress_line}\033[K" if sys.stderr.isatty() else progress_line,
         end="" if sys.stderr.isatty() else "\n",
         file=sys.stderr,
         flush=True,
     )
 
 
-def _print(report: DataReport, out: Path, quarantine: Path) -> None:
+def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path) -> None:
     from data_tools.media import ASSUMED_FPS
 
-    _end_line()
+    _clear_progress()
     reasons: Counter[str] = Counter()
     for counts in report.refused.values():
         reasons.update(counts)
-    why = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
-    end = f" ({why}), listed in {quarantine}" if why else ""
-    done = f"written to {out} in {report.seconds:.1f} s"
+    reasons_text = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
+    quarantine_text = f" ({reasons_text}), listed in {quarantine_path}" if reasons_text else ""
+    result_text = f"written to {dataset_dir} in {report.seconds:.1f} s"
     if report.was_complete:
-        done = f"are in {out} already, which is complete: nothing was written (--force starts over)"
-    print(f"{report.samples} of {report.records} records {done}, {report.quarantined} quarantined{end}")
+        result_text = (
+            f"are in {dataset_dir} already, which is complete: nothing was written (--force starts over)"
+        )
+    print(
+        f"{report.samples} of {report.records} records {result_text}, {report.quarantined_records} quarantined{quarantine_text}"
+    )
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
-    print(f"  {counted(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
+    print(f"  {pluralize(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
 
-    for location, found in report.ignored.items():
-        print(f"  ignored: {_ignored(location, found)}")
+    for key_location, key_counts in report.ignored.items():
+        print(f"  ignored: {_ignored_keys_text(key_location, key_counts)}")
     if report.answer_media:
         print(
             f"  {report.answer_media} images or videos in the assistant's turns: "
@@ -371,19 +394,19 @@ def _print(report: DataReport, out: Path, quarantine: Path) -> None:
         )
 
     if len(report.refused) > 1:
-        for file, counts in report.refused.items():
+        for file_name, counts in report.refused.items():
             for reason, count in sorted(counts.items(), key=lambda item: -item[1]):
-                print(f"  quarantined {count:6d}  {reason}  ({file})")
+                print(f"  quarantined {count:6d}  {reason}  ({file_name})")
 
 
-def _ignored(location: str, counts: dict[str, int]) -> str:
+def _ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     """The ignored keys of a location, the most frequent first, each with the setting that applies instead."""
-    shown = sorted(counts.items(), key=lambda item: -item[1])[:MOST_SHOWN]
-    unit = {1: location.removesuffix("s")}
-    told = {key: f" ({text})" for key, text in INSTEAD.items()}
-    texts = [
-        f"{key if key.isprintable() else ascii(key)} in {n} {unit.get(n, location)}{told.get(key, '')}"
-        for key, n in shown
+    shown_counts = sorted(counts.items(), key=lambda item: -item[1])[:MAX_SHOWN_KEYS]
+    location_by_count = {1: key_location.removesuffix("s")}
+    setting_texts = {key: f" ({text})" for key, text in SETTING_BY_IGNORED_KEY.items()}
+    key_texts = [
+        f"{key if key.isprintable() else ascii(key)} in {key_count} {location_by_count.get(key_count, key_location)}{setting_texts.get(key, '')}"
+        for key, key_count in shown_counts
     ]
-    more = len(counts) - len(shown)
-    return ", ".join(texts) + (f", and {more} more keys (see report.json)" if more else "")
+    num_unshown = len(counts) - len(shown_counts)
+    return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")

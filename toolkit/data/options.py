@@ -46,7 +46,7 @@ class DataConvertOptions(CommandOptions):
     """Refuse pictures and video frames with more megapixels than this."""
     duplicate_ids: Literal["refuse", "keep"] = option("refuse")
     """What to do with a record whose id occurred before: refuse it, or keep both."""
-    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", least=0, most=1)
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", minimum=0, maximum=1)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none. With
     --processor, also the share of the samples that its checkpoint cannot use."""
     processor: Path | None = option(None, metavar="HF_DIR", shown_default="none", must_exist=True)
@@ -74,7 +74,7 @@ class DataMergeOptions(CommandOptions):
     """Folder that was --out of all parts."""
     workers: int | None = option(None, metavar="N", shown_default="the cores, 8 at most")
     """Processes."""
-    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", least=0, most=1)
+    max_quarantined: float = option(MAX_QUARANTINED, metavar="F", minimum=0, maximum=1)
     """Share of the records that may be quarantined before the exit code is 3; 0 allows none."""
     json: bool = False
     """Print the report as JSON."""
@@ -128,9 +128,9 @@ class DataIndexOptions(PreparedOptions):
     """Print JSON."""
 
 
-def _check_page(page: Path | None) -> None:
-    if page is not None and page.suffix not in (".html", ".htm"):
-        raise UsageError(f"--html {page} must end in .html")
+def _check_page(html_path: Path | None) -> None:
+    if html_path is not None and html_path.suffix not in (".html", ".htm"):
+        raise UsageError(f"--html {html_path} must end in .html")
 
 
 @dataclass(kw_only=True)
@@ -145,7 +145,7 @@ class DataStatsOptions(PreparedOptions):
     html: Path | None = option(None, metavar="FILE", shown_default="no page")
     """Also write an HTML page: the numbers with their distributions, and samples as the model sees them. It
     is one file without scripts, which needs no network."""
-    shown: int = option(12, metavar="N", least=1)
+    shown: int = option(12, metavar="N", minimum=1)
     """Show N samples with their pictures on the page."""
     json: bool = False
     """Print JSON."""
@@ -162,7 +162,7 @@ class DataInspectOptions(PreparedOptions):
     Exit code 1 if the loader would leave the sample out; the reason is printed.
     """
 
-    index: int | None = option(None, metavar="N", least=0)
+    index: int | None = option(None, metavar="N", minimum=0)
     """Number of the sample in the split, from 0."""
     key: str = option("", metavar="KEY")
     """Key of the sample, or SHARD[N], as the quarantine.jsonl of a run names it."""

@@ -14,73 +14,98 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from data_tools.sources import SourceError
-from data_tools.statistics import QUANTITIES, SourceSizes, Statistics, distribution
-from megatron_vl import durable
+from data_tools.sample_sources import SourceError
+from data_tools.statistics import SAMPLE_QUANTITIES, DatasetStatistics, SourceSizes, describe_values
+from megatron_vl import durable_files
 from megatron_vl.errors import UserError
-from toolkit.pages import templates
+from toolkit.html_templates import template_environment
 
-from .prepared import Prepared
-from .sample import SampleView, text_of, view, visible, whole_characters
-from .stats import DETAIL, EXAMPLES, Reasons, number, percent, printable, quarantined, sentences, tables
+from .prepared_dataset import PreparedDataset
+from .sample_view import SampleView, runs_text, view_sample, visible_text, whole_characters
+from .stats import (
+    MAX_DETAIL_CHARACTERS,
+    MAX_EXAMPLES,
+    ReasonExamples,
+    escape_unprintable,
+    format_number,
+    format_percent,
+    read_quarantine_reasons,
+    stats_sentences,
+    stats_tables,
+)
 
-MEDIA_SHOWN = 8
+MAX_MEDIA_SHOWN = 8
 """Largest number of a sample's pictures and videos on the page."""
-FRAMES_SHOWN = 8
+MAX_FRAMES_SHOWN = 8
 """Largest number of a video's frames on the page."""
-SIDE = 360
+MAX_PICTURE_SIDE = 360
 """Largest side in pixels of a picture on the page."""
 TOKENS_SHOWN = (700, 200)
 """Numbers of tokens that are shown at the start and at the end of a long sample."""
-BARS = 30
+MAX_BARS = 30
 """Largest number of bars in a histogram."""
 
 
-def write_stats(prepared: Prepared, found: Statistics, shown: int, out: Path) -> None:
-    """Writes the page of a data set, with ``shown`` of its samples."""
+def write_stats(
+    prepared: PreparedDataset, statistics: DatasetStatistics, num_shown: int, html_path: Path
+) -> None:
+    """Writes the page of a data set, with ``num_shown`` of its samples."""
     cards = [
-        _card(why, view(prepared, one.source, one.source.indices[at]))
-        for why, one, at in chosen(found, shown)
+        _sample_card(why, view_sample(prepared, one.source, one.source.indices[sample_number]))
+        for why, one, sample_number in choose_samples(statistics, num_shown)
     ]
-    run = prepared.config.checkpoint.dir
-    facts = {
-        "tables": tables(found),
-        "charts": _charts(found),
-        "sentences": sentences(prepared, found),
-        "left_out": _left_out(prepared, found),
-        "quarantined": {one.source.name: quarantined(one.source.data.path) for one in found.sources},
-        "run_skipped": quarantined(Path(run)) if run else {},
+    run_dir = prepared.config.checkpoint.dir
+    page_facts = {
+        "tables": stats_tables(statistics),
+        "charts": _quantity_charts(statistics),
+        "sentences": stats_sentences(prepared, statistics),
+        "left_out": _left_out_examples(prepared, statistics),
+        "quarantined": {
+            one.source.name: read_quarantine_reasons(one.source.dataset.path) for one in statistics.sources
+        },
+        "run_skipped": read_quarantine_reasons(Path(run_dir)) if run_dir else {},
     }
-    _write(out, prepared, cards, facts)
+    _write_page(html_path, prepared, cards, page_facts)
 
 
-def write_sample(prepared: Prepared, sample: SampleView, out: Path) -> None:
+def write_sample(prepared: PreparedDataset, sample: SampleView, html_path: Path) -> None:
     """Writes the page of one sample."""
-    _write(out, prepared, [_card("", sample)], None)
+    _write_page(html_path, prepared, [_sample_card("", sample)], None)
 
 
-def _write(out: Path, prepared: Prepared, cards: list[dict[str, Any]], stats: dict[str, Any] | None) -> None:
+def _write_page(
+    html_path: Path, prepared: PreparedDataset, cards: list[dict[str, Any]], stats: dict[str, Any] | None
+) -> None:
     """Writes a page. Text from the data is escaped, and characters that cannot be seen are spelled out."""
-    environment = templates(Path(__file__).parent)
-    environment.filters |= {"printable": printable, "visible": visible, "text": text_of, "number": number}
+    environment = template_environment(Path(__file__).parent)
+    environment.filters |= {
+        "printable": escape_unprintable,
+        "visible": visible_text,
+        "text": runs_text,
+        "number": format_number,
+    }
     page = environment.get_template("page.html.jinja").render(
-        path=prepared.path, split=prepared.split, settings=_settings(prepared), cards=cards, stats=stats
+        path=prepared.dataset_location,
+        split=prepared.split,
+        settings=_page_settings(prepared),
+        cards=cards,
+        stats=stats,
     )
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        durable.write(out, (page + "\n").encode(errors="backslashreplace"))
+        html_path.parent.mkdir(parents=True, exist_ok=True)
+        durable_files.write_file(html_path, (page + "\n").encode(errors="backslashreplace"))
     except OSError as error:
         raise UserError(
-            f"--html {out} cannot be written ({error.strerror}); give a file that this user may write to"
+            f"--html {html_path} cannot be written ({error.strerror}); give a file that this user may write to"
         ) from error
 
 
-def _settings(prepared: Prepared) -> dict[str, str]:
+def _page_settings(prepared: PreparedDataset) -> dict[str, str]:
     data = prepared.config.data
     names = ("max_patches", "min_pixels", "max_pixels", "video_fps", "video_max_frames", "video_max_pixels")
     return {
-        "data set": f"{prepared.path}, {prepared.split}",
-        "processor": f"{prepared.processor}, {prepared.spec.family}",
+        "data set": f"{prepared.dataset_location}, {prepared.split}",
+        "processor": f"{prepared.processor_dir}, {prepared.spec.family}",
         "rows": f"seq_len {data.seq_len:,}, " + ("packed" if data.pack else "one sample each"),
         "limits": ", ".join(f"{name} {value:g}" for name in names if (value := getattr(data, name))),
     }
@@ -89,99 +114,127 @@ def _settings(prepared: Prepared) -> dict[str, str]:
 # --- Distributions ------------------------------------------------------------------------------------------
 
 
-def _charts(found: Statistics) -> dict[str, list[tuple[float, str]]]:
+def _quantity_charts(statistics: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
-    charts = {f"{name} of a sample": histogram(*found.of_samples(name)) for name in QUANTITIES}
-    for name, values in found.of_rows.items():
-        title, whole = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
-        charts[f"{title} of a row"] = histogram(whole.astype(int), np.full(len(values), 1 / len(values)))
-    return {title: bars for title, bars in charts.items() if bars}
+    bars_by_title = {
+        f"{name} of a sample": histogram_bars(*statistics.sample_quantity(name)) for name in SAMPLE_QUANTITIES
+    }
+    for name, values in statistics.row_quantities.items():
+        chart_title, chart_values = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
+        bars_by_title[f"{chart_title} of a row"] = histogram_bars(
+            chart_values.astype(int), np.full(len(values), 1 / len(values))
+        )
+    return {chart_title: bars for chart_title, bars in bars_by_title.items() if bars}
 
 
-def histogram(values: NDArray[np.int64], weights: NDArray[np.float64]) -> list[tuple[float, str]]:
+def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]) -> list[tuple[float, str]]:
     """The bars, each with its share of all values and a label; none if all values are 0.
 
     The last bar has the values above the 99 % quantile too.
     """
     if not values.any():
         return []
-    high = int(distribution(values, weights)["p99"])
-    edges = np.unique(np.linspace(values.min(), high + 1, BARS + 1).astype(int))
-    shares, _ = np.histogram(np.minimum(values, high), edges, weights=weights)
+    upper_quantile = int(describe_values(values, value_weights)["p99"])
+    bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, MAX_BARS + 1).astype(int))
+    shares, _ = np.histogram(np.minimum(values, upper_quantile), bin_edges, weights=value_weights)
     labels = [
-        number(a) if b == a + 1 else f"{number(a)} to {number(b - 1)}" for a, b in pairwise(edges.tolist())
+        format_number(left_edge)
+        if right_edge == left_edge + 1
+        else f"{format_number(left_edge)} to {format_number(right_edge - 1)}"
+        for left_edge, right_edge in pairwise(bin_edges.tolist())
     ]
-    if values.max() > high:
+    if values.max() > upper_quantile:
         labels[-1] += " or more"
     return [
-        (share, f"{label}: {percent(share)}") for share, label in zip(shares.tolist(), labels, strict=True)
+        (share, f"{label}: {format_percent(share)}")
+        for share, label in zip(shares.tolist(), labels, strict=True)
     ]
 
 
 # --- Samples ------------------------------------------------------------------------------------------------
 
 
-def _card(why: str, sample: SampleView) -> dict[str, Any]:
+def _sample_card(why: str, sample: SampleView) -> dict[str, Any]:
     """What the page shows of a sample: of a long one, the first and the last tokens."""
-    first, last = TOKENS_SHOWN
-    groups = whole_characters(sample.runs)
-    parts = [groups] if len(groups) <= first + last else [groups[:first], groups[-last:]]
-    shown = sum(run.count for part in parts for group in part for run in group)
+    num_first, num_last = TOKENS_SHOWN
+    groups = whole_characters(sample.token_runs)
+    shown_parts = (
+        [groups] if len(groups) <= num_first + num_last else [groups[:num_first], groups[-num_last:]]
+    )
+    num_shown = sum(run.count for part in shown_parts for group in part for run in group)
     return {
         "why": why,
         "sample": sample,
-        "media": [(medium, _pictures(medium.pixels)) for medium in sample.media[:MEDIA_SHOWN]],
-        "unshown_media": max(0, len(sample.media) - MEDIA_SHOWN),
-        "tokens": parts,
-        "unshown_tokens": len(sample.token_ids) - shown,
+        "media": [(medium, _frame_pictures(medium.pixels)) for medium in sample.media[:MAX_MEDIA_SHOWN]],
+        "unshown_media": max(0, len(sample.media) - MAX_MEDIA_SHOWN),
+        "tokens": shown_parts,
+        "unshown_tokens": len(sample.token_ids) - num_shown,
     }
 
 
-def chosen(found: Statistics, shown: int) -> list[tuple[str, SourceSizes, int]]:
+def choose_samples(statistics: DatasetStatistics, num_shown: int) -> list[tuple[str, SourceSizes, int]]:
     """Chooses usable samples to show, each with the reason and its number in the source: the largest ones,
     then some at equal distances."""
-    held = [one for one in found.sources if one.usable.any()]
-    places: dict[tuple[str, int], tuple[str, SourceSizes, int]] = {}
-    for name in QUANTITIES:
-        tops = [(one, int(np.where(one.usable, one.sizes[name], -1).argmax())) for one in held]
-        one, at = max(tops, key=lambda top: top[0].sizes[name][top[1]])
-        if one.sizes[name][at]:
-            places.setdefault((one.source.name, at), (f"the most {name}", one, at))
-    for one in held:
-        usable = np.flatnonzero(one.usable)
-        each = min(-(-shown // len(held)), len(usable))
-        for at in usable[np.linspace(0, len(usable) - 1, each).astype(int)].tolist():
-            places.setdefault((one.source.name, at), ("one of all", one, at))
-    return list(places.values())[:shown]
+    usable_sources = [source_sizes for source_sizes in statistics.sources if source_sizes.usable_mask.any()]
+    chosen_samples: dict[tuple[str, int], tuple[str, SourceSizes, int]] = {}
+    for name in SAMPLE_QUANTITIES:
+        largest_samples = [
+            (source_sizes, int(np.where(source_sizes.usable_mask, source_sizes.sizes[name], -1).argmax()))
+            for source_sizes in usable_sources
+        ]
+        source_sizes, sample_number = max(largest_samples, key=lambda top: top[0].sizes[name][top[1]])
+        if source_sizes.sizes[name][sample_number]:
+            chosen_samples.setdefault(
+                (source_sizes.source.name, sample_number), (f"the most {name}", source_sizes, sample_number)
+            )
+    for source_sizes in usable_sources:
+        usable_numbers = np.flatnonzero(source_sizes.usable_mask)
+        num_per_source = min(-(-num_shown // len(usable_sources)), len(usable_numbers))
+        for sample_number in usable_numbers[
+            np.linspace(0, len(usable_numbers) - 1, num_per_source).astype(int)
+        ].tolist():
+            chosen_samples.setdefault(
+                (source_sizes.source.name, sample_number), ("one of all", source_sizes, sample_number)
+            )
+    return list(chosen_samples.values())[:num_shown]
 
 
-def _pictures(pixels: Tensor | None) -> list[str]:
+def _frame_pictures(pixels: Tensor | None) -> list[str]:
     """Frames as JPEG in base64. If there are many, they are chosen at equal distances."""
     if pixels is None:
         return []
-    frames = np.linspace(0, len(pixels) - 1, min(len(pixels), FRAMES_SHOWN)).round().astype(int)
-    side = SIDE if len(frames) == 1 else SIDE // 2
-    return [_encoded(Image.fromarray(pixels[int(at)].permute(1, 2, 0).numpy()), side) for at in frames]
+    frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_FRAMES_SHOWN)).round().astype(int)
+    picture_side = MAX_PICTURE_SIDE if len(frames) == 1 else MAX_PICTURE_SIDE // 2
+    return [
+        _jpeg_base64(Image.fromarray(pixels[int(frame_index)].permute(1, 2, 0).numpy()), picture_side)
+        for frame_index in frames
+    ]
 
 
-def _encoded(picture: Image.Image, side: int) -> str:
-    picture.thumbnail((side, side))
+def _jpeg_base64(picture: Image.Image, max_side: int) -> str:
+    picture.thumbnail((max_side, max_side))
     data = io.BytesIO()
     picture.save(data, "JPEG", quality=80)
     return base64.b64encode(data.getvalue()).decode()
 
 
-def _left_out(prepared: Prepared, found: Statistics) -> Reasons:
+def _left_out_examples(prepared: PreparedDataset, statistics: DatasetStatistics) -> ReasonExamples:
     """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
-    reasons: Reasons = {reason: (count, []) for reason, count in found.left_out().most_common()}
-    for one in found.sources:
-        for places in one.left_out.values():
-            for at in np.flatnonzero(places)[:EXAMPLES].tolist():
+    left_out_reasons: ReasonExamples = {
+        reason: (count, []) for reason, count in statistics.left_out_reasons().most_common()
+    }
+    for source_sizes in statistics.sources:
+        for left_out_mask in source_sizes.left_out_masks.values():
+            for sample_number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():
                 try:
-                    sample = view(prepared, one.source, one.source.indices[at])
+                    sample = view_sample(
+                        prepared, source_sizes.source, source_sizes.source.indices[sample_number]
+                    )
                 except SourceError:  # its description excludes it
                     continue
-                if sample.problem and sample.problem[0] in reasons:
-                    origin = f"{sample.key} of {sample.shard} ({sample.record})"
-                    reasons[sample.problem[0]][1].append((origin, sample.problem[1][:DETAIL]))
-    return reasons
+                if sample.problem and sample.problem[0] in left_out_reasons:
+                    sample_origin = f"{sample.key} of {sample.shard} ({sample.record})"
+                    left_out_reasons[sample.problem[0]][1].append(
+                        (sample_origin, sample.problem[1][:MAX_DETAIL_CHARACTERS])
+                    )
+    return left_out_reasons

@@ -9,164 +9,182 @@ from rich.console import Console
 from rich.table import Table
 
 from data_tools.statistics import (
-    MOST_PACKED,
-    QUANTITIES,
+    MAX_PACKED_SAMPLES,
+    SAMPLE_QUANTITIES,
+    DatasetStatistics,
     SourceSizes,
-    Statistics,
-    distribution,
-    pass_in_words,
+    describe_pass,
+    describe_values,
 )
 from megatron_vl.data.source.location import Location
 
-from .prepared import Prepared
+from .prepared_dataset import PreparedDataset
 
-NAMES = {"p5": "5 %", "p50": "median", "p95": "95 %", "p99": "99 %"}
-EXAMPLES = 3
+QUANTILE_NAMES = {"p5": "5 %", "p50": "median", "p95": "95 %", "p99": "99 %"}
+MAX_EXAMPLES = 3
 """Largest number of examples for each reason."""
-QUARANTINE_READ = 64 << 20
+QUARANTINE_READ_BYTES = 64 << 20
 """Number of bytes of a quarantine.jsonl that are read."""
-DETAIL = 400
+MAX_DETAIL_CHARACTERS = 400
 """Largest number of characters in a detail."""
 
-type Reasons = dict[str, tuple[int, list[tuple[str, str]]]]
+type ReasonExamples = dict[str, tuple[int, list[tuple[str, str]]]]
 """Why samples or records are missing: how many, and examples with their details."""
 
 
-def of_samples(found: Statistics) -> dict[str, dict[str, float]]:
+def sample_distributions(statistics: DatasetStatistics) -> dict[str, dict[str, float]]:
     """Distributions of the usable samples, each counted as often as training draws it."""
-    return {name: distribution(*found.of_samples(name)) for name in QUANTITIES}
+    return {name: describe_values(*statistics.sample_quantity(name)) for name in SAMPLE_QUANTITIES}
 
 
-def of_rows(found: Statistics) -> dict[str, dict[str, float]]:
-    return {name: distribution(values) for name, values in found.of_rows.items()}
+def row_distributions(statistics: DatasetStatistics) -> dict[str, dict[str, float]]:
+    return {name: describe_values(values) for name, values in statistics.row_quantities.items()}
 
 
-def of_source(one: SourceSizes) -> dict[str, Any]:
+def source_facts(source_sizes: SourceSizes) -> dict[str, Any]:
     """What a source holds; sums are those of its usable samples."""
-    sums = {name: int(one.sizes[name][one.usable].sum()) for name in QUANTITIES}
+    quantity_sums = {
+        name: int(source_sizes.sizes[name][source_sizes.usable_mask].sum()) for name in SAMPLE_QUANTITIES
+    }
     return {
-        "name": one.source.name,
-        "share": round(one.source.share, 6),
-        "samples": len(one.source),
-        "usable": one.meter.used,
-        **sums,
-        "turns": one.turns,
+        "name": source_sizes.source.name,
+        "share": round(source_sizes.source.share, 6),
+        "samples": len(source_sizes.source),
+        "usable": source_sizes.meter.used_count,
+        **quantity_sums,
+        "turns": source_sizes.assistant_turns,
     }
 
 
-def as_json(prepared: Prepared, found: Statistics) -> dict[str, Any]:
+def stats_as_json(prepared: PreparedDataset, statistics: DatasetStatistics) -> dict[str, Any]:
     """The output of ``--json``."""
     return {
-        "data": str(prepared.path),
+        "data": str(prepared.dataset_location),
         "split": prepared.split,
-        "seq_len": found.data.seq_len,
-        "samples": found.samples,
-        "usable": found.usable,
-        "sources": [of_source(one) for one in found.sources],
-        "per_sample": of_samples(found),
-        "per_row": of_rows(found),
-        "pass": found.one_pass(prepared.config.global_batch_size),
-        "left_out": dict(found.left_out()),
+        "seq_len": statistics.data_config.seq_len,
+        "samples": statistics.num_samples,
+        "usable": statistics.num_usable,
+        "sources": [source_facts(one) for one in statistics.sources],
+        "per_sample": sample_distributions(statistics),
+        "per_row": row_distributions(statistics),
+        "pass": statistics.pass_facts(prepared.config.global_batch_size),
+        "left_out": dict(statistics.left_out_reasons()),
         "quarantined": {
             one.source.name: {
-                reason: count for reason, (count, _) in quarantined(one.source.data.path).items()
+                reason: count
+                for reason, (count, _) in read_quarantine_reasons(one.source.dataset.path).items()
             }
-            for one in found.sources
+            for one in statistics.sources
         },
     }
 
 
-def sentences(prepared: Prepared, found: Statistics) -> list[str]:
+def stats_sentences(prepared: PreparedDataset, statistics: DatasetStatistics) -> list[str]:
     """What tables cannot say: how rows are made, how long a pass is, and what is missing."""
-    of = "all samples" if found.samples <= MOST_PACKED else f"{MOST_PACKED:,} samples"
-    lines = [
-        f"Rows of {found.data.seq_len:,} tokens are made of {of} in random order, as a loader makes them",
-        pass_in_words(found.one_pass(prepared.config.global_batch_size)),
+    samples_text = (
+        "all samples" if statistics.num_samples <= MAX_PACKED_SAMPLES else f"{MAX_PACKED_SAMPLES:,} samples"
+    )
+    sentence_list = [
+        f"Rows of {statistics.data_config.seq_len:,} tokens are made of {samples_text} in random order, as a loader makes them",
+        describe_pass(statistics.pass_facts(prepared.config.global_batch_size)),
     ]
-    lines += [
-        f"left out: {count:,} ({percent(count / found.samples)}) {reason}"
-        for reason, count in found.left_out().most_common()
+    sentence_list += [
+        f"left out: {count:,} ({format_percent(count / statistics.num_samples)}) {reason}"
+        for reason, count in statistics.left_out_reasons().most_common()
     ]
-    return lines + [
+    return sentence_list + [
         f"quarantined by the conversion of {one.source.name}: {count:,} {reason}"
-        for one in found.sources
-        for reason, (count, _) in quarantined(one.source.data.path).items()
+        for one in statistics.sources
+        for reason, (count, _) in read_quarantine_reasons(one.source.dataset.path).items()
     ]
 
 
-def print_stats(prepared: Prepared, found: Statistics) -> None:
+def print_stats(prepared: PreparedDataset, statistics: DatasetStatistics) -> None:
     console = Console(highlight=False, width=max(100, Console().width))
 
-    def say(text: str) -> None:
-        console.print(printable(text), markup=False, soft_wrap=True)
+    def print_line(line_text: str) -> None:
+        console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
 
-    say(f"{prepared.path}: {found.samples:,} samples of {prepared.split}, {found.usable:,} usable")
-    for title, table in tables(found).items():
-        shown = Table(title, *table[0][1], title_justify="left")
-        for name, cells in table:
-            shown.add_row(printable(name), *cells.values())
-        console.print(shown)
-    for line in sentences(prepared, found):
-        say(line)
+    print_line(
+        f"{prepared.dataset_location}: {statistics.num_samples:,} samples of {prepared.split}, {statistics.num_usable:,} usable"
+    )
+    for table_title, table_lines in stats_tables(statistics).items():
+        rich_table = Table(table_title, *table_lines[0][1], title_justify="left")
+        for line_name, cells in table_lines:
+            rich_table.add_row(escape_unprintable(line_name), *cells.values())
+        console.print(rich_table)
+    for sentence in stats_sentences(prepared, statistics):
+        print_line(sentence)
 
 
-def tables(found: Statistics) -> dict[str, list[tuple[str, dict[str, str]]]]:
+def stats_tables(statistics: DatasetStatistics) -> dict[str, list[tuple[str, dict[str, str]]]]:
     """By title, the lines of a table: a name, and cells by the head of their column."""
     return {
-        "source": [_line(of_source(one)) for one in found.sources],
-        "of a sample": [(name, _cells(name, each)) for name, each in of_samples(found).items()],
-        "of a row": [(name, _cells(name, each)) for name, each in of_rows(found).items()],
+        "source": [_source_line(source_facts(one)) for one in statistics.sources],
+        "of a sample": [
+            (name, _distribution_cells(name, each)) for name, each in sample_distributions(statistics).items()
+        ],
+        "of a row": [
+            (name, _distribution_cells(name, each)) for name, each in row_distributions(statistics).items()
+        ],
     }
 
 
-def _line(facts: dict[str, Any]) -> tuple[str, dict[str, str]]:
+def _source_line(line_facts: dict[str, Any]) -> tuple[str, dict[str, str]]:
     cells = {
-        key: "unknown" if value is None else number(value) for key, value in facts.items() if key != "name"
+        key: "unknown" if value is None else format_number(value)
+        for key, value in line_facts.items()
+        if key != "name"
     }
-    return facts["name"], cells | {"share": percent(facts["share"])}
+    return line_facts["name"], cells | {"share": format_percent(line_facts["share"])}
 
 
-def _cells(name: str, found: dict[str, float]) -> dict[str, str]:
-    show = percent if name == "fill" else number
-    return {NAMES.get(key, key): show(value) for key, value in found.items()}
+def _distribution_cells(quantity_name: str, distribution_values: dict[str, float]) -> dict[str, str]:
+    format_value = format_percent if quantity_name == "fill" else format_number
+    return {QUANTILE_NAMES.get(key, key): format_value(value) for key, value in distribution_values.items()}
 
 
-def quarantined(folder: Location) -> Reasons:
+def read_quarantine_reasons(quarantine_dir: Location) -> ReasonExamples:
     """Why the quarantine.jsonl of a data set or of a run lists what it lists, the most frequent first."""
-    found: Reasons = {}
+    reason_examples: ReasonExamples = {}
     try:
-        with (folder / "quarantine.jsonl").open("rb") as file:
-            lines = file.read(QUARANTINE_READ).splitlines()
+        with (quarantine_dir / "quarantine.jsonl").open("rb") as quarantine_file:
+            lines = quarantine_file.read(QUARANTINE_READ_BYTES).splitlines()
     except OSError:
-        return found
+        return reason_examples
 
     for line in lines:
         try:
             entry = json.loads(line)
-            reason, detail = str(entry["reason"]), str(entry["detail"])[:DETAIL]
+            reason, detail = str(entry["reason"]), str(entry["detail"])[:MAX_DETAIL_CHARACTERS]
         except (ValueError, KeyError, TypeError, RecursionError):  # incomplete or damaged
             continue
         # A record of an input file, or a sample of a shard.
-        names = ("file", "record", "field") if "file" in entry else ("key", "shard", "source", "step")
-        origin = ", ".join(f"{name} {entry[name]}" for name in names if entry.get(name) not in (None, ""))
-        count, examples = found.get(reason, (0, []))
-        found[reason] = (count + 1, [*examples, (origin[:DETAIL], detail)][:EXAMPLES])
-    return dict(sorted(found.items(), key=lambda item: -item[1][0]))
+        origin_names = ("file", "record", "field") if "file" in entry else ("key", "shard", "source", "step")
+        origin_text = ", ".join(
+            f"{name} {entry[name]}" for name in origin_names if entry.get(name) not in (None, "")
+        )
+        count, examples = reason_examples.get(reason, (0, []))
+        reason_examples[reason] = (
+            count + 1,
+            [*examples, (origin_text[:MAX_DETAIL_CHARACTERS], detail)][:MAX_EXAMPLES],
+        )
+    return dict(sorted(reason_examples.items(), key=lambda item: -item[1][0]))
 
 
 # --- Numbers as text ----------------------------------------------------------------------------------------
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Formats a number with at most four significant digits below 1,000, and as a whole number above."""
     return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.4g}"
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     return f"{value:.2%}"
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Spells out characters that a terminal or a page would act on or hide.
 
     These are control characters, and marks that change the direction of writing.

@@ -7,7 +7,7 @@ from .options import DemoOptions
 
 def demo(options: DemoOptions) -> int:
     """Runs every step. Returns exit code 1 if a check fails."""
-    from .steps import Machine, run_demo
+    from .steps import DemoMachine, run_demo
 
-    machine = Machine(options.platform, options.ranks, options.tp, options.pp)
+    machine = DemoMachine(options.platform, options.ranks, options.tp, options.pp)
     return run_demo(options.dir, options.steps, machine, options.raw)

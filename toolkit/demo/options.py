@@ -16,15 +16,15 @@ class DemoOptions(CommandOptions):
 
     dir: Path = option(Path(".demo"), metavar="DIR")
     """Write all files to this folder."""
-    steps: int = option(60, metavar="N", least=12)
+    steps: int = option(60, metavar="N", minimum=12)
     """Train for N steps; fewer than 60 may not be enough to learn the answers."""
     platform: Literal["cpu", "cuda"] = option("cpu")
     """Run the ranks on this platform; cuda needs Transformer Engine."""
-    ranks: int = option(4, metavar="N", least=1)
+    ranks: int = option(4, metavar="N", minimum=1)
     """Start N processes; with cuda, one per GPU."""
-    tp: int = option(2, metavar="T", least=1)
+    tp: int = option(2, metavar="T", minimum=1)
     """Set the tensor parallel size, in ranks."""
-    pp: int = option(2, metavar="P", least=1)
+    pp: int = option(2, metavar="P", minimum=1)
     """Set the pipeline parallel size, in stages."""
     raw: Path | None = option(None, metavar="DIR", must_exist=True)
     """Use the raw data of an earlier demo (its raw/ folder) instead of generating new data."""

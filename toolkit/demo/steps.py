@@ -24,12 +24,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vl.errors import UserError
-from toolkit.demo import data
+from toolkit.demo import demo_data
 from toolkit.demo.reference import DemoReference
-from toolkit.processes import kill_tree
-from toolkit.tiny import TinySizes, write_tiny_checkpoint
+from toolkit.process_tree import kill_process_tree
+from toolkit.tiny_checkpoint import TinySizes, write_tiny_checkpoint
 
-SIZES = TinySizes(
+TINY_SIZES = TinySizes(
     hidden_size=128,
     layers=6,
     ffn_hidden_size=352,
@@ -45,30 +45,34 @@ VIDEO_MAX_FRAMES = 8
 
 
 @dataclass(frozen=True)
-class Machine:
+class DemoMachine:
     """The machine that the demo runs on, and the layout of the model."""
 
     platform: str = "cpu"
-    ranks: int = 4
-    tp: int = 2
-    pp: int = 2
+    world_size: int = 4
+    tp_size: int = 2
+    pp_size: int = 2
 
     @property
     def dtype(self) -> str:
         return "float32" if self.platform == "cpu" else "bfloat16"
 
     @property
-    def layers(self) -> tuple[int, ...]:
+    def layers_per_stage(self) -> tuple[int, ...]:
         """Decoder layers of each stage. The first stage also holds the vision tower, so it gets fewer."""
-        even = SIZES.layers // self.pp
+        even_layers = TINY_SIZES.layers // self.pp_size
         return (
-            (SIZES.layers,)
-            if self.pp == 1
-            else (even - 1, *[even] * (self.pp - 2), SIZES.layers - (even - 1) - even * (self.pp - 2))
+            (TINY_SIZES.layers,)
+            if self.pp_size == 1
+            else (
+                even_layers - 1,
+                *[even_layers] * (self.pp_size - 2),
+                TINY_SIZES.layers - (even_layers - 1) - even_layers * (self.pp_size - 2),
+            )
         )
 
     @property
-    def exact(self) -> bool:
+    def is_deterministic(self) -> bool:
         """Whether results are the same bits in every run.
 
         This holds for float32 on CPU, but not for bf16 on GPUs, where attention's backward pass sums in any
@@ -78,7 +82,7 @@ class Machine:
 
 
 @dataclass
-class Check:
+class DemoCheck:
     """One line of the final table."""
 
     what: str
@@ -87,129 +91,159 @@ class Check:
 
 
 @dataclass
-class Demo:
-    """A demo in ``folder``: its paths, its checks, and the seconds of each part."""
+class DemoRun:
+    """A demo in ``demo_dir``: its paths, its checks, and the seconds of each part."""
 
-    folder: Path
-    steps: int
-    machine: Machine = field(default_factory=Machine)
+    demo_dir: Path
+    num_steps: int
+    machine: DemoMachine = field(default_factory=DemoMachine)
     raw_data: Path | None = None
     """Raw data of an earlier demo to use; None: new data are made."""
     console: Console = field(
         default_factory=lambda: Console(highlight=False, width=max(110, Console().width))
     )
-    checks: list[Check] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
+    checks: list[DemoCheck] = field(default_factory=list)
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.hf = self.folder / "hf"
-        self.raw = self.folder / "raw"
-        self.dataset = self.folder / "dataset"
-        self.run_yaml = self.folder / "run.yaml"
-        self.run_dir = self.folder / "run"
-        self.exported = self.folder / "hf_trained"
-        self.save_at = max(1, self.steps // 3)
+        self.hf_dir = self.demo_dir / "hf"
+        self.raw_dir = self.demo_dir / "raw"
+        self.dataset_dir = self.demo_dir / "dataset"
+        self.run_yaml = self.demo_dir / "run.yaml"
+        self.run_dir = self.demo_dir / "run"
+        self.exported_dir = self.demo_dir / "hf_trained"
+        self.save_step = max(1, self.num_steps // 3)
 
     @contextmanager
-    def part(self, title: str) -> Iterator[None]:
+    def timed_part(self, part_title: str) -> Iterator[None]:
         """Prints a heading and times the part."""
-        self.console.rule(f"[bold]{len(self.seconds) + 1}. {title}", align="left")
+        self.console.rule(f"[bold]{len(self.seconds_by_part) + 1}. {part_title}", align="left")
         start = time.perf_counter()
         yield
-        self.seconds[title] = round(time.perf_counter() - start, 1)
+        self.seconds_by_part[part_title] = round(time.perf_counter() - start, 1)
 
-    def record(self, what: str, measured: str, passed: bool) -> None:
-        self.checks.append(Check(what, measured, passed))
+    def record_check(self, claim_text: str, measured: str, passed: bool) -> None:
+        self.checks.append(DemoCheck(claim_text, measured, passed))
 
-    def shell(self, *command: str | Path, fails: bool = False) -> int:
+    def run_command(self, *command: str | Path, may_fail: bool = False) -> int:
         """Shows a command and runs it. Returns its exit code.
 
         Raises:
-            UserError: the command fails, and ``fails`` does not allow that.
+            UserError: the command fails, and ``may_fail`` does not allow that.
         """
-        process = self.start(*command)
-        code = process.wait()
-        if code and not fails:
-            raise UserError(f"the command above ended with exit code {code}; its output says why")
-        return code
+        process = self.start_command(*command)
+        exit_code = process.wait()
+        if exit_code and not may_fail:
+            raise UserError(f"the command above ended with exit code {exit_code}; its output says why")
+        return exit_code
 
-    def start(self, *command: str | Path, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
+    def start_command(self, *command: str | Path, stderr: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         """Shows a command and starts it with the programs of this Python's environment, activated or not."""
-        words = [str(word) for word in command]
-        self.console.print(f"[bold green]$[/] {shlex.join(words)}", soft_wrap=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        return subprocess.Popen([sys.executable, "-m", "toolkit", *words[1:]], env=environment, stderr=stderr)
+        command_words = [str(word) for word in command]
+        self.console.print(f"[bold green]$[/] {shlex.join(command_words)}", soft_wrap=True)
+        process_environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        return subprocess.Popen(
+            [sys.executable, "-m", "toolkit", *command_words[1:]], env=process_environment, stderr=stderr
+        )
 
-    def train(self, *options: str | Path, ranks: int | None = None) -> tuple[str | Path, ...]:
-        """The trainer's command line for this demo's group of processes, or for ``ranks`` processes."""
-        processes = str(ranks or self.machine.ranks)
+    def train_command(self, *options: str | Path, world_size: int | None = None) -> tuple[str | Path, ...]:
+        """The trainer's command line for this demo's group of processes, or for ``world_size`` processes."""
+        processes = str(world_size or self.machine.world_size)
         return ("megatron-vl", "train", "--nproc-per-node", processes, "--config", self.run_yaml, *options)
 
 
-def run_demo(folder: Path, steps: int, machine: Machine | None = None, raw_data: Path | None = None) -> int:
-    """Empties ``folder`` and runs all steps in it. Returns exit code 1 if a check failed."""
-    machine = machine or Machine()
-    demo = Demo(folder, steps, machine, raw_data)
-    _clear(folder)
-    start = time.perf_counter()
-    with demo.part("A small Qwen2.5-VL checkpoint, and conversations about real photographs"):
-        prepare(demo)
-    with demo.part("Conversations to WebDataset shards for Energon"):
-        source = ("--input", demo.raw / "conversations.json", "--media-root", demo.raw / "media")
-        demo.shell("megatron-vl", "data", "convert", *source, "--out", demo.dataset, "--val-fraction", "0")
+def run_demo(
+    demo_dir: Path, num_steps: int, machine: DemoMachine | None = None, raw_data: Path | None = None
+) -> int:
+    """Empties ``demo_dir`` and runs all steps in it. Returns exit code 1 if a check failed."""
+    machine = machine or DemoMachine()
+    demo = DemoRun(demo_dir, num_steps, machine, raw_data)
+    _clear_folder(demo_dir)
+    start_time = time.perf_counter()
+    with demo.timed_part("A small Qwen2.5-VL checkpoint, and conversations about real photographs"):
+        prepare_inputs(demo)
+    with demo.timed_part("Conversations to WebDataset shards for Energon"):
+        input_arguments = (
+            "--input",
+            demo.raw_dir / "conversations.json",
+            "--media-root",
+            demo.raw_dir / "media",
+        )
+        demo.run_command(
+            "megatron-vl",
+            "data",
+            "convert",
+            *input_arguments,
+            "--out",
+            demo.dataset_dir,
+            "--val-fraction",
+            "0",
+        )
 
-    with demo.part(f"Weights: Hugging Face -> Megatron -> TP{machine.tp} x PP{machine.pp} shards, and back"):
-        round_trip(demo)
-    with demo.part("The trainer's loss before training, in one process"):
-        before = evaluate(demo, demo.folder / "shards", "before")
-    with demo.part(f"Training in {machine.ranks} processes, killed on the way"):
+    with demo.timed_part(
+        f"Weights: Hugging Face -> Megatron -> TP{machine.tp_size} x PP{machine.pp_size} shards, and back"
+    ):
+        check_round_trip(demo)
+    with demo.timed_part("The trainer's loss before training, in one process"):
+        metrics_before = evaluate_weights(demo, demo.demo_dir / "shards", "before")
+    with demo.timed_part(f"Training in {machine.world_size} processes, killed on the way"):
         train_until_killed(demo)
-    with demo.part("The same command again resumes"):
-        demo.shell(*demo.train())
+    with demo.timed_part("The same command again resumes"):
+        demo.run_command(*demo.train_command())
         check_training(demo)
 
-    with demo.part("Export, and the trainer's loss of the final weights in one process"):
-        after = export(demo)
-    with demo.part("Both folders in transformers"):
-        compare_losses(demo, _reference(demo.hf), "before training", before, 1e-5 if machine.exact else 1e-2)
-        trained = _reference(demo.exported)
+    with demo.timed_part("Export, and the trainer's loss of the final weights in one process"):
+        metrics_after = export_weights(demo)
+    with demo.timed_part("Both folders in transformers"):
+        compare_losses(
+            demo,
+            _open_reference(demo.hf_dir),
+            "before training",
+            metrics_before,
+            1e-5 if machine.is_deterministic else 1e-2,
+        )
+        trained_reference = _open_reference(demo.exported_dir)
         # Relative to a loss near zero, rounding errors are larger.
-        compare_losses(demo, trained, "after", after, 1e-4 if machine.exact else 0.1)
-        compare_answers(demo, trained)
+        compare_losses(
+            demo, trained_reference, "after", metrics_after, 1e-4 if machine.is_deterministic else 0.1
+        )
+        compare_answers(demo, trained_reference)
 
-    demo.seconds["total"] = round(time.perf_counter() - start, 1)
-    return report(demo)
+    demo.seconds_by_part["total"] = round(time.perf_counter() - start_time, 1)
+    return write_report(demo)
 
 
-def _clear(folder: Path) -> None:
+def _clear_folder(demo_dir: Path) -> None:
     """Empties the folder of an earlier demo. Refuses any other folder that is not empty."""
-    mark = folder / ".megatron-vl-demo"
-    if folder.exists() and any(folder.iterdir()) and not mark.exists():
-        raise UserError(f"{folder} is not empty and was not written by an earlier demo; give another --dir")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    mark.touch()
+    marker_file = demo_dir / ".megatron-vl-demo"
+    if demo_dir.exists() and any(demo_dir.iterdir()) and not marker_file.exists():
+        raise UserError(f"{demo_dir} is not empty and was not written by an earlier demo; give another --dir")
+    shutil.rmtree(demo_dir, ignore_errors=True)
+    demo_dir.mkdir(parents=True)
+    marker_file.touch()
 
 
-def prepare(demo: Demo) -> None:
+def prepare_inputs(demo: DemoRun) -> None:
     """Writes the checkpoint, the raw data and the run's YAML."""
-    write_tiny_checkpoint(demo.hf, "qwen2_5_vl", texts=data.texts(), dtype=torch.float32, sizes=SIZES)
+    write_tiny_checkpoint(
+        demo.hf_dir, "qwen2_5_vl", texts=demo_data.conversation_texts(), dtype=torch.float32, sizes=TINY_SIZES
+    )
     if demo.raw_data:
-        shutil.copytree(demo.raw_data, demo.raw)
-        conversations = demo.raw / "conversations.json"
+        shutil.copytree(demo.raw_data, demo.raw_dir)
+        conversations_path = demo.raw_dir / "conversations.json"
     else:
-        conversations = data.write_raw_data(demo.raw)
+        conversations_path = demo_data.write_raw_data(demo.raw_dir)
 
-    settings = {
-        "model": {"hf": str(demo.hf), "checkpoint": str(demo.folder / "shards")},
+    run_settings = {
+        "model": {"hf": str(demo.hf_dir), "checkpoint": str(demo.demo_dir / "shards")},
         "parallel": {
-            "tp": demo.machine.tp,
-            "pp": demo.machine.pp,
-            "layers": list(demo.machine.layers),
-            "sequence_parallel": demo.machine.tp > 1,
+            "tp": demo.machine.tp_size,
+            "pp": demo.machine.pp_size,
+            "layers": list(demo.machine.layers_per_stage),
+            "sequence_parallel": demo.machine.tp_size > 1,
         },
         "data": {
-            "path": str(demo.dataset),
+            "path": str(demo.dataset_dir),
             "seq_len": 512,
             "num_workers": 1,
             "video_fps": VIDEO_FPS,
@@ -217,85 +251,87 @@ def prepare(demo: Demo) -> None:
         },
         "optimizer": {
             "lr": 2e-3,
-            "warmup_steps": min(10, demo.steps // 4),
+            "warmup_steps": min(10, demo.num_steps // 4),
             "schedule": "cosine",
             "weight_decay": 0.01,
         },
-        "checkpoint": {"dir": str(demo.run_dir), "interval": demo.save_at},
-        "steps": demo.steps,
+        "checkpoint": {"dir": str(demo.run_dir), "interval": demo.save_step},
+        "steps": demo.num_steps,
         "global_batch_size": 4,
         "dtype": demo.machine.dtype,
         "platform": demo.machine.platform,
     }
 
-    demo.run_yaml.write_text(yaml.safe_dump(settings, sort_keys=False))
-    parameters = sum(torch.Size(shape).numel() for shape in _shapes(demo.hf))
+    demo.run_yaml.write_text(yaml.safe_dump(run_settings, sort_keys=False))
+    num_parameters = sum(torch.Size(shape).numel() for shape in _tensor_shapes(demo.hf_dir))
     demo.console.print(
-        f"{demo.hf}: {parameters / 1e6:.2f} M parameters, random; {conversations}: {len(_samples(demo))} "
+        f"{demo.hf_dir}: {num_parameters / 1e6:.2f} M parameters, random; {conversations_path}: {len(_read_samples(demo))} "
         "conversations"
     )
     demo.console.print(f"{demo.run_yaml}: the configuration of the training below")
 
 
-def _shapes(hf: Path) -> Iterator[list[int]]:
+def _tensor_shapes(hf_dir: Path) -> Iterator[list[int]]:
     from safetensors import safe_open
 
-    for file in sorted(hf.glob("*.safetensors")):
+    for file in sorted(hf_dir.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():
                 yield tensors.get_slice(name).get_shape()
 
 
-def _samples(demo: Demo) -> list[dict[str, Any]]:
-    return json.loads((demo.raw / "conversations.json").read_text())
+def _read_samples(demo: DemoRun) -> list[dict[str, Any]]:
+    return json.loads((demo.raw_dir / "conversations.json").read_text())
 
 
-def round_trip(demo: Demo) -> None:
+def check_round_trip(demo: DemoRun) -> None:
     """Converts Hugging Face -> unsplit -> shards -> Hugging Face, and compares the folders bit for bit."""
-    full = demo.folder / "full"
-    shards = demo.folder / "shards"
-    again = demo.folder / "hf_again"
-    tp = demo.machine.tp
-    pp = demo.machine.pp
-    layers = ",".join(map(str, demo.machine.layers))
+    full = demo.demo_dir / "full"
+    shards = demo.demo_dir / "shards"
+    hf_again_dir = demo.demo_dir / "hf_again"
+    tp_size = demo.machine.tp_size
+    pp_size = demo.machine.pp_size
+    layers = ",".join(map(str, demo.machine.layers_per_stage))
 
-    demo.shell("megatron-vl", "convert", "--hf", demo.hf, "--out", full)
-    sizes = ("--tp", str(tp), "--pp", str(pp), "--layers", layers)
-    demo.shell("megatron-vl", "split", "--checkpoint", full, *sizes, "--out", shards)
-    demo.shell("megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf, "--out", again)
+    demo.run_command("megatron-vl", "convert", "--hf", demo.hf_dir, "--out", full)
+    layout_arguments = ("--tp", str(tp_size), "--pp", str(pp_size), "--layers", layers)
+    demo.run_command("megatron-vl", "split", "--checkpoint", full, *layout_arguments, "--out", shards)
+    demo.run_command(
+        "megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf_dir, "--out", hf_again_dir
+    )
 
-    code = demo.shell("megatron-vl", "verify", demo.hf, again, fails=True)
-    count = sum(1 for _ in _shapes(demo.hf))
-    measured = f"{count} tensors identical" if code == 0 else "tensors differ, see above"
-    demo.record(
-        f"Hugging Face -> TP{tp} x PP{pp} (layers {layers}) -> Hugging Face returns every bit",
-        measured,
-        code == 0,
+    exit_code = demo.run_command("megatron-vl", "verify", demo.hf_dir, hf_again_dir, may_fail=True)
+    num_tensors = sum(1 for _ in _tensor_shapes(demo.hf_dir))
+    result_text = f"{num_tensors} tensors identical" if exit_code == 0 else "tensors differ, see above"
+    demo.record_check(
+        f"Hugging Face -> TP{tp_size} x PP{pp_size} (layers {layers}) -> Hugging Face returns every bit",
+        result_text,
+        exit_code == 0,
     )
 
 
-def train_until_killed(demo: Demo) -> None:
+def train_until_killed(demo: DemoRun) -> None:
     """Starts the training and kills all its processes (SIGKILL) a few steps after its first checkpoint."""
-    log = demo.folder / "killed.log"
-    with log.open("wb") as stderr:
-        process = demo.start(*demo.train(), stderr=stderr)
-        goal = min(demo.save_at + 3, demo.steps - 1)
-        saved = demo.run_dir / f"step_{demo.save_at:08d}"  # written in the background
+    log_path = demo.demo_dir / "killed.log"
+    with log_path.open("wb") as stderr:
+        process = demo.start_command(*demo.train_command(), stderr=stderr)
+        goal_step = min(demo.save_step + 3, demo.num_steps - 1)
+        checkpoint_dir = demo.run_dir / f"step_{demo.save_step:08d}"  # written in the background
         while process.poll() is None and not (
-            saved.is_dir() and any(m["step"] >= goal for m in read_metrics(demo.run_dir))
+            checkpoint_dir.is_dir() and any(m["step"] >= goal_step for m in read_metrics(demo.run_dir))
         ):
             time.sleep(0.2)
 
         if process.poll() is not None:
             raise UserError(
-                f"the training ended with exit code {process.returncode} before it was killed; {log} says why"
+                f"the training ended with exit code {process.returncode} before it was killed; {log_path} says why"
             )
-        kill_tree(process.pid)
+        kill_process_tree(process.pid)
         process.wait()
 
-    last = read_metrics(demo.run_dir)[-1]["step"]
+    last_step = read_metrics(demo.run_dir)[-1]["step"]
     demo.console.print(
-        f"(killed after step {last}, see {log}; the last checkpoint is from step {demo.save_at})"
+        f"(killed after step {last_step}, see {log_path}; the last checkpoint is from step {demo.save_step})"
     )
 
 
@@ -306,162 +342,207 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def check_training(demo: Demo) -> None:
+def check_training(demo: DemoRun) -> None:
     """Checks that the steps repeated after the kill have the same losses, and that the loss has fallen."""
-    lines = read_metrics(demo.run_dir)
-    cut = next(i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"])
-    before = {line["step"]: line["loss"] for line in lines[:cut]}
-    after = {line["step"]: line["loss"] for line in lines[cut:]}
-    repeated = sorted(before.keys() & after.keys())
-    worst = max((abs(before[s] - after[s]) / before[s] for s in repeated), default=float("inf"))
-    first = min(after)
-    measured = f"resumed at step {first}; {len(repeated)} repeated steps differ by at most {worst:.1e}"
-    demo.record(
+    metrics_lines = read_metrics(demo.run_dir)
+    resume_line = next(
+        i for i in range(1, len(metrics_lines)) if metrics_lines[i]["step"] <= metrics_lines[i - 1]["step"]
+    )
+    losses_before = {line["step"]: line["loss"] for line in metrics_lines[:resume_line]}
+    losses_after = {line["step"]: line["loss"] for line in metrics_lines[resume_line:]}
+    repeated_steps = sorted(losses_before.keys() & losses_after.keys())
+    largest_difference = max(
+        (abs(losses_before[step] - losses_after[step]) / losses_before[step] for step in repeated_steps),
+        default=float("inf"),
+    )
+    first_step = min(losses_after)
+    result_text = f"resumed at step {first_step}; {len(repeated_steps)} repeated steps differ by at most {largest_difference:.1e}"
+    demo.record_check(
         "A killed run resumes from its checkpoint and repeats its losses",
-        measured,
-        first == demo.save_at + 1 and worst < (1e-6 if demo.machine.exact else 0.1),
+        result_text,
+        first_step == demo.save_step + 1
+        and largest_difference < (1e-6 if demo.machine.is_deterministic else 0.1),
     )
 
-    start = before[1]
-    end = sum(line["loss"] for line in lines[-5:]) / 5
-    demo.record(
+    first_loss = losses_before[1]
+    last_loss = sum(line["loss"] for line in metrics_lines[-5:]) / 5
+    demo.record_check(
         "The loss has fallen to less than a tenth",
-        f"{start:.3f} -> {end:.4f} in {lines[-1]['step']} steps",
-        end < start / 10,
+        f"{first_loss:.3f} -> {last_loss:.4f} in {metrics_lines[-1]['step']} steps",
+        last_loss < first_loss / 10,
     )
 
-    skipped = sum(not line["updated"] for line in lines)
-    dropped = 0
-    for line in lines:
-        dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
-    demo.record(
+    num_skipped = sum(not line["updated"] for line in metrics_lines)
+    num_dropped = 0
+    for line in metrics_lines:
+        num_dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
+    demo.record_check(
         "No step was skipped, no sample was dropped",
-        f"{skipped} skipped, {dropped} dropped",
-        skipped + dropped == 0,
+        f"{num_skipped} skipped, {num_dropped} dropped",
+        num_skipped + num_dropped == 0,
     )
 
 
-def export(demo: Demo) -> dict[str, Any]:
+def export_weights(demo: DemoRun) -> dict[str, Any]:
     """Exports the final weights. Returns the trainer's metrics for them."""
-    demo.shell("megatron-vl", "export", "--checkpoint", demo.run_dir, "--hf", demo.hf, "--out", demo.exported)
-    untouched = demo.shell("megatron-vl", "verify", demo.hf, demo.exported, "--show", "2", fails=True)
-    demo.record("verify sees that training changed the weights", f"exit code {untouched}", untouched == 1)
-    return evaluate(demo, demo.run_dir / f"step_{demo.steps:08d}" / "weights", "after")
+    demo.run_command(
+        "megatron-vl", "export", "--checkpoint", demo.run_dir, "--hf", demo.hf_dir, "--out", demo.exported_dir
+    )
+    exit_code = demo.run_command(
+        "megatron-vl", "verify", demo.hf_dir, demo.exported_dir, "--show", "2", may_fail=True
+    )
+    demo.record_check(
+        "verify sees that training changed the weights", f"exit code {exit_code}", exit_code == 1
+    )
+    return evaluate_weights(demo, demo.run_dir / f"step_{demo.num_steps:08d}" / "weights", "after")
 
 
-def evaluate(demo: Demo, weights: Path, name: str) -> dict[str, Any]:
+def evaluate_weights(demo: DemoRun, weights_dir: Path, evaluation_name: str) -> dict[str, Any]:
     """Runs one step of the trainer at learning rate 0 over all conversations. Returns its metrics.
 
     Each conversation has its own row. One process loads the weights, whatever layout they were saved in.
     """
-    folder = demo.folder / f"evaluation_{name}"
-    start = ("--model.checkpoint", weights, "--checkpoint.dir", folder, "--steps", "1")
-    still = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
-    count = str(len(_samples(demo)))
-    rows = ("--data.pack", "false", "--data.shuffle", "false", "--global_batch_size", count)
-    alone = ("--parallel.tp", "1", "--parallel.pp", "1", "--parallel.layers", "null")
-    unsplit = (*alone, "--parallel.sequence_parallel", "false")
-    demo.shell(*demo.train(*start, *still, *rows, *unsplit, ranks=1))
-    return read_metrics(folder)[-1]
+    evaluation_dir = demo.demo_dir / f"evaluation_{evaluation_name}"
+    start_arguments = ("--model.checkpoint", weights_dir, "--checkpoint.dir", evaluation_dir, "--steps", "1")
+    learning_rate_arguments = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
+    row_count = str(len(_read_samples(demo)))
+    row_arguments = (
+        "--demo_data.pack",
+        "false",
+        "--demo_data.shuffle",
+        "false",
+        "--global_batch_size",
+        row_count,
+    )
+    layout_arguments = ("--parallel.tp", "1", "--parallel.pp", "1", "--parallel.layers", "null")
+    unsplit_arguments = (*layout_arguments, "--parallel.sequence_parallel", "false")
+    demo.run_command(
+        *demo.train_command(
+            *start_arguments, *learning_rate_arguments, *row_arguments, *unsplit_arguments, world_size=1
+        )
+    )
+    return read_metrics(evaluation_dir)[-1]
 
 
-def _reference(hf: Path) -> DemoReference:
-    return DemoReference(hf, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
+def _open_reference(hf_dir: Path) -> DemoReference:
+    return DemoReference(hf_dir, video_fps=VIDEO_FPS, video_max_frames=VIDEO_MAX_FRAMES)
 
 
 def compare_losses(
-    demo: Demo, reference: DemoReference, when: str, evaluated: dict[str, Any], tolerance: float
+    demo: DemoRun,
+    reference: DemoReference,
+    training_phase: str,
+    trainer_metrics: dict[str, Any],
+    tolerance: float,
 ) -> None:
     """Compares the loss of all conversations in transformers with the trainer's, both in float32.
 
     Args:
-        when: text for the table.
-        evaluated: the result of :func:`evaluate`.
+        training_phase: text for the table.
+        trainer_metrics: the result of :func:`evaluate`.
         tolerance: largest relative difference.
     """
-    samples = _samples(demo)
-    losses = [reference.loss(sample, demo.raw / "media") for sample in samples]
-    tokens = sum(count for _, count in losses)
-    loss = sum(total for total, _ in losses) / tokens
-    error = abs(loss - evaluated["loss"]) / loss
-    demo.record(
-        f"Loss {when}: transformers' equals the trainer's",
-        f"{loss:.6f} and {evaluated['loss']:.6f}, {error:.1e} apart; {tokens} and {evaluated['loss_tokens']} "
+    samples = _read_samples(demo)
+    sample_losses = [reference.assistant_loss(sample, demo.raw_dir / "media") for sample in samples]
+    token_count = sum(count for _, count in sample_losses)
+    mean_loss = sum(total for total, _ in sample_losses) / token_count
+    relative_error = abs(mean_loss - trainer_metrics["loss"]) / mean_loss
+    demo.record_check(
+        f"Loss {training_phase}: transformers' equals the trainer's",
+        f"{mean_loss:.6f} and {trainer_metrics['loss']:.6f}, {relative_error:.1e} apart; {token_count} and {trainer_metrics['loss_tokens']} "
         "tokens",
-        error < tolerance and tokens == evaluated["loss_tokens"] and evaluated["samples"] == len(samples),
+        relative_error < tolerance
+        and token_count == trainer_metrics["loss_tokens"]
+        and trainer_metrics["samples"] == len(samples),
     )
 
 
-def compare_answers(demo: Demo, reference: DemoReference) -> None:
+def compare_answers(demo: DemoRun, reference: DemoReference) -> None:
     """Compares the answers that the exported folder generates in transformers with those in the data."""
-    right = []
-    for sample in _samples(demo):
-        answer = reference.answer(sample, demo.raw / "media")
-        wanted = sample["conversations"][1]["value"]
-        right.append(answer == wanted)
-        mark = "[green]as taught[/]" if right[-1] else f"[red]taught: {wanted}[/]"
+    answers_match = []
+    for sample in _read_samples(demo):
+        generated_answer = reference.greedy_answer(sample, demo.raw_dir / "media")
+        expected_answer = sample["conversations"][1]["value"]
+        answers_match.append(generated_answer == expected_answer)
+        result_mark = "[green]as taught[/]" if answers_match[-1] else f"[red]taught: {expected_answer}[/]"
         demo.console.print(
-            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {answer!r} {mark}",
+            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {generated_answer!r} {result_mark}",
             soft_wrap=True,
         )
 
-    count = len(data.PICTURES)
-    seen, others = sum(right[:count]), sum(right[count:])
-    demo.record(
+    num_pictures = len(demo_data.ANSWER_BY_PICTURE)
+    right_pictures, right_others = sum(answers_match[:num_pictures]), sum(answers_match[num_pictures:])
+    demo.record_check(
         "One question about five photographs: transformers generates the right answers",
-        f"{seen} of {count}",
-        seen == count,
+        f"{right_pictures} of {num_pictures}",
+        right_pictures == num_pictures,
     )
-    left = len(right) - count
-    demo.record("Several images, text only, video: answers as taught", f"{others} of {left}", others == left)
+    num_others = len(answers_match) - num_pictures
+    demo.record_check(
+        "Several images, text only, video: answers as taught",
+        f"{right_others} of {num_others}",
+        right_others == num_others,
+    )
 
 
-def report(demo: Demo) -> int:
+def write_report(demo: DemoRun) -> int:
     """Shows the table and writes ``loss.png`` and ``report.json``. Returns the exit code."""
-    draw_losses(demo, demo.folder / "loss.png")
-    failed = [check for check in demo.checks if not check.passed]
-    summary = {
-        "passed": not failed,
+    draw_losses(demo, demo.demo_dir / "loss.png")
+    failed_checks = [check for check in demo.checks if not check.passed]
+    report_fields = {
+        "passed": not failed_checks,
         "checks": [asdict(check) for check in demo.checks],
-        "seconds": demo.seconds,
+        "seconds": demo.seconds_by_part,
     }
-    (demo.folder / "report.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (demo.demo_dir / "report.json").write_text(json.dumps(report_fields, indent=2) + "\n")
 
-    table = Table("checked", "measured", "", title=f"Demo in {demo.folder}, {demo.seconds['total']:.0f} s")
+    check_table = Table(
+        "checked", "measured", "", title=f"Demo in {demo.demo_dir}, {demo.seconds_by_part['total']:.0f} s"
+    )
     for check in demo.checks:
-        table.add_row(check.what, check.measured, "[green]ok[/]" if check.passed else "[bold red]FAILED[/]")
-    demo.console.print(table)
-    demo.console.print(f"loss curve: {demo.folder / 'loss.png'}   trained checkpoint: {demo.exported}")
-    return 1 if failed else 0
+        check_table.add_row(
+            check.what, check.measured, "[green]ok[/]" if check.passed else "[bold red]FAILED[/]"
+        )
+    demo.console.print(check_table)
+    demo.console.print(f"loss curve: {demo.demo_dir / 'loss.png'}   trained checkpoint: {demo.exported_dir}")
+    return 1 if failed_checks else 0
 
 
-def draw_losses(demo: Demo, path: Path) -> None:
+def draw_losses(demo: DemoRun, image_path: Path) -> None:
     """Draws the loss of each step; the runs before and after the kill have different colours."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = read_metrics(demo.run_dir)
+    metrics_lines = read_metrics(demo.run_dir)
     machine = demo.machine
-    starts = (
-        [0] + [i for i in range(1, len(lines)) if lines[i]["step"] <= lines[i - 1]["step"]] + [len(lines)]
+    run_starts = (
+        [0]
+        + [
+            i
+            for i in range(1, len(metrics_lines))
+            if metrics_lines[i]["step"] <= metrics_lines[i - 1]["step"]
+        ]
+        + [len(metrics_lines)]
     )
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
 
-    for number, (begin, end) in enumerate(zip(starts, starts[1:], strict=False)):
-        part = lines[begin:end]
-        style: dict[str, Any] = {"label": "resumed", "marker": "."}
-        if number == 0 and len(starts) > 2:
+    for run_number, (run_start, run_end) in enumerate(zip(run_starts, run_starts[1:], strict=False)):
+        run_lines = metrics_lines[run_start:run_end]
+        plot_style: dict[str, Any] = {"label": "resumed", "marker": "."}
+        if run_number == 0 and len(run_starts) > 2:
             # These points are rings, so that the repeated steps are visible on top of them.
-            style = {"label": "first run, killed", "marker": "o", "markersize": 9, "fillstyle": "none"}
-        axes.semilogy([line["step"] for line in part], [line["loss"] for line in part], **style)
+            plot_style = {"label": "first run, killed", "marker": "o", "markersize": 9, "fillstyle": "none"}
+        axes.semilogy(
+            [line["step"] for line in run_lines], [line["loss"] for line in run_lines], **plot_style
+        )
 
     axes.set(
         xlabel="step",
         ylabel="loss per token (nats)",
-        title=f"Small Qwen2.5-VL, TP{machine.tp} x PP{machine.pp} on {machine.platform}",
+        title=f"Small Qwen2.5-VL, TP{machine.tp_size} x PP{machine.pp_size} on {machine.platform}",
     )
     axes.grid(True, which="both", alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    figure.savefig(image_path, dpi=120)

@@ -18,13 +18,13 @@ class Finding:
     """What to do; empty if nothing needs to be done."""
 
 
-def ok(name: str, found: str) -> Finding:
-    return Finding(name, "ok", found)
+def ok_finding(check_name: str, finding_text: str) -> Finding:
+    return Finding(check_name, "ok", finding_text)
 
 
-def note(name: str, found: str, advice: str) -> Finding:
-    return Finding(name, "note", found, advice)
+def note_finding(check_name: str, finding_text: str, advice: str) -> Finding:
+    return Finding(check_name, "note", finding_text, advice)
 
 
-def broken(name: str, found: str, advice: str) -> Finding:
-    return Finding(name, "broken", found, advice)
+def broken_finding(check_name: str, finding_text: str, advice: str) -> Finding:
+    return Finding(check_name, "broken", finding_text, advice)

@@ -1,4 +1,4 @@
-"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.all_reduce nccl|gloo``. Rank
+"""One rank of doctor's all-reduce: ``torchrun -m toolkit.doctor.check_all_reduce nccl|gloo``. Rank
 0 prints JSON."""
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-ELEMENTS = {"nccl": 1 << 26, "gloo": 1 << 20}
-REPEATS = 5
+NUM_ELEMENTS = {"nccl": 1 << 26, "gloo": 1 << 20}
+NUM_REPEATS = 5
 
 
-def main(backend: str) -> int:
+def reduce_on_rank(backend: str) -> int:
     """Reduces a tensor whose sum is known. Returns exit code 1 if the result is wrong."""
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     device = (
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -27,32 +27,36 @@ def main(backend: str) -> int:
     )
     if backend == "nccl":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, rank=rank, world_size=world, timeout=timedelta(seconds=90))
-    ramp = torch.arange(ELEMENTS[backend], device=device, dtype=torch.float32) % 1000
-    tensor = ramp
-    seconds = 0.0
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=90))
+    base_tensor = torch.arange(NUM_ELEMENTS[backend], device=device, dtype=torch.float32) % 1000
+    reduced_tensor = base_tensor
+    elapsed_seconds = 0.0
 
-    for _ in range(REPEATS):
-        tensor = ramp * (rank + 1)
+    for _ in range(NUM_REPEATS):
+        reduced_tensor = base_tensor * (rank + 1)
         dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(tensor)
-        tensor[-1].item()  # waits for the device
-        seconds = time.perf_counter() - start
+        start_time = time.perf_counter()
+        dist.all_reduce(reduced_tensor)
+        reduced_tensor[-1].item()  # waits for the device
+        elapsed_seconds = time.perf_counter() - start_time
 
-    right = torch.equal(tensor, ramp * (world * (world + 1) // 2))
-    size = tensor.numel() * 4
+    is_correct = torch.equal(reduced_tensor, base_tensor * (world_size * (world_size + 1) // 2))
+    size_bytes = reduced_tensor.numel() * 4
     dist.destroy_process_group()
-    if not right:
+    if not is_correct:
         print(f"rank {rank}: the sum is wrong", file=sys.stderr)
         return 1
 
     if rank == 0:
-        bus = 2 * (world - 1) / world * size / seconds / 1e9
-        print(json.dumps({"backend": backend, "bytes": size, "seconds": seconds, "bus_gb_s": bus}))
+        bus_gb_s = 2 * (world_size - 1) / world_size * size_bytes / elapsed_seconds / 1e9
+        print(
+            json.dumps(
+                {"backend": backend, "bytes": size_bytes, "seconds": elapsed_seconds, "bus_gb_s": bus_gb_s}
+            )
+        )
 
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(reduce_on_rank(sys.argv[1]))

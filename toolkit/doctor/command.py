@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from .options import DoctorOptions
 
 if TYPE_CHECKING:
-    from .before_start import RunReport
+    from .run_checks import RunReport
 
 
 def doctor(options: DoctorOptions) -> int:
     """Runs the requested checks. Returns exit code 1 if something is broken."""
-    from .before_start import RunReport, check_checkpoint, check_data, check_run
-    from .machine import check_machine, list_gpus
+    from .machine_checks import check_machine, query_gpus
+    from .run_checks import RunReport, check_checkpoint, check_data, check_run
 
     findings = check_machine(Path.cwd(), options.nccl)
     if options.data:
@@ -27,39 +27,43 @@ def doctor(options: DoctorOptions) -> int:
     report = RunReport()
     if options.config:
         report = check_run(
-            ["--config", str(options.config), *options.fields], options.world_size, list_gpus()
+            ["--config", str(options.config), *options.fields], options.world_size, query_gpus()
         )
         findings += report.findings
 
-    failed = any(finding.state == "broken" for finding in findings)
+    is_broken = any(finding.state == "broken" for finding in findings)
     if options.json:
-        shown = {"broken": failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
-        print(json.dumps(shown | {"memory_gib": [stage.as_json() for stage in report.memory]}, indent=2))
+        json_fields = {"broken": is_broken, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(
+            json.dumps(
+                json_fields | {"memory_gib": [stage.as_json() for stage in report.memory_by_stage]}, indent=2
+            )
+        )
     else:
-        show(findings, report)
+        print_findings(findings, report)
 
-    return 1 if failed else 0
+    return 1 if is_broken else 0
 
 
-def show(findings: list, report: RunReport) -> None:
+def print_findings(findings: list, report: RunReport) -> None:
     """Prints a line for each finding and the memory of each stage."""
     from rich.console import Console
     from rich.markup import escape
 
-    from toolkit.memory_table import WIDTH, memory_table
+    from toolkit.memory_table import TABLE_WIDTH, memory_table
 
     console = Console(soft_wrap=True, highlight=False, file=sys.stdout)
-    marks = {"ok": "[green]ok    [/]", "note": "[yellow]note  [/]", "broken": "[bold red]BROKEN[/]"}
+    state_marks = {"ok": "[green]ok    [/]", "note": "[yellow]note  [/]", "broken": "[bold red]BROKEN[/]"}
     for finding in findings:
-        console.print(f"{marks[finding.state]} {escape(finding.name)}: {escape(finding.found)}")
+        console.print(f"{state_marks[finding.state]} {escape(finding.name)}: {escape(finding.found)}")
         if finding.advice:
             console.print(f"         -> {escape(finding.advice)}")
 
-    if report.memory:
-        title = "Memory per GPU of each pipeline stage in GiB (estimate; row full of pictures)"
-        table = memory_table([stage.as_json() for stage in report.memory], title)
+    if report.memory_by_stage:
+        table_title = "Memory per GPU of each pipeline stage in GiB (estimate; row full of pictures)"
+        stage_table = memory_table([stage.as_json() for stage in report.memory_by_stage], table_title)
         # A terminal wraps long lines itself.
-        Console(width=max(console.width, WIDTH), highlight=False, file=sys.stdout).print(table)
+        Console(width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout).print(stage_table)
 
-    count = sum(finding.state == "broken" for finding in findings)
-    console.print(f"{count} broken" if count else "nothing is broken")
+    num_broken = sum(finding.state == "broken" for finding in findings)
+    console.print(f"{num_broken} broken" if num_broken else "nothing is broken")

@@ -23,7 +23,7 @@ class DoctorOptions(CommandOptions):
 
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
     """Check this run before it starts."""
-    world_size: int | None = option(None, metavar="N", least=1, shown_default="those of this machine")
+    world_size: int | None = option(None, metavar="N", minimum=1, shown_default="those of this machine")
     """Number of GPUs of the whole run."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
     """Read this data set and compare it with its hashes."""

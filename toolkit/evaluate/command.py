@@ -16,8 +16,8 @@ from .options import EvaluateOptions
 def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
     try:
-        options.data, options.lmu_data = find_data(options.data, options.lmu_data, not options.no_scores)
-        from toolkit.evaluate.comparison import evaluate as compare
+        options.data, options.lmu_data = find_dataset(options.data, options.lmu_data, not options.no_scores)
+        from toolkit.evaluate.evaluation import run_evaluation as compare
 
         result = compare(options, lambda line: print(line, file=sys.stderr, flush=True))
     # A folder without a checkpoint is a wrong argument too.
@@ -35,34 +35,40 @@ def evaluate(options: EvaluateOptions) -> int:
     return 0 if result.passed else 1
 
 
-def find_data(data: str, folder: Path | None, scored: bool) -> tuple[str, Path]:
+def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: bool) -> tuple[str, Path]:
     """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``, before
     anything heavy is imported.
 
     Raises:
         UsageError: there is no such table or folder, or the table lacks a column.
     """
-    path = Path(data)
-    if path.suffix == ".tsv" and path.is_file() and path.stem.strip("."):
-        if folder is not None:
+    table_path = Path(data_argument)
+    if table_path.suffix == ".tsv" and table_path.is_file() and table_path.stem.strip("."):
+        if lmu_data_dir is not None:
             raise UsageError(
-                f"--lmu-data {folder}: leave it out; --data {data} is a table whose own folder is used"
+                f"--lmu-data {lmu_data_dir}: leave it out; --data {data_argument} is a table whose own folder is used"
             )
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
+        with table_path.open(encoding="utf-8-sig", errors="replace", newline="") as table_file:
             try:
-                columns = next(csv.reader(file, delimiter="\t"), [])
+                column_names = next(csv.reader(table_file, delimiter="\t"), [])
             except csv.Error as error:
-                raise UsageError(f"{path} is not a table: {error}") from error
-        needed = ["index", "question", *(["answer"] if scored and {"A", "B"} <= set(columns) else [])]
-        if missing := [column for column in needed if column not in columns]:
-            raise UsageError(f"{path}: no column {', '.join(missing)}; it has {', '.join(columns)[:300]}")
-        return path.stem, path.parent.resolve()
-    if "/" in data or not data.strip(".") or path.suffix == ".tsv":
+                raise UsageError(f"{table_path} is not a table: {error}") from error
+        needed_columns = [
+            "index",
+            "question",
+            *(["answer"] if with_scores and {"A", "B"} <= set(column_names) else []),
+        ]
+        if missing_columns := [column for column in needed_columns if column not in column_names]:
+            raise UsageError(
+                f"{table_path}: no column {', '.join(missing_columns)}; it has {', '.join(column_names)[:300]}"
+            )
+        return table_path.stem, table_path.parent.resolve()
+    if "/" in data_argument or not data_argument.strip(".") or table_path.suffix == ".tsv":
         raise UsageError(
-            f"--data {data} is not a file; give the path of a table, NAME.tsv, or the name of a data set"
+            f"--data {data_argument} is not a file; give the path of a table, NAME.tsv, or the name of a data set"
         )
 
-    folder = folder or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
-    if not folder.is_dir():
-        raise UsageError(f"--lmu-data {folder} is not a folder; tables are read from there")
-    return data, folder
+    lmu_data_dir = lmu_data_dir or Path(os.environ.get("LMUData") or Path.home() / "LMUData")
+    if not lmu_data_dir.is_dir():
+        raise UsageError(f"--lmu-data {lmu_data_dir} is not a folder; tables are read from there")
+    return data_argument, lmu_data_dir

@@ -11,13 +11,13 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from converters.verify import compare
+from converters.compare import compare_weights
 
-ORDER = ("tensors", "logits", "text", "scores")
+GATE_ORDER = ("tensors", "logits", "text", "scores")
 
 
 @dataclass
-class Gate:
+class ConversionGate:
     """One comparison. ``passed`` is None if it was not made, because an earlier gate failed or it
     was not requested."""
 
@@ -27,68 +27,89 @@ class Gate:
     details: list[str] = field(default_factory=list)
 
 
-def tensors(original: Path, converted: Path) -> Gate:
+def compare_tensors(original_dir: Path, converted_dir: Path) -> ConversionGate:
     """Compares every tensor of both folders bit for bit."""
-    result = compare(original, converted)
-    if not result.differences:
-        return Gate("tensors", True, f"{result.tensors} tensors, {result.bytes / 1e9:.3g} GB, identical")
-    details = [f"{found.name}: {found.how}" for found in result.differences]
-    return Gate("tensors", False, f"{len(details)} of {result.tensors} tensors differ", details)
+    tensor_comparison = compare_weights(original_dir, converted_dir)
+    if not tensor_comparison.differences:
+        return ConversionGate(
+            "tensors",
+            True,
+            f"{tensor_comparison.tensors} tensors, {tensor_comparison.bytes / 1e9:.3g} GB, identical",
+        )
+    details = [f"{found.name}: {found.how}" for found in tensor_comparison.differences]
+    return ConversionGate(
+        "tensors", False, f"{len(details)} of {tensor_comparison.tensors} tensors differ", details
+    )
 
 
-def logits(
-    original: list[dict[str, Any]], converted: list[dict[str, Any]], work: Path, other_work: Path
-) -> Gate:
+def compare_logits(
+    original: list[dict[str, Any]], converted: list[dict[str, Any]], original_work: Path, converted_work: Path
+) -> ConversionGate:
     """Compares inputs and logits of some prompts, made by each folder's own processor and model, bit for bit.
 
     Args:
-        original, converted: lines of :mod:`adapter`; the first ones have logits.
-        work, other_work: the folders in which the logits of the last tokens are.
+        original, converted: lines of :mod:`vlmevalkit_adapter`; the first ones have logits.
+        original_work, other_work: the folders in which the logits of the last tokens are.
     """
-    first, other_first = ([line for line in lines if "logits" in line] for lines in (original, converted))
-    if not first or len(first) != len(other_first):
-        return Gate("logits", False, f"{len(first)} and {len(other_first)} prompts were run")
+    original_lines, converted_lines = (
+        [line for line in lines if "logits" in line] for lines in (original, converted)
+    )
+    if not original_lines or len(original_lines) != len(converted_lines):
+        return ConversionGate(
+            "logits", False, f"{len(original_lines)} and {len(converted_lines)} prompts were run"
+        )
     details = []
-    largest = 0.0
-    for a, b in zip(first, other_first, strict=True):
-        x, y = a["logits"]["inputs"], b["logits"]["inputs"]
+    largest_difference = 0.0
+    for original_line, converted_line in zip(original_lines, converted_lines, strict=True):
+        x, y = original_line["logits"]["inputs"], converted_line["logits"]["inputs"]
         differing = sorted(name for name in x.keys() | y.keys() if x.get(name) != y.get(name))
         if differing:
             details.append(
-                f"question {a['number'] + 1}: the processors give different {', '.join(differing)}"
+                f"question {original_line['number'] + 1}: the processors give different {', '.join(differing)}"
             )
-        elif a["logits"]["logits"] != b["logits"]["logits"]:
-            file = f"logits_{a['number']}.safetensors"
-            last, other = load_file(work / file)["last"], load_file(other_work / file)["last"]
-            apart = float((last - other).abs().max())
-            largest = max(largest, apart)
+        elif original_line["logits"]["logits"] != converted_line["logits"]["logits"]:
+            logits_file = f"logits_{original_line['number']}.safetensors"
+            original_logits, converted_logits = (
+                load_file(original_work / logits_file)["last"],
+                load_file(converted_work / logits_file)["last"],
+            )
+            max_difference = float((original_logits - converted_logits).abs().max())
+            largest_difference = max(largest_difference, max_difference)
             details.append(
-                f"question {a['number'] + 1}: logits differ, those of the last token by at most {apart:.3g}"
+                f"question {original_line['number'] + 1}: logits differ, those of the last token by at most {max_difference:.3g}"
             )
 
     if details:
-        measured = f"{len(details)} of {len(first)} prompts differ, by at most {largest:.3g}"
-        return Gate("logits", False, measured, details)
-    tokens = sum(a["logits"]["tokens"] for a in first)
-    return Gate("logits", True, f"{len(first)} prompts, {tokens} tokens, inputs and logits identical")
+        measured_text = (
+            f"{len(details)} of {len(original_lines)} prompts differ, by at most {largest_difference:.3g}"
+        )
+        return ConversionGate("logits", False, measured_text, details)
+    num_tokens = sum(original_line["logits"]["tokens"] for original_line in original_lines)
+    return ConversionGate(
+        "logits", True, f"{len(original_lines)} prompts, {num_tokens} tokens, inputs and logits identical"
+    )
 
 
-def text(original: list[dict[str, Any]], converted: list[dict[str, Any]], questions: int) -> Gate:
+def compare_answers(
+    original: list[dict[str, Any]], converted: list[dict[str, Any]], num_questions: int
+) -> ConversionGate:
     """Compares the generated answers and what was thought before them, word for word."""
-    if not len(original) == len(converted) == questions:
-        return Gate("text", False, f"{len(original)} and {len(converted)} answers to {questions} questions")
+    if not len(original) == len(converted) == num_questions:
+        return ConversionGate(
+            "text", False, f"{len(original)} and {len(converted)} answers to {num_questions} questions"
+        )
     details = []
-    for a, b in zip(original, converted, strict=True):
-        differing = [part for part in ("answer", "thinking") if a[part] != b[part]]
+    for original_line, converted_line in zip(original, converted, strict=True):
+        differing = [part for part in ("answer", "thinking") if original_line[part] != converted_line[part]]
         if differing:
-            x, y = ((line[differing[0]] or "")[:200] for line in (a, b))
-            details.append(f"{a['index']}: {x!r} against {y!r}")
+            x, y = ((line[differing[0]] or "")[:200] for line in (original_line, converted_line))
+            details.append(f"{original_line['index']}: {x!r} against {y!r}")
     if details:
-        return Gate("text", False, f"{len(details)} of {questions} answers differ", details)
-    return Gate("text", True, f"{questions} answers identical")
+        return ConversionGate("text", False, f"{len(details)} of {num_questions} answers differ", details)
+    return ConversionGate("text", True, f"{num_questions} answers identical")
 
 
-def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Gate:
+def compare_scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> ConversionGate:
     """Compares the benchmark's metrics. Every checkpoint must have some, and the converted one's must
     equal the original's.
 
@@ -96,23 +117,30 @@ def scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> Ga
         metrics: role -> metric -> value; the trained checkpoint may have any values.
         problems: role -> what went wrong with it.
     """
-    missing = [
+    missing_scores = [
         f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}"
         for role in metrics
         if not metrics[role]
     ]
-    if missing:
-        return Gate("scores", False, f"{len(missing)} of {len(metrics)} checkpoints have no score", missing)
+    if missing_scores:
+        return ConversionGate(
+            "scores",
+            False,
+            f"{len(missing_scores)} of {len(metrics)} checkpoints have no score",
+            missing_scores,
+        )
 
-    a, b = metrics["original"], metrics["converted"]
-    differing = [name for name in sorted(a.keys() | b.keys()) if a.get(name) != b.get(name)]
-    details = [f"{name}: {a.get(name)} against {b.get(name)}" for name in differing]
-    if "trained" in metrics and metrics["trained"].keys() != a.keys():
-        ours = sorted(metrics["trained"])
-        theirs = sorted(a)
-        details.append(f"the trained checkpoint has metrics {ours}, the original {theirs}")
+    expected, actual = metrics["original"], metrics["converted"]
+    differing = [
+        name for name in sorted(expected.keys() | actual.keys()) if expected.get(name) != actual.get(name)
+    ]
+    details = [f"{name}: {expected.get(name)} against {actual.get(name)}" for name in differing]
+    if "trained" in metrics and metrics["trained"].keys() != expected.keys():
+        trained_names = sorted(metrics["trained"])
+        expected_names = sorted(expected)
+        details.append(f"the trained checkpoint has metrics {trained_names}, the original {expected_names}")
 
     if details:
-        return Gate("scores", False, f"{len(details)} of {len(a)} metrics differ", details)
+        return ConversionGate("scores", False, f"{len(details)} of {len(expected)} metrics differ", details)
 
-    return Gate("scores", True, "all metrics equal: " + ", ".join(a))
+    return ConversionGate("scores", True, "all metrics equal: " + ", ".join(expected))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.options import option
-from toolkit.video_rules import VideoRuleOptions
+from toolkit.video_rule_options import VideoRuleOptions
 
 
 @dataclass(kw_only=True)

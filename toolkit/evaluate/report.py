@@ -12,144 +12,158 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_vl.data.sample.pixels import VideoInfo, open_image, video_frames
-from toolkit.evaluate.comparison import Result
-from toolkit.pages import templates
+from toolkit.evaluate.evaluation import EvaluationResult
+from toolkit.html_templates import template_environment
 
-SHOWN = 50
+MAX_QUESTIONS = 50
 """Number of questions on the page; those with differing answers come first."""
-THUMBNAIL = (160, 120)
-FRAME = (4320, 7680)
+THUMBNAIL_SIZE = (160, 120)
+MAX_FRAME_SIZE = (4320, 7680)
 """Height and width in pixels of the largest video frame that is shown."""
 NO_ANSWER = "(no answer: cut off while the model was thinking)"
-WORDS = {True: "passed", False: "FAILED", None: "not run"}
-CLASSES = {True: "passed", False: "failed", None: "skipped"}
+GATE_WORDS = {True: "passed", False: "FAILED", None: "not run"}
+CSS_CLASSES = {True: "passed", False: "failed", None: "skipped"}
 
 
-def _asked(result: Result) -> str:
+def _questions_text(result: EvaluationResult) -> str:
     return f"{result.questions} questions" if result.questions else "no question asked"
 
 
-def print_report(result: Result, out: Path) -> None:
+def print_report(result: EvaluationResult, output_dir: Path) -> None:
     """Prints gates and scores to the terminal."""
     console = Console(highlight=False, width=max(100, Console().width))
-    table = Table("gate", "", "measured", title=f"{result.data}, {_asked(result)}", title_justify="left")
+    gate_table = Table(
+        "gate", "", "measured", title=f"{result.data}, {_questions_text(result)}", title_justify="left"
+    )
     for gate in result.gates:
         colour = {True: "green", False: "red", None: "yellow"}[gate.passed]
-        table.add_row(gate.name, f"[{colour}]{WORDS[gate.passed]}[/]", gate.measured)
+        gate_table.add_row(gate.name, f"[{colour}]{GATE_WORDS[gate.passed]}[/]", gate.measured)
 
-    console.print(table)
+    console.print(gate_table)
     for gate in result.gates:
         for detail in gate.details[:5]:
             console.print(f"  {gate.name}: {detail}", markup=False)
         if len(gate.details) > 5:
             console.print(f"  {gate.name}: ... and {len(gate.details) - 5} more in report.json")
 
-    scores = Table("metric", *result.checkpoints, title="scores", title_justify="left")
+    score_table = Table("metric", *result.checkpoints, title="scores", title_justify="left")
     for name in metric_names(result):
-        scores.add_row(name, *(_number(facts["metrics"].get(name)) for facts in result.checkpoints.values()))
+        score_table.add_row(
+            name, *(_format_number(facts["metrics"].get(name)) for facts in result.checkpoints.values())
+        )
     if metric_names(result):
-        console.print(scores)
-    for sentence in unanswered(result):
+        console.print(score_table)
+    for sentence in unanswered_sentences(result):
         console.print(sentence, soft_wrap=True, markup=False)
-    left = [gate.name for gate in result.gates if gate.passed is None]
-    known = "the converted checkpoint equals the original" + (f" ({', '.join(left)} not run)" if left else "")
-    verdict = known if result.passed else "FAILED"
-    console.print(f"{verdict}; {out / 'report.html'}, {result.seconds:.0f} s", soft_wrap=True)
+    skipped_gates = [gate.name for gate in result.gates if gate.passed is None]
+    passed_text = "the converted checkpoint equals the original" + (
+        f" ({', '.join(skipped_gates)} not run)" if skipped_gates else ""
+    )
+    verdict_text = passed_text if result.passed else "FAILED"
+    console.print(f"{verdict_text}; {output_dir / 'report.html'}, {result.seconds:.0f} s", soft_wrap=True)
 
 
-def metric_names(result: Result) -> list[str]:
+def metric_names(result: EvaluationResult) -> list[str]:
     """The metrics of all checkpoints, in the order of first appearance."""
     return list(dict.fromkeys(name for facts in result.checkpoints.values() for name in facts["metrics"]))
 
 
-def unanswered(result: Result) -> list[str]:
+def unanswered_sentences(result: EvaluationResult) -> list[str]:
     """Says of each checkpoint how many answers never came."""
-    counts = {role: facts.get("unanswered", 0) for role, facts in result.checkpoints.items()}
+    count_by_role = {role: facts.get("unanswered", 0) for role, facts in result.checkpoints.items()}
     return [
         f"{role}: answers cut off while the model was thinking, which count as no answer: {count}. Raise"
         " --max-new-tokens, or give --thinking off"
-        for role, count in counts.items()
+        for role, count in count_by_role.items()
         if count
     ]
 
 
-def _number(value: Any) -> str:
+def _format_number(metric_value: Any) -> str:
     return (
         "missing"
-        if value is None
-        else f"{value:.4f}".rstrip("0").rstrip(".")
-        if isinstance(value, float)
-        else str(value)
+        if metric_value is None
+        else f"{metric_value:.4f}".rstrip("0").rstrip(".")
+        if isinstance(metric_value, float)
+        else str(metric_value)
     )
 
 
-def write_html(result: Result, path: Path) -> None:
+def write_html(result: EvaluationResult, html_path: Path) -> None:
     """Writes the whole report as one file, with styles and small pictures but without scripts.
 
     All text from tables and checkpoints is escaped.
     """
-    environment = templates(Path(__file__).parent)
-    environment.filters |= {"number": _number, "setting": _setting}
+    environment = template_environment(Path(__file__).parent)
+    environment.filters |= {"number": _format_number, "setting": _format_setting}
 
     lines = _differing_first(result)
     page = environment.get_template("report.html.jinja").render(
         result=result,
-        asked=_asked(result),
+        asked=_questions_text(result),
         metrics=metric_names(result),
-        unanswered=unanswered(result),
-        questions=[_question(result, line) for line in lines[:SHOWN]],
-        unshown=len(lines) - SHOWN,
-        shown=SHOWN,
-        words=WORDS,
-        classes=CLASSES,
+        unanswered=unanswered_sentences(result),
+        questions=[_question_fields(result, line) for line in lines[:MAX_QUESTIONS]],
+        unshown=len(lines) - MAX_QUESTIONS,
+        shown=MAX_QUESTIONS,
+        words=GATE_WORDS,
+        classes=CSS_CLASSES,
     )
-    path.write_text(page + "\n", encoding="utf-8")
+    html_path.write_text(page + "\n", encoding="utf-8")
 
 
-def _setting(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {part}" for name, part in value.items())
-    return "the checkpoint's own" if value is None else str(value)
+def _format_setting(setting_value: Any) -> str:
+    if isinstance(setting_value, dict):
+        return ", ".join(f"{name} {part}" for name, part in setting_value.items())
+    return "the checkpoint's own" if setting_value is None else str(setting_value)
 
 
-def _differing_first(result: Result) -> list[dict[str, Any]]:
+def _differing_first(result: EvaluationResult) -> list[dict[str, Any]]:
     """The original's lines; questions that another checkpoint answers differently come first."""
-    given = [{line["number"]: line["answer"] for line in lines} for lines in result.answers.values()]
+    answers_by_role = [
+        {line["number"]: line["answer"] for line in lines} for lines in result.answers.values()
+    ]
 
-    def same(line: dict[str, Any]) -> bool:
-        return all(answers.get(line["number"]) == line["answer"] for answers in given)
+    def all_agree(line: dict[str, Any]) -> bool:
+        return all(answers.get(line["number"]) == line["answer"] for answers in answers_by_role)
 
-    return sorted(result.answers.get("original", []), key=same)
+    return sorted(result.answers.get("original", []), key=all_agree)
 
 
-def _question(result: Result, line: dict[str, Any]) -> dict[str, Any]:
+def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str, Any]:
     """What the page shows for a question: small pictures, and every checkpoint's answer."""
     answers = []
     for lines in result.answers.values():
-        found = next((other for other in lines if other["number"] == line["number"]), None)
-        answers.append("missing" if not found else NO_ANSWER if found["unanswered"] else found["answer"])
+        matching_line = next((other for other in lines if other["number"] == line["number"]), None)
+        answers.append(
+            "missing"
+            if not matching_line
+            else NO_ANSWER
+            if matching_line["unanswered"]
+            else matching_line["answer"]
+        )
 
     # A hostile table may have written these names (docs/evaluation.md): no devices, no pipes.
-    pictures = [_picture(Path(name)) for name in line["images"][:4] if Path(name).is_file()]
-    pictures += [_still(Path(name)) for name in line["videos"][:4] if Path(name).is_file()]
-    return line | {"answers": answers, "pictures": list(map(_thumbnail, pictures))}
+    pictures = [_read_picture(Path(name)) for name in line["images"][:4] if Path(name).is_file()]
+    pictures += [_read_first_frame(Path(name)) for name in line["videos"][:4] if Path(name).is_file()]
+    return line | {"answers": answers, "pictures": list(map(_encode_thumbnail, pictures))}
 
 
-def _picture(path: Path) -> Image.Image:
-    with open_image(path.read_bytes()) as image:
+def _read_picture(picture_path: Path) -> Image.Image:
+    with open_image(picture_path.read_bytes()) as image:
         return image.convert("RGB")
 
 
-def _still(path: Path) -> Image.Image:
+def _read_first_frame(video_path: Path) -> Image.Image:
     """The first frame of a video."""
-    data = path.read_bytes()
-    frame = video_frames(data, VideoInfo(1, 1.0, *FRAME), [0])[0]
+    data = video_path.read_bytes()
+    frame = video_frames(data, VideoInfo(1, 1.0, *MAX_FRAME_SIZE), [0])[0]
     return Image.fromarray(frame.permute(1, 2, 0).numpy())
 
 
-def _thumbnail(small: Image.Image) -> str:
+def _encode_thumbnail(small_picture: Image.Image) -> str:
     """Encodes a small JPEG in base64."""
-    small.thumbnail(THUMBNAIL)
+    small_picture.thumbnail(THUMBNAIL_SIZE)
     data = io.BytesIO()
-    small.save(data, "JPEG", quality=70)
+    small_picture.save(data, "JPEG", quality=70)
     return base64.b64encode(data.getvalue()).decode()

@@ -9,51 +9,59 @@ from pathlib import Path
 
 from huggingface_hub import constants
 
-HIDDEN = (
+HIDDEN_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MMEVAL_ROOT PRED_FORMAT EVAL_FORMAT SKIP_ERR "
     "LOCAL_LLM FWD_API EVAL_PROXY FORCE_LOCAL SPLIT_THINK"
 ).split()
 """Variables of a surrounding torchrun, and those that change what VLMEvalKit does."""
 
 
-def sandbox(work: Path, network: bool) -> tuple[list[str], str]:
+def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
     """The best sandbox that works on this system.
 
     Args:
-        work: the only folder that a sandboxed program should write in.
-        network: leave the network open, for a judge.
+        work_dir: the only folder that a sandboxed program should write in.
+        with_network: leave the network open, for a judge.
 
     Returns:
         The words to put before a command, and what they keep out.
     """
-    bubblewrap = "bwrap --die-with-parent --unshare-user --unshare-pid --ro-bind / / --dev-bind /dev /dev"
-    bubblewrap += f" --proc /proc{'' if network else ' --unshare-net'}"
-    choices = {"bwrap": [*bubblewrap.split(), "--bind", str(work), str(work), "--"]}
-    if not network:
-        choices["unshare"] = ["unshare", "--map-root-user", "--net", "--"]
-    names = {
-        "bwrap": f"in bubblewrap, {'with' if network else 'without'} a network; it writes in {work} only",
+    bubblewrap_command = (
+        "bwrap --die-with-parent --unshare-user --unshare-pid --ro-bind / / --dev-bind /dev /dev"
+    )
+    bubblewrap_command += f" --proc /proc{'' if with_network else ' --unshare-net'}"
+    command_by_name = {"bwrap": [*bubblewrap_command.split(), "--bind", str(work_dir), str(work_dir), "--"]}
+    if not with_network:
+        command_by_name["unshare"] = ["unshare", "--map-root-user", "--net", "--"]
+    description_by_name = {
+        "bwrap": f"in bubblewrap, {'with' if with_network else 'without'} a network; it writes in {work_dir} only",
         "unshare": "without a network, but writes where you can: install bubblewrap for tables of others",
     }
 
-    for name, words in choices.items():
-        if shutil.which(name) and subprocess.run([*words, "true"], capture_output=True).returncode == 0:
-            return words, names[name]
+    for sandbox_name, command in command_by_name.items():
+        if (
+            shutil.which(sandbox_name)
+            and subprocess.run([*command, "true"], capture_output=True).returncode == 0
+        ):
+            return command, description_by_name[sandbox_name]
     return [], "WITHOUT A SANDBOX: install bubblewrap, or use only tables that you trust"
 
 
-def environment(work: Path, rank: int) -> dict[str, str]:
+def process_variables(work_dir: Path, rank: int) -> dict[str, str]:
     """Variables of a process: offline, with its own copies of the data and its own temporary files."""
-    variables = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    variables = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLMEVALKIT_USE_MODELSCOPE": "0"}
-    variables |= {"LMUData": str(work / f"data_{rank}"), "HF_HUB_CACHE": str(work / f"cache_{rank}" / "hub")}
+    variables |= {
+        "LMUData": str(work_dir / f"data_{rank}"),
+        "HF_HUB_CACHE": str(work_dir / f"cache_{rank}" / "hub"),
+    }
     variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "localhost,127.0.0.1,::1")  # for a judge
-    variables |= {"TMPDIR": str(work / "tmp"), "TRITON_CACHE_DIR": str(work / "tmp" / "triton")}
-    packages = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return variables | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(packages)}
+    variables |= {"TMPDIR": str(work_dir / "tmp"), "TRITON_CACHE_DIR": str(work_dir / "tmp" / "triton")}
+    python_path = [str(Path(__file__).resolve().parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return variables | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
 
 
-def copy_data(name: str, lmu_data: Path, work: Path, rank: int) -> list[Path]:
+def copy_data(dataset_name: str, lmu_data: Path, work_dir: Path, rank: int) -> list[Path]:
     """Makes the folders that VLMEvalKit may change: tables are copied, all else is linked.
 
     A data set without a table in ``lmu_data`` is looked for in Hugging Face's cache.
@@ -61,23 +69,28 @@ def copy_data(name: str, lmu_data: Path, work: Path, rank: int) -> list[Path]:
     Returns:
         The copied tables.
     """
-    data = work / f"data_{rank}"
-    hub = work / f"cache_{rank}" / "hub"
-    (data / "images").mkdir(parents=True)
-    hub.mkdir(parents=True)
+    data_dir = work_dir / f"data_{rank}"
+    hub_cache_dir = work_dir / f"cache_{rank}" / "hub"
+    (data_dir / "images").mkdir(parents=True)
+    hub_cache_dir.mkdir(parents=True)
 
     tables = []
-    for path in lmu_data.iterdir():
-        if path.suffix == ".tsv" and path.stem.startswith(name):
-            tables.append(Path(shutil.copyfile(path, data / path.name)))
-        elif path.name != "images":
-            (data / path.name).symlink_to(path)
+    for source_path in lmu_data.iterdir():
+        if source_path.suffix == ".tsv" and source_path.stem.startswith(dataset_name):
+            tables.append(Path(shutil.copyfile(source_path, data_dir / source_path.name)))
+        elif source_path.name != "images":
+            (data_dir / source_path.name).symlink_to(source_path)
     # VLMEvalKit writes a table's pictures to images/NAME, and would take those of an earlier one from there.
-    for path in (lmu_data / "images").glob("*"):
-        if path.name != name:
-            (data / "images" / path.name).symlink_to(path)
+    for source_path in (lmu_data / "images").glob("*"):
+        if source_path.name != dataset_name:
+            (data_dir / "images" / source_path.name).symlink_to(source_path)
 
-    for path in Path(constants.HF_HUB_CACHE).glob("datasets--*") if not tables else ():
-        blobs = shutil.ignore_patterns("blobs")
-        shutil.copytree(path.resolve(), hub / path.name, copy_function=os.symlink, ignore=blobs)
+    for source_path in Path(constants.HF_HUB_CACHE).glob("datasets--*") if not tables else ():
+        ignore_blobs = shutil.ignore_patterns("blobs")
+        shutil.copytree(
+            source_path.resolve(),
+            hub_cache_dir / source_path.name,
+            copy_function=os.symlink,
+            ignore=ignore_blobs,
+        )
     return tables

@@ -11,29 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from data_tools.formats import Conversation, RecordError, read_prompt
-from data_tools.media import check_reference, describe, read_media
-from data_tools.records import BadLine, ReadError, is_array, read_records
+from data_tools.media import check_reference, describe_reference, read_media
+from data_tools.records import ReadError, UnreadableRecord, is_json_array, read_records
 from megatron_vl.config import DataConfig
-from megatron_vl.data.packing.assemble import Sample
-from megatron_vl.data.sample.chat import ChatError, stop_tokens
+from megatron_vl.data.packing.assemble_row import TokenizedSample
+from megatron_vl.data.sample.chat import ChatError, read_stop_tokens
 from megatron_vl.data.sample.pixels import PixelError
 from megatron_vl.data.sample.thinking import split_thinking
 from megatron_vl.errors import UserError
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
-from toolkit.launch import end_of, run_group
-from toolkit.samples import SampleEncoder, write_samples
-from toolkit.trained_rules import follow
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.launch import last_output_lines, run_group
+from toolkit.sample_encoder import SampleEncoder, write_samples
+from toolkit.trained_video_rules import resolve_video_rules
 
-from .worker import GenerateJob, write_job
+from .worker import GenerateJob, write_generate_job
 
-ANSWER, THOUGHT = 128, 2048
+ANSWER_TOKENS, THINKING_TOKENS = 128, 2048
 """Default largest number of tokens of an answer, without and with thinking."""
-TOLD = 10
+MAX_NAMED_RECORDS = 10
 """Number of unusable records that are named; the others are only counted."""
 
-Prompt = tuple[Conversation, Path, str]
+SourcedConversation = tuple[Conversation, Path, str]
 """A conversation, the resolved folder of its media, and its file and line for messages
 (empty for --prompt)."""
 
@@ -42,10 +42,10 @@ Prompt = tuple[Conversation, Path, str]
 class GenerateRequest:
     """The options of one call of the command."""
 
-    hf: Path
-    checkpoint: Path
-    conversations: list[Prompt]
-    layout: dict[str, Any] = field(default_factory=dict)
+    hf_dir: Path
+    checkpoint_dir: Path
+    conversations: list[SourcedConversation]
+    layout_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int | None = None
     """Largest number of tokens per answer; None: ``ANSWER``, or ``THOUGHT`` if the model thinks."""
@@ -53,195 +53,227 @@ class GenerateRequest:
     """Whether the model thinks; None leaves it to the chat template."""
     dtype: str = "float32"
     platform: str = "cpu"
-    batch: int = 8
-    data: DataConfig = field(default_factory=DataConfig)
+    batch_size: int = 8
+    data_config: DataConfig = field(default_factory=DataConfig)
     """Limits of pictures and videos."""
     asked_rules: dict[str, str] = field(default_factory=dict)
-    """The rules for videos that were asked for, by the fields of ``data``; others are the checkpoint's."""
+    """The rules for videos that were asked for, by the fields of ``data_config``; others are the checkpoint's."""
 
 
 def run_generate(
-    request: GenerateRequest, say: Callable[[str], None] = lambda line: None
+    request: GenerateRequest, print_line: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
     """{"text", "thinking", "tokens", "prompt_tokens", "finished"} of each conversation's next turn.
 
-    ``text`` is what :func:`split_thinking` leaves, ``tokens`` is everything.
+    ``text`` is what :func:`split_thinking` leaves, ``token_ids`` is everything.
 
     Raises:
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
     """
-    reader = WeightReader(request.checkpoint)
-    spec = reader.spec
-    data = dataclasses.replace(request.data, **video_rules(reader, request.hf, request.asked_rules, say))
-    encoder = SampleEncoder(request.hf, data)
-    if spec.differences(encoder.spec):
-        raise UserError(f"--checkpoint {request.checkpoint} holds a different model than --hf {request.hf}")
+    weight_reader = WeightReader(request.checkpoint_dir)
+    spec = weight_reader.spec
+    data_config = dataclasses.replace(
+        request.data_config,
+        **checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line),
+    )
+    sample_encoder = SampleEncoder(request.hf_dir, data_config)
+    if spec.different_fields(sample_encoder.spec):
+        raise UserError(
+            f"--checkpoint {request.checkpoint_dir} holds a different model than --hf {request.hf_dir}"
+        )
 
-    layout = make_layout(spec, **request.layout)
-    samples = _encode(encoder, request.conversations, request.think)
-    opened = [encoder.begins_by_thinking(sample) for sample in samples]
-    most = request.max_new_tokens or (THOUGHT if any(opened) else ANSWER)
-    stop = stop_tokens(request.hf, encoder.chat.tokenizer)
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as folder:
-        work = Path(folder)
-        write_samples(samples, work / "samples.safetensors")
-        job = GenerateJob(
-            hf=str(request.hf),
-            checkpoint=str(request.checkpoint),
-            samples=str(work / "samples.safetensors"),
-            layout=request.layout,
-            max_new_tokens=most,
-            stop=stop,
+    layout = make_layout(spec, **request.layout_arguments)
+    samples = _encode_prompts(sample_encoder, request.conversations, request.think)
+    opens_thinking = [sample_encoder.begins_by_thinking(sample) for sample in samples]
+    token_limit = request.max_new_tokens or (THINKING_TOKENS if any(opens_thinking) else ANSWER_TOKENS)
+    stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
+        work_dir = Path(temporary_dir)
+        write_samples(samples, work_dir / "samples.safetensors")
+        generate_job = GenerateJob(
+            hf=str(request.hf_dir),
+            checkpoint=str(request.checkpoint_dir),
+            samples=str(work_dir / "samples.safetensors"),
+            layout=request.layout_arguments,
+            max_new_tokens=token_limit,
+            stop=stop_token_ids,
             dtype=request.dtype,
             platform=request.platform,
-            batch=request.batch,
-            video_positions=data.video_positions,
+            batch=request.batch_size,
+            video_positions=data_config.video_positions,
         )
 
-        write_job(job, work / "job.json")
-        ranks = layout.replica_ranks * layout.least_dp
-        say(
-            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {ranks} "
-            f"process{'es' if ranks > 1 else ''}"
+        write_generate_job(generate_job, work_dir / "job.json")
+        world_size = layout.replica_ranks * layout.min_data_parallel_size
+        print_line(
+            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
+            f"process{'es' if world_size > 1 else ''}"
         )
-        done = run_group(
+        completed_process = run_group(
             "toolkit.generate.worker",
-            [work / "job.json", work / "answers.json"],
-            ranks,
+            [work_dir / "job.json", work_dir / "answers.json"],
+            world_size,
             on_cpu=request.platform == "cpu",
         )
-        if done.returncode:
-            raise UserError(f"the processes failed:\n{end_of(done)}")
+        if completed_process.returncode:
+            raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
 
-        answers: list[list[int]] = json.loads((work / "answers.json").read_text())
+        answer_token_ids: list[list[int]] = json.loads((work_dir / "answers.json").read_text())
 
-    found = []
-    for tokens, sample, begun in zip(answers, samples, opened, strict=True):
-        said = split_thinking(encoder.chat.tokenizer.decode(tokens, skip_special_tokens=True), begun)
-        finished = tokens[-1] in stop
-        found.append(
+    answer_records = []
+    for token_ids, sample, starts_thinking in zip(answer_token_ids, samples, opens_thinking, strict=True):
+        split_answer = split_thinking(
+            sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True), starts_thinking
+        )
+        is_finished = token_ids[-1] in stop_token_ids
+        answer_records.append(
             {
-                "text": said.answer,
-                "thinking": said.thinking,
-                "tokens": tokens,
+                "text": split_answer.answer_text,
+                "thinking": split_answer.thinking_text,
+                "tokens": token_ids,
                 "prompt_tokens": len(sample),
-                "finished": finished,
+                "finished": is_finished,
             }
         )
-        if not said.closed:
-            say(_unanswered(len(found), most, finished))
-        elif not finished:
-            say(f"answer {len(found)} was cut after {most} tokens; raise --max-new-tokens")
-    return found
+        if not split_answer.is_block_closed:
+            print_line(_empty_answer_message(len(answer_records), token_limit, is_finished))
+        elif not is_finished:
+            print_line(
+                f"answer {len(answer_records)} was cut after {token_limit} tokens; raise --max-new-tokens"
+            )
+    return answer_records
 
 
-def _unanswered(number: int, most: int, finished: bool) -> str:
-    """What is said of an answer that never came."""
-    if finished:
-        return f"answer {number} is empty: the model ended its turn while it was thinking"
+def _empty_answer_message(answer_number: int, token_limit: int, is_finished: bool) -> str:
+    """Explains why an answer is empty."""
+    if is_finished:
+        return f"answer {answer_number} is empty: the model ended its turn while it was thinking"
     return (
-        f"answer {number} is empty: the model was still thinking after {most} tokens;"
+        f"answer {answer_number} is empty: the model was still thinking after {token_limit} tokens;"
         " raise --max-new-tokens, or give --thinking off"
     )
 
 
-def video_rules(
-    reader: WeightReader, hf: Path, asked: dict[str, str], say: Callable[[str], None]
+def checkpoint_video_rules(
+    weight_reader: WeightReader, hf_dir: Path, asked_rules: dict[str, str], print_line: Callable[[str], None]
 ) -> dict[str, Any]:
     """Fields of :class:`DataConfig`: the rules asked for, and the one that the checkpoint was trained under.
 
-    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf`` does, if it is
+    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf_dir`` does, if it is
     an export.
 
     Raises:
-        UserError: like :func:`toolkit.trained_rules.follow`.
+        UserError: like :func:`toolkit.trained_video_rules.resolve_video_rules`.
     """
-    folder = reader.path
-    trained = weights_video_rule(folder, reader.manifest, reader.spec)
-    if not trained:
-        folder = hf
-        trained = exported_video_rule(hf, reader.spec)
-    return follow(folder, trained, asked, say)
+    rule_dir = weight_reader.path
+    trained_rules = weights_video_rule(rule_dir, weight_reader.manifest, weight_reader.spec)
+    if not trained_rules:
+        rule_dir = hf_dir
+        trained_rules = exported_video_rule(hf_dir, weight_reader.spec)
+    return resolve_video_rules(rule_dir, trained_rules, asked_rules, print_line)
 
 
-def _encode(encoder: SampleEncoder, prompts: list[Prompt], think: bool | None) -> list[Sample]:
+def _encode_prompts(
+    sample_encoder: SampleEncoder, conversations: list[SourcedConversation], think: bool | None
+) -> list[TokenizedSample]:
     """Encodes the prompts. Raises UserError, which names the prompts that the model cannot take."""
     samples = []
-    wrong = _Wrong()
-    for conversation, root, source in prompts:
+    unusable_records = _UnusableRecords()
+    for conversation, media_root, source in conversations:
         try:
-            media = [(kind, describe(ref), read_media(kind, ref, root)) for kind, ref in conversation.media]
-            samples.append(encoder.prompt(conversation.messages, media, conversation.tools, think))
+            media_contents = [
+                (kind, describe_reference(ref), read_media(kind, ref, media_root))
+                for kind, ref in conversation.media_references
+            ]
+            samples.append(
+                sample_encoder.encode_prompt(
+                    conversation.messages, media_contents, conversation.tool_definitions, think
+                )
+            )
         except (RecordError, ChatError, PixelError) as error:
-            wrong.add(source, error)
-    wrong.tell()
+            unusable_records.add_record(source, error)
+    unusable_records.raise_if_any()
     return samples
 
 
-class _Wrong:
+class _UnusableRecords:
     """Collects records that cannot be used."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.count = 0
+        self.message_lines: list[str] = []
+        self.record_count = 0
 
-    def add(self, source: str, error: ValueError) -> None:
-        self.count += 1
-        reason = error.reason if isinstance(error, RecordError) else ""
-        said = [part for part in (source, reason if reason != str(error) else "", str(error)) if part]
-        if self.count <= TOLD:
-            self.lines.append(": ".join(said))
+    def add_record(self, record_source: str, error: ValueError) -> None:
+        self.record_count += 1
+        error_reason = error.reason if isinstance(error, RecordError) else ""
+        message_parts = [
+            part
+            for part in (record_source, error_reason if error_reason != str(error) else "", str(error))
+            if part
+        ]
+        if self.record_count <= MAX_NAMED_RECORDS:
+            self.message_lines.append(": ".join(message_parts))
 
-    def tell(self) -> None:
+    def raise_if_any(self) -> None:
         """Raises UserError if there are any."""
-        if self.count == 1:
-            raise UserError(self.lines[0])
-        if self.count:
-            more = [f"and {self.count - TOLD} more"] if self.count > TOLD else []
-            raise UserError("\n  ".join([f"{self.count} records cannot be used:", *self.lines, *more]))
+        if self.record_count == 1:
+            raise UserError(self.message_lines[0])
+        if self.record_count:
+            remainder_line = (
+                [f"and {self.record_count - MAX_NAMED_RECORDS} more"]
+                if self.record_count > MAX_NAMED_RECORDS
+                else []
+            )
+            raise UserError(
+                "\n  ".join(
+                    [f"{self.record_count} records cannot be used:", *self.message_lines, *remainder_line]
+                )
+            )
 
 
-def one_conversation(prompt: str, images: list[Path], videos: list[Path]) -> Conversation:
+def make_conversation(prompt_text: str, image_paths: list[Path], video_paths: list[Path]) -> Conversation:
     """Makes a user's turn of pictures, videos, then the text."""
-    parts: list[dict[str, Any]] = [{"type": "image", "image": str(path.resolve())} for path in images]
-    parts += [{"type": "video", "video": str(path.resolve())} for path in videos]
+    content_parts: list[dict[str, Any]] = [
+        {"type": "image", "image": str(path.resolve())} for path in image_paths
+    ]
+    content_parts += [{"type": "video", "video": str(path.resolve())} for path in video_paths]
     return read_prompt(
-        {"messages": [{"role": "user", "content": [*parts, {"type": "text", "text": prompt}]}]}
+        {"messages": [{"role": "user", "content": [*content_parts, {"type": "text", "text": prompt_text}]}]}
     )
 
 
-def read_prompt_files(files: list[tuple[Path, Path]]) -> list[Prompt]:
+def read_prompt_files(prompt_files: list[tuple[Path, Path]]) -> list[SourcedConversation]:
     """Reads the conversations of JSON or JSON-lines files; leaves out a final assistant turn.
 
     Args:
-        files: each file with the resolved folder of its media.
+        prompt_files: each file with the resolved folder of its media.
 
     Raises:
         UserError: records cannot be used, or their media are missing; the message names the first ten and
             counts all of them.
     """
-    prompts: list[Prompt] = []
-    wrong = _Wrong()
-    for path, root in files:
+    conversations: list[SourcedConversation] = []
+    unusable_records = _UnusableRecords()
+    for prompt_file, media_root in prompt_files:
         try:
-            counted = "record" if is_array(path) else "line"
-            for number, record in read_records(path):
-                source = f"{path} {counted} {number}"
+            counted_unit = "record" if is_json_array(prompt_file) else "line"
+            for record_number, record in read_records(prompt_file):
+                record_source = f"{prompt_file} {counted_unit} {record_number}"
                 try:
-                    prompts.append((_conversation(record, root), root, source))
+                    conversations.append((_read_conversation(record, media_root), media_root, record_source))
                 except RecordError as error:
-                    wrong.add(source, error)
+                    unusable_records.add_record(record_source, error)
         except ReadError as error:  # the message names the file, of which no more can be read
-            wrong.add("", error)
-    wrong.tell()
-    return prompts
+            unusable_records.add_record("", error)
+    unusable_records.raise_if_any()
+    return conversations
 
 
-def _conversation(record: Any, root: Path) -> Conversation:
-    """Converts a record. Raises RecordError if it is unusable or names a file outside ``root``."""
-    if isinstance(record, BadLine):
+def _read_conversation(record: Any, media_root: Path) -> Conversation:
+    """Converts a record. Raises RecordError if it is unusable or names a file outside ``media_root``."""
+    if isinstance(record, UnreadableRecord):
         raise RecordError(record.reason, str(record))
     conversation = read_prompt(record)
-    for kind, reference in conversation.media:
-        check_reference(kind, reference, root)
+    for kind, media_reference in conversation.media_references:
+        check_reference(kind, media_reference, media_root)
     return conversation

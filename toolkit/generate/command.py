@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from toolkit.device import chosen_platform
+from toolkit.platform_choice import choose_platform
 
 from .options import GenerateOptions
 
@@ -16,24 +16,26 @@ def generate(options: GenerateOptions) -> int:
     """Answers the prompts and prints the answers. Returns the exit code."""
     from megatron_vl.config import DataConfig
 
-    from .answers import GenerateRequest, one_conversation, read_prompt_files, run_generate
+    from .answers import GenerateRequest, make_conversation, read_prompt_files, run_generate
 
-    for path in (*options.image, *options.video, *options.prompt_file):
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} is not a file")
+    for input_path in (*options.image, *options.video, *options.prompt_file):
+        if not input_path.is_file():
+            raise FileNotFoundError(f"{input_path} is not a file")
 
     if options.prompt_file:
-        roots = [(options.media_root or path.parent).resolve() for path in options.prompt_file]
-        conversations = read_prompt_files(list(zip(options.prompt_file, roots, strict=True)))
+        media_roots = [
+            (options.media_root or input_path.parent).resolve() for input_path in options.prompt_file
+        ]
+        conversations = read_prompt_files(list(zip(options.prompt_file, media_roots, strict=True)))
     else:
-        conversations = [(one_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
+        conversations = [(make_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
 
-    platform = chosen_platform(options.platform)
-    request = GenerateRequest(
-        hf=options.hf,
-        checkpoint=options.checkpoint,
+    platform = choose_platform(options.platform)
+    generate_request = GenerateRequest(
+        hf_dir=options.hf,
+        checkpoint_dir=options.checkpoint,
         conversations=conversations,
-        layout={
+        layout_arguments={
             "tp": options.tp,
             "pp": options.pp,
             "layers": options.layers,
@@ -44,41 +46,44 @@ def generate(options: GenerateOptions) -> int:
         think={"on": True, "off": False, None: None}[options.thinking],
         dtype=options.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,
-        batch=options.batch,
-        data=DataConfig(
+        batch_size=options.batch,
+        data_config=DataConfig(
             video_fps=options.video_fps,
             video_max_frames=options.video_max_frames,
         ),
         asked_rules=options.asked_rules(),
     )
 
-    answers = run_generate(request, lambda line: print(line, file=sys.stderr))
+    answers = run_generate(generate_request, lambda text_line: print(text_line, file=sys.stderr))
     if options.json:
         print(json.dumps(answers, indent=2, ensure_ascii=False))
         return 0
 
-    for line in lines_of(answers, options.show_thinking):
-        print(line)
+    for text_line in answer_lines(answers, options.show_thinking):
+        print(text_line)
     return 0
 
 
-def lines_of(answers: list[dict[str, Any]], show_thinking: bool) -> list[str]:
-    """What is printed: answers alone. Several ones have their numbers, and those that were cut are marked."""
+def answer_lines(answers: list[dict[str, Any]], show_thinking: bool) -> list[str]:
+    """The lines to print, one per answer. Several answers are numbered, and truncated ones are marked."""
     lines = []
     for number, answer in enumerate(answers, 1):
-        text = _shown(as_text(answer, show_thinking))
-        cut = "" if answer["finished"] else ", cut"
-        lines.append(f"[{number}{cut}] {text}" if len(answers) > 1 else text)
+        text = _without_control_characters(answer_text(answer, show_thinking))
+        truncation_mark = "" if answer["finished"] else ", cut"
+        lines.append(f"[{number}{truncation_mark}] {text}" if len(answers) > 1 else text)
     return lines
 
 
-def as_text(answer: dict[str, Any], show_thinking: bool) -> str:
+def answer_text(answer: dict[str, Any], show_thinking: bool) -> str:
     """An answer of :func:`run_generate` as it is printed."""
     if answer["thinking"] is None or not show_thinking:
         return answer["text"]
     return f"<think>\n{answer['thinking']}\n</think>\n\n{answer['text']}"
 
 
-def _shown(text: str) -> str:
+def _without_control_characters(raw_text: str) -> str:
     """Removes control characters, which a terminal could execute as commands."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in raw_text
+    )

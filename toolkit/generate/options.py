@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.errors import UserError
-from toolkit.options import exactly_one, option
-from toolkit.video_rules import VideoRuleOptions
+from toolkit.options import option, require_exactly_one
+from toolkit.video_rule_options import VideoRuleOptions
 
-NOTES = """
+GENERATE_NOTES = """
 The answer is greedy: it takes the likeliest token each time, until a token ends the turn
 (generation_config.json; without that file, config.json and the tokenizer say which tokens do) or
 --max-new-tokens is reached. Answers alone go to standard output. Those of several prompts begin with
@@ -32,7 +32,7 @@ further (--ep, --etp); each of these replicas answers its share of the prompts.
 class GenerateOptions(VideoRuleOptions):
     """Answer pictures, videos and text with Megatron weights in any tensor x pipeline x expert layout."""
 
-    epilog: ClassVar[str] = NOTES
+    epilog: ClassVar[str] = GENERATE_NOTES
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
     """Megatron weights in any layout, a training run's folder (its latest step), or one of
@@ -51,7 +51,7 @@ class GenerateOptions(VideoRuleOptions):
     media_root: Path | None = option(None, metavar="DIR", shown_default="the file's folder")
     """Folder with the media of --prompt-file."""
     max_new_tokens: int | None = option(
-        None, metavar="N", least=1, shown_default="128; 2048 if the model thinks"
+        None, metavar="N", minimum=1, shown_default="128; 2048 if the model thinks"
     )
     """Generate at most N tokens per answer, including what the model thinks."""
     thinking: Literal["on", "off"] | None = option(None, shown_default="what the chat template does")
@@ -59,17 +59,17 @@ class GenerateOptions(VideoRuleOptions):
     (enable_thinking of the chat template)."""
     show_thinking: bool = False
     """Also print what the model thinks."""
-    tp: int = option(1, metavar="T", least=1)
+    tp: int = option(1, metavar="T", minimum=1)
     """Tensor parallel size in ranks."""
-    pp: int = option(1, metavar="P", least=1)
+    pp: int = option(1, metavar="P", minimum=1)
     """Pipeline parallel size in stages."""
-    ep: int = option(1, metavar="E", least=1)
+    ep: int = option(1, metavar="E", minimum=1)
     """Expert parallel size in ranks, for models with experts."""
-    etp: int = option(1, metavar="R", least=1)
+    etp: int = option(1, metavar="R", minimum=1)
     """Expert tensor parallel size in ranks; each expert's matrices are split."""
     layers: list[int] | None = option(None, metavar="6,8,8,6", shown_default="even")
     """Decoder layers of each stage."""
-    batch: int = option(8, metavar="N", least=1)
+    batch: int = option(8, metavar="N", minimum=1)
     """Answer N prompts together."""
     dtype: Literal["float32", "bfloat16"] | None = option(
         None, shown_default="bfloat16 on GPUs, float32 on CPU"
@@ -79,14 +79,14 @@ class GenerateOptions(VideoRuleOptions):
     """Where the ranks run."""
     video_fps: float = option(2.0, metavar="F")
     """Frames per second to take from a video."""
-    video_max_frames: int = option(32, metavar="N", least=1)
+    video_max_frames: int = option(32, metavar="N", minimum=1)
     """Take at most N frames of a video."""
     json: bool = False
     """Print JSON with text, thinking (null without any), tokens, prompt_tokens and finished (false if
     --max-new-tokens ended it) of each answer."""
 
     def check(self) -> None:
-        exactly_one(self, "prompt", "prompt_file")
+        require_exactly_one(self, "prompt", "prompt_file")
         if len(self.prompt) > 1:
             raise UserError("--prompt is given more than once; several prompts go into a --prompt-file")
         if self.prompt and not (self.prompt[0].strip() or self.image or self.video):

@@ -19,17 +19,17 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
-from megatron_vl.data.packing.assemble import Sample, pack_row
-from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed, make_grid
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.parallel.process_grid import ProcessGrid, end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
-from megatron_vl.training.generate import Prompt, generate
+from megatron_vl.training.generate import PromptRow, generate_greedily
 from megatron_vl.training.model import build_model
-from megatron_vl.weights.reader import WeightReader
-from toolkit.samples import read_samples
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.sample_encoder import read_samples
 
-ROW_UNIT = 64
+ROW_LENGTH_MULTIPLE = 64
 """Rows of prompts are padded to a multiple of this many tokens."""
 
 
@@ -40,7 +40,7 @@ class GenerateJob:
     hf: str
     checkpoint: str
     samples: str
-    """File of prompts written by :func:`toolkit.samples.write_samples`."""
+    """File of prompts written by :func:`toolkit.sample_encoder.write_samples`."""
     layout: dict[str, Any]
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int
@@ -54,71 +54,82 @@ class GenerateJob:
 
 
 def main(argv: list[str]) -> int:
-    job = GenerateJob(**json.loads(Path(argv[0]).read_text()))
-    answers = answer(job, read_samples(Path(job.samples)))
+    generate_job = GenerateJob(**json.loads(Path(argv[0]).read_text()))
+    answers = generate_answers(generate_job, read_samples(Path(generate_job.samples)))
     if dist.get_rank() == 0:
         Path(argv[1]).write_text(json.dumps(answers))
     end_distributed()
     return 0
 
 
-def answer(job: GenerateJob, samples: list[Sample]) -> list[list[int]]:
+def generate_answers(generate_job: GenerateJob, samples: list[TokenizedSample]) -> list[list[int]]:
     """Generates the new tokens of each prompt. Collective over all ranks."""
-    platform = get_platform(job.platform)
-    spec = read_spec(job.hf)
-    layout = make_layout(spec, **job.layout)
+    platform = get_platform(generate_job.platform)
+    spec = read_spec(generate_job.hf)
+    layout = make_layout(spec, **generate_job.layout)
     init_distributed(platform)
     grid = make_grid(layout)
     # The fused GPU kernels do not support float32.
-    attention: Any = "sdpa" if job.dtype == "float32" else "auto"
+    attention_backend: Any = "sdpa" if generate_job.dtype == "float32" else "auto"
     config = TrainConfig(
-        model=ModelConfig(hf=job.hf, vision_attention=attention, language_attention=attention),
+        model=ModelConfig(
+            hf=generate_job.hf, vision_attention=attention_backend, language_attention=attention_backend
+        ),
         # In a model with experts, each rank routes its own tokens.
         parallel=ParallelConfig(
-            **job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
+            **generate_job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
         ),
-        dtype=job.dtype,  # type: ignore[arg-type]
+        dtype=generate_job.dtype,  # type: ignore[arg-type]
     )
 
-    weights = WeightReader(job.checkpoint)
-    chunks = build_model(config, spec, layout, platform, grid, weights=weights).chunks
+    weight_reader = WeightReader(generate_job.checkpoint)
+    model_chunks = build_model(config, spec, layout, platform, grid, weight_reader=weight_reader).model_chunks
     answers: list[list[int]] = []
-    for start in range(0, len(samples), job.batch):
-        given = samples[start : start + job.batch]
+    for batch_start in range(0, len(samples), generate_job.batch):
+        batch_samples = samples[batch_start : batch_start + generate_job.batch]
         # If experts are spread over more ranks than a replica has, every replica answers an equal number
         # of prompts.
-        shared = given + given[-1:] * (-len(given) % grid.dp)
-        share = shared[grid.dp_rank :: grid.dp]
-        prompts = prepare(share, spec, job.video_positions) if grid.owns_loader else None
-        mine = generate(
-            chunks, grid, platform, prompts, max_new_tokens=job.max_new_tokens, stop=frozenset(job.stop)
+        padded_batch = batch_samples + batch_samples[-1:] * (-len(batch_samples) % grid.dp)
+        replica_samples = padded_batch[grid.dp_rank :: grid.dp]
+        packed_prompts = (
+            pack_prompts(replica_samples, spec, generate_job.video_positions) if grid.owns_loader else None
         )
-        answers += _all_answers(mine, grid)[: len(given)]
+        replica_answers = generate_greedily(
+            model_chunks,
+            grid,
+            platform,
+            packed_prompts,
+            max_new_tokens=generate_job.max_new_tokens,
+            stop_token_ids=frozenset(generate_job.stop),
+        )
+        answers += _gather_answers(replica_answers, grid)[: len(batch_samples)]
 
     return answers
 
 
-def _all_answers(mine: list[list[int]], grid: ProcessGrid) -> list[list[int]]:
+def _gather_answers(replica_answers: list[list[int]], grid: ProcessGrid) -> list[list[int]]:
     """The answers of all replicas, in the order of the prompts. Collective over all ranks."""
     if grid.dp == 1:
-        return mine
-    said: list[Any] = [None] * grid.world_size
-    dist.all_gather_object(said, (grid.dp_rank, mine))
-    shares = [share for _, share in sorted({replica: share for replica, share in said}.items())]
-    return [answer for row in zip(*shares, strict=True) for answer in row]
+        return replica_answers
+    answers_by_rank: list[Any] = [None] * grid.world_size
+    dist.all_gather_object(answers_by_rank, (grid.dp_rank, replica_answers))
+    answers_by_replica = [
+        share for _, share in sorted({replica: share for replica, share in answers_by_rank}.items())
+    ]
+    return [answer for row in zip(*answers_by_replica, strict=True) for answer in row]
 
 
-def prepare(
-    samples: list[Sample], spec: ModelSpec, video_positions: VideoPositions = "released"
-) -> list[Prompt]:
+def pack_prompts(
+    samples: list[TokenizedSample], spec: ModelSpec, video_positions: VideoPositions = "released"
+) -> list[PromptRow]:
     """Converts prompts into rows of one length."""
-    length = ROW_UNIT * math.ceil(max(map(len, samples)) / ROW_UNIT)
+    length = ROW_LENGTH_MULTIPLE * math.ceil(max(map(len, samples)) / ROW_LENGTH_MULTIPLE)
     rows = [pack_row([sample], spec, length, video_positions=video_positions) for sample in samples]
-    return [Prompt(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]
+    return [PromptRow(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]
 
 
-def write_job(job: GenerateJob, path: Path) -> None:
-    path.write_text(json.dumps(dataclasses.asdict(job)))
+def write_generate_job(generate_job: GenerateJob, job_path: Path) -> None:
+    job_path.write_text(json.dumps(dataclasses.asdict(generate_job)))
 
 
 if __name__ == "__main__":

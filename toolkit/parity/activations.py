@@ -3,7 +3,7 @@
 Hooks on both sides record outputs while the loss is computed; nothing is recomputed. Patches are in the
 tower's order (by windows, where the family has them), as in ``transformers``. Tokens are those of all
 samples, one sample after another, without the padding of rows. Logits are compared for the tokens for which
-the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.packing.row.loss_index`).
+the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.packing.training_row.loss_index`).
 """
 
 from __future__ import annotations
@@ -18,185 +18,193 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_vl.parallel.grid import ProcessGrid
+from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.feed import StepData
+from megatron_vl.training.batch_broadcast import StepBatch
 
-from .gather import StoredTensors, gather_on_first
-from .locations import EMBEDDED, LOGITS, MERGER, NORM, PATCH
+from .gather_tensors import LazyTensorFile, gather_to_rank_0
+from .locations import FINAL_NORM, LOGITS, PATCH_EMBEDDING, TOKEN_EMBEDDINGS, VISION_MERGER
 from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDING
 
-VISUAL = (PATCH, MERGER, "vision layer", "DeepStack merger")
+VISION_LOCATIONS = (PATCH_EMBEDDING, VISION_MERGER, "vision layer", "DeepStack merger")
 """Prefixes of the names of locations in the vision tower."""
-LENGTHS = "lengths"
+ROW_LENGTHS = "lengths"
 """An entry beside the locations: the number of tokens of each row, without padding [rows]."""
-SELECTED = "selected"
+SELECTED_TOKENS = "selected"
 """Entries beside the locations, one per row: the indices of the tokens whose logits were computed, in the
 whole row."""
 
 
-def squared_norms(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """Returns the squared L2 norms of the difference and of ``want``, computed in float64."""
-    want = want.double()
-    return float((got.double() - want).square().sum()), float(want.square().sum())
+def squared_norms(actual_tensor: Tensor, expected_tensor: Tensor) -> tuple[float, float]:
+    """Returns the squared L2 norms of the difference and of ``expected_tensor``, computed in float64."""
+    expected_tensor = expected_tensor.double()
+    return float((actual_tensor.double() - expected_tensor).square().sum()), float(
+        expected_tensor.square().sum()
+    )
 
 
-class Watch:
+class ActivationRecorder:
     """Hooks on modules. Each copies a value to the host when the module is called."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, list[Tensor]] = {}
+        self.recorded_values: dict[str, list[Tensor]] = {}
         """Maps each location to its values, in the order of the calls."""
-        self._handles: list[Any] = []
+        self._hook_handles: list[Any] = []
 
-    def keep(self, location: str, value: Any) -> None:
+    def record_value(self, location: str, module_value: Any) -> None:
         """Keeps a copy of a module's input or output; of a tuple, its first element."""
-        value = value[0] if isinstance(value, tuple) else value
+        module_value = module_value[0] if isinstance(module_value, tuple) else module_value
         # Always copy: pipeline stages free the memory of what they have sent.
-        self.kept.setdefault(location, []).append(value.detach().to("cpu", copy=True))
+        self.recorded_values.setdefault(location, []).append(module_value.detach().to("cpu", copy=True))
 
-    def output(self, module: nn.Module, location: str) -> None:
+    def record_output(self, module: nn.Module, location: str) -> None:
         """Keeps the output of a module as the value of a location."""
-        self._handles.append(module.register_forward_hook(lambda m, args, out: self.keep(location, out)))
+        self._hook_handles.append(
+            module.register_forward_hook(lambda hooked_module, args, out: self.record_value(location, out))
+        )
 
-    def input(self, module: nn.Module, location: str, name: str = "hidden_states") -> None:
-        """Keeps an input of a module as the value of a location: argument ``name``, or the first."""
+    def record_input(self, module: nn.Module, location: str, argument_name: str = "hidden_states") -> None:
+        """Keeps an input of a module as the value of a location: argument ``argument_name``, or the first."""
 
-        def hook(m: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.keep(location, kwargs[name] if name in kwargs else args[0])
+        def record_argument(hooked_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self.record_value(location, kwargs[argument_name] if argument_name in kwargs else args[0])
 
-        self._handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._hook_handles.append(module.register_forward_pre_hook(record_argument, with_kwargs=True))
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         """Removes the hooks; the kept values stay."""
-        for handle in self._handles:
-            handle.remove()
+        for hook_handle in self._hook_handles:
+            hook_handle.remove()
 
 
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-class HfWatch(Watch):
+class HfActivationRecorder(ActivationRecorder):
     """Records a model of ``transformers`` that runs samples one by one."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__()
-        tower, language = model.model.visual, model.model.language_model
+        vision_tower, language_model = model.model.visual, model.model.language_model
 
-        self.input(tower.blocks[0], PATCH)
-        for i, block in enumerate(tower.blocks):
-            self.output(block, f"vision layer {i}")
+        self.record_input(vision_tower.blocks[0], PATCH_EMBEDDING)
+        for i, vision_block in enumerate(vision_tower.blocks):
+            self.record_output(vision_block, f"vision layer {i}")
         for k in range(len(spec.vision.deepstack_layers)):
-            self.output(tower.deepstack_merger_list[k], f"DeepStack merger {k}")
-        self.output(tower.merger, MERGER)
+            self.record_output(vision_tower.deepstack_merger_list[k], f"DeepStack merger {k}")
+        self.record_output(vision_tower.merger, VISION_MERGER)
 
         # transformers adds DeepStack's features after a layer. The input of the next module has them.
-        locations = [EMBEDDED, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
-        for module, location in zip([*language.layers, language.norm], locations, strict=True):
-            self.input(module, location)
-        self.output(language.norm, NORM)
-        self.output(model.lm_head, LOGITS)
+        locations = [TOKEN_EMBEDDINGS, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
+        for hooked_module, location in zip(
+            [*language_model.layers, language_model.norm], locations, strict=True
+        ):
+            self.record_input(hooked_module, location)
+        self.record_output(language_model.norm, FINAL_NORM)
+        self.record_output(model.lm_head, LOGITS)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors_by_location(self) -> dict[str, Tensor]:
         """Maps each location to a tensor [positions, width] of all samples.
 
         The positions are patches in the tower, merge units after a merger, and tokens in the language model.
         """
         return {
-            location: torch.cat([t.reshape(-1, t.shape[-1]) for t in parts])
-            for location, parts in self.kept.items()
+            location: torch.cat([sample_value.reshape(-1, sample_value.shape[-1]) for sample_value in parts])
+            for location, parts in self.recorded_values.items()
         }
 
 
 # --- This project -------------------------------------------------------------------------------------------
 
 
-class Recorder(Watch):
+class MegatronActivationRecorder(ActivationRecorder):
     """Records the outputs of this rank's chunks during one step. Rank 0 compares those of all ranks."""
 
-    def __init__(self, wrapped: list[Any], layout: Layout, grid: ProcessGrid) -> None:
+    def __init__(self, ddp_chunks: list[Any], layout: Layout, grid: ProcessGrid) -> None:
         super().__init__()
         self.grid = grid
-        chunks = [chunk.module for chunk in wrapped]
+        chunks = [chunk.module for chunk in ddp_chunks]
         self.sequence_parallel = chunks[0].config.sequence_parallel
         for stage, chunk in enumerate(chunks):
             if chunk.vision_model is not None:
-                self._watch_tower(chunk.vision_model)
-            self._watch_language(chunk, layout.chunk_layers(grid.pp_rank, stage))
+                self._record_tower(chunk.vision_model)
+            self._record_language_model(chunk, layout.chunk_layers(grid.pp_rank, stage))
 
-    def _watch_tower(self, tower: Any) -> None:
-        self.input(tower.decoder.layers[0], PATCH)
-        for i, layer in enumerate(tower.decoder.layers):
-            self.output(layer, f"vision layer {i}")
-        for k, merger in enumerate(tower.deepstack_mergers):
-            self.output(merger, f"DeepStack merger {k}")
-        self.output(tower.merger, MERGER)
+    def _record_tower(self, vision_tower: Any) -> None:
+        self.record_input(vision_tower.decoder.layers[0], PATCH_EMBEDDING)
+        for i, layer in enumerate(vision_tower.decoder.layers):
+            self.record_output(layer, f"vision layer {i}")
+        for k, deepstack_merger in enumerate(vision_tower.deepstack_mergers):
+            self.record_output(deepstack_merger, f"DeepStack merger {k}")
+        self.record_output(vision_tower.merger, VISION_MERGER)
 
-    def _watch_language(self, chunk: Any, numbers: range) -> None:
-        for number, layer in zip(numbers, chunk.language_model.decoder.layers, strict=True):
+    def _record_language_model(self, model_chunk: Any, layer_numbers: range) -> None:
+        for number, layer in zip(layer_numbers, model_chunk.language_model.decoder.layers, strict=True):
             if number == 0:
-                self.input(layer, EMBEDDED)
-            self.output(layer, f"decoder layer {number}")
-        if chunk.post_process:
-            self.output(chunk.language_model.decoder.final_layernorm, NORM)
-            self.output(chunk.language_model.output_layer, LOGITS)
+                self.record_input(layer, TOKEN_EMBEDDINGS)
+            self.record_output(layer, f"decoder layer {number}")
+        if model_chunk.post_process:
+            self.record_output(model_chunk.language_model.decoder.final_layernorm, FINAL_NORM)
+            self.record_output(model_chunk.language_model.output_layer, LOGITS)
 
-    def compare(self, data: StepData, folder: str, dtype: str) -> dict[str, Any]:
+    def compare_activations(self, step_data: StepBatch, reference_dir: str, dtype: str) -> dict[str, Any]:
         """Removes the hooks and compares the outputs of all ranks. Collective.
 
         Args:
-            data: the rows of the step.
-            folder: output of :mod:`toolkit.parity.stored`.
+            step_data: the rows of the step.
+            reference_dir: output of :mod:`toolkit.parity.reference_job`.
 
         Returns:
             On rank 0, {"activations": relative L2 error by location, "departs": the first location whose
             error is too large, or ""}; empty on the other ranks.
         """
-        self.close()
-        mine = self._contribution(data)
-        self.kept.clear()
+        self.remove_hooks()
+        local_values = self._local_contribution(step_data)
+        self.recorded_values.clear()
 
         grid = self.grid
         key = (grid.dp_rank, grid.pp_rank, grid.cp_rank, grid.tp_rank)
-        parts = gather_on_first({key: mine} if mine else {}, grid)
-        return compare_locations(parts, Path(folder), dtype) if grid.rank == 0 else {}
+        values_by_rank = gather_to_rank_0({key: local_values} if local_values else {}, grid)
+        return compare_locations(values_by_rank, Path(reference_dir), dtype) if grid.rank == 0 else {}
 
-    def _contribution(self, data: StepData) -> dict[str, Tensor]:
+    def _local_contribution(self, step_data: StepBatch) -> dict[str, Tensor]:
         """Maps "location/row" to the values [positions, width] that this rank contributes.
 
-        The entries :data:`LENGTHS` and :data:`SELECTED` describe the rows; a rank without values has none.
+        The entries :data:`LENGTHS` and :data:`SELECTED_TOKENS` describe the rows; a rank without values has none.
         """
-        mine: dict[str, Tensor] = {}
-        length = data.rows[0].tokens.numel()
-        for location, values in self.kept.items():
-            if not self._contributes(location):
+        local_values: dict[str, Tensor] = {}
+        row_length = step_data.rows[0].tokens.numel()
+        for location, recorded_rows in self.recorded_values.items():
+            if not self._is_contributor(location):
                 continue
-            split = self.sequence_parallel and location != LOGITS
-            tokens = length // self.grid.tp if split else length
-            encoded = self._encoded(data)
-            if location.startswith(VISUAL) and len(values) < len(data.rows):
+            is_split = self.sequence_parallel and location != LOGITS
+            token_count = row_length // self.grid.tp if is_split else row_length
+            encoded = self._encoded(step_data)
+            if location.startswith(VISION_LOCATIONS) and len(recorded_rows) < len(step_data.rows):
                 numbers = encoded  # the tower skipped the other rows
             else:
-                numbers = list(range(len(data.rows)))
+                numbers = list(range(len(step_data.rows)))
 
-            for number, value in zip(numbers, values, strict=True):
-                value = value.reshape(-1, value.shape[-1])
-                if not location.startswith(VISUAL):
+            for row_number, row_values in zip(numbers, recorded_rows, strict=True):
+                row_values = row_values.reshape(-1, row_values.shape[-1])
+                if not location.startswith(VISION_LOCATIONS):
                     # Cut off DeepStack's features, which follow the hidden state in the same tensor.
-                    mine[f"{location}/{number}"] = value[:tokens]
-                elif number in encoded:  # otherwise it is a dummy
-                    mine[f"{location}/{number}"] = value
+                    local_values[f"{location}/{row_number}"] = row_values[:token_count]
+                elif row_number in encoded:  # otherwise it is a dummy
+                    local_values[f"{location}/{row_number}"] = row_values
 
-        if mine:
-            mine[LENGTHS] = torch.tensor([sum(lengths) for lengths in data.segment_lengths])
-            for number, row in enumerate(data.rows):
-                selected = torch.arange(length) if row.loss_index is None else row.loss_index.cpu()
-                mine[f"{SELECTED}/{number}"] = selected + self.grid.cp_rank * length
+        if local_values:
+            local_values[ROW_LENGTHS] = torch.tensor([sum(lengths) for lengths in step_data.segment_lengths])
+            for row_number, packed_row in enumerate(step_data.rows):
+                selected = (
+                    torch.arange(row_length) if packed_row.loss_index is None else packed_row.loss_index.cpu()
+                )
+                local_values[f"{SELECTED_TOKENS}/{row_number}"] = selected + self.grid.cp_rank * row_length
 
-        return mine
+        return local_values
 
-    def _encoded(self, data: StepData) -> list[int]:
+    def _encoded(self, data: StepBatch) -> list[int]:
         """The rows of which this rank encodes pictures."""
         return [
             number
@@ -204,52 +212,68 @@ class Recorder(Watch):
             if data.vision_lengths[number][0] and (row.feature_route is None or row.feature_route.encodes)
         ]
 
-    def _contributes(self, location: str) -> bool:
+    def _is_contributor(self, location: str) -> bool:
         """Whether this rank contributes values of a location.
 
         If all tensor-parallel ranks have the same values, only the first one contributes them.
         """
-        split = location == LOGITS or self.sequence_parallel and not location.startswith(VISUAL)
-        return split or self.grid.tp_rank == 0
+        is_split = location == LOGITS or self.sequence_parallel and not location.startswith(VISION_LOCATIONS)
+        return is_split or self.grid.tp_rank == 0
 
 
 def compare_locations(
-    parts: Mapping[tuple[int, ...], Mapping[str, Tensor]], folder: Path, dtype: str
+    values_by_rank: Mapping[tuple[int, ...], Mapping[str, Tensor]], reference_dir: Path, dtype: str
 ) -> dict[str, Any]:
     """Returns the relative L2 errors of all locations and the first location that departs.
 
     Args:
-        parts: maps (dp, pp, cp, tp) to the contribution of that rank.
-        folder: output of :mod:`toolkit.parity.stored`.
+        values_by_rank: maps (dp, pp, cp, tp) to the contribution of that rank.
+        reference_dir: output of :mod:`toolkit.parity.reference_job`.
     """
-    facts = json.loads((folder / "reference.json").read_text())
-    reference = StoredTensors(folder / "activations.safetensors")
-    errors = {location: _location_error(parts, reference, location) for location in reference}
+    reference_facts = json.loads((reference_dir / "reference.json").read_text())
+    reference_tensors = LazyTensorFile(reference_dir / "activations.safetensors")
+    errors_by_location = {
+        location: _location_error(values_by_rank, reference_tensors, location)
+        for location in reference_tensors
+    }
 
-    limit = partial(activation_limit, noise=facts["activation_noise"], dtype=dtype)
-    ordered = [location for location in facts["order"] if location in errors]
+    error_limit = partial(activation_limit, noise=reference_facts["activation_noise"], dtype=dtype)
+    ordered_locations = [location for location in reference_facts["order"] if location in errors_by_location]
     return {
-        "activations": {location: errors[location] for location in ordered},
-        "departs": next((location for location in ordered if not errors[location] <= limit(location)), ""),
+        "activations": {location: errors_by_location[location] for location in ordered_locations},
+        "departs": next(
+            (
+                location
+                for location in ordered_locations
+                if not errors_by_location[location] <= error_limit(location)
+            ),
+            "",
+        ),
     }
 
 
 def _location_error(
-    parts: Mapping[tuple[int, ...], Mapping[str, Tensor]], reference: StoredTensors, location: str
+    values_by_rank: Mapping[tuple[int, ...], Mapping[str, Tensor]],
+    reference_tensors: LazyTensorFile,
+    location: str,
 ) -> float:
     """Returns the relative L2 error over all rows; infinite if positions are missing or not finite."""
-    difference = scale = 0.0
-    start = 0
-    for got, length, computed in rows_at(parts, location):
-        want = reference.part(location, start, start + length)
-        squares = squared_norms(got, want if computed is None else want[computed])
-        difference += squares[0]
-        scale += squares[1]
-        start += length
+    squared_difference = squared_scale = 0.0
+    row_start = 0
+    for actual_values, row_length, computed_indices in rows_at_location(values_by_rank, location):
+        expected_values = reference_tensors.read_slice(location, row_start, row_start + row_length)
+        row_squares = squared_norms(
+            actual_values, expected_values if computed_indices is None else expected_values[computed_indices]
+        )
+        squared_difference += row_squares[0]
+        squared_scale += row_squares[1]
+        row_start += row_length
 
-    error = math.sqrt(difference / scale) if scale else math.sqrt(difference)
-    complete = start == reference[location].shape[0]
-    return error if complete and math.isfinite(error) else math.inf
+    relative_error = (
+        math.sqrt(squared_difference / squared_scale) if squared_scale else math.sqrt(squared_difference)
+    )
+    is_complete = row_start == reference_tensors[location].shape[0]
+    return relative_error if is_complete and math.isfinite(relative_error) else math.inf
 
 
 def activation_limit(location: str, *, noise: dict[str, float], dtype: str) -> float:
@@ -263,40 +287,46 @@ def activation_limit(location: str, *, noise: dict[str, float], dtype: str) -> f
     return BF16_ACTIVATION_RATIO * max(noise[location], BF16_ROUNDING)
 
 
-def rows_at(
-    parts: Mapping[tuple[int, ...], Mapping[str, Tensor]], location: str
+def rows_at_location(
+    values_by_rank: Mapping[tuple[int, ...], Mapping[str, Tensor]], location: str
 ) -> Iterator[tuple[Tensor, int, Tensor | None]]:
     """Yields the values of a location, row by row, in the order of the samples.
 
     Args:
-        parts: maps (dp, pp, cp, tp) to the contribution of that rank.
+        values_by_rank: maps (dp, pp, cp, tp) to the contribution of that rank.
 
     Yields:
         The computed values [computed positions, width]; the number of the row's positions, without padding;
         the indices of the computed positions, or None if all were computed.
     """
-    prefix = f"{location}/"
-    for dp in sorted({key[0] for key in parts}):
-        ranks = {key: parts[key] for key in sorted(parts) if key[0] == dp}
-        names = {name for rank in ranks.values() for name in rank}
-        numbers = sorted(int(name.removeprefix(prefix)) for name in names if name.startswith(prefix))
+    location_prefix = f"{location}/"
+    for dp_rank in sorted({key[0] for key in values_by_rank}):
+        replica_values = {key: values_by_rank[key] for key in sorted(values_by_rank) if key[0] == dp_rank}
+        value_names = {value_name for rank in replica_values.values() for value_name in rank}
+        row_numbers = sorted(
+            int(value_name.removeprefix(location_prefix))
+            for value_name in value_names
+            if value_name.startswith(location_prefix)
+        )
 
-        for number in numbers:
-            name = f"{prefix}{number}"
-            holders = {key: rank for key, rank in ranks.items() if name in rank}
-            length = int(next(iter(holders.values()))[LENGTHS][number])
+        for row_number in row_numbers:
+            value_name = f"{location_prefix}{row_number}"
+            holder_values = {key: rank for key, rank in replica_values.items() if value_name in rank}
+            row_length = int(next(iter(holder_values.values()))[ROW_LENGTHS][row_number])
             if location == LOGITS:
-                values, indices = _logits_of_row(holders, name, f"{SELECTED}/{number}")
-                real = indices < length  # the rest of the row is padding
-                yield values[real], length, indices[real]
+                row_values, token_indices = _logits_of_row(
+                    holder_values, value_name, f"{SELECTED_TOKENS}/{row_number}"
+                )
+                is_real_token = token_indices < row_length  # the rest of the row is padding
+                yield row_values[is_real_token], row_length, token_indices[is_real_token]
                 continue
 
             # Context-parallel ranks split the tokens and the frames, tensor-parallel ranks the tokens.
-            values = torch.cat([rank[name] for rank in holders.values()])
-            if location.startswith(VISUAL):
-                yield values, len(values), None
+            row_values = torch.cat([rank[value_name] for rank in holder_values.values()])
+            if location.startswith(VISION_LOCATIONS):
+                yield row_values, len(row_values), None
             else:
-                yield values[:length], length, None
+                yield row_values[:row_length], row_length, None
 
 
 def _logits_of_row(

@@ -18,26 +18,26 @@ from megatron_vl.config import (
     TrainConfig,
     VisionConfig,
 )
-from megatron_vl.data.packing.assemble import Sample, pack_row
-from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import ProcessGrid, make_grid
+from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.models.parameter_names import LiveTensor
+from megatron_vl.parallel.process_grid import ProcessGrid, make_grid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.training.feed import Feed, StepData
+from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.model import build_model
 from megatron_vl.training.optimizer import build_optimizer
-from megatron_vl.training.step import wrap
-from megatron_vl.weights.reader import WeightReader
-from toolkit.samples import read_samples
+from megatron_vl.training.step import wrap_in_ddp
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.sample_encoder import read_samples
 
-from .batches import make_sample
+from .random_samples import make_sample
 
-ADAM = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="constant", warmup_steps=2)
+ADAM_CONFIG = OptimizerConfig(lr=1e-3, weight_decay=0.1, clip_grad=1.0, schedule="constant", warmup_steps=2)
 
 
 @dataclass
-class Case:
+class ParityCase:
     """One layout of one model, and the global batch of each step."""
 
     name: str
@@ -76,9 +76,9 @@ class Case:
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
-    """File of :func:`toolkit.samples.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
+    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
     reference: str = ""
-    """Folder written by :mod:`toolkit.parity.stored`; empty: rank 0 computes the reference."""
+    """Folder written by :mod:`toolkit.parity.reference_job`; empty: rank 0 computes the reference."""
     activations: bool = False
     """Also compare layer outputs and logits. Needs ``reference``, samples without videos, and one forward
     pass per step."""
@@ -88,16 +88,18 @@ class Case:
     """Attention backend of tower and language model; the fused GPU kernels do not support float32."""
 
     @property
-    def _vision(self) -> VisionConfig:
+    def _vision_config(self) -> VisionConfig:
         if not self.decoupled:
             return VisionConfig()
-        calls = {"encode_patches": self.patches, "backward_patches": self.patches} if self.patches else {}
-        return VisionConfig(placement="decoupled", keep_patches=self.kept_patches, **calls)
+        patch_limits = (
+            {"encode_patches": self.patches, "backward_patches": self.patches} if self.patches else {}
+        )
+        return VisionConfig(placement="decoupled", keep_patches=self.kept_patches, **patch_limits)
 
     @property
     def config(self) -> TrainConfig:
         """The settings of a training in this layout."""
-        model = ModelConfig(
+        model_config = ModelConfig(
             checkpoint=self.weights,
             hf=self.hf,
             freeze_vision="vision" in self.freeze,
@@ -108,7 +110,7 @@ class Case:
             language_attention=self.attention,  # type: ignore[arg-type]
         )
 
-        parallel = ParallelConfig(
+        parallel_config = ParallelConfig(
             tp=self.tp,
             pp=self.pp,
             cp=self.cp,
@@ -125,13 +127,13 @@ class Case:
         )
 
         return TrainConfig(
-            optimizer=ADAM,
+            optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]
             data=DataConfig(seq_len=self.seq_len),
-            model=model,
-            vision=self._vision,
+            model=model_config,
+            vision=self._vision_config,
             recompute=RecomputeConfig(**self.recompute),
-            parallel=parallel,
+            parallel=parallel_config,
         )
 
 
@@ -143,28 +145,32 @@ class BuiltCase:
     spec: ModelSpec
     layout: Layout
     grid: ProcessGrid
-    wrapped: list[Any]
+    ddp_chunks: list[Any]
     optimizer: Any
     """None if the case has no optimizer."""
-    tensors: list[LiveTensor]
+    live_tensors: list[LiveTensor]
 
-    def feed(self, samples: list[list[Sample]], platform: Platform, seq_len: int) -> StepData:
+    def make_step_data(
+        self, samples: list[list[TokenizedSample]], platform: Platform, seq_len: int
+    ) -> StepBatch:
         """Packs the samples and returns this rank's rows of one step. Collective.
 
         Args:
             samples: for each row of the global batch, its samples.
         """
-        rows = iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
-        return Feed(
+        packed_rows = (
+            iter(local_rows(samples, self.grid, self.spec, seq_len)) if self.grid.owns_loader else None
+        )
+        return BatchBroadcast(
             self.grid,
             platform,
-            rows,
+            packed_rows,
             len(samples) // self.grid.dp,
-            vision=self.spec.vision,
-        ).next_step()
+            vision_spec=self.spec.vision,
+        ).next_batch()
 
 
-def build(case: Case, platform: Platform) -> BuiltCase:
+def build_case(case: ParityCase, platform: Platform) -> BuiltCase:
     """Builds the model of a case and loads its weights. Collective."""
     config = case.config
     spec = read_spec(case.hf)
@@ -173,41 +179,46 @@ def build(case: Case, platform: Platform) -> BuiltCase:
     )
     grid = make_grid(layout)
 
-    built = build_model(config, spec, layout, platform, grid, weights=WeightReader(case.weights))
-    wrapped = wrap(config, built.chunks)
-    optimizer = build_optimizer(config, platform, wrapped) if case.optimizer else None
-    return BuiltCase(config, spec, layout, grid, wrapped, optimizer, built.tensors)
+    built_model = build_model(config, spec, layout, platform, grid, weight_reader=WeightReader(case.weights))
+    ddp_chunks = wrap_in_ddp(config, built_model.model_chunks)
+    optimizer = build_optimizer(config, platform, ddp_chunks) if case.optimizer else None
+    return BuiltCase(config, spec, layout, grid, ddp_chunks, optimizer, built_model.live_tensors)
 
 
-def draw(rows: list[list[str]], spec: ModelSpec, step: int, given: str = "") -> list[list[Sample]]:
+def draw_samples(
+    sample_kinds: list[list[str]], spec: ModelSpec, step_number: int, samples_file: str = ""
+) -> list[list[TokenizedSample]]:
     """Draws the samples of one step.
 
     The samples depend on the order of their kinds, but not on how the kinds are distributed over rows.
 
     Args:
-        rows: for each row, the kinds of its samples.
-        given: file of the samples that kinds such as ``sample:2`` name.
+        sample_kinds: for each row, the kinds of its samples.
+        samples_file: file of the samples that kinds such as ``sample:2`` name.
     """
-    stored = read_samples(Path(given)) if given else []
-    seeds = itertools.count(100 * step)
+    stored_samples = read_samples(Path(samples_file)) if samples_file else []
+    sample_seeds = itertools.count(100 * step_number)
 
-    def sample(kind: str) -> Sample:
-        seed = next(seeds)
-        if kind.startswith("sample:"):
-            return stored[int(kind.removeprefix("sample:"))]
-        return make_sample(kind, spec, seed=seed)
+    def draw_one_sample(sample_kind: str) -> TokenizedSample:
+        sample_seed = next(sample_seeds)
+        if sample_kind.startswith("sample:"):
+            return stored_samples[int(sample_kind.removeprefix("sample:"))]
+        return make_sample(sample_kind, spec, seed=sample_seed)
 
-    return [[sample(kind) for kind in row] for row in rows]
+    return [[draw_one_sample(kind) for kind in row] for row in sample_kinds]
 
 
-def local_rows(samples: list[list[Sample]], grid: ProcessGrid, spec: ModelSpec, seq_len: int) -> list[Any]:
+def local_rows(
+    samples: list[list[TokenizedSample]], grid: ProcessGrid, spec: ModelSpec, seq_len: int
+) -> list[Any]:
     """Packs the rows of this data-parallel rank."""
-    share = len(samples) // grid.dp
+    rows_per_replica = len(samples) // grid.dp
     return [
-        pack_row(row, spec, seq_len) for row in samples[grid.dp_rank * share : (grid.dp_rank + 1) * share]
+        pack_row(row, spec, seq_len)
+        for row in samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]
     ]
 
 
-def write_cases(cases: list[Case], path: Path) -> None:
+def write_cases(cases: list[ParityCase], cases_path: Path) -> None:
     """Writes the input file of :mod:`toolkit.parity.worker`."""
-    path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))
+    cases_path.write_text(json.dumps([dataclasses.asdict(case) for case in cases]))

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from megatron_vl.errors import UserError
-from toolkit.device import chosen_platform
 from toolkit.layouts import parse_layouts
+from toolkit.platform_choice import choose_platform
 
 from .options import ParityOptions
 
@@ -20,103 +20,119 @@ def parity(options: ParityOptions) -> int:
     from .compare import ParityRequest, run_parity
 
     layouts = parse_layouts(options.layouts)
-    platform = chosen_platform(options.platform)
+    platform = choose_platform(options.platform)
     if options.reference_device.partition(":")[0] not in ("", "cpu", "cuda"):
         raise UserError(
             f"--reference-device {options.reference_device!r} is unknown; valid: cpu, cuda, cuda:1"
         )
 
     if options.reference_device.startswith("cuda"):
-        chosen_platform("cuda", "--reference-device")
+        choose_platform("cuda", "--reference-device")
 
-    request = ParityRequest(
+    parity_request = ParityRequest(
         layouts=layouts,
-        hf=options.hf,
+        hf_dir=options.hf,
         family=options.family or "",
-        checkpoint=options.checkpoint,
-        images=options.image,
+        checkpoint_dir=options.checkpoint,
+        image_paths=options.image,
         dtype=options.dtype,
         platform=platform,
-        steps=options.steps,
+        optimizer_steps=options.steps,
         reference_device=options.reference_device,
     )
 
     console = Console(highlight=False, stderr=options.json, width=max(130, Console().width))
-    report = run_parity(request, lambda line: console.print(f"[dim]{line}[/]"))
+    parity_report = run_parity(parity_request, lambda line: console.print(f"[dim]{line}[/]"))
     if options.json:
-        print(json.dumps(report, indent=2, default=str))
+        print(json.dumps(parity_report, indent=2, default=str))
     else:
-        show(report, console)
+        print_parity_report(parity_report, console)
 
-    return 0 if report["ok"] else 1
+    return 0 if parity_report["ok"] else 1
 
 
-def show(report: dict[str, Any], console: Any) -> None:
+def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
     """Prints the table, and a line for each layout that departs."""
     from .compare import first_departure
 
-    differ, pixels = report["inputs"]["tokens_differ"], report["inputs"]["pixel_error"]
-    if differ or pixels > 1e-5:
-        what = (
-            f"tokens of conversations {differ} differ" if differ else f"pixels differ by up to {pixels:.1e}"
+    differing_samples, pixel_error = (
+        parity_report["inputs"]["tokens_differ"],
+        parity_report["inputs"]["pixel_error"],
+    )
+    if differing_samples or pixel_error > 1e-5:
+        input_problem = (
+            f"tokens of conversations {differing_samples} differ"
+            if differing_samples
+            else f"pixels differ by up to {pixel_error:.1e}"
         )
-        console.print(f"[bold red]inputs:[/] {what} from those of the checkpoint's own processor")
+        console.print(f"[bold red]inputs:[/] {input_problem} from those of the checkpoint's own processor")
 
-    console.print(_table(report))
-    for name, result in report["layouts"].items():
-        if "error" in result:
-            console.print(f"[bold red]{name}:[/] {result['error']}", markup=True)
-        elif location := first_departure(result):
-            console.print(f"[bold red]{name}: the first layer that departs is {location}[/]")
-            for tensor in result.get("tensors", []):
+    console.print(_report_table(parity_report))
+    for layout_text, layout_result in parity_report["layouts"].items():
+        if "error" in layout_result:
+            console.print(f"[bold red]{layout_text}:[/] {layout_result['error']}", markup=True)
+        elif first_location := first_departure(layout_result):
+            console.print(f"[bold red]{layout_text}: the first layer that departs is {first_location}[/]")
+            for tensor_name in layout_result.get("tensors", []):
                 console.print(
-                    f"  {tensor} differs from a conversion of the Hugging Face folder", soft_wrap=True
+                    f"  {tensor_name} differs from a conversion of the Hugging Face folder", soft_wrap=True
                 )
-        elif not result["ok"]:
-            console.print(f"[bold red]{name}: {json.dumps(result.get('state', {}), default=str)[:300]}[/]")
+        elif not layout_result["ok"]:
+            console.print(
+                f"[bold red]{layout_text}: {json.dumps(layout_result.get('state', {}), default=str)[:300]}[/]"
+            )
 
 
-def _table(report: dict[str, Any]) -> Any:
+def _report_table(parity_report: dict[str, Any]) -> Any:
     """Makes a table with a line for each layout: losses, and errors by component or by kind of state."""
     from rich.table import Table
 
     from .locations import COMPONENTS
 
-    training = any("state" in result for result in report["layouts"].values())
-    kinds = ("weights", "exp_avg", "exp_avg_sq") if training else (*COMPONENTS, "logits")
-    what = (
+    is_training = any("state" in layout_result for layout_result in parity_report["layouts"].values())
+    column_kinds = ("weights", "exp_avg", "exp_avg_sq") if is_training else (*COMPONENTS, "logits")
+    table_subject = (
         "relative error after a training"
-        if training
+        if is_training
         else "relative L2 error of outputs (above) and gradients (below)"
     )
 
-    table = Table(title=f"{report['hf']}, {report['dtype']}: {what}")
-    for heading in ("layout", "loss", "transformers", *kinds, ""):
-        table.add_column(heading, overflow="fold")
+    table = Table(title=f"{parity_report['hf']}, {parity_report['dtype']}: {table_subject}")
+    for column_heading in ("layout", "loss", "transformers", *column_kinds, ""):
+        table.add_column(column_heading, overflow="fold")
 
-    for name, result in report["layouts"].items():
-        last = (result.get("steps") or [{}])[-1]
-        cells = [f"{last['loss']:.6f}", f"{last['reference']:.6f}"] if "loss" in last else ["", ""]
-        if training:
-            state = result.get("state", {})
-            cells += [f"{state[kind][1]:.0e}" if kind in state else "" for kind in kinds]
+    for layout_text, layout_result in parity_report["layouts"].items():
+        last_step = (layout_result.get("steps") or [{}])[-1]
+        table_cells = (
+            [f"{last_step['loss']:.6f}", f"{last_step['reference']:.6f}"] if "loss" in last_step else ["", ""]
+        )
+        if is_training:
+            state_errors = layout_result.get("state", {})
+            table_cells += [
+                f"{state_errors[kind][1]:.0e}" if kind in state_errors else "" for kind in column_kinds
+            ]
         else:
-            cells += _component_errors(last)
-        table.add_row(name, *cells, "[green]ok[/]" if result["ok"] else "[bold red]FAILED[/]")
+            table_cells += _component_errors(last_step)
+        table.add_row(
+            layout_text, *table_cells, "[green]ok[/]" if layout_result["ok"] else "[bold red]FAILED[/]"
+        )
 
     return table
 
 
-def _component_errors(step: dict[str, Any]) -> list[str]:
+def _component_errors(step_result: dict[str, Any]) -> list[str]:
     """A cell for each component, with the errors of outputs and gradients, and one for the logits."""
     from .compare import by_component
     from .locations import COMPONENTS
 
-    outputs = by_component(step.get("activations", {}))
-    gradients = by_component(step.get("gradients", {}))
-    cells = [f"{_error(outputs.get(kind))}\n{_error(gradients.get(kind))}" for kind in COMPONENTS]
-    return [*cells, _error(step.get("activations", {}).get("logits"))]
+    output_errors = by_component(step_result.get("activations", {}))
+    gradient_errors = by_component(step_result.get("gradients", {}))
+    component_cells = [
+        f"{_error_text(output_errors.get(kind))}\n{_error_text(gradient_errors.get(kind))}"
+        for kind in COMPONENTS
+    ]
+    return [*component_cells, _error_text(step_result.get("activations", {}).get("logits"))]
 
 
-def _error(value: float | None) -> str:
-    return "-" if value is None else "inf" if math.isinf(value) else f"{value:.0e}"
+def _error_text(relative_error: float | None) -> str:
+    return "-" if relative_error is None else "inf" if math.isinf(relative_error) else f"{relative_error:.0e}"

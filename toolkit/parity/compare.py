@@ -13,30 +13,33 @@ from typing import Any
 
 import torch
 
-from converters.convert import convert
+from converters.convert import convert_weights
 from data_tools.formats import read_conversation
-from megatron_vl.data.packing.assemble import Sample
+from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
 from megatron_vl.spec.tensors import LayoutError, tensor_table
-from megatron_vl.weights.reader import WeightReader
 from megatron_vl.weights.video_rule import exported_video_rule, weights_video_rule
-from toolkit.hf import check_folder
-from toolkit.launch import end_of, run_group
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.hf_loading import check_hf_folder
+from toolkit.launch import last_output_lines, run_group
 from toolkit.layouts import LayoutSpec
-from toolkit.samples import SampleEncoder, write_samples
-from toolkit.tiny import FAMILIES, write_tiny_checkpoint
-from toolkit.trained_rules import follow
+from toolkit.sample_encoder import SampleEncoder, write_samples
+from toolkit.tiny_checkpoint import TINY_FAMILIES, write_tiny_checkpoint
+from toolkit.trained_video_rules import resolve_video_rules
 
-from .case import Case, write_cases
-from .locations import component_of, location_of
-from .stored import ReferenceJob, write_job
+from .case import ParityCase, write_cases
+from .locations import location_component, tensor_location
+from .reference_job import ReferenceJob, write_reference_job
 from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
 
-PHOTOGRAPHS = ("astronaut", "two_images", "image_between_texts", "text_only")
+DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
 """The demo conversations that are compared if no pictures are given."""
-QUESTION, ANSWER = "<image>\nWhat is in this picture?", "This is what one can see in the picture."
+PICTURE_QUESTION, PICTURE_ANSWER = (
+    "<image>\nWhat is in this picture?",
+    "This is what one can see in the picture.",
+)
 
 
 @dataclass
@@ -44,24 +47,26 @@ class ParityRequest:
     """The options of one call of the command."""
 
     layouts: list[LayoutSpec]
-    hf: Path | None = None
+    hf_dir: Path | None = None
     family: str = ""
-    """Use a small model of this family with random weights instead of ``hf``."""
-    checkpoint: Path | None = None
-    """Compare these Megatron weights instead of a fresh conversion of ``hf``."""
-    images: list[Path] = field(default_factory=list)
+    """Use a small model of this family with random weights instead of ``hf_dir``."""
+    checkpoint_dir: Path | None = None
+    """Compare these Megatron weights instead of a fresh conversion of ``hf_dir``."""
+    image_paths: list[Path] = field(default_factory=list)
     dtype: str = "float32"
     platform: str = "cpu"
-    steps: int = 0
+    optimizer_steps: int = 0
     reference_device: str = ""
     """Device of ``transformers``; empty: the platform's device."""
 
 
-def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def run_parity(
+    request: ParityRequest, print_line: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
     """Compares every layout with ``transformers``.
 
     Args:
-        say: receives a line of text before each long phase.
+        print_line: receives a line of text before each long phase.
 
     Returns:
         {"ok", "hf", "dtype", "tokens", "inputs", "layouts": {layout: result of the case}}.
@@ -70,78 +75,82 @@ def run_parity(request: ParityRequest, say: Callable[[str], None] = lambda line:
         UserError: a process of the comparison failed, or the request is impossible.
         FileNotFoundError: a folder or a picture does not exist.
     """
-    with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as folder:
-        work = Path(folder)
-        hf = request.hf or write_tiny_checkpoint(work / "hf", _family(request.family), dtype=torch.float32)
-        check_folder(hf)
-        spec = read_spec(hf)
+    with tempfile.TemporaryDirectory(prefix="megatron-vl-parity-") as temporary_dir:
+        work_dir = Path(temporary_dir)
+        hf_dir = request.hf_dir or write_tiny_checkpoint(
+            work_dir / "hf", _known_family(request.family), dtype=torch.float32
+        )
+        check_hf_folder(hf_dir)
+        spec = read_spec(hf_dir)
         for layout in request.layouts:
             _check_layout(spec, layout)
-        _follow_videos(request, hf, spec, say)
+        _report_video_rule(request, hf_dir, spec, print_line)
 
-        weights = _weights(request, hf, spec, work, say)
-        samples = prepare_samples(request.images, hf, work, _count(request.layouts))
-        say(
+        weights_dir = _megatron_weights(request, hf_dir, spec, work_dir, print_line)
+        samples = prepare_samples(request.image_paths, hf_dir, work_dir, _rows_per_step(request.layouts))
+        print_line(
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
             f"{request.dtype}"
         )
-        facts = _run_reference(request, hf, work)
+        reference_facts = _run_reference(request, hf_dir, work_dir)
 
-        results = run_layouts(request, hf, weights, samples, work, say)
-        if request.checkpoint:
-            for result in results.values():
-                result["tensors"] = differing_tensors(request, hf, result, work)
+        results_by_layout = run_layouts(request, hf_dir, weights_dir, samples, work_dir, print_line)
+        if request.checkpoint_dir:
+            for layout_result in results_by_layout.values():
+                layout_result["tensors"] = differing_tensors(request, hf_dir, layout_result, work_dir)
 
-    inputs = facts["inputs"]
-    ok = (
-        not inputs["tokens_differ"]
-        and inputs["pixel_error"] <= 1e-5
-        and all(r["ok"] for r in results.values())
+    input_facts = reference_facts["inputs"]
+    all_agree = (
+        not input_facts["tokens_differ"]
+        and input_facts["pixel_error"] <= 1e-5
+        and all(case_result["ok"] for case_result in results_by_layout.values())
     )
     return {
-        "ok": ok,
-        "hf": str(request.hf) if request.hf else request.family,
+        "ok": all_agree,
+        "hf": str(request.hf_dir) if request.hf_dir else request.family,
         "dtype": request.dtype,
-        "tokens": facts["tokens"],
-        "inputs": inputs,
-        "layouts": results,
+        "tokens": reference_facts["tokens"],
+        "inputs": input_facts,
+        "layouts": results_by_layout,
     }
 
 
-def _run_reference(request: ParityRequest, hf: Path, work: Path) -> dict[str, Any]:
+def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict[str, Any]:
     """Runs ``transformers`` in a process of its own and returns the contents of its ``reference.json``."""
-    job = ReferenceJob(
-        hf=str(hf),
-        samples=str(work / "samples.safetensors"),
-        conversations=str(work / "conversations.json"),
-        out=str(work),
+    reference_job = ReferenceJob(
+        hf=str(hf_dir),
+        samples=str(work_dir / "samples.safetensors"),
+        conversations=str(work_dir / "conversations.json"),
+        out=str(work_dir),
         dtype=request.dtype,
         device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
-        steps=request.steps,
+        steps=request.optimizer_steps,
     )
 
-    write_job(job, work / "job.json")
-    done = run_group("toolkit.parity.stored", [work / "job.json"], 1)
-    if done.returncode:
-        raise UserError(f"transformers failed on {hf}:\n{end_of(done)}")
-    return json.loads((work / "reference.json").read_text())
+    write_reference_job(reference_job, work_dir / "job.json")
+    completed_process = run_group("toolkit.parity.reference_job", [work_dir / "job.json"], 1)
+    if completed_process.returncode:
+        raise UserError(f"transformers failed on {hf_dir}:\n{last_output_lines(completed_process)}")
+    return json.loads((work_dir / "reference.json").read_text())
 
 
-def _check_layout(spec: ModelSpec, layout: LayoutSpec) -> None:
+def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
     """Raises UserError, in terms of the command line, if the layout is impossible for this model."""
-    if spec.language.moe and layout.tp > 1 and not layout.sequence_parallel:
-        sizes, colon, layers = layout.text.partition(":")
+    if spec.language.moe and layout_spec.tp > 1 and not layout_spec.sequence_parallel:
+        sizes, colon, layers = layout_spec.layout_text.partition(":")
         raise UserError(
-            f"--layouts {layout.text}: with experts, tensor parallelism needs sequence parallelism "
+            f"--layouts {layout_spec.layout_text}: with experts, tensor parallelism needs sequence parallelism "
             f"(each rank routes its own tokens); write {sizes}sp{colon}{layers}"
         )
     try:
-        make_layout(spec, **layout.model_parallel)
+        make_layout(spec, **layout_spec.layout_arguments)
     except LayoutError as error:
-        raise UserError(f"--layouts {layout.text}: {error}") from error
+        raise UserError(f"--layouts {layout_spec.layout_text}: {error}") from error
 
 
-def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Callable[[str], None]) -> None:
+def _report_video_rule(
+    request: ParityRequest, hf_dir: Path, spec: ModelSpec, print_line: Callable[[str], None]
+) -> None:
     """Says which rule for videos the checkpoint was trained under.
 
     The rule changes nothing here, because only pictures and text are compared.
@@ -149,61 +158,65 @@ def _follow_videos(request: ParityRequest, hf: Path, spec: ModelSpec, say: Calla
     Raises:
         UserError: this version does not know the rule.
     """
-    folder = hf
-    trained = exported_video_rule(hf, spec)
-    if request.checkpoint:
-        reader = WeightReader(request.checkpoint)
-        if rule := weights_video_rule(reader.path, reader.manifest, spec):
-            folder, trained = reader.path, rule
-    follow(
-        folder,
-        trained,
+    rule_dir = hf_dir
+    trained_rules = exported_video_rule(hf_dir, spec)
+    if request.checkpoint_dir:
+        weight_reader = WeightReader(request.checkpoint_dir)
+        if checkpoint_rule := weights_video_rule(weight_reader.path, weight_reader.manifest, spec):
+            rule_dir, trained_rules = weight_reader.path, checkpoint_rule
+    resolve_video_rules(
+        rule_dir,
+        trained_rules,
         {},
-        lambda line: say(f"{line}; the pictures and texts compared here do not depend on it"),
+        lambda line: print_line(f"{line}; the pictures and texts compared here do not depend on it"),
     )
 
 
-def _family(name: str) -> str:
-    if name not in FAMILIES:
-        raise UserError(f"--family {name!r} is unknown; valid: {', '.join(FAMILIES)}")
-    return name
+def _known_family(family_name: str) -> str:
+    if family_name not in TINY_FAMILIES:
+        raise UserError(f"--family {family_name!r} is unknown; valid: {', '.join(TINY_FAMILIES)}")
+    return family_name
 
 
-def _weights(
-    request: ParityRequest, hf: Path, spec: ModelSpec, work: Path, say: Callable[[str], None]
+def _megatron_weights(
+    request: ParityRequest, hf_dir: Path, spec: ModelSpec, work_dir: Path, print_line: Callable[[str], None]
 ) -> Path:
     """Returns the Megatron weights to compare, converting them if needed."""
-    if request.checkpoint is None:
-        say(f"converting {hf}")
-        convert(hf, work / "weights")
-        return work / "weights"
-    reader = WeightReader(request.checkpoint)
-    if reader.spec.differences(spec):
+    if request.checkpoint_dir is None:
+        print_line(f"converting {hf_dir}")
+        convert_weights(hf_dir, work_dir / "weights")
+        return work_dir / "weights"
+    weight_reader = WeightReader(request.checkpoint_dir)
+    if weight_reader.spec.different_fields(spec):
         raise UserError(
-            f"--checkpoint {request.checkpoint} holds a {reader.spec.family} model of other sizes than "
-            f"--hf {hf}"
+            f"--checkpoint {request.checkpoint_dir} holds a {weight_reader.spec.family} model of other sizes than "
+            f"--hf {hf_dir}"
         )
-    return request.checkpoint
+    return request.checkpoint_dir
 
 
-def _count(layouts: list[LayoutSpec]) -> int:
+def _rows_per_step(layout_specs: list[LayoutSpec]) -> int:
     """Returns the number of rows in a step: one for all layouts, so that one reference serves them."""
-    multiple = math.lcm(*(layout.rows for layout in layouts))
-    return multiple * -(-2 // multiple)
+    row_multiple = math.lcm(*(layout.row_multiple for layout in layout_specs))
+    return row_multiple * -(-2 // row_multiple)
 
 
-def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list[Sample]:
-    """Makes at least ``rows`` samples of the pictures or the demo's photographs.
+def prepare_samples(
+    image_paths: list[Path], hf_dir: Path, work_dir: Path, least_samples: int
+) -> list[TokenizedSample]:
+    """Makes at least ``least_samples`` samples of the pictures or the demo's photographs.
 
-    Writes ``samples.safetensors`` and ``conversations.json`` of a :class:`ReferenceJob` to ``work``.
+    Writes ``samples.safetensors`` and ``conversations.json`` of a :class:`ReferenceJob` to ``work_dir``.
 
     Raises:
         RecordError, FileNotFoundError: a picture is unusable or missing.
     """
-    if images:
-        turns = [{"from": "human", "value": QUESTION}, {"from": "gpt", "value": ANSWER}]
-        records = [{"image": str(path.resolve()), "conversations": turns} for path in images]
-        records.append(
+    if image_paths:
+        chat_turns = [{"from": "human", "value": PICTURE_QUESTION}, {"from": "gpt", "value": PICTURE_ANSWER}]
+        conversation_records = [
+            {"image": str(path.resolve()), "conversations": chat_turns} for path in image_paths
+        ]
+        conversation_records.append(
             {
                 "conversations": [
                     {"from": "human", "value": "Which day is it?"},
@@ -211,135 +224,174 @@ def prepare_samples(images: list[Path], hf: Path, work: Path, rows: int) -> list
                 ]
             }
         )
-        root = Path("/")
+        media_root = Path("/")
     else:
-        records, root = _photographs(work)
+        conversation_records, media_root = _demo_records(work_dir)
 
-    records = list(itertools.islice(itertools.cycle(records), max(len(records), rows)))
-    encoder = SampleEncoder(hf)
+    conversation_records = list(
+        itertools.islice(itertools.cycle(conversation_records), max(len(conversation_records), least_samples))
+    )
+    sample_encoder = SampleEncoder(hf_dir)
     samples = []
-    described = []
-    for record in records:
-        conversation = read_conversation(record)
-        paths = [root / reference for _, reference in conversation.media]
-        media = [
+    sample_descriptions = []
+    for conversation_record in conversation_records:
+        conversation = read_conversation(conversation_record)
+        picture_paths = [media_root / reference for _, reference in conversation.media_references]
+        media_contents = [
             (kind, path.name, path.read_bytes())
-            for (kind, _), path in zip(conversation.media, paths, strict=True)
+            for (kind, _), path in zip(conversation.media_references, picture_paths, strict=True)
         ]
-        samples.append(encoder.sample(conversation.messages, media))
-        described.append({"messages": conversation.messages, "images": [str(path) for path in paths]})
+        samples.append(sample_encoder.encode_sample(conversation.messages, media_contents))
+        sample_descriptions.append(
+            {"messages": conversation.messages, "images": [str(path) for path in picture_paths]}
+        )
 
-    write_samples(samples, work / "samples.safetensors")
-    (work / "conversations.json").write_text(json.dumps(described))
+    write_samples(samples, work_dir / "samples.safetensors")
+    (work_dir / "conversations.json").write_text(json.dumps(sample_descriptions))
     return samples
 
 
-def _photographs(work: Path) -> tuple[list[dict[str, Any]], Path]:
-    from toolkit.demo.data import write_raw_data
+def _demo_records(work_dir: Path) -> tuple[list[dict[str, Any]], Path]:
+    from toolkit.demo.demo_data import write_raw_data
 
-    conversations = json.loads(write_raw_data(work / "raw").read_text())
-    return [record for record in conversations if record["id"] in PHOTOGRAPHS], work / "raw" / "media"
+    conversations = json.loads(write_raw_data(work_dir / "raw").read_text())
+    return [
+        record for record in conversations if record["id"] in DEMO_CONVERSATIONS
+    ], work_dir / "raw" / "media"
 
 
 def run_layouts(
     request: ParityRequest,
-    hf: Path,
-    weights: Path,
-    samples: list[Sample],
-    work: Path,
-    say: Callable[[str], None],
+    hf_dir: Path,
+    weights_dir: Path,
+    samples: list[TokenizedSample],
+    work_dir: Path,
+    print_line: Callable[[str], None],
 ) -> dict[str, dict[str, Any]]:
     """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
-    rows = spread(len(samples), _count(request.layouts))
-    longest = max(sum(len(samples[i]) for i in row) for row in rows)
-    unit = math.lcm(64, *(layout.tp * layout.cp for layout in request.layouts))
+    sample_rows = spread_samples(len(samples), _rows_per_step(request.layouts))
+    longest_row = max(sum(len(samples[i]) for i in row) for row in sample_rows)
+    length_multiple = math.lcm(64, *(layout_spec.tp * layout_spec.cp for layout_spec in request.layouts))
 
-    results: dict[str, dict[str, Any]] = {}
-    for ranks in sorted({layout.ranks for layout in request.layouts}):
-        group = [layout for layout in request.layouts if layout.ranks == ranks]
-
-        cases = [
-            Case(
-                name=layout.text,
-                hf=str(hf),
-                weights=str(weights),
-                steps=[[[f"sample:{i}" for i in row] for row in rows]] * max(request.steps, 1),
-                seq_len=-(-longest // unit) * unit,
-                dtype=request.dtype,
-                train=request.steps > 0,
-                samples=str(work / "samples.safetensors"),
-                reference=str(work),
-                activations=request.steps == 0,
-                optimizer=request.steps > 0,
-                sequence_parallel=layout.sequence_parallel,
-                attention="sdpa" if request.dtype == "float32" else "auto",
-                **layout.model_parallel,
-            )
-            for layout in group
+    results_by_layout: dict[str, dict[str, Any]] = {}
+    for world_size in sorted({layout_spec.world_size for layout_spec in request.layouts}):
+        same_size_layouts = [
+            layout_spec for layout_spec in request.layouts if layout_spec.world_size == world_size
         ]
 
-        say(f"{', '.join(layout.text for layout in group)} in {ranks} process{'es' if ranks > 1 else ''}")
-        given, out = work / f"cases_{ranks}.json", work / f"results_{ranks}.json"
-        write_cases(cases, given)
-        done = run_group(
-            "toolkit.parity.worker", [given, out, request.platform], ranks, on_cpu=request.platform == "cpu"
+        parity_cases = [
+            ParityCase(
+                name=layout_spec.layout_text,
+                hf=str(hf_dir),
+                weights=str(weights_dir),
+                steps=[[[f"sample:{i}" for i in row] for row in sample_rows]]
+                * max(request.optimizer_steps, 1),
+                seq_len=-(-longest_row // length_multiple) * length_multiple,
+                dtype=request.dtype,
+                train=request.optimizer_steps > 0,
+                samples=str(work_dir / "samples.safetensors"),
+                reference=str(work_dir),
+                activations=request.optimizer_steps == 0,
+                optimizer=request.optimizer_steps > 0,
+                sequence_parallel=layout_spec.sequence_parallel,
+                attention="sdpa" if request.dtype == "float32" else "auto",
+                **layout_spec.layout_arguments,
+            )
+            for layout_spec in same_size_layouts
+        ]
+
+        print_line(
+            f"{', '.join(layout_spec.layout_text for layout_spec in same_size_layouts)} in {world_size} process{'es' if world_size > 1 else ''}"
+        )
+        cases_path, results_path = (
+            work_dir / f"cases_{world_size}.json",
+            work_dir / f"results_{world_size}.json",
+        )
+        write_cases(parity_cases, cases_path)
+        completed_process = run_group(
+            "toolkit.parity.worker",
+            [cases_path, results_path, request.platform],
+            world_size,
+            on_cpu=request.platform == "cpu",
         )
 
-        found = json.loads(out.read_text()) if out.exists() else {}
-        for layout in group:
-            missing = {"ok": False, "error": f"the processes ended before this layout:\n{end_of(done)}"}
-            results[layout.text] = found.get(layout.text, missing)
+        written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
+        for layout_spec in same_size_layouts:
+            missing_result = {
+                "ok": False,
+                "error": f"the processes ended before this layout:\n{last_output_lines(completed_process)}",
+            }
+            results_by_layout[layout_spec.layout_text] = written_results.get(
+                layout_spec.layout_text, missing_result
+            )
 
-    return {layout.text: results[layout.text] for layout in request.layouts}
+    return {
+        layout_spec.layout_text: results_by_layout[layout_spec.layout_text] for layout_spec in request.layouts
+    }
 
 
-def spread(samples: int, rows: int) -> list[list[int]]:
+def spread_samples(sample_count: int, row_count: int) -> list[list[int]]:
     """Distributes sample numbers over rows, in order and as evenly as possible."""
-    bounds = [samples * i // rows for i in range(rows + 1)]
-    return [list(range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    row_bounds = [sample_count * i // row_count for i in range(row_count + 1)]
+    return [
+        list(range(row_start, row_end))
+        for row_start, row_end in zip(row_bounds, row_bounds[1:], strict=False)
+    ]
 
 
-def first_departure(result: dict[str, Any]) -> str:
+def first_departure(layout_result: dict[str, Any]) -> str:
     """Names the first location that departs, or "" if every location agrees.
 
     Outputs are examined first, in the order of the forward pass; then gradients, in backward order.
     """
-    for step in result.get("steps", []):
-        if step.get("departs"):
-            return step["departs"]
-        if step.get("unexpected"):
-            return f"gradient of {step['unexpected'][0]}"
-        noise = step.get("transformers_bf16_gradient_error")
-        limit = GRADIENT_TOLERANCE if noise is None else noise * BF16_GRADIENT_RATIO
-        order = list(step.get("activations", {}))
-        wrong = [location for location, error in step.get("gradients", {}).items() if not error <= limit]
-        if wrong:
-            last = max(wrong, key=lambda location: order.index(location) if location in order else -1)
-            return f"gradient of {last}"
+    for step_result in layout_result.get("steps", []):
+        if step_result.get("departs"):
+            return step_result["departs"]
+        if step_result.get("unexpected"):
+            return f"gradient of {step_result['unexpected'][0]}"
+        bf16_noise = step_result.get("transformers_bf16_gradient_error")
+        error_limit = GRADIENT_TOLERANCE if bf16_noise is None else bf16_noise * BF16_GRADIENT_RATIO
+        location_order = list(step_result.get("activations", {}))
+        wrong_locations = [
+            location
+            for location, error in step_result.get("gradients", {}).items()
+            if not error <= error_limit
+        ]
+        if wrong_locations:
+            last_location = max(
+                wrong_locations,
+                key=lambda location: location_order.index(location) if location in location_order else -1,
+            )
+            return f"gradient of {last_location}"
     return ""
 
 
-def by_component(locations: dict[str, float]) -> dict[str, float]:
+def by_component(errors_by_location: dict[str, float]) -> dict[str, float]:
     """Maps each component to the largest error among its locations."""
-    worst: dict[str, float] = {}
-    for location, error in locations.items():
-        worst[component_of(location)] = max(worst.get(component_of(location), 0.0), error)
-    return worst
+    worst_by_component: dict[str, float] = {}
+    for location, error in errors_by_location.items():
+        worst_by_component[location_component(location)] = max(
+            worst_by_component.get(location_component(location), 0.0), error
+        )
+    return worst_by_component
 
 
-def differing_tensors(request: ParityRequest, hf: Path, result: dict[str, Any], work: Path) -> list[str]:
-    """Names the tensors of the first departing location that differ from a conversion of ``hf``."""
-    location = first_departure(result).removeprefix("gradient of ")
-    if not location or request.checkpoint is None:
+def differing_tensors(
+    request: ParityRequest, hf_dir: Path, layout_result: dict[str, Any], work_dir: Path
+) -> list[str]:
+    """Names the tensors of the first departing location that differ from a conversion of ``hf_dir``."""
+    location = first_departure(layout_result).removeprefix("gradient of ")
+    if not location or request.checkpoint_dir is None:
         return []
 
-    fresh = work / "converted"
-    if not fresh.exists():
-        convert(hf, fresh)
-    ours = WeightReader(request.checkpoint)
-    theirs = WeightReader(fresh)
+    converted_dir = work_dir / "converted"
+    if not converted_dir.exists():
+        convert_weights(hf_dir, converted_dir)
+    checkpoint_reader = WeightReader(request.checkpoint_dir)
+    converted_reader = WeightReader(converted_dir)
     return [
         name
-        for name in tensor_table(ours.spec)
-        if location_of(name) == location and not torch.equal(ours.get(name), theirs.get(name))
+        for name in tensor_table(checkpoint_reader.spec)
+        if tensor_location(name) == location
+        and not torch.equal(checkpoint_reader.read_shard(name), converted_reader.read_shard(name))
     ]

@@ -9,40 +9,40 @@ from __future__ import annotations
 import re
 
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import EMBEDDING
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR
 
 COMPONENTS = ("patch embedding", "vision layers", "mergers", "embeddings", "decoder layers", "head")
-PATCH = "patch embedding"
-MERGER = "merger"
-EMBEDDED = "embeddings"
-NORM = "final norm"
+PATCH_EMBEDDING = "patch embedding"
+VISION_MERGER = "merger"
+TOKEN_EMBEDDINGS = "embeddings"
+FINAL_NORM = "final norm"
 LOGITS = "logits"
-_LAYERS = (
+_LAYER_PATTERNS = (
     (re.compile(r"vision_model\.decoder\.layers\.(\d+)\."), "vision layer"),
     (re.compile(r"vision_model\.deepstack_mergers\.(\d+)\."), "DeepStack merger"),
     (re.compile(r"language_model\.decoder\.layers\.(\d+)\."), "decoder layer"),
 )
 
 
-def location_of(tensor: str) -> str:
+def tensor_location(tensor_name: str) -> str:
     """Returns the location of a canonical tensor; layers count from 0."""
-    for pattern, location in _LAYERS:
-        if match := pattern.match(tensor):
-            return f"{location} {match[1]}"
-    if tensor.startswith("vision_model.merger."):
-        return MERGER
-    if tensor.startswith("vision_model."):
-        return PATCH
-    if tensor == EMBEDDING:
-        return EMBEDDED
-    return NORM if "final_layernorm" in tensor else LOGITS
+    for layer_pattern, location in _LAYER_PATTERNS:
+        if layer_match := layer_pattern.match(tensor_name):
+            return f"{location} {layer_match[1]}"
+    if tensor_name.startswith("vision_model.merger."):
+        return VISION_MERGER
+    if tensor_name.startswith("vision_model."):
+        return PATCH_EMBEDDING
+    if tensor_name == EMBEDDING_TENSOR:
+        return TOKEN_EMBEDDINGS
+    return FINAL_NORM if "final_layernorm" in tensor_name else LOGITS
 
 
-def component_of(location: str) -> str:
+def location_component(location: str) -> str:
     """Returns the entry of :data:`COMPONENTS` for a location."""
-    if location in (PATCH, EMBEDDED):
+    if location in (PATCH_EMBEDDING, TOKEN_EMBEDDINGS):
         return location
-    if location in (NORM, LOGITS):
+    if location in (FINAL_NORM, LOGITS):
         return "head"
     return {"vision layer": "vision layers", "decoder layer": "decoder layers"}.get(
         location.rpartition(" ")[0], "mergers"
@@ -51,16 +51,16 @@ def component_of(location: str) -> str:
 
 def forward_order(spec: ModelSpec) -> list[str]:
     """Lists all locations of a model in the order of a forward pass."""
-    locations = [PATCH]
-    for layer in range(spec.vision.num_layers):
-        locations.append(f"vision layer {layer}")
-        if layer in spec.vision.deepstack_layers:
-            locations.append(f"DeepStack merger {spec.vision.deepstack_layers.index(layer)}")
+    locations = [PATCH_EMBEDDING]
+    for layer_number in range(spec.vision.num_layers):
+        locations.append(f"vision layer {layer_number}")
+        if layer_number in spec.vision.deepstack_layers:
+            locations.append(f"DeepStack merger {spec.vision.deepstack_layers.index(layer_number)}")
     locations += [
-        MERGER,
-        EMBEDDED,
+        VISION_MERGER,
+        TOKEN_EMBEDDINGS,
         *(f"decoder layer {i}" for i in range(spec.language.num_layers)),
-        NORM,
+        FINAL_NORM,
         LOGITS,
     ]
     return locations

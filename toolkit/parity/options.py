@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from megatron_vl.errors import UsageError, UserError
-from toolkit.layouts import GRAMMAR, LayoutTextError, parse_layouts
-from toolkit.options import CommandOptions, exactly_one, option
+from toolkit.layouts import LAYOUT_GRAMMAR, LayoutTextError, parse_layouts
+from toolkit.options import CommandOptions, option, require_exactly_one
 
-MEMORY = """
+MEMORY_NOTES = """
 Memory. transformers runs first and alone, on one device. It needs 8 bytes per parameter for weights
 and gradients in float32, and activations without recomputation. A comparison in bfloat16 needs as
 much, because transformers runs in float32 for it too. Then each rank of a layout holds 8 bytes
@@ -28,7 +28,7 @@ class ParityOptions(CommandOptions):
     Names the first layer that departs. Exit code 1 if a layout departs.
     """
 
-    epilog: ClassVar[str] = f"Layouts: {GRAMMAR}.\n{MEMORY}"
+    epilog: ClassVar[str] = f"Layouts: {LAYOUT_GRAMMAR}.\n{MEMORY_NOTES}"
 
     hf: Path | None = option(None, metavar="HF_DIR", must_exist=True)
     """Hugging Face checkpoint folder."""
@@ -50,14 +50,14 @@ class ParityOptions(CommandOptions):
     """Run the ranks on this kind of device."""
     reference_device: str = option("", metavar="DEVICE", shown_default="as --platform")
     """Run transformers on this device: cpu, cuda, cuda:1."""
-    steps: int = option(0, metavar="N", least=1)
+    steps: int = option(0, metavar="N", minimum=1)
     """Compare N optimizer steps instead (float32 only): losses, gradient norms, final weights and Adam's
     moments."""
     json: bool = False
     """Print the results as JSON."""
 
     def check(self) -> None:
-        exactly_one(self, "hf", "family")
+        require_exactly_one(self, "hf", "family")
         try:
             parse_layouts(self.layouts)
         except LayoutTextError as error:

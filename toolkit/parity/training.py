@@ -18,21 +18,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.packing.assemble import Sample
+from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import read_spec
-from megatron_vl.spec.tensors import WHOLE, TensorInfo, tensor_table
-from megatron_vl.training.checkpoint import CheckpointSaver, read_run, take_snapshot
+from megatron_vl.spec.tensors import UNSHARDED, TensorInfo, tensor_table
+from megatron_vl.training.checkpoint import CheckpointSaver, read_run_metadata, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
-from megatron_vl.training.optimizer_state import OptimizerReader
+from megatron_vl.training.optimizer_state import OptimizerStateReader
 from megatron_vl.training.step import train_step
-from megatron_vl.weights.reader import WeightReader
-from megatron_vl.weights.run_folder import step_folder
+from megatron_vl.weights.run_folder import step_dir_path
+from megatron_vl.weights.weight_reader import WeightReader
 
-from .case import ADAM, BuiltCase, Case, build, draw
-from .gather import StoredTensors
-from .reference import backward, canonical, fingerprint, load_hf, remembered
+from .case import ADAM_CONFIG, BuiltCase, ParityCase, build_case, draw_samples
+from .gather_tensors import LazyTensorFile
+from .reference import (
+    backward_mean_loss,
+    cached_result,
+    load_hf_for_training,
+    samples_fingerprint,
+    to_canonical,
+)
 from .tolerances import LOSS_TOLERANCE
 
 STATE_TOLERANCE = 2.5e-4
@@ -43,156 +49,226 @@ WEIGHT_TOLERANCE = 2.5e-4
 """Relative L2 of a weight after some steps."""
 
 
-def run_training(case: Case, platform: Platform) -> dict[str, Any]:
+def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
     """Trains in the layout of a case and compares with the reference. Collective.
 
     Returns:
         On rank 0, {"ok", "steps": [{loss, reference, loss_error, norm_error}], "state": {kind: (worst tensor,
         its error)}}.
     """
-    live = build(case, platform)
-    results: list[dict[str, Any]] = []
-    batches = [draw(rows, live.spec, number, case.samples) for number, rows in enumerate(case.steps)]
-    for number, samples in enumerate(batches):
-        data = live.feed(samples, platform, case.seq_len)
-        set_learning_rates(live.optimizer, live.config, number)
-        result = train_step(live.wrapped, live.optimizer, data.rows, live.grid, case.seq_len)
-        results.append({"loss": result.loss, "grad_norm": result.grad_norm, "ok": result.updated})
+    built_case = build_case(case, platform)
+    step_results: list[dict[str, Any]] = []
+    step_batches = [
+        draw_samples(rows, built_case.spec, step_number, case.samples)
+        for step_number, rows in enumerate(case.steps)
+    ]
+    for step_number, samples in enumerate(step_batches):
+        step_data = built_case.make_step_data(samples, platform, case.seq_len)
+        set_learning_rates(built_case.optimizer, built_case.config, step_number)
+        step_result = train_step(
+            built_case.ddp_chunks, built_case.optimizer, step_data.rows, built_case.grid, case.seq_len
+        )
+        step_results.append(
+            {"loss": step_result.loss, "grad_norm": step_result.grad_norm, "ok": step_result.is_updated}
+        )
 
-    state = saved_state(live, len(batches))
-    if live.grid.rank != 0:
+    trained_state = save_and_read_state(built_case, len(step_batches))
+    if built_case.grid.rank != 0:
         return {"ok": True}
 
-    flat = [[s for row in batch for s in row] for batch in batches]
+    flat_batches = [[sample for row in batch for sample in row] for batch in step_batches]
     if case.reference:
-        want_losses, want_norms, want = stored_training(Path(case.reference))
+        expected_losses, expected_norms, expected_state = read_stored_training(Path(case.reference))
     else:
-        key = ("training", case.hf, *map(fingerprint, flat))
-        want_losses, want_norms, want = remembered(key, lambda: reference_training(case.hf, flat))
+        cache_key = ("training", case.hf, *map(samples_fingerprint, flat_batches))
+        expected_losses, expected_norms, expected_state = cached_result(
+            cache_key, lambda: reference_training(case.hf, flat_batches)
+        )
 
-    for line, loss, norm in zip(results, want_losses, want_norms, strict=True):
-        line |= {"reference": loss, "loss_error": abs(line["loss"] - loss) / loss}
-        line |= {"norm_error": abs(line["grad_norm"] - norm) / norm}
-        line["ok"] &= line["loss_error"] <= LOSS_TOLERANCE and line["norm_error"] <= 1e-4
+    for step_record, expected_loss, expected_norm in zip(
+        step_results, expected_losses, expected_norms, strict=True
+    ):
+        step_record |= {
+            "reference": expected_loss,
+            "loss_error": abs(step_record["loss"] - expected_loss) / expected_loss,
+        }
+        step_record |= {"norm_error": abs(step_record["grad_norm"] - expected_norm) / expected_norm}
+        step_record["ok"] &= step_record["loss_error"] <= LOSS_TOLERANCE and step_record["norm_error"] <= 1e-4
 
-    errors = {kind: worst(state[kind], want[kind]) for kind in want}
-    limits = {kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in want}
-    near = all(error <= limits[kind] for kind, (_, error) in errors.items())
-    return {"ok": near and all(r["ok"] for r in results), "steps": results, "state": errors}
-
-
-def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> tuple[str, float]:
-    """Returns the tensor with the largest relative L2 error, and that error (infinite if it is missing)."""
-    if ours.keys() != theirs.keys():
-        return sorted(ours.keys() ^ theirs.keys())[0], math.inf
-    errors = {
-        name: ((ours[name] - want).norm() / want.norm().clamp(min=1e-30)).item()
-        for name, want in theirs.items()
+    worst_errors = {kind: worst_tensor(trained_state[kind], expected_state[kind]) for kind in expected_state}
+    error_limits = {
+        kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in expected_state
     }
-    name = max(errors, key=errors.__getitem__)
-    return name, errors[name]
+    is_within_limits = all(error <= error_limits[kind] for kind, (_, error) in worst_errors.items())
+    return {
+        "ok": is_within_limits and all(compared_step["ok"] for compared_step in step_results),
+        "steps": step_results,
+        "state": worst_errors,
+    }
 
 
-def saved_state(live: BuiltCase, step: int) -> dict[str, dict[str, Tensor]]:
+def worst_tensor(
+    trained_tensors: dict[str, Tensor], reference_tensors: dict[str, Tensor]
+) -> tuple[str, float]:
+    """Returns the tensor with the largest relative L2 error, and that error (infinite if it is missing)."""
+    if trained_tensors.keys() != reference_tensors.keys():
+        return sorted(trained_tensors.keys() ^ reference_tensors.keys())[0], math.inf
+    relative_errors = {
+        name: ((trained_tensors[name] - want).norm() / want.norm().clamp(min=1e-30)).item()
+        for name, want in reference_tensors.items()
+    }
+    name = max(relative_errors, key=relative_errors.__getitem__)
+    return name, relative_errors[name]
+
+
+def save_and_read_state(built_case: BuiltCase, step_number: int) -> dict[str, dict[str, Tensor]]:
     """Writes a checkpoint in this layout and reads it back on rank 0. Collective.
 
     Returns:
         Maps kind ("weights", "main", "exp_avg", "exp_avg_sq") and name to the full tensor; empty on the other
         ranks.
     """
-    made: list[Any] = [tempfile.mkdtemp(prefix="parity-checkpoint-") if live.grid.rank == 0 else None]
-    dist.broadcast_object_list(made)
-    folder = Path(made[0])
-    saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, keep=0)
+    broadcast_dir: list[Any] = [
+        tempfile.mkdtemp(prefix="parity-checkpoint-") if built_case.grid.rank == 0 else None
+    ]
+    dist.broadcast_object_list(broadcast_dir)
+    checkpoint_dir = Path(broadcast_dir[0])
+    checkpoint_saver = CheckpointSaver(
+        checkpoint_dir, built_case.spec, built_case.layout, built_case.grid, num_latest_kept=0
+    )
 
-    def take() -> Any:
+    def take_case_snapshot() -> Any:
         return take_snapshot(
-            step,
-            chunks=live.wrapped,
-            optimizer=live.optimizer,
-            spec=live.spec,
-            layout=live.layout,
-            grid=live.grid,
+            step_number,
+            model_chunks=built_case.ddp_chunks,
+            optimizer=built_case.optimizer,
+            spec=built_case.spec,
+            layout=built_case.layout,
+            grid=built_case.grid,
             loader_state=None,
-            run={},
+            run_metadata={},
         )
 
-    saver.start(take, step)
-    saver.wait()
+    checkpoint_saver.start_save(take_case_snapshot, step_number)
+    checkpoint_saver.wait_until_saved()
     dist.barrier()
 
-    state: dict[str, dict[str, Tensor]] = {}
-    if live.grid.rank == 0:
-        source = step_folder(folder, step)
-        files = {name.removeprefix("optimizer/"): facts for name, facts in read_run(source)["files"].items()}
-        reader = OptimizerReader(source / "optimizer", files, live.layout.cut)
-        weights = WeightReader(source / "weights")
-        table = tensor_table(live.spec)
+    state_by_kind: dict[str, dict[str, Tensor]] = {}
+    if built_case.grid.rank == 0:
+        step_dir = step_dir_path(checkpoint_dir, step_number)
+        optimizer_files = {
+            name.removeprefix("optimizer/"): facts
+            for name, facts in read_run_metadata(step_dir)["files"].items()
+        }
+        optimizer_reader = OptimizerStateReader(
+            step_dir / "optimizer", optimizer_files, built_case.layout.sharding
+        )
+        weight_reader = WeightReader(step_dir / "weights")
+        tensor_infos = tensor_table(built_case.spec)
 
-        state["weights"] = {name: weights.get(name).float().clone() for name in table}
-        for kind in ("main", "exp_avg", "exp_avg_sq"):
-            state[kind] = {name: full_state(reader, info, kind) for name, info in table.items()}
+        state_by_kind["weights"] = {
+            name: weight_reader.read_shard(name).float().clone() for name in tensor_infos
+        }
+        for state_kind in ("main", "exp_avg", "exp_avg_sq"):
+            state_by_kind[state_kind] = {
+                name: read_full_state(optimizer_reader, info, state_kind)
+                for name, info in tensor_infos.items()
+            }
 
-        reader.close()
-        shutil.rmtree(folder)
+        optimizer_reader.close()
+        shutil.rmtree(checkpoint_dir)
 
-    return state
+    return state_by_kind
 
 
-def full_state(reader: OptimizerReader, info: TensorInfo, kind: str) -> Tensor:
+def read_full_state(
+    optimizer_reader: OptimizerStateReader, tensor_info: TensorInfo, state_kind: str
+) -> Tensor:
     """Reads the optimizer state of a whole tensor."""
-    one = info.shape[1:] if info.experts else info.shape
-    pieces = [
-        reader.get(info, kind, 0, WHOLE, 0, torch.Size(one).numel(), expert)
-        for expert in (range(info.experts) if info.experts else [None])
+    single_shape = tensor_info.shape[1:] if tensor_info.num_experts else tensor_info.shape
+    state_pieces = [
+        optimizer_reader.read_range(
+            tensor_info, state_kind, 0, UNSHARDED, 0, torch.Size(single_shape).numel(), expert
+        )
+        for expert in (range(tensor_info.num_experts) if tensor_info.num_experts else [None])
     ]
-    return torch.cat([piece for piece in pieces if piece is not None]).view(info.shape)
+    return torch.cat([piece for piece in state_pieces if piece is not None]).view(tensor_info.shape)
 
 
-def stored_training(folder: Path) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
-    """Reads the result of :func:`reference_training` that :mod:`toolkit.parity.stored` wrote."""
-    facts = json.loads((folder / "reference.json").read_text())
-    tensors = StoredTensors(folder / "training.safetensors")
+def read_stored_training(
+    reference_dir: Path,
+) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
+    """Reads the result of :func:`reference_training` that :mod:`toolkit.parity.reference_job` wrote."""
+    reference_facts = json.loads((reference_dir / "reference.json").read_text())
+    tensors = LazyTensorFile(reference_dir / "training.safetensors")
     state: dict[str, dict[str, Tensor]] = {}
     for name in tensors:
         kind, _, tensor = name.partition("/")
         state.setdefault(kind, {})[tensor] = tensors[name]
-    return facts["losses"], facts["norms"], state | {"main": state["weights"]}
+    return reference_facts["losses"], reference_facts["norms"], state | {"main": state["weights"]}
 
 
 def reference_training(
-    hf: str, batches: list[list[Sample]], device: str = "cpu"
+    hf_dir: str, step_batches: list[list[TokenizedSample]], device: str = "cpu"
 ) -> tuple[list[float], list[float], dict[str, dict[str, Tensor]]]:
     """Trains with ``transformers``, torch's AdamW and gradient clipping.
 
     Returns:
-        (losses, gradient norms, canonical tensors by kind and name), as :func:`saved_state` names the kinds.
+        (losses, gradient norms, canonical tensors by kind and name), as :func:`save_and_read_state` names the kinds.
     """
-    spec = read_spec(hf)
-    norm = read_pixel_norm(hf)
-    model = load_hf(hf, device=device)
-    named = dict(model.named_parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in named.values() if p.dim() > 1], "weight_decay": ADAM.weight_decay},
-        {"params": [p for p in named.values() if p.dim() == 1], "weight_decay": 0.0},
+    spec = read_spec(hf_dir)
+    pixel_norm = read_pixel_norm(hf_dir)
+    model = load_hf_for_training(hf_dir, device=device)
+    parameters_by_name = dict(model.named_parameters())
+    parameter_groups: list[dict[str, Any]] = [
+        {
+            "params": [
+                named_parameter
+                for named_parameter in parameters_by_name.values()
+                if named_parameter.dim() > 1
+            ],
+            "weight_decay": ADAM_CONFIG.weight_decay,
+        },
+        {
+            "params": [
+                named_parameter
+                for named_parameter in parameters_by_name.values()
+                if named_parameter.dim() == 1
+            ],
+            "weight_decay": 0.0,
+        },
     ]
-    adam = torch.optim.AdamW(groups, lr=ADAM.lr, betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps)
+    adam_optimizer = torch.optim.AdamW(
+        parameter_groups, lr=ADAM_CONFIG.lr, betas=(ADAM_CONFIG.beta1, ADAM_CONFIG.beta2), eps=ADAM_CONFIG.eps
+    )
 
-    losses, norms = [], []
-    for number, samples in enumerate(batches):
-        losses.append(backward(model, samples, spec, norm))
+    losses, gradient_norms = [], []
+    for step_number, samples in enumerate(step_batches):
+        losses.append(backward_mean_loss(model, samples, spec, pixel_norm))
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 # In a step without pictures, torch skips the vision tower, while Megatron-core's optimizer
                 # continues with its moments.
                 parameter.grad = torch.zeros_like(parameter)
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM.clip_grad)))
-        for group in adam.param_groups:
-            group["lr"] = ADAM.lr * min(1.0, (number + 1) / ADAM.warmup_steps)
-        adam.step()
+        gradient_norms.append(
+            float(torch.nn.utils.clip_grad_norm_(model.parameters(), ADAM_CONFIG.clip_grad))
+        )
+        for parameter_group in adam_optimizer.param_groups:
+            parameter_group["lr"] = ADAM_CONFIG.lr * min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
+        adam_optimizer.step()
 
-    state = {"weights": canonical({name: p.detach() for name, p in named.items()}, hf)}
-    state["main"] = state["weights"]
-    for kind in ("exp_avg", "exp_avg_sq"):
-        state[kind] = canonical({name: adam.state[p][kind] for name, p in named.items()}, hf)
-    return losses, norms, state
+    state_by_kind = {
+        "weights": to_canonical(
+            {name: named_parameter.detach() for name, named_parameter in parameters_by_name.items()}, hf_dir
+        )
+    }
+    state_by_kind["main"] = state_by_kind["weights"]
+    for state_kind in ("exp_avg", "exp_avg_sq"):
+        state_by_kind[state_kind] = to_canonical(
+            {
+                name: adam_optimizer.state[named_parameter][state_kind]
+                for name, named_parameter in parameters_by_name.items()
+            },
+            hf_dir,
+        )
+    return losses, gradient_norms, state_by_kind

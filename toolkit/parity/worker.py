@@ -4,7 +4,7 @@
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
 finalisation; no part of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run
-this program. Rank 0 computes the reference, unless :mod:`toolkit.parity.stored` did so before the group
+this program. Rank 0 computes the reference, unless :mod:`toolkit.parity.reference_job` did so before the group
 started.
 """
 
@@ -25,29 +25,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_vl.data.packing.assemble import Sample
-from megatron_vl.models.names import LiveTensor
-from megatron_vl.parallel.grid import ProcessGrid, end_distributed, init_distributed
+from megatron_vl.data.packing.assemble_row import TokenizedSample
+from megatron_vl.models.parameter_names import LiveTensor
+from megatron_vl.parallel.process_grid import ProcessGrid, end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import part_of, tensor_table
+from megatron_vl.spec.tensors import model_part, tensor_table
 from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
-from megatron_vl.weights.blocks import unshard
-from toolkit.parity.case import Case, build, draw
+from megatron_vl.weights.matrix_blocks import join_shards
+from toolkit.parity.case import ParityCase, build_case, draw_samples
 
-from .activations import Recorder
-from .gather import StoredParts, StoredTensors, gather_on_first
-from .locations import location_of
-from .reference import fingerprint, load_hf, reference, remembered
+from .activations import MegatronActivationRecorder
+from .gather_tensors import LazyTensorFile, LazyTensorParts, gather_to_rank_0
+from .locations import tensor_location
+from .reference import cached_result, compute_reference, load_hf_for_training, samples_fingerprint
 from .tolerances import BF16_GRADIENT_RATIO, BF16_LOSS_TOLERANCE, GRADIENT_TOLERANCE, LOSS_TOLERANCE
 
 
-def run_case(case: Case, platform: Platform) -> dict[str, Any]:
+def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
     """Runs the steps of a case and compares each with the reference. Collective.
 
     Returns:
-        On rank 0, {"ok", "steps": [output of :func:`compare`, with that of :meth:`Recorder.compare`]}; on the
+        On rank 0, {"ok", "steps": [output of :func:`compare`, with that of :meth:`MegatronActivationRecorder.compare`]}; on the
         other ranks, no steps. A training returns what :func:`.training.run_training` does.
     """
     if case.train:
@@ -55,97 +55,123 @@ def run_case(case: Case, platform: Platform) -> dict[str, Any]:
 
         return run_training(case, platform)
 
-    live = build(case, platform)
-    spec = live.spec
-    grid = live.grid
-    wrapped = live.wrapped
-    optimizer = live.optimizer
+    built_case = build_case(case, platform)
+    spec = built_case.spec
+    grid = built_case.grid
+    ddp_chunks = built_case.ddp_chunks
+    optimizer = built_case.optimizer
     if optimizer is not None:
         # The weights must not change, so that every step matches the reference.
-        for group in optimizer.param_groups:
-            group["lr"] = group["weight_decay"] = 0.0
+        for parameter_group in optimizer.param_groups:
+            parameter_group["lr"] = parameter_group["weight_decay"] = 0.0
 
-    models = make_reference(case, platform) if grid.rank == 0 else None
-    results = []
-    for number, rows in enumerate(case.steps):
-        samples = draw(rows, spec, number, case.samples)
-        data = live.feed(samples, platform, case.seq_len)
+    reference_function = make_reference_function(case, platform) if grid.rank == 0 else None
+    step_results = []
+    for step_number, row_kinds in enumerate(case.steps):
+        samples = draw_samples(row_kinds, spec, step_number, case.samples)
+        step_data = built_case.make_step_data(samples, platform, case.seq_len)
 
-        for chunk in wrapped:
-            chunk.zero_grad_buffer()
+        for ddp_chunk in ddp_chunks:
+            ddp_chunk.zero_grad_buffer()
         if optimizer is not None:
             optimizer.zero_grad()
 
-        recorder = Recorder(wrapped, live.layout, grid) if case.activations else None
-        reports = run_schedule(wrapped, data.rows, seq_len=case.seq_len)
-        loss_sum, tokens, *_ = reduce_losses(reports, grid, platform.device)
-        departures = recorder.compare(data, case.reference, case.dtype) if recorder else {}
-        gradients = collect_gradients(wrapped, live.tensors, grid, spec)
+        activation_recorder = (
+            MegatronActivationRecorder(ddp_chunks, built_case.layout, grid) if case.activations else None
+        )
+        loss_reports = run_schedule(ddp_chunks, step_data.rows, seq_len=case.seq_len)
+        loss_sum, loss_token_count, *_ = reduce_losses(loss_reports, grid, platform.device)
+        departures = (
+            activation_recorder.compare_activations(step_data, case.reference, case.dtype)
+            if activation_recorder
+            else {}
+        )
+        gradients = collect_gradients(ddp_chunks, built_case.live_tensors, grid, spec)
         if optimizer is not None:
             optimizer.prepare_grads()
             optimizer.step_with_ready_grads()
 
         if grid.rank == 0:
-            flat = [s for row in samples for s in row]
-            results.append(
-                compare(case, spec, live.layout, loss_sum / tokens, gradients, flat, models) | departures
+            flat_samples = [sample for row in samples for sample in row]
+            step_results.append(
+                compare_with_reference(
+                    case,
+                    spec,
+                    built_case.layout,
+                    loss_sum / loss_token_count,
+                    gradients,
+                    flat_samples,
+                    reference_function,
+                )
+                | departures
             )
-            results[-1]["ok"] &= not departures.get("departs")
+            step_results[-1]["ok"] &= not departures.get("departs")
 
-    return {"ok": all(r["ok"] for r in results), "steps": results}
+    return {"ok": all(step_result["ok"] for step_result in step_results), "steps": step_results}
 
 
 def collect_gradients(
-    wrapped: list[Any], tensors: list[LiveTensor], grid: ProcessGrid, spec: ModelSpec
+    ddp_chunks: list[Any], live_tensors: list[LiveTensor], grid: ProcessGrid, spec: ModelSpec
 ) -> dict[str, list[Mapping[int, Tensor]]]:
     """Collects the gradients of all ranks on rank 0. Collective.
 
     The ranks of a data-parallel group hold equal gradients after the reduction; the first one contributes.
 
     Returns:
-        Maps each name to its copies, and each copy maps parts (see :meth:`Cut.part`) to gradients. A tied
+        Maps each name to its copies, and each copy maps parts (see :meth:`Sharding.part`) to gradients. A tied
         tensor has a copy on each of two stages.
     """
-    _gather_slices(wrapped)
-    table = tensor_table(spec)
-    mine: dict[str, Tensor] = {}
-    stacks: dict[str, list[Tensor]] = {}
-    copies: dict[str, int] = {}
-    for name, parameter, expert in tensors:
-        if not parameter.requires_grad or not grid.is_first_copy(table[name]):
+    _gather_slices(ddp_chunks)
+    tensor_infos = tensor_table(spec)
+    local_gradients: dict[str, Tensor] = {}
+    expert_gradients: dict[str, list[Tensor]] = {}
+    copy_counts: dict[str, int] = {}
+    for tensor_name, parameter, expert_number in live_tensors:
+        if not parameter.requires_grad or not grid.is_first_copy(tensor_infos[tensor_name]):
             continue
-        if expert is not None:
-            stacks.setdefault(name, []).append(_main_grad(parameter))  # in the order of the experts
+        if expert_number is not None:
+            expert_gradients.setdefault(tensor_name, []).append(
+                _main_grad(parameter)
+            )  # in the order of the experts
             continue
-        copy = copies[name] = copies.get(name, -1) + 1
-        mine[f"{grid.pp_rank}/{copy}/{grid.part(table[name])}/{name}"] = _main_grad(parameter)
+        copy_index = copy_counts[tensor_name] = copy_counts.get(tensor_name, -1) + 1
+        local_gradients[
+            f"{grid.pp_rank}/{copy_index}/{grid.shard_index(tensor_infos[tensor_name])}/{tensor_name}"
+        ] = _main_grad(parameter)
 
-    mine |= {
-        f"{grid.pp_rank}/0/{grid.part(table[name])}/{name}": torch.stack(stack)
-        for name, stack in stacks.items()
+    local_gradients |= {
+        f"{grid.pp_rank}/0/{grid.shard_index(tensor_infos[tensor_name])}/{tensor_name}": torch.stack(stack)
+        for tensor_name, stack in expert_gradients.items()
     }
 
-    gathered: dict[str, dict[str, dict[int, tuple[StoredTensors, str]]]] = {}
-    for given in gather_on_first({(grid.rank,): mine} if mine else {}, grid).values():
-        for key in given:
-            stage, copy_number, part, name = key.split("/")
-            gathered.setdefault(name, {}).setdefault(f"{stage}/{copy_number}", {})[int(part)] = (given, key)
+    gathered_gradients: dict[str, dict[str, dict[int, tuple[LazyTensorFile, str]]]] = {}
+    for rank_gradients in gather_to_rank_0(
+        {(grid.rank,): local_gradients} if local_gradients else {}, grid
+    ).values():
+        for gradient_key in rank_gradients:
+            pipeline_stage, copy_number, part_number, tensor_name = gradient_key.split("/")
+            gathered_gradients.setdefault(tensor_name, {}).setdefault(f"{pipeline_stage}/{copy_number}", {})[
+                int(part_number)
+            ] = (rank_gradients, gradient_key)
 
-    return {name: [StoredParts(parts) for parts in held.values()] for name, held in gathered.items()}
+    return {
+        tensor_name: [LazyTensorParts(parts) for parts in held.values()]
+        for tensor_name, held in gathered_gradients.items()
+    }
 
 
-def _gather_slices(wrapped: list[Any]) -> None:
+def _gather_slices(ddp_chunks: list[Any]) -> None:
     """Completes the gradient buffers on every rank. Collective.
 
     With the distributed optimizer, each rank holds only its own slice of every bucket after the reduction.
     """
-    for chunk in replicated_modules(wrapped):
+    for chunk in replicated_modules(ddp_chunks):
         if not chunk.ddp_config.use_distributed_optimizer:
             continue
-        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-            group = buffer.data_parallel_group
-            for bucket in buffer.buckets:
-                shards = bucket.grad_data.chunk(group.size())
+        for gradient_buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = gradient_buffer.data_parallel_group
+            for gradient_bucket in gradient_buffer.buckets:
+                shards = gradient_bucket.grad_data.chunk(group.size())
                 dist.all_gather(list(shards), shards[group.rank()].clone(), group=group)
 
 
@@ -154,120 +180,143 @@ def _main_grad(parameter: Any) -> Tensor:
     return parameter.main_grad.detach().float().cpu().clone()
 
 
-def compare(
-    case: Case,
+def compare_with_reference(
+    case: ParityCase,
     spec: ModelSpec,
     layout: Layout,
-    loss: float,
+    mean_loss: float,
     gradients: dict[str, list[Mapping[int, Tensor]]],
-    samples: list[Sample],
-    models: Any,
+    samples: list[TokenizedSample],
+    reference_function: Any,
 ) -> dict[str, Any]:
     """Compares loss and gradients with the reference, including every copy of a replicated or tied tensor.
 
     Args:
-        loss: mean loss over all loss tokens.
+        mean_loss: mean loss over all loss tokens.
         gradients: output of :func:`collect_gradients`.
-        models: output of :func:`make_reference`.
+        reference_function: output of :func:`make_reference_function`.
     """
-    want_loss, want, noise = models(samples)
-    table = tensor_table(spec)
-    errors: dict[str, float] = {}
+    expected_loss, expected_gradients, bf16_noise = reference_function(samples)
+    tensor_infos = tensor_table(spec)
+    gradient_errors: dict[str, float] = {}
 
-    for name, copies in gradients.items():
-        info = table[name]
-        scale = want[name].norm().item()
-        for parts in copies:
-            shards = [parts[part] for part in range(layout.cut.parts(info))]
-            for candidate in shards if info.split == "replicated" else [unshard(shards, info, layout.cut)]:
-                error = (candidate - want[name]).norm().item() / scale if scale else candidate.norm().item()
-                errors[name] = max(errors.get(name, 0.0), error if math.isfinite(error) else math.inf)
+    for tensor_name, tensor_copies in gradients.items():
+        tensor_info = tensor_infos[tensor_name]
+        expected_norm = expected_gradients[tensor_name].norm().item()
+        for copy_parts in tensor_copies:
+            gradient_shards = [copy_parts[part] for part in range(layout.sharding.num_shards(tensor_info))]
+            for candidate_gradient in (
+                gradient_shards
+                if tensor_info.parallel_style == "replicated"
+                else [join_shards(gradient_shards, tensor_info, layout.sharding)]
+            ):
+                relative_error = (
+                    (candidate_gradient - expected_gradients[tensor_name]).norm().item() / expected_norm
+                    if expected_norm
+                    else candidate_gradient.norm().item()
+                )
+                gradient_errors[tensor_name] = max(
+                    gradient_errors.get(tensor_name, 0.0),
+                    relative_error if math.isfinite(relative_error) else math.inf,
+                )
 
-    trained = {name for name in table if part_of(name) not in case.freeze}
-    unexpected = sorted(trained - set(errors)) + sorted(set(errors) - trained)
-    worst = sorted(errors, key=errors.__getitem__, reverse=True)[:3]
+    trained_names = {
+        tensor_name for tensor_name in tensor_infos if model_part(tensor_name) not in case.freeze
+    }
+    unexpected_names = sorted(trained_names - set(gradient_errors)) + sorted(
+        set(gradient_errors) - trained_names
+    )
+    worst_names = sorted(gradient_errors, key=gradient_errors.__getitem__, reverse=True)[:3]
 
-    loss_error = abs(loss - want_loss) / abs(want_loss)
-    gradient_error = max(errors.values())
-    bf16 = case.dtype == "bfloat16"
-    near = (
-        gradient_error <= max(noise.values()) * BF16_GRADIENT_RATIO
-        if bf16
+    loss_error = abs(mean_loss - expected_loss) / abs(expected_loss)
+    gradient_error = max(gradient_errors.values())
+    is_bf16 = case.dtype == "bfloat16"
+    gradients_agree = (
+        gradient_error <= max(bf16_noise.values()) * BF16_GRADIENT_RATIO
+        if is_bf16
         else gradient_error <= GRADIENT_TOLERANCE
     )
 
     return {
-        "ok": not unexpected and loss_error <= (BF16_LOSS_TOLERANCE if bf16 else LOSS_TOLERANCE) and near,
-        "loss": loss,
-        "reference": want_loss,
+        "ok": not unexpected_names
+        and loss_error <= (BF16_LOSS_TOLERANCE if is_bf16 else LOSS_TOLERANCE)
+        and gradients_agree,
+        "loss": mean_loss,
+        "reference": expected_loss,
         "loss_error": loss_error,
         "gradient_error": gradient_error,
-        "worst": {name: errors[name] for name in worst},
-        "transformers_bf16_gradient_error": max(noise.values()) if noise else None,
-        "unexpected": unexpected,
-        "compared": len(errors),
-        "gradients": by_location(errors),
+        "worst": {tensor_name: gradient_errors[tensor_name] for tensor_name in worst_names},
+        "transformers_bf16_gradient_error": max(bf16_noise.values()) if bf16_noise else None,
+        "unexpected": unexpected_names,
+        "compared": len(gradient_errors),
+        "gradients": errors_by_location(gradient_errors),
     }
 
 
-def by_location(errors: dict[str, float]) -> dict[str, float]:
+def errors_by_location(gradient_errors: dict[str, float]) -> dict[str, float]:
     """Maps each location to the largest error among its tensors."""
-    locations: dict[str, float] = {}
-    for name, error in errors.items():
-        locations[location_of(name)] = max(locations.get(location_of(name), 0.0), error)
-    return locations
+    worst_by_location: dict[str, float] = {}
+    for name, error in gradient_errors.items():
+        worst_by_location[tensor_location(name)] = max(
+            worst_by_location.get(tensor_location(name), 0.0), error
+        )
+    return worst_by_location
 
 
-def make_reference(case: Case, platform: Platform) -> Any:
+def make_reference_function(case: ParityCase, platform: Platform) -> Any:
     """Returns a function of the samples, which computes or reads their (loss, fp32 gradients, bf16 noise)."""
     return StoredReference(Path(case.reference)) if case.reference else ComputedReference(case, platform)
 
 
 class StoredReference:
-    """Reads what :mod:`toolkit.parity.stored` computed, for the samples that it used."""
+    """Reads what :mod:`toolkit.parity.reference_job` computed, for the samples that it used."""
 
-    def __init__(self, folder: Path) -> None:
-        self.facts = json.loads((folder / "reference.json").read_text())
-        self.gradients = StoredTensors(folder / "gradients.safetensors")
+    def __init__(self, reference_dir: Path) -> None:
+        self.reference_facts = json.loads((reference_dir / "reference.json").read_text())
+        self.gradients = LazyTensorFile(reference_dir / "gradients.safetensors")
 
-    def __call__(self, samples: list[Sample]) -> tuple[float, Mapping[str, Tensor], dict[str, float]]:
+    def __call__(
+        self, samples: list[TokenizedSample]
+    ) -> tuple[float, Mapping[str, Tensor], dict[str, float]]:
         """Like :meth:`ComputedReference.__call__`."""
-        return self.facts["loss"], self.gradients, self.facts["gradient_noise"]
+        return self.reference_facts["loss"], self.gradients, self.reference_facts["gradient_noise"]
 
 
 class ComputedReference:
     """Computes the reference of one case with ``transformers``."""
 
-    def __init__(self, case: Case, platform: Platform) -> None:
+    def __init__(self, case: ParityCase, platform: Platform) -> None:
         self.case = case
         self.device = str(platform.device)
 
     @cached_property
-    def exact(self) -> torch.nn.Module:
-        return load_hf(self.case.hf, device=self.device)
+    def float32_model(self) -> torch.nn.Module:
+        return load_hf_for_training(self.case.hf, device=self.device)
 
     @cached_property
-    def half(self) -> torch.nn.Module:
-        return load_hf(self.case.hf, torch.bfloat16, self.device)
+    def bf16_model(self) -> torch.nn.Module:
+        return load_hf_for_training(self.case.hf, torch.bfloat16, self.device)
 
-    def __call__(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+    def __call__(self, samples: list[TokenizedSample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
         """Returns (loss in the case's data type, fp32 gradients, bf16 noise).
 
         The noise maps each tensor to the relative error of transformers' bf16 gradient; it is empty in fp32.
         """
-        key = (self.case.hf, self.case.dtype, self.device, fingerprint(samples))
-        return remembered(key, lambda: self._compute(samples))
+        key = (self.case.hf, self.case.dtype, self.device, samples_fingerprint(samples))
+        return cached_result(key, lambda: self._compute_reference(samples))
 
-    def _compute(self, samples: list[Sample]) -> tuple[float, dict[str, Tensor], dict[str, float]]:
-        loss, want = reference(self.case.hf, samples, self.exact)
+    def _compute_reference(
+        self, samples: list[TokenizedSample]
+    ) -> tuple[float, dict[str, Tensor], dict[str, float]]:
+        loss, float32_gradients = compute_reference(self.case.hf, samples, self.float32_model)
         if self.case.dtype != "bfloat16":
-            return loss, want, {}
-        loss, rounded = reference(self.case.hf, samples, self.half)
-        noise = {
-            name: ((rounded[name] - exact).norm() / exact.norm().clamp(min=1e-30)).item()
-            for name, exact in want.items()
+            return loss, float32_gradients, {}
+        loss, bf16_gradients = compute_reference(self.case.hf, samples, self.bf16_model)
+        bf16_noise = {
+            name: ((bf16_gradients[name] - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+            for name, exact in float32_gradients.items()
         }
-        return loss, want, noise
+        return loss, float32_gradients, bf16_noise
 
 
 def main(argv: list[str]) -> int:
@@ -276,22 +325,22 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     faulthandler.enable()
     init_distributed(platform)
-    cases = [Case(**fields) for fields in json.loads(Path(argv[0]).read_text())]
-    results: dict[str, Any] = {}
+    parity_cases = [ParityCase(**fields) for fields in json.loads(Path(argv[0]).read_text())]
+    results_by_case: dict[str, Any] = {}
 
-    for case in cases:
+    for case in parity_cases:
         try:
-            results[case.name] = run_case(case, platform)
+            results_by_case[case.name] = run_case(case, platform)
         except Exception:
-            results[case.name] = {"ok": False, "error": traceback.format_exc()}
-            print(f"{case.name}: {results[case.name]['error']}", file=sys.stderr, flush=True)
+            results_by_case[case.name] = {"ok": False, "error": traceback.format_exc()}
+            print(f"{case.name}: {results_by_case[case.name]['error']}", file=sys.stderr, flush=True)
         gc.collect()
         if dist.get_rank() == 0:
-            Path(argv[1]).write_text(json.dumps(results, indent=1))
-            print(case.name, "ok" if results[case.name]["ok"] else "FAILED", flush=True)
+            Path(argv[1]).write_text(json.dumps(results_by_case, indent=1))
+            print(case.name, "ok" if results_by_case[case.name]["ok"] else "FAILED", flush=True)
 
     end_distributed()
-    return 0 if all(result["ok"] for result in results.values()) else 1
+    return 0 if all(result["ok"] for result in results_by_case.values()) else 1
 
 
 if __name__ == "__main__":

@@ -8,74 +8,89 @@ from typing import Any
 
 from megatron_vl.config import ParallelConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.errors import UsageError, UserError
-from megatron_vl.planning.calibration import Calibration, known, read_calibration
+from megatron_vl.planning.calibration import Calibration, find_calibration, read_calibration
 from megatron_vl.planning.cost import Network
-from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.rows import RowStatistics, stated_rows
-from megatron_vl.planning.run import run_layout
-from megatron_vl.planning.search import Found, Wanted, describe, search, what_fits, why_slower, with_split
+from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.layout_search import (
+    SearchRequest,
+    SearchResult,
+    describe_layout,
+    explain_slowdown,
+    search_fastest_fit,
+    search_layouts,
+    with_split,
+)
+from megatron_vl.planning.predict import RunPrediction, predict_layout
+from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 
 from .options import PlanOptions
-from .result import Plan
-from .show import show
+from .plan_result import PlanResult
+from .print_plan import print_plan
 
-SIZES = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
+LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 
 
 def plan(options: PlanOptions) -> int:
     """Returns 0, or 1 if the given layout, or every layout, does not fit."""
-    result = make_plan(options)
+    plan_result = make_plan(options)
     if options.picture is not None:
-        from .picture import draw
+        from .timeline_picture import draw_timeline
 
-        draw(result.best, options.picture)
+        draw_timeline(plan_result.best_prediction, options.picture)
     if options.yaml is not None:
-        from .run_file import write_run
+        from .run_file import write_run_yaml
 
-        write_run(options.yaml, result.best, _set_fields(options))
+        write_run_yaml(options.yaml, plan_result.best_prediction, _set_fields(options))
     if options.json:
-        print(json.dumps(as_json(result), indent=2))
+        print(json.dumps(plan_as_json(plan_result), indent=2))
     else:
-        show(result)
-    return 0 if result.best.fits else 1
+        print_plan(plan_result)
+    return 0 if plan_result.best_prediction.fits_memory else 1
 
 
-def make_plan(options: PlanOptions) -> Plan:
+def make_plan(options: PlanOptions) -> PlanResult:
     """Searches, or predicts.
 
     Raises:
         UsageError: there is no model, or it is searched although nothing is left to choose.
         UserError: no layout fits, or the given one is impossible; the message says why.
     """
-    config = _config(options)
+    config = _read_config(options)
     spec = read_spec(config.model.hf)
-    rows = _rows(options, config, spec)
-    wanted = Wanted(
+    row_statistics = _row_statistics(options, config, spec)
+    search_request = SearchRequest(
         config,
         spec,
         options.gpus,
-        _calibration(options),
-        rows,
+        _chosen_calibration(options),
+        row_statistics,
         Network(options.gpus_per_node),
-        keep=options.keep,
+        result_count=options.keep,
     )
-    if _is_given(config.parallel) and not options.search:
-        prediction = _given(wanted)
-        return Plan(wanted, prediction, None, None if prediction.fits else what_fits(wanted))
-    own = _own(wanted) if _is_given(config.parallel) else None
-    found = search(dataclasses.replace(wanted, config=_without_split(config)))
-    if not found.best:
-        raise UserError(_nothing_fits(found, wanted))
+    if _sets_layout(config.parallel) and not options.search:
+        run_prediction = _predict_run_layout(search_request)
+        return PlanResult(
+            search_request,
+            run_prediction,
+            None,
+            None if run_prediction.fits_memory else search_fastest_fit(search_request),
+        )
+    own_prediction = _own_prediction(search_request) if _sets_layout(config.parallel) else None
+    search_result = search_layouts(dataclasses.replace(search_request, config=_without_split(config)))
+    if not search_result.fitting_layouts:
+        raise UserError(_nothing_fits_message(search_result, search_request))
 
-    return Plan(wanted, found.best[0], found, own=own)
+    return PlanResult(
+        search_request, search_result.fitting_layouts[0], search_result, own_prediction=own_prediction
+    )
 
 
-def _own(wanted: Wanted) -> Prediction | None:
+def _own_prediction(search_request: SearchRequest) -> RunPrediction | None:
     """The prediction of the run's own layout, to compare with; None if it needs another number of GPUs."""
     try:
-        return _given(wanted)
+        return _predict_run_layout(search_request)
     except UserError:
         return None
 
@@ -84,12 +99,12 @@ def _without_split(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=None))
 
 
-def _config(options: PlanOptions) -> TrainConfig:
-    fields = [*options.fields]
-    fields += ["--model.hf", options.hf] if options.hf else []
-    fields += ["--data.path", str(options.data)] if options.data is not None else []
+def _read_config(options: PlanOptions) -> TrainConfig:
+    run_words = [*options.fields]
+    run_words += ["--model.hf", options.hf] if options.hf else []
+    run_words += ["--data.path", str(options.data)] if options.data is not None else []
     try:
-        config = parse_config(fields)
+        config = parse_config(run_words)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl plan --help explains every field") from error
     if not config.model.hf:
@@ -100,49 +115,56 @@ def _config(options: PlanOptions) -> TrainConfig:
     return config
 
 
-def _sets_batch(fields: list[str]) -> bool:
-    return any("global_batch_size" in word or word == "--config" for word in fields)
+def _sets_batch(run_words: list[str]) -> bool:
+    return any("global_batch_size" in word or word == "--config" for word in run_words)
 
 
-def _calibration(options: PlanOptions) -> Calibration:
+def _chosen_calibration(options: PlanOptions) -> Calibration:
     if options.calibration is not None:
         return read_calibration(options.calibration)
     if options.gpu:
-        return known(options.gpu)
-    return calibration_for("auto")
+        return find_calibration(options.gpu)
+    return calibration_for_platform("auto")
 
 
-def _rows(options: PlanOptions, config: TrainConfig, spec: ModelSpec) -> RowStatistics:
+def _row_statistics(options: PlanOptions, config: TrainConfig, spec: ModelSpec) -> RowStatistics:
     if options.data is None:
-        return stated_rows(spec, config.data.seq_len, config.data.max_patches)
-    from .data_rows import measured_rows
+        return make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
+    from .data_rows import measure_rows
 
-    return measured_rows(config, spec, options.rows)
+    return measure_rows(config, spec, options.rows)
 
 
-def _is_given(parallel: ParallelConfig) -> bool:
+def _sets_layout(parallel_config: ParallelConfig) -> bool:
     """Whether a run sets a layout."""
-    default = ParallelConfig()
-    return any(getattr(parallel, name) not in (getattr(default, name), "auto") for name in SIZES)
+    default_config = ParallelConfig()
+    return any(
+        getattr(parallel_config, name) not in (getattr(default_config, name), "auto")
+        for name in LAYOUT_FIELDS
+    )
 
 
-def _given(wanted: Wanted) -> Prediction:
+def _predict_run_layout(search_request: SearchRequest) -> RunPrediction:
     """The prediction of the layout that the run sets."""
-    config, spec, world = wanted.config, wanted.spec, wanted.world
-    how: dict[str, Any] = {
-        "calibration": wanted.calibration,
-        "rows": wanted.rows,
-        "network": wanted.network,
+    config, spec, world_size = search_request.config, search_request.spec, search_request.world_size
+    prediction_arguments: dict[str, Any] = {
+        "calibration": search_request.calibration,
+        "row_statistics": search_request.row_statistics,
+        "network": search_request.network,
     }
-    layout = run_layout(config, spec, world, **how)
-    return predict(config, spec, world, layout, **how)
+    layout = run_layout(config, spec, world_size, **prediction_arguments)
+    return predict_layout(config, spec, world_size, layout, **prediction_arguments)
 
 
-def _nothing_fits(found: Found, wanted: Wanted) -> str:
-    nearest = f"; the nearest, {found.lost[0].text}, takes {found.lost[0].why}" if found.lost else ""
+def _nothing_fits_message(search_result: SearchResult, search_request: SearchRequest) -> str:
+    nearest_note = (
+        f"; the nearest, {search_result.rejected_layouts[0].text}, takes {search_result.rejected_layouts[0].why}"
+        if search_result.rejected_layouts
+        else ""
+    )
     return (
-        f"no layout of {wanted.world} {wanted.calibration.gpu} fits {wanted.spec.family} with rows of"
-        f" {wanted.config.data.seq_len} tokens{nearest}: take more GPUs, or lower data.seq_len"
+        f"no layout of {search_request.world_size} {search_request.calibration.gpu} fits {search_request.spec.family} with rows of"
+        f" {search_request.config.data.seq_len} tokens{nearest_note}: take more GPUs, or lower data.seq_len"
     )
 
 
@@ -151,38 +173,45 @@ def _set_fields(options: PlanOptions) -> dict[str, Any]:
     return {"model.hf": options.hf} if options.hf else {}
 
 
-def as_json(result: Plan) -> dict[str, Any]:
+def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
     """What ``--json`` prints."""
-    wanted, c = result.wanted, result.wanted.calibration
-    facts: dict[str, Any] = {
-        "family": wanted.spec.family,
-        "gpus": wanted.world,
-        "gpu": c.gpu,
-        "measured_rates": c.measured,
-        "rates": c.source,
-        "seq_len": wanted.config.data.seq_len,
-        "global_batch_size": wanted.config.global_batch_size,
-        "rows": wanted.rows.as_json(),
-        "best": _one(result.best),
+    search_request, calibration = plan_result.search_request, plan_result.search_request.calibration
+    plan_facts: dict[str, Any] = {
+        "family": search_request.spec.family,
+        "gpus": search_request.world_size,
+        "gpu": calibration.gpu,
+        "measured_rates": calibration.measured,
+        "rates": calibration.source,
+        "seq_len": search_request.config.data.seq_len,
+        "global_batch_size": search_request.config.global_batch_size,
+        "rows": search_request.row_statistics.as_json(),
+        "best": _prediction_facts(plan_result.best_prediction),
     }
 
-    if result.found is not None:
-        others = zip(result.found.best[1:], result.found.reasons, strict=True)
-        facts["others"] = [{**_one(other), "why": why} for other, why in others]
-        facts["lost"] = [dataclasses.asdict(lost) for lost in result.found.lost]
-        facts["combinations"] = result.found.combinations
+    if plan_result.search_result is not None:
+        other_predictions = zip(
+            plan_result.search_result.fitting_layouts[1:],
+            plan_result.search_result.slowdown_reasons,
+            strict=True,
+        )
+        plan_facts["others"] = [{**_prediction_facts(other), "why": why} for other, why in other_predictions]
+        plan_facts["lost"] = [dataclasses.asdict(lost) for lost in plan_result.search_result.rejected_layouts]
+        plan_facts["combinations"] = plan_result.search_result.combination_count
 
-    if result.own is not None:
-        facts["own"] = {**_one(result.own), "why": why_slower(result.best, result.own)}
-    if result.instead is not None:
-        facts["instead"] = _one(result.instead)
-    return facts
+    if plan_result.own_prediction is not None:
+        plan_facts["own"] = {
+            **_prediction_facts(plan_result.own_prediction),
+            "why": explain_slowdown(plan_result.best_prediction, plan_result.own_prediction),
+        }
+    if plan_result.fitting_alternative is not None:
+        plan_facts["instead"] = _prediction_facts(plan_result.fitting_alternative)
+    return plan_facts
 
 
-def _one(prediction: Prediction) -> dict[str, Any]:
-    after = with_split(prediction.config, prediction.layout)
+def _prediction_facts(prediction: RunPrediction) -> dict[str, Any]:
+    config_with_split = with_split(prediction.config, prediction.layout)
     return {
-        "text": describe(prediction.config, prediction.layout, prediction.dp),
+        "text": describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size),
         **prediction.as_json(),
-        "recompute": dataclasses.asdict(after.recompute),
+        "recompute": dataclasses.asdict(config_with_split.recompute),
     }

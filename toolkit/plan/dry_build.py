@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-from megatron_vl.config import Fp8Config, TrainConfig, parse_config, validate
-from megatron_vl.planning.run import run_layout
+from megatron_vl.config import Fp8Config, TrainConfig, parse_config, validate_config
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout
@@ -30,10 +30,10 @@ from megatron_vl.spec.layout import Layout
 class BuiltTensor:
     """One parameter of a rank."""
 
-    name: str
+    tensor_name: str
     """Canonical name."""
-    shape: tuple[int, ...]
-    trained: bool
+    tensor_shape: tuple[int, ...]
+    is_trained: bool
 
 
 class _MetaPlatform(Platform):
@@ -42,16 +42,16 @@ class _MetaPlatform(Platform):
         return torch.device("meta")
 
 
-_FACTORIES = (torch.empty, torch.zeros, torch.ones)
+_TENSOR_FACTORIES = (torch.empty, torch.zeros, torch.ones)
 """The functions that create parameters. Computed constants (such as rotary frequencies) stay real."""
 
 
-class _OnMeta(TorchFunctionMode):
+class _MetaDeviceMode(TorchFunctionMode):
     """Creates parameters on the meta device and keeps them there, whatever device is named."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if func in _FACTORIES:
+        if func in _TENSOR_FACTORIES:
             kwargs["device"] = "meta"
         elif func is torch.Tensor.cuda:
             return args[0]
@@ -65,7 +65,7 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
         RunConfigError, LayoutError: the run is impossible.
         RuntimeError: modules and tensor table disagree, or a process group already exists.
     """
-    validate(config, world_size)
+    validate_config(config, world_size)
     layout = run_layout(config, spec, world_size)
     config = without_cuda(config)
     return [_build_rank(config, spec, layout, stage, world_size) for stage in range(layout.pp)]
@@ -73,13 +73,13 @@ def dry_build(config: TrainConfig, spec: ModelSpec, world_size: int) -> list[lis
 
 def without_cuda(config: TrainConfig) -> TrainConfig:
     """The run without CUDA-only settings that change no parameter, because the CPU platform refuses them."""
-    recompute = config.recompute
-    modules = [module for module in recompute.language_modules if module != "layernorm"]
+    recompute_config = config.recompute
+    language_modules = [module for module in recompute_config.language_modules if module != "layernorm"]
     return replace(
         config,
         fp8=Fp8Config(),
         parallel=replace(config.parallel, tp_comm_overlap=False),
-        recompute=replace(recompute, language_modules=modules),
+        recompute=replace(recompute_config, language_modules=language_modules),
         model=replace(
             config.model, window_attention="auto", vision_attention="auto", language_attention="auto"
         ),
@@ -87,23 +87,28 @@ def without_cuda(config: TrainConfig) -> TrainConfig:
 
 
 def _build_rank(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, stage: int, world_size: int
+    config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, world_size: int
 ) -> list[BuiltTensor]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    cpu = get_platform("cpu")
-    from megatron_vl.parallel.grid import make_grid
-    from megatron_vl.training.model import HALF, build_model
+    cpu_platform = get_platform("cpu")
+    from megatron_vl.parallel.process_grid import make_grid
+    from megatron_vl.training.model import HALF_PIXEL_NORM, build_model
 
-    platform = _MetaPlatform(cpu.name, cpu.backend, cpu.transformer_engine)
-    rank = stage * world_size // layout.pp
+    meta_platform = _MetaPlatform(
+        cpu_platform.name, cpu_platform.distributed_backend, cpu_platform.has_transformer_engine
+    )
+    rank = pipeline_stage * world_size // layout.pp
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         grid = make_grid(layout)
-        assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (stage, 0, 0)
-        with _OnMeta():
-            built = build_model(config, spec, layout, platform, grid, norm=HALF)
-        return [BuiltTensor(name, tuple(p.shape), p.requires_grad) for name, p, _ in built.tensors]
+        assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (pipeline_stage, 0, 0)
+        with _MetaDeviceMode():
+            built_model = build_model(config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM)
+        return [
+            BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad)
+            for name, parameter, _ in built_model.live_tensors
+        ]
     finally:
         from megatron.core import parallel_state as mpu
 
@@ -118,14 +123,22 @@ def main(argv: list[str]) -> int:
         prog="python -m toolkit.plan.dry_build", description="Build a run's model without allocating memory."
     )
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks of the whole run")
-    args, options = parser.parse_known_args(argv)
+    args, run_words = parser.parse_known_args(argv)
     try:
-        config = parse_config(options)
-        stages = dry_build(config, read_spec(config.model.hf), args.world_size)
+        config = parse_config(run_words)
+        tensors_by_stage = dry_build(config, read_spec(config.model.hf), args.world_size)
     except (ValueError, RuntimeError, OSError) as error:
         print(str(error).replace("\n", " "), file=sys.stderr)
         return 1
-    print(json.dumps({"parameters": [sum(math.prod(tensor.shape) for tensor in stage) for stage in stages]}))
+    print(
+        json.dumps(
+            {
+                "parameters": [
+                    sum(math.prod(tensor.tensor_shape) for tensor in stage) for stage in tensors_by_stage
+                ]
+            }
+        )
+    )
     return 0
 
 

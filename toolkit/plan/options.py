@@ -23,23 +23,23 @@ class PlanOptions(CommandOptions):
 
     hf: str = option("", metavar="HF", shown_default="model.hf of the run", must_exist=True)
     """Hugging Face folder or config.json that gives the model's sizes."""
-    gpus: int = option(metavar="N", least=1)
+    gpus: int = option(metavar="N", minimum=1)
     """GPUs of the whole run."""
     gpu: str = option("", metavar="KIND", shown_default="that of this machine, else H200")
     """Kind of GPU: H200, H100, A100, B200, or one that `megatron-vl bench --calibrate` was run on. Otherwise
     rates are those measured on H200, scaled for the others."""
-    gpus_per_node: int = option(8, metavar="N", least=1)
+    gpus_per_node: int = option(8, metavar="N", minimum=1)
     """GPUs that NVLink connects."""
     calibration: Path | None = option(None, metavar="FILE", must_exist=True)
     """Rates of the GPU as a JSON file, as `megatron-vl bench --calibrate` writes it, in place of --gpu."""
     data: Path | None = option(None, metavar="DIR", must_exist=True)
     """Measure tokens, pictures and patches of rows of this prepared data set (data.path of a run), with the
     trainer's own loader; model.hf must then be a whole Hugging Face folder."""
-    rows: int = option(16, metavar="N", least=2)
+    rows: int = option(16, metavar="N", minimum=2)
     """Read N rows of the data set."""
     search: bool = False
     """Search, although the run sets a layout, and compare that one with the fastest."""
-    keep: int = option(8, metavar="N", least=1)
+    keep: int = option(8, metavar="N", minimum=1)
     """Show the N fastest layouts."""
     picture: Path | None = option(None, metavar="FILE")
     """Draw the pipeline's timeline to a .png or .svg file."""

@@ -9,45 +9,47 @@ from typing import Any
 import yaml
 
 from megatron_vl.config import TrainConfig
-from megatron_vl.planning.predict import Prediction
-from megatron_vl.planning.search import describe, with_split
+from megatron_vl.planning.layout_search import describe_layout, with_split
+from megatron_vl.planning.predict import RunPrediction
 
 
-def write_run(path: Path, prediction: Prediction, given: dict[str, Any]) -> None:
-    """Writes what differs from the defaults, the layout in full.
+def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dict[str, Any]) -> None:
+    """Writes the fields that differ from the defaults, and every size of the layout.
 
     Args:
-        given: fields by dotted name that are written whatever they are.
+        given_fields: fields by dotted name that are written whatever they are.
     """
     config = with_split(prediction.config, prediction.layout)
-    fields = _differences(config, TrainConfig())
-    parallel = fields.setdefault("parallel", {})
-    for name in ("tp", *(["cp"] if config.parallel.cp > 1 else []), "pp", "vpp", "ep", "etp"):
-        parallel[name] = getattr(config.parallel, name)
-    for name, value in given.items():
-        section, _, leaf = name.rpartition(".")
-        (fields.setdefault(section, {}) if section else fields)[leaf] = value
+    run_fields = _changed_fields(config, TrainConfig())
+    parallel_fields = run_fields.setdefault("parallel", {})
+    for field_name in ("tp", *(["cp"] if config.parallel.cp > 1 else []), "pp", "vpp", "ep", "etp"):
+        parallel_fields[field_name] = getattr(config.parallel, field_name)
+    for field_name, field_value in given_fields.items():
+        section_name, _, leaf_name = field_name.rpartition(".")
+        (run_fields.setdefault(section_name, {}) if section_name else run_fields)[leaf_name] = field_value
 
-    p = prediction
-    head = (
-        f"# GPUs: {p.world} x {p.calibration.gpu}, {p.peak_gib:.0f} GiB estimated on the fullest, when a row"
-        f" is all pictures\n# Layout of megatron-vl plan: {describe(p.config, p.layout, p.dp)}. Predicted:"
-        f" {p.step:.2f} s a step,\n# {p.tokens_per_second:,.0f} tokens/s at {p.mfu:.1%} MFU\n"
-        f"# Rows: {p.rows.source}\n"
+    chosen_prediction = prediction
+    header_comment = (
+        f"# GPUs: {chosen_prediction.world_size} x {chosen_prediction.calibration.gpu}, {chosen_prediction.peak_gib:.0f} GiB estimated on the fullest, when a row"
+        f" is all pictures\n# Layout of megatron-vl plan: {describe_layout(chosen_prediction.config, chosen_prediction.layout, chosen_prediction.data_parallel_size)}. Predicted:"
+        f" {chosen_prediction.step_seconds:.2f} s a step,\n# {chosen_prediction.tokens_per_second:,.0f} tokens/s at {chosen_prediction.mfu:.1%} MFU\n"
+        f"# Rows: {chosen_prediction.row_statistics.source_text}\n"
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(head + yaml.safe_dump(fields, sort_keys=False, default_flow_style=None))
+    yaml_path.parent.mkdir(parents=True, exist_ok=True)
+    yaml_path.write_text(
+        header_comment + yaml.safe_dump(run_fields, sort_keys=False, default_flow_style=None)
+    )
 
 
-def _differences(value: Any, default: Any) -> dict[str, Any]:
+def _changed_fields(given_config: Any, default_config: Any) -> dict[str, Any]:
     """The fields of a dataclass that differ from another's, nested ones as mappings."""
-    found: dict[str, Any] = {}
-    for item in dataclasses.fields(value):
-        ours, theirs = getattr(value, item.name), getattr(default, item.name)
-        if dataclasses.is_dataclass(ours):
-            inner = _differences(ours, theirs)
-            if inner:
-                found[item.name] = inner
-        elif ours != theirs:
-            found[item.name] = ours
-    return found
+    changed_fields: dict[str, Any] = {}
+    for item in dataclasses.fields(given_config):
+        given_value, default_value = getattr(given_config, item.name), getattr(default_config, item.name)
+        if dataclasses.is_dataclass(given_value):
+            nested_changes = _changed_fields(given_value, default_value)
+            if nested_changes:
+                changed_fields[item.name] = nested_changes
+        elif given_value != default_value:
+            changed_fields[item.name] = given_value
+    return changed_fields

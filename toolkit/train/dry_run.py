@@ -1,5 +1,5 @@
-"""Shows a run without a GPU: its layout, its schedule, the predicted memory and speed, and how long a pass
-over its data is, if they are there. Without them, torch is not imported."""
+"""Shows a run without a GPU: its layout, its schedule, the predicted memory and speed. If its data are
+there, it also shows the steps of a pass over them; only this imports torch."""
 
 from __future__ import annotations
 
@@ -11,208 +11,243 @@ from typing import Any
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
-from megatron_vl.planning.gpus import calibration_for
-from megatron_vl.planning.memory import GPU_GIB, RESERVE_GIB, peak_gib, warm_up_passes
-from megatron_vl.planning.offload import least_share
-from megatron_vl.planning.predict import Prediction, predict
-from megatron_vl.planning.run import rates_apply
+from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, peak_stage_gib, warmup_forward_passes
+from megatron_vl.planning.offload_fraction import least_offload_fraction
+from megatron_vl.planning.predict import RunPrediction, predict_layout
+from megatron_vl.planning.run_layout import rates_apply
+from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.training.resolve import resolve
-from megatron_vl.words import counted
-from toolkit.doctor.machine import list_gpus
-from toolkit.memory_table import WIDTH, memory_table
+from megatron_vl.training.resolve import resolve_run
+from toolkit.doctor.machine_checks import query_gpus
+from toolkit.memory_table import TABLE_WIDTH, memory_table
 
 
-def show(config: TrainConfig, per_node: int | None, nnodes: int, as_json: bool) -> None:
+def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
     """Prints the plan. Raises like :func:`plan`."""
-    world = nnodes * (per_node or len(list_gpus()) or _least_ranks(config, nnodes))
-    facts = plan(config, world)
+    world_size = nnodes * (ranks_per_node or len(query_gpus()) or _least_ranks(config, nnodes))
+    run_facts = plan_run(config, world_size)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(run_facts, indent=2))
     else:
-        _print(facts)
+        _print_facts(run_facts)
 
 
-def plan(config: TrainConfig, world: int) -> dict[str, Any]:
-    """Layout, schedule and memory (GiB) of a run of ``world`` ranks.
+def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
+    """Layout, schedule and memory (GiB) of a run of ``world_size`` ranks.
 
     Raises:
         RunConfigError, LayoutError, ConfigError: the run is impossible; the message names the field.
     """
-    run = resolve(config, world, show_only=True)
-    config, spec, layout, dp = run.config, run.spec, run.layout, run.dp
-    micro_batches = config.global_batch_size // dp
-    rates = calibration_for(config.platform)
-    gpus = {} if config.platform == "cpu" else GPU_GIB
-    shares = {name: least_share(config, spec, layout, dp, gib) for name, gib in gpus.items()}
-    prediction = predict(config, spec, world, layout, calibration=rates)
-    stages = [stage.memory for stage in prediction.stages]
-    fit = [name for name, gib in gpus.items() if peak_gib(stages) + RESERVE_GIB <= gib]
+    resolved_run = resolve_run(config, world_size, show_only=True)
+    config, spec, layout, data_parallel_size = (
+        resolved_run.config,
+        resolved_run.spec,
+        resolved_run.layout,
+        resolved_run.dp,
+    )
+    micro_batches = config.global_batch_size // data_parallel_size
+    gpu_calibration = calibration_for_platform(config.platform)
+    gib_by_gpu = {} if config.platform == "cpu" else GPU_MEMORY_GIB
+    least_offload_shares = {
+        name: least_offload_fraction(config, spec, layout, data_parallel_size, gib)
+        for name, gib in gib_by_gpu.items()
+    }
+    prediction = predict_layout(config, spec, world_size, layout, calibration=gpu_calibration)
+    stage_memories = [stage.stage_memory for stage in prediction.stage_plans]
+    fitting_gpus = [
+        name for name, gib in gib_by_gpu.items() if peak_stage_gib(stage_memories) + RESERVE_GIB <= gib
+    ]
 
     return {
         "family": spec.family,
         "platform": config.platform,
-        "ranks": world,
-        "layout": {**layout.as_dict(), "dp": dp, "sequence_parallel": config.parallel.sequence_parallel},
-        "stages": [_contents(spec, layout, stage) for stage in range(layout.pp)],
+        "ranks": world_size,
+        "layout": {
+            **layout.as_dict(),
+            "dp": data_parallel_size,
+            "sequence_parallel": config.parallel.sequence_parallel,
+        },
+        "stages": [_stage_contents(spec, layout, stage) for stage in range(layout.pp)],
         "rows_per_step": config.global_batch_size,
         "tokens_per_step": config.global_batch_size * config.data.seq_len,
-        "pass": _pass(config, spec),
-        "schedule": _schedule(layout, micro_batches),
-        "memory_gib": [stage.as_json() for stage in stages],
-        "peak_gib": round(peak_gib(stages), 1),
-        "fits": fit,
+        "pass": _data_pass(config, spec),
+        "schedule": _schedule_facts(layout, micro_batches),
+        "memory_gib": [stage.as_json() for stage in stage_memories],
+        "peak_gib": round(peak_stage_gib(stage_memories), 1),
+        "fits": fitting_gpus,
         "moments_dtype": config.optimizer.moments_dtype,
         "offload_fraction": config.optimizer.offload_fraction,
-        "least_offload_fraction": shares,
-        "host_gib_per_rank": round(max(stage.host for stage in stages) / 2**30, 1),
-        "split": run.split,
-        "speed": _speed(prediction) if rates_apply(config, rates) else None,
+        "least_offload_fraction": least_offload_shares,
+        "host_gib_per_rank": round(max(stage.host_bytes for stage in stage_memories) / 2**30, 1),
+        "split": resolved_run.layer_split_origin,
+        "speed": _speed_facts(prediction) if rates_apply(config, gpu_calibration) else None,
     }
 
 
-def _pass(config: TrainConfig, spec: ModelSpec) -> dict[str, Any] | None:
+def _data_pass(config: TrainConfig, spec: ModelSpec) -> dict[str, Any] | None:
     """Rows and steps of a pass over the data, from the stored sizes of its samples; None if the data set or
     the tokenizer is not here. This imports torch."""
     if not config.data.path or not Path(config.data.path).exists() or not Path(config.model.hf).is_dir():
         return None
-    from data_tools.sources import open_encoder
-    from data_tools.statistics import statistics
+    from data_tools.sample_sources import open_encoder
+    from data_tools.statistics import count_statistics
 
     try:
-        found = statistics(open_encoder(config.data, spec, config.model.hf), config.model.hf)
+        data_statistics = count_statistics(open_encoder(config.data, spec, config.model.hf), config.model.hf)
     except (UserError, OSError, ValueError) as error:
         return {"unknown": str(error)}
-    return found.one_pass(config.global_batch_size)
+    return data_statistics.pass_facts(config.global_batch_size)
 
 
-def _print_pass(facts: dict[str, Any]) -> None:
+def _print_pass(run_facts: dict[str, Any]) -> None:
     """Prints how long a pass over the data is, or why that is not known."""
-    if facts["pass"] is None:
+    if run_facts["pass"] is None:
         return
-    if "unknown" in facts["pass"]:
-        print(f"the steps of a pass over the data are not known: {facts['pass']['unknown']}")
+    if "unknown" in run_facts["pass"]:
+        print(f"the steps of a pass over the data are not known: {run_facts['pass']['unknown']}")
         return
-    from data_tools.statistics import pass_in_words
+    from data_tools.statistics import describe_pass
 
-    print(pass_in_words(facts["pass"]))
+    print(describe_pass(run_facts["pass"]))
 
 
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
     """Number of ranks per node if none is given: as few as the layout needs."""
-    p = config.parallel
-    return max(1, -(-p.pp * math.lcm(p.tp * p.cp, p.ep * p.etp) // nnodes))
+    parallel_config = config.parallel
+    return max(
+        1,
+        -(
+            -parallel_config.pp
+            * math.lcm(parallel_config.tp * parallel_config.cp, parallel_config.ep * parallel_config.etp)
+            // nnodes
+        ),
+    )
 
 
-def _contents(spec: ModelSpec, layout: Layout, stage: int) -> list[str]:
+def _stage_contents(spec: ModelSpec, layout: Layout, pipeline_stage: int) -> list[str]:
     """The contents of a stage, in the order of the model."""
-    found = ["vision tower"] if stage == 0 or layout.decoupled else []
-    found += ["embedding"] if stage == 0 else []
-    for v in range(layout.vpp):
-        layers = list(layout.chunk_layers(stage, v))
-        chunk = f" (chunk {v})" if layout.vpp > 1 else ""
+    stage_contents = ["vision tower"] if pipeline_stage == 0 or layout.decoupled else []
+    stage_contents += ["embedding"] if pipeline_stage == 0 else []
+    for chunk_index in range(layout.vpp):
+        layers = list(layout.chunk_layers(pipeline_stage, chunk_index))
+        chunk = f" (chunk {chunk_index})" if layout.vpp > 1 else ""
         if layers:
-            found.append(f"decoder layers {layers[0]} to {layers[-1]}{chunk}")
-    if stage == layout.pp - 1:
-        found.append("output layer and loss")
-    return found
+            stage_contents.append(f"decoder layers {layers[0]} to {layers[-1]}{chunk}")
+    if pipeline_stage == layout.pp - 1:
+        stage_contents.append("output layer and loss")
+    return stage_contents
 
 
-def _schedule(layout: Layout, micro_batches: int) -> dict[str, Any]:
+def _schedule_facts(layout: Layout, micro_batches: int) -> dict[str, Any]:
     """The passes of each stage, in micro-batches (with virtual chunks: chunk-micro-batches)."""
-    passes = micro_batches * layout.vpp
-    warm_up = [warm_up_passes(layout.pp, layout.vpp, stage, micro_batches) for stage in range(layout.pp)]
+    pass_count = micro_batches * layout.vpp
+    warm_up = [
+        warmup_forward_passes(layout.pp, layout.vpp, stage, micro_batches) for stage in range(layout.pp)
+    ]
     return {
         "kind": "interleaved 1F1B" if layout.vpp > 1 else "1F1B" if layout.pp > 1 else "no pipeline",
         "micro_batches": micro_batches,
         "warm_up": warm_up,
-        "steady": [passes - first for first in warm_up],
-        "idle_share": round((layout.pp - 1) / (passes + layout.pp - 1), 4),
+        "steady": [pass_count - first for first in warm_up],
+        "idle_share": round((layout.pp - 1) / (pass_count + layout.pp - 1), 4),
     }
 
 
-def _speed(prediction: Prediction) -> dict[str, float | str]:
+def _speed_facts(prediction: RunPrediction) -> dict[str, float | str]:
     """The predicted speed with image rows."""
     return {
         "gpu": prediction.calibration.gpu,
         "rates": prediction.calibration.source,
-        "step_s": round(prediction.step, 3),
-        "bubble": round(prediction.bubble, 3),
+        "step_s": round(prediction.step_seconds, 3),
+        "bubble": round(prediction.bubble_share, 3),
         "mfu": round(prediction.mfu, 3),
         "tokens_per_second": round(prediction.tokens_per_second),
         "hours_per_billion_tokens": round(prediction.hours_per_billion_tokens, 1),
     }
 
 
-SPLITS = {
+SPLIT_ORIGINS = {
     "planned": "planned, as parallel.layers is left out",
     "even": "even, as parallel.layers is left out and no rates of a CPU are known",
     "saved": "that of the checkpoint that the run resumes from",
 }
 
 
-def _print_offload(facts: dict[str, Any]) -> None:
-    """Prints what of the optimizer is in host memory, and what would have to be for GPUs too small."""
-    if facts["moments_dtype"] != "float32":
-        print(f"Adam's moments: {facts['moments_dtype']}")
-    if share := facts["offload_fraction"]:
+def _print_offload(run_facts: dict[str, Any]) -> None:
+    """Prints the share of optimizer state in host memory, and the share that smaller GPUs need there."""
+    if run_facts["moments_dtype"] != "float32":
+        print(f"Adam's moments: {run_facts['moments_dtype']}")
+    if offload_fraction := run_facts["offload_fraction"]:
         print(
-            f"optimizer state in host memory: {share:.0%}, {facts['host_gib_per_rank']} GiB for each rank of"
+            f"optimizer state in host memory: {offload_fraction:.0%}, {run_facts['host_gib_per_rank']} GiB for each rank of"
             " the fullest stage"
         )
-    for name, least in facts["least_offload_fraction"].items():
-        if name not in facts["fits"] and least is not None:
-            print(f"would fit {name}: --optimizer.offload_fraction {least:g}")
+    for name, least_fraction in run_facts["least_offload_fraction"].items():
+        if name not in run_facts["fits"] and least_fraction is not None:
+            print(f"would fit {name}: --optimizer.offload_fraction {least_fraction:g}")
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print_facts(run_facts: dict[str, Any]) -> None:
     from rich.console import Console
 
-    sizes, schedule = facts["layout"], facts["schedule"]
-    experts = f", experts ep {sizes['ep']} x etp {sizes['etp']}" if sizes["ep"] * sizes["etp"] > 1 else ""
-    context = f" x cp {sizes['cp']}" if "cp" in sizes else ""
-    sequence = ", sequence parallel" if sizes["sequence_parallel"] else ""
-    print(f"{facts['family']} on {counted(facts['ranks'], 'rank')}")
+    layout_sizes, schedule = run_facts["layout"], run_facts["schedule"]
+    experts_note = (
+        f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
+        if layout_sizes["ep"] * layout_sizes["etp"] > 1
+        else ""
+    )
+    context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
+    sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
+    print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     print(
-        f"layout: tp {sizes['tp']}{context} x pp {sizes['pp']} x vpp {sizes['vpp']} x dp {sizes['dp']}"
-        f"{experts}{sequence}"
+        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"
+        f"{experts_note}{sequence_note}"
     )
 
-    for stage, contents in enumerate(facts["stages"]):
-        print(f"  stage {stage}: {', '.join(contents)}")
+    for pipeline_stage, stage_contents in enumerate(run_facts["stages"]):
+        print(f"  stage {pipeline_stage}: {', '.join(stage_contents)}")
 
-    if facts["split"] in SPLITS:
-        print(f"  split {sizes['layers']}: {SPLITS[facts['split']]}")
-    print(f"step: {counted(facts['rows_per_step'], 'row')}, {facts['tokens_per_step']:,} tokens")
-    _print_pass(facts)
-    each = f"{counted(schedule['micro_batches'], 'micro-batch')} on each data-parallel rank"
-    print(f"schedule: {schedule['kind']}, {each}")
-    if sizes["pp"] > 1:
-        for stage, (first, steady) in enumerate(zip(schedule["warm_up"], schedule["steady"], strict=True)):
-            print(f"  stage {stage}: {first} forward, {steady} x (forward, backward), {first} backward")
-        speed = facts["speed"]
-        estimated = f"{speed['bubble']:.1%} of the pipeline's time (estimate); " if speed else ""
-        print(f"  idle: {estimated}{schedule['idle_share']:.1%} if all stages took equally long")
+    if run_facts["split"] in SPLIT_ORIGINS:
+        print(f"  split {layout_sizes['layers']}: {SPLIT_ORIGINS[run_facts['split']]}")
+    print(f"step: {pluralize(run_facts['rows_per_step'], 'row')}, {run_facts['tokens_per_step']:,} tokens")
+    _print_pass(run_facts)
+    micro_batch_text = f"{pluralize(schedule['micro_batches'], 'micro-batch')} on each data-parallel rank"
+    print(f"schedule: {schedule['kind']}, {micro_batch_text}")
+    if layout_sizes["pp"] > 1:
+        for pipeline_stage, (warm_up_count, steady_count) in enumerate(
+            zip(schedule["warm_up"], schedule["steady"], strict=True)
+        ):
+            print(
+                f"  stage {pipeline_stage}: {warm_up_count} forward, {steady_count} x (forward, backward), {warm_up_count} backward"
+            )
+        speed_facts = run_facts["speed"]
+        bubble_note = (
+            f"{speed_facts['bubble']:.1%} of the pipeline's time (estimate); " if speed_facts else ""
+        )
+        print(f"  idle: {bubble_note}{schedule['idle_share']:.1%} if all stages took equally long")
 
-    table = memory_table(facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)")
+    stage_table = memory_table(
+        run_facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)"
+    )
     console = Console(highlight=False, file=sys.stdout)
-    Console(width=max(console.width, WIDTH), highlight=False, file=sys.stdout).print(table)
-    _print_fits(facts)
-    if speed := facts["speed"]:
+    Console(width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout).print(stage_table)
+    _print_fits(run_facts)
+    if speed_facts := run_facts["speed"]:
         print(
-            f"estimated speed on {speed['gpu']} with image rows: {speed['step_s']:.2f} s a step,"
-            f" {speed['tokens_per_second']:,} tokens/s at {speed['mfu']:.0%} MFU,"
-            f" {speed['hours_per_billion_tokens']} hours per billion tokens ({speed['rates']})"
+            f"estimated speed on {speed_facts['gpu']} with image rows: {speed_facts['step_s']:.2f} s a step,"
+            f" {speed_facts['tokens_per_second']:,} tokens/s at {speed_facts['mfu']:.0%} MFU,"
+            f" {speed_facts['hours_per_billion_tokens']} hours per billion tokens ({speed_facts['rates']})"
         )
 
 
-def _print_fits(facts: dict[str, Any]) -> None:
+def _print_fits(run_facts: dict[str, Any]) -> None:
     """Prints the memory of the fullest rank, and on which kinds of GPU it fits."""
-    fullest = f"{facts['peak_gib']} GiB, with a row full of pictures"
-    if facts["platform"] == "cpu":
-        print(f"fullest rank: {fullest}; the estimate is made for GPUs")
+    fullest_text = f"{run_facts['peak_gib']} GiB, with a row full of pictures"
+    if run_facts["platform"] == "cpu":
+        print(f"fullest rank: {fullest_text}; the estimate is made for GPUs")
         return
-    print(f"fullest GPU: {fullest}; {RESERVE_GIB:.0f} GiB more should stay free")
-    print(f"fits: {', '.join(facts['fits']) or 'none of ' + ', '.join(GPU_GIB)}")
-    _print_offload(facts)
+    print(f"fullest GPU: {fullest_text}; {RESERVE_GIB:.0f} GiB more should stay free")
+    print(f"fits: {', '.join(run_facts['fits']) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}")
+    _print_offload(run_facts)

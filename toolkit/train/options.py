@@ -19,14 +19,14 @@ class TrainOptions(CommandOptions):
 
     run_fields: ClassVar[bool] = True
 
-    nproc_per_node: int | None = option(None, metavar="N", least=1, shown_default="the GPUs of this node")
+    nproc_per_node: int | None = option(None, metavar="N", minimum=1, shown_default="the GPUs of this node")
     """Start N ranks on this node, with or without GPUs."""
-    nnodes: int | None = option(None, metavar="N", least=1, shown_default="1, or those of the Slurm step")
+    nnodes: int | None = option(None, metavar="N", minimum=1, shown_default="1, or those of the Slurm step")
     """Train on N nodes; start the same command on each of them."""
     master_addr: str = option("", metavar="HOST", shown_default="the first node of the Slurm step")
     """Host name of one of the nodes; give the same one on all nodes."""
     master_port: int | None = option(
-        None, metavar="PORT", least=1, shown_default="29500, or derived from the Slurm job's number"
+        None, metavar="PORT", minimum=1, shown_default="29500, or derived from the Slurm job's number"
     )
     """A free port on that host."""
     job_id: str = option("", metavar="WORD", shown_default="megatron-vl, or the Slurm job's number")

@@ -9,163 +9,179 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl.errors import UserError
-from megatron_vl.words import counted
+from megatron_vl.plurals import pluralize
 
 from .options import (
     ONE_RANK,
     ConvertOptions,
     ExportOptions,
     MergeOptions,
-    OutOptions,
     SplitOptions,
     VerifyOptions,
+    WeightOutputOptions,
 )
 
 
 def convert(options: ConvertOptions) -> int:
     """Converts Hugging Face weights to Megatron weights."""
-    from converters.convert import convert
+    from converters.convert import convert_weights
 
-    how: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _finish(options, lambda: convert(options.hf, options.out, options.layout, **how))
+    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
+    return _run_conversion(
+        options,
+        lambda: convert_weights(options.hf, options.out, options.layout_arguments, **conversion_options),
+    )
 
 
 def split(options: SplitOptions) -> int:
     """Writes Megatron weights in another layout; without a layout, as a single file."""
-    from converters.convert import reshard
+    from converters.convert import reshard_weights
 
-    layout = options.layout or ONE_RANK
-    how: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _finish(options, lambda: reshard(options.checkpoint, options.out, layout, **how))
+    layout = options.layout_arguments or ONE_RANK
+    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
+    return _run_conversion(
+        options, lambda: reshard_weights(options.checkpoint, options.out, layout, **conversion_options)
+    )
 
 
 def merge(options: MergeOptions) -> int:
     """Merges Megatron weights into unsplit ones."""
-    from converters.convert import reshard
+    from converters.convert import reshard_weights
 
-    how: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _finish(options, lambda: reshard(options.checkpoint, options.out, None, **how))
+    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
+    return _run_conversion(
+        options, lambda: reshard_weights(options.checkpoint, options.out, None, **conversion_options)
+    )
 
 
 def export(options: ExportOptions) -> int:
     """Exports Megatron weights to a Hugging Face folder."""
-    from converters.convert import export
+    from converters.convert import export_weights
 
-    how: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _finish(
-        options, lambda: export(options.checkpoint, options.hf, options.out, **how), origin=options.hf
+    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
+    return _run_conversion(
+        options,
+        lambda: export_weights(options.checkpoint, options.hf, options.out, **conversion_options),
+        original_dir=options.hf,
     )
 
 
-def _finish(options: OutOptions, work: Callable[[], Any], origin: Path | None = None) -> int:
+def _run_conversion(
+    options: WeightOutputOptions, run_conversion: Callable[[], Any], original_dir: Path | None = None
+) -> int:
     """Runs a conversion and prints a report of what was written.
 
     Args:
-        work: converts and returns a :class:`converters.convert.Report`.
-        origin: the original folder of an export.
+        run_conversion: converts and returns a :class:`converters.convert.Report`.
+        original_dir: the original folder of an export.
 
     Raises:
         UserError: writing failed, and the unfinished folder was kept.
     """
-    from megatron_vl.weights.manifest import UNFINISHED
+    from megatron_vl.weights.manifest import JOURNAL_FILE
 
     try:
-        report = work()
+        conversion_report = run_conversion()
     except OSError as error:
-        if isinstance(error, FileExistsError) or not (options.out / UNFINISHED).is_file():
+        if isinstance(error, FileExistsError) or not (options.out / JOURNAL_FILE).is_file():
             raise
         raise UserError(
             f"{error}\n{options.out} keeps what was written; run the same command again to continue"
         ) from error
 
     if options.json:
-        result = dataclasses.asdict(report) | {
-            "out": str(report.out),
-            "layout": report.layout and report.layout.as_dict(),
-            "cast": [[*types, n] for types, n in report.cast.items()],
+        report_facts = dataclasses.asdict(conversion_report) | {
+            "out": str(conversion_report.out),
+            "layout": conversion_report.layout and conversion_report.layout.as_dict(),
+            "cast": [[*types, tensor_count] for types, tensor_count in conversion_report.cast.items()],
         }
-        print(json.dumps(result))
+        print(json.dumps(report_facts))
     else:
-        _show(report, origin)
+        _print_report(conversion_report, original_dir)
 
     return 0
 
 
-def _show(report: Any, origin: Path | None) -> None:
+def _print_report(conversion_report: Any, original_dir: Path | None) -> None:
     """Prints sizes, speed, layout and notes of a conversion."""
-    size = report.bytes / 1e9
-    rate = report.bytes / max(report.seconds, 1e-9) / 1e9
+    size_gb = conversion_report.bytes / 1e9
+    gb_per_second = conversion_report.bytes / max(conversion_report.seconds, 1e-9) / 1e9
     print(
-        f"{report.out}: {report.tensors} tensors in {counted(report.files, 'file')}, "
-        f"{size:.2f} GB, {report.seconds:.1f} s, {rate:.2f} GB/s"
+        f"{conversion_report.out}: {conversion_report.tensors} tensors in {pluralize(conversion_report.files, 'file')}, "
+        f"{size_gb:.2f} GB, {conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
     )
-    if report.kept_tensors:
-        kept = f"{report.kept_files} of {report.files} files were kept from before the interruption"
-        print(f"continued: {kept}")
+    if conversion_report.kept_tensors:
+        kept_note = f"{conversion_report.kept_files} of {conversion_report.files} files were kept from before the interruption"
+        print(f"continued: {kept_note}")
 
-    if report.layout:
-        layers = ",".join(map(str, report.layout.layers))
-        experts = (
-            f", ep {report.layout.ep}, etp {report.layout.etp}"
-            if max(report.layout.ep, report.layout.etp) > 1
+    if conversion_report.layout:
+        layers_text = ",".join(map(str, conversion_report.layout.layers_per_chunk))
+        experts_note = (
+            f", ep {conversion_report.layout.ep}, etp {conversion_report.layout.etp}"
+            if max(conversion_report.layout.ep, conversion_report.layout.etp) > 1
             else ""
         )
         print(
-            f"layout: tp {report.layout.tp}, pp {report.layout.pp}, vpp {report.layout.vpp}, "
-            f"layers {layers}{experts}"
+            f"layout: tp {conversion_report.layout.tp}, pp {conversion_report.layout.pp}, vpp {conversion_report.layout.vpp}, "
+            f"layers {layers_text}{experts_note}"
         )
 
-    _show_notes(report, origin)
+    _print_notes(conversion_report, original_dir)
 
 
-def _show_notes(report: Any, origin: Path | None) -> None:
-    if report.carried:
-        kept = (
+def _print_notes(conversion_report: Any, original_dir: Path | None) -> None:
+    if conversion_report.carried:
+        treatment_note = (
             "copied from the original folder as they are: they were not trained"
-            if origin
+            if original_dir
             else "not converted: they are not trained, and an export copies them from the original folder"
         )
-        print(f"note: {report.carried} tensors of multi-token prediction (mtp.*) were {kept}")
-
-    for note in report.notes:
-        print(f"note: {note}")
-    for (old, new), count in report.cast.items():
-        print(f"note: {count} tensors were cast from {old} to the origin's {new}")
-    for name in report.skipped:
         print(
-            f"note: {name} was not copied: weights that are not part of "
-            f"{origin.name if origin else ''}'s safetensors index"
+            f"note: {conversion_report.carried} tensors of multi-token prediction (mtp.*) were {treatment_note}"
+        )
+
+    for report_note in conversion_report.notes:
+        print(f"note: {report_note}")
+    for (old_dtype, new_dtype), tensor_count in conversion_report.cast.items():
+        print(f"note: {tensor_count} tensors were cast from {old_dtype} to the origin's {new_dtype}")
+    for file_name in conversion_report.skipped:
+        print(
+            f"note: {file_name} was not copied: weights that are not part of "
+            f"{original_dir.name if original_dir else ''}'s safetensors index"
         )
 
 
 def verify(options: VerifyOptions) -> int:
     """Compares two checkpoints, or weights with their hashes. Returns 1 if something differs."""
-    from converters.verify import check_hashes, compare
+    from converters.compare import compare_weights, verify_checkpoint_hashes
 
     if options.b:
-        result = compare(options.a, options.b, workers=options.workers)
+        comparison_result = compare_weights(options.a, options.b, worker_count=options.workers)
     else:
-        result = check_hashes(options.a, workers=options.workers)
+        comparison_result = verify_checkpoint_hashes(options.a, worker_count=options.workers)
 
     if options.json:
-        print(json.dumps(dataclasses.asdict(result)))
-    elif not result.differences:
-        print(f"identical: {result.tensors} tensors" + ("" if options.b else ", equal to the manifest"))
+        print(json.dumps(dataclasses.asdict(comparison_result)))
+    elif not comparison_result.differences:
+        print(
+            f"identical: {comparison_result.tensors} tensors"
+            + ("" if options.b else ", equal to the manifest")
+        )
     else:
-        print(f"different: {len(result.differences)} of {result.tensors} tensors")
-        for difference in result.differences[: options.show]:
+        print(f"different: {len(comparison_result.differences)} of {comparison_result.tensors} tensors")
+        for difference in comparison_result.differences[: options.show]:
             print(f"  {difference.name}: {difference.how}")
-        if len(result.differences) > options.show:
-            print(f"  ... and {len(result.differences) - options.show} more")
-        if len(result.differences) == result.tensors and all(
-            found.how.startswith("missing") for found in result.differences
+        if len(comparison_result.differences) > options.show:
+            print(f"  ... and {len(comparison_result.differences) - options.show} more")
+        if len(comparison_result.differences) == comparison_result.tensors and all(
+            found.how.startswith("missing") for found in comparison_result.differences
         ):
             print("note: the two have no name in common; they are different models")
 
-    if result.renamed and not options.json:
+    if comparison_result.renamed and not options.json:
         print(
-            f"note: {result.renamed} names differ only in naming style, which transformers reads alike: "
-            f"{result.example}"
+            f"note: {comparison_result.renamed} names differ only in naming style, which transformers reads alike: "
+            f"{comparison_result.example}"
         )
 
-    return 1 if result.differences else 0
+    return 1 if comparison_result.differences else 0

@@ -21,19 +21,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import durable
-from megatron_vl.errors import UserError, describe
+from megatron_vl import durable_files
+from megatron_vl.errors import UserError, describe_error
 from megatron_vl.json_files import write_json
-from megatron_vl.weights.manifest import MANIFEST
-from megatron_vl.weights.run_folder import EXPORTED
+from megatron_vl.weights.manifest import MANIFEST_FILE
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 
-THREADS = 2
+EXPORT_THREADS = 2
 """Few: the training comes first."""
-NICENESS = 10
+PROCESS_NICENESS = 10
 
 
 @dataclass
-class Job:
+class ExportJob:
     """One export of one step."""
 
     checkpoint: str
@@ -47,86 +47,92 @@ class Job:
     leave_free: int
     """Bytes that must stay free on the disk for the training's next checkpoint."""
     facts: dict[str, Any]
-    """Contents of the file that records where the export comes from (:data:`EXPORTED`)."""
+    """Contents of the file that records where the export comes from (:data:`EXPORT_FACTS_FILE`)."""
 
 
-class NoRoomError(UserError):
+class ExportSpaceError(UserError):
     """The disk is too full for an export."""
 
 
 def main(argv: list[str]) -> int:
-    job = Job(**json.loads(argv[0]))
-    threading.Thread(target=end_with, args=(job.parent,), daemon=True).start()
-    os.nice(NICENESS)
+    export_job = ExportJob(**json.loads(argv[0]))
+    threading.Thread(target=exit_with_parent, args=(export_job.parent,), daemon=True).start()
+    os.nice(PROCESS_NICENESS)
 
-    out = Path(job.out)
-    partial = out.with_name(f"{out.name}.partial")
+    export_dir = Path(export_job.out)
+    partial_dir = export_dir.with_name(f"{export_dir.name}.partial")
     try:
-        export_step(job, out, partial)
+        export_step(export_job, export_dir, partial_dir)
     except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        print(" ".join(describe(error).split()), file=sys.stderr)
+        shutil.rmtree(partial_dir, ignore_errors=True)
+        print(" ".join(describe_error(error).split()), file=sys.stderr)
         return 1
     return 0
 
 
-def end_with(parent: int) -> None:
+def exit_with_parent(parent_pid: int) -> None:
     """Ends this process within a second of its parent's end, for whatever reason the parent ended."""
-    while os.getppid() == parent:
+    while os.getppid() == parent_pid:
         time.sleep(0.5)
     os._exit(1)
 
 
-def export_step(job: Job, out: Path, partial: Path) -> None:
-    """Exports to ``partial`` and renames it to ``out``.
+def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> None:
+    """Exports to ``partial_dir`` and renames it to ``export_dir``.
 
     Raises:
         UserError, OSError: the export failed.
     """
-    from converters.convert import export
+    from converters.convert import export_weights
 
-    durable.make_folder(out.parent)
-    _check_room(job, partial)
-    export(job.checkpoint, job.hf, partial, workers=THREADS, force=True)
+    durable_files.make_dirs(export_dir.parent)
+    _check_free_space(export_job, partial_dir)
+    export_weights(export_job.checkpoint, export_job.hf, partial_dir, workers=EXPORT_THREADS, force=True)
 
-    weights = json.loads((Path(job.checkpoint) / "weights" / MANIFEST).read_text())["digest"]
+    weights_digest = json.loads((Path(export_job.checkpoint) / "weights" / MANIFEST_FILE).read_text())[
+        "digest"
+    ]
     # The export may have written the rule for videos to this file; keep it.
-    note = partial / EXPORTED
-    noted = json.loads(note.read_text()) if note.is_file() else {}
-    write_json(note, job.facts | noted | {"weights": weights})
+    origin_note_path = partial_dir / EXPORT_FACTS_FILE
+    existing_note = json.loads(origin_note_path.read_text()) if origin_note_path.is_file() else {}
+    write_json(origin_note_path, export_job.facts | existing_note | {"weights": weights_digest})
 
-    if out.exists():
-        durable.rename(out, _aside(out))
-    durable.rename(partial, out)
+    if export_dir.exists():
+        durable_files.rename_path(export_dir, _unused_export_path(export_dir))
+    durable_files.rename_path(partial_dir, export_dir)
 
 
-def _check_room(job: Job, partial: Path) -> None:
-    size = sum(path.stat().st_size for path in Path(job.hf).glob("*.safetensors"))
-    written = sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
-    needed = size - written + job.leave_free
-    free = shutil.disk_usage(partial.parent).free
-    if free < needed:
-        raise NoRoomError(
-            f"the disk has {free / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
-            f" {job.leave_free / 1e9:.1f} GB are left for the next checkpoint"
+def _check_free_space(export_job: ExportJob, partial_dir: Path) -> None:
+    size = sum(path.stat().st_size for path in Path(export_job.hf).glob("*.safetensors"))
+    written_bytes = sum(path.stat().st_blocks * 512 for path in partial_dir.rglob("*") if path.is_file())
+    needed_bytes = size - written_bytes + export_job.leave_free
+    free_bytes = shutil.disk_usage(partial_dir.parent).free
+    if free_bytes < needed_bytes:
+        raise ExportSpaceError(
+            f"the disk has {free_bytes / 1e9:.1f} GB free; the export takes {size / 1e9:.1f} GB, and"
+            f" {export_job.leave_free / 1e9:.1f} GB are left for the next checkpoint"
         )
 
 
-def _aside(out: Path) -> Path:
+def _unused_export_path(export_dir: Path) -> Path:
     """Returns an unused folder name for an existing export, which another branch of the run made."""
     try:
-        facts = json.loads((out / EXPORTED).read_text())
-        branch = re.fullmatch(r"\w{1,32}", facts["branch"])  # it becomes part of a folder's name
-        base = f"{out.name}.branch_{branch[0]}.{int(facts['serial'])}" if branch else f"{out.name}.earlier"
+        export_facts = json.loads((export_dir / EXPORT_FACTS_FILE).read_text())
+        branch_match = re.fullmatch(r"\w{1,32}", export_facts["branch"])  # it becomes part of a folder's name
+        base_name = (
+            f"{export_dir.name}.branch_{branch_match[0]}.{int(export_facts['serial'])}"
+            if branch_match
+            else f"{export_dir.name}.earlier"
+        )
     except (OSError, ValueError, KeyError, TypeError):
-        base = f"{out.name}.earlier"
+        base_name = f"{export_dir.name}.earlier"
 
-    path = out.with_name(base)
-    copies = 1
-    while path.exists():
-        copies += 1
-        path = out.with_name(f"{base}.{copies}")
-    return path
+    unused_path = export_dir.with_name(base_name)
+    copy_number = 1
+    while unused_path.exists():
+        copy_number += 1
+        unused_path = export_dir.with_name(f"{base_name}.{copy_number}")
+    return unused_path
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from toolkit.options import CommandOptions, option
 if TYPE_CHECKING:
     from megatron_vl.config import TrainConfig
 
-SIZES = ("tp", "pp", "vpp", "ep", "etp")
-ONE_RANK: dict[str, Any] = {**dict.fromkeys(SIZES, 1), "layers": None}
+SIZE_FIELDS = ("tp", "pp", "vpp", "ep", "etp")
+ONE_RANK: dict[str, Any] = {**dict.fromkeys(SIZE_FIELDS, 1), "layers": None}
 
 
 @dataclass(kw_only=True)
@@ -23,7 +23,7 @@ class LayoutOptions(CommandOptions):
 
     config: Path | None = option(None, metavar="RUN.yaml", must_exist=True)
     """Take the layout from the parallel section of this run; the options below override it."""
-    gpus: int | None = option(None, metavar="N", least=1)
+    gpus: int | None = option(None, metavar="N", minimum=1)
     """Number of GPUs of the run of --config. The planned split, which a run without parallel.layers gets,
     depends on it."""
     tp: int | None = option(None, metavar="T", shown_default="1")
@@ -40,46 +40,54 @@ class LayoutOptions(CommandOptions):
     """Expert tensor parallel size in ranks; each expert's matrices are split."""
 
     @property
-    def layout(self) -> dict[str, Any] | None:
+    def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
-        given = {name: getattr(self, name) for name in (*SIZES, "layers") if getattr(self, name) is not None}
+        given_sizes = {
+            name: getattr(self, name) for name in (*SIZE_FIELDS, "layers") if getattr(self, name) is not None
+        }
         if self.config is None:
-            return ONE_RANK | given if given else None
+            return ONE_RANK | given_sizes if given_sizes else None
         from megatron_vl.config import parse_config
 
-        run = parse_config(["--config", str(self.config)])
-        run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, **given))
-        layout = {name: getattr(run.parallel, name) for name in (*SIZES, "layers")}
-        if not isinstance(run.parallel.layers, list):
-            layout["layers"] = self._planned(run) if run.parallel.pp > 1 else None
+        run_config = parse_config(["--config", str(self.config)])
+        run_config = dataclasses.replace(
+            run_config, parallel=dataclasses.replace(run_config.parallel, **given_sizes)
+        )
+        layout = {name: getattr(run_config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
+        if not isinstance(run_config.parallel.layers, list):
+            layout["layers"] = self._planned_layers(run_config) if run_config.parallel.pp > 1 else None
         return layout
 
-    def _planned(self, run: TrainConfig) -> list[int]:
+    def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
-        by_hand = "or give the split with --layers"
+        manual_hint = "or give the split with --layers"
         if self.gpus is None:
             raise UsageError(
                 f"{self.config} has no parallel.layers, so the split is planned, and the plan depends on the"
-                f" number of GPUs: give it with --gpus, {by_hand}"
+                f" number of GPUs: give it with --gpus, {manual_hint}"
             )
 
-        from megatron_vl.planning.gpus import calibration_for
-        from megatron_vl.planning.run import run_layout
+        from megatron_vl.planning.gpus import calibration_for_platform
+        from megatron_vl.planning.run_layout import run_layout
         from megatron_vl.spec.families import read_spec
 
-        hf = getattr(self, "hf", None) or run.model.hf
+        hf_path = getattr(self, "hf", None) or run_config.model.hf
         try:
-            spec = read_spec(hf)
+            spec = read_spec(hf_path)
         except OSError as error:
             raise UsageError(
                 f"{self.config} has no parallel.layers, and the split cannot be planned without the model's"
-                f" sizes ({error}): correct model.hf, {by_hand}"
+                f" sizes ({error}): correct model.hf, {manual_hint}"
             ) from error
-        return list(run_layout(run, spec, self.gpus, calibration=calibration_for(run.platform)).layers)
+        return list(
+            run_layout(
+                run_config, spec, self.gpus, calibration=calibration_for_platform(run_config.platform)
+            ).layers_per_chunk
+        )
 
 
 @dataclass(kw_only=True)
-class WorkOptions(CommandOptions):
+class WeightCommandOptions(CommandOptions):
     """Options of all commands about weights."""
 
     workers: int = option(0, metavar="N", shown_default="one a core, at most 8")
@@ -89,7 +97,7 @@ class WorkOptions(CommandOptions):
 
 
 @dataclass(kw_only=True)
-class OutOptions(WorkOptions):
+class WeightOutputOptions(WeightCommandOptions):
     """Options of all commands that write weights."""
 
     out: Path = option(metavar="DIR")
@@ -100,7 +108,7 @@ class OutOptions(WorkOptions):
 
 
 @dataclass(kw_only=True)
-class ConvertOptions(OutOptions, LayoutOptions):
+class ConvertOptions(WeightOutputOptions, LayoutOptions):
     """Convert a Hugging Face folder to Megatron weights, unsplit or, if a layout is given, split."""
 
     hf: Path = option(metavar="HF_DIR", must_exist=True)
@@ -108,7 +116,7 @@ class ConvertOptions(OutOptions, LayoutOptions):
 
 
 @dataclass(kw_only=True)
-class SplitOptions(OutOptions, LayoutOptions):
+class SplitOptions(WeightOutputOptions, LayoutOptions):
     """Split Megatron weights of any layout into one file per tensor or expert x pipeline rank."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
@@ -117,7 +125,7 @@ class SplitOptions(OutOptions, LayoutOptions):
 
 
 @dataclass(kw_only=True)
-class MergeOptions(OutOptions):
+class MergeOptions(WeightOutputOptions):
     """Merge Megatron weights of any layout into unsplit Megatron weights."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
@@ -126,7 +134,7 @@ class MergeOptions(OutOptions):
 
 
 @dataclass(kw_only=True)
-class ExportOptions(OutOptions):
+class ExportOptions(WeightOutputOptions):
     """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original."""
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
@@ -138,7 +146,7 @@ class ExportOptions(OutOptions):
 
 
 @dataclass(kw_only=True)
-class VerifyOptions(WorkOptions):
+class VerifyOptions(WeightCommandOptions):
     """Compare the tensors of two checkpoints bit for bit. Exit code 1 when they differ."""
 
     a: Path = option(metavar="A", positional=True, must_exist=True)

@@ -38,26 +38,33 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import VideoPrompt
-from megatron_vl.data.sample.deadline import UNLIMITED, Deadline
-from megatron_vl.data.sample.thinking import EMPTY, ThinkingRule, switches_thinking, writes_thinking
+from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
+from megatron_vl.data.sample.thinking import (
+    EMPTY_THINK_BLOCK,
+    ThinkingRule,
+    has_thinking_switch,
+    template_has_thinking,
+)
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.positions import GridTHW, placeholder_runs
 
-PROBE = "look_up_the_weather"
+PROBE_FUNCTION = "look_up_the_weather"
 PROBE_TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "?"},
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": PROBE, "arguments": {"city": "Oslo"}}}],
+        "tool_calls": [
+            {"type": "function", "function": {"name": PROBE_FUNCTION, "arguments": {"city": "Oslo"}}}
+        ],
     },
     {"role": "tool", "content": "rain"},
     {"role": "assistant", "content": "It rains."},
 ]
 """A conversation that shows whether a template writes calls."""
 
-NOT_FOUND = (
+TURNS_NOT_FOUND_TEXT = (
     "the assistant's turns cannot be found in what the chat template writes: it does not write the"
     " conversation turn by turn"
 )
@@ -67,7 +74,7 @@ class ChatError(UserError, ValueError):
     """A conversation cannot be rendered, or its media do not match its text."""
 
 
-class TemplateError(ChatError):
+class ChatTemplateError(ChatError):
     """A conversation has what the checkpoint's chat template does not write. No other data help."""
 
 
@@ -78,7 +85,7 @@ class ChatEncoder:
         hf_dir: folder with the tokenizer and the chat template.
         spec: the model (its placeholder tokens and merge size).
         video_prompt: rule for the text around a video, for families that write timestamps into the text.
-        thinking: what is learnt, for chat templates that write thinking.
+        thinking_rule: what is learnt, for chat templates that write thinking.
 
     Raises:
         FileNotFoundError: the folder has no tokenizer or no chat template.
@@ -90,58 +97,64 @@ class ChatEncoder:
         hf_dir: str | Path,
         spec: ModelSpec,
         video_prompt: VideoPrompt = "released",
-        thinking: ThinkingRule | None = None,
+        thinking_rule: ThinkingRule | None = None,
     ) -> None:
         self.spec = spec
-        self.thinking = thinking or ThinkingRule()
+        self.thinking_rule = thinking_rule or ThinkingRule()
         self.tokenizer = _load_tokenizer(Path(hf_dir))
         # transformers calls this one too, and makes lists of masks and types around it that nobody needs.
-        self._fast = self.tokenizer.backend_tokenizer
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        self.template = read_chat_template(hf_dir)
-        self.writes_thinking = writes_thinking(self.template)
-        ids = (spec.image_token_id, spec.video_token_id)
-        if max(ids) >= len(self.tokenizer):
+        self._fast_tokenizer = self.tokenizer.backend_tokenizer
+        self._fast_tokenizer.no_truncation()
+        self._fast_tokenizer.no_padding()
+        self.chat_template = read_chat_template(hf_dir)
+        self.template_writes_thinking = template_has_thinking(self.chat_template)
+        placeholder_ids = (spec.image_token_id, spec.video_token_id)
+        if max(placeholder_ids) >= len(self.tokenizer):
             raise ChatError(
                 f"{hf_dir}: the tokenizer has {len(self.tokenizer)} tokens; the config's placeholders are"
-                f" {ids}"
+                f" {placeholder_ids}"
             )
-        self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(ids))
-        self._placeholder = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))
+        self.image_token, self.video_token = self.tokenizer.convert_ids_to_tokens(list(placeholder_ids))
+        self._placeholder_pattern = re.compile("|".join(map(re.escape, (self.image_token, self.video_token))))
 
-        around = self.tokenizer.convert_ids_to_tokens([spec.vision_start_token_id, spec.vision_end_token_id])
-        self._group = f"{around[0]}{self.video_token}{around[1]}"
+        vision_markers = self.tokenizer.convert_ids_to_tokens(
+            [spec.vision_start_token_id, spec.vision_end_token_id]
+        )
+        self._frame_group_text = f"{vision_markers[0]}{self.video_token}{vision_markers[1]}"
         # Frame groups replace the video with the pair around it, if it has one, or else the placeholder.
-        whole = [self._group] if video_prompt == "released" else []
-        self._replaced = re.compile("|".join(map(re.escape, (*whole, self.image_token, self.video_token))))
+        wrapped_patterns = [self._frame_group_text] if video_prompt == "released" else []
+        self._replaced_pattern = re.compile(
+            "|".join(map(re.escape, (*wrapped_patterns, self.image_token, self.video_token)))
+        )
 
-        self._times: dict[str, int] = {}
+        self._timestamp_token_counts: dict[str, int] = {}
 
-        pad = self.tokenizer.pad_token_id
-        self.pad_token_id: int | None = pad if pad is not None and pad < spec.language.vocab_size else None
+        pad_token = self.tokenizer.pad_token_id
+        self.pad_token_id: int | None = (
+            pad_token if pad_token is not None and pad_token < spec.language.vocab_size else None
+        )
 
-    def render(
+    def render_conversation(
         self,
         messages: Sequence[dict[str, Any]],
         *,
         generation_prompt: bool = False,
         tools: Sequence[dict[str, Any]] = (),
-        think: bool | None = None,
+        enable_thinking: bool | None = None,
     ) -> str:
         """The conversation as the checkpoint's template renders it, with one placeholder for each medium.
 
-        ``think`` sets the template's ``enable_thinking``; None leaves it to the template.
+        ``enable_thinking`` sets the template's ``enable_thinking``; None leaves it to the template.
         """
-        switch = {} if think is None else {"enable_thinking": think}
+        template_arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
             return self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
-                chat_template=self.template,
+                chat_template=self.chat_template,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
-                **switch,
+                **template_arguments,
             )
         except Exception as error:  # jinja errors, and whatever a template raises
             raise ChatError(
@@ -151,88 +164,112 @@ class ChatEncoder:
     def assistant_spans(
         self,
         messages: Sequence[dict[str, Any]],
-        text: str,
+        rendered_text: str,
         tools: Sequence[dict[str, Any]] = (),
-        deadline: Deadline = UNLIMITED,
+        deadline: SampleDeadline = NO_DEADLINE,
     ) -> list[tuple[int, int]]:
-        """Start and end in ``text`` (the rendered conversation) of the part of each assistant turn to learn.
+        """Start and end in ``rendered_text`` (the rendered conversation) of the part of each assistant turn to learn.
 
         Raises:
             ChatError: the template renders other turns differently when an answer changes.
             OutOfTimeError: the deadline has passed.
         """
-        spans = []
-        for start, end, turn_end in self._answers(messages, text, tools, deadline):
-            first = self.thinking.first_learnt(text[start:end]) if self.writes_thinking else 0
-            spans.append(
-                (end, end) if first is None else (start + first, start + len(text[start:turn_end].rstrip()))
+        learnt_spans = []
+        for answer_start, answer_end, turn_end in self._find_answers(
+            messages, rendered_text, tools, deadline
+        ):
+            first_learnt = (
+                self.thinking_rule.first_learnt_character(rendered_text[answer_start:answer_end])
+                if self.template_writes_thinking
+                else 0
             )
-        return spans
+            learnt_spans.append(
+                (answer_end, answer_end)
+                if first_learnt is None
+                else (
+                    answer_start + first_learnt,
+                    answer_start + len(rendered_text[answer_start:turn_end].rstrip()),
+                )
+            )
+        return learnt_spans
 
-    def _answers(
+    def _find_answers(
         self,
         messages: Sequence[dict[str, Any]],
-        text: str,
+        rendered_text: str,
         tools: Sequence[dict[str, Any]],
-        deadline: Deadline,
+        deadline: SampleDeadline,
     ) -> list[tuple[int, int, int]]:
-        """Start and end in ``text`` of each answer, without its header, and the end of its turn.
+        """Start and end in ``rendered_text`` of each answer, without its header, and the end of its turn.
 
         The number of renderings does not grow with the turns. With a mark in the place of all answers, what
         stands between two marks is known. With a mark in the place of every second answer, each of the others
         lies between two marks, so that its length is known, whatever it holds.
         """
-        answers = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
-        if not answers:
+        answer_indices = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not answer_indices:
             return []
-        mark = _absent_from(text)
-        closing: list[dict[str, Any]] = []
-        if answers[-1] + 1 < len(messages):  # what ends a turn is seen after the last one
-            closing = [_with_content(messages[answers[-1]], mark)]
+        mark_word = _absent_word(rendered_text)
+        closing_turns: list[dict[str, Any]] = []
+        if answer_indices[-1] + 1 < len(messages):  # what ends a turn is seen after the last one
+            closing_turns = [_answer_with_content(messages[answer_indices[-1]], mark_word)]
 
-        def around_marks(marked: Sequence[int]) -> list[str]:
-            if not (marked or closing):
-                return [text]
-            deadline.check()
-            other = list(messages)
-            for i in marked:
-                other[i] = _with_content(messages[i], mark)
-            found = self.render([*other, *closing], tools=tools).split(mark)
-            if len(found) != len(marked) + len(closing) + 1:
-                raise ChatError(NOT_FOUND)
-            return found
+        def around_marks(marked_indices: Sequence[int]) -> list[str]:
+            if not (marked_indices or closing_turns):
+                return [rendered_text]
+            deadline.check_time()
+            marked_messages = list(messages)
+            for i in marked_indices:
+                marked_messages[i] = _answer_with_content(messages[i], mark_word)
+            split_texts = self.render_conversation([*marked_messages, *closing_turns], tools=tools).split(
+                mark_word
+            )
+            if len(split_texts) != len(marked_indices) + len(closing_turns) + 1:
+                raise ChatError(TURNS_NOT_FOUND_TEXT)
+            return split_texts
 
-        between = around_marks(answers)
-        alternating = [around_marks(answers[1 - kept :: 2]) for kept in range(min(2, len(answers)))]
-        ending = between[-1]
-        places = []
-        at = 0
-        for k in range(len(answers)):
-            before, after = between[k].removesuffix(EMPTY), between[k + 1]
-            piece = alternating[k % 2][(k + 1) // 2]
-            start, end = at + len(before), at + len(piece) - len(after)
+        texts_between_marks = around_marks(answer_indices)
+        alternating_texts = [
+            around_marks(answer_indices[1 - kept :: 2]) for kept in range(min(2, len(answer_indices)))
+        ]
+        turn_ending = texts_between_marks[-1]
+        answer_places = []
+        text_position = 0
+        for k in range(len(answer_indices)):
+            header_text, following_text = (
+                texts_between_marks[k].removesuffix(EMPTY_THINK_BLOCK),
+                texts_between_marks[k + 1],
+            )
+            answer_piece = alternating_texts[k % 2][(k + 1) // 2]
+            answer_start, answer_end = (
+                text_position + len(header_text),
+                text_position + len(answer_piece) - len(following_text),
+            )
             if not (
-                start <= end
-                and piece.startswith(before)
-                and piece.endswith(after)
-                and after.startswith(ending)
-                and text.startswith(piece[: end - at], at)
+                answer_start <= answer_end
+                and answer_piece.startswith(header_text)
+                and answer_piece.endswith(following_text)
+                and following_text.startswith(turn_ending)
+                and rendered_text.startswith(answer_piece[: answer_end - text_position], text_position)
             ):
-                raise ChatError(NOT_FOUND)
-            places.append((start, end, end + len(ending)))
-            at = end
+                raise ChatError(TURNS_NOT_FOUND_TEXT)
+            answer_places.append((answer_start, answer_end, answer_end + len(turn_ending)))
+            text_position = answer_end
 
-        rest = between[len(answers)]
-        if not (rest.startswith(text[at:]) and text.startswith(rest if not closing else ending, at)):
-            raise ChatError(NOT_FOUND)
-        return places
+        remaining_text = texts_between_marks[len(answer_indices)]
+        if not (
+            remaining_text.startswith(rendered_text[text_position:])
+            and rendered_text.startswith(remaining_text if not closing_turns else turn_ending, text_position)
+        ):
+            raise ChatError(TURNS_NOT_FOUND_TEXT)
+        return answer_places
 
     def encode(
         self,
         messages: Sequence[dict[str, Any]],
-        grids: Sequence[GridTHW],
+        media_grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
-        deadline: Deadline = UNLIMITED,
+        deadline: SampleDeadline = NO_DEADLINE,
     ) -> tuple[Tensor, Tensor]:
         """Token ids int64 [n] with expanded placeholders, and loss mask [n] (not shifted): bool, or float32
         with the weights of the turns if a turn has ``loss_weight``.
@@ -240,7 +277,7 @@ class ChatEncoder:
         Args:
             messages: HF messages: ``role`` and ``content`` (a string, or parts of type text, image, video);
                 also ``reasoning_content``, ``tool_calls`` and ``loss_weight`` in the assistant's.
-            grids: the media in the order of the text.
+            media_grids: the media in the order of the text.
             tools: the functions that the assistant may call.
             deadline: looked at between the steps.
 
@@ -249,88 +286,102 @@ class ChatEncoder:
                 tools, calls or reasoning that the conversation has.
             OutOfTimeError: the deadline has passed.
         """
-        weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
+        turn_weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
         messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
-        self._check_features(messages, tools)
-        text = self.render(messages, tools=tools)
-        self._check_placeholders(text, grids)
-        spans = self.assistant_spans(messages, text, tools, deadline)
-        text, spans, inserted = self._write_times(text, spans, grids)
+        self._check_template_features(messages, tools)
+        rendered_text = self.render_conversation(messages, tools=tools)
+        self._check_placeholders(rendered_text, media_grids)
+        learnt_spans = self.assistant_spans(messages, rendered_text, tools, deadline)
+        rendered_text, learnt_spans, timestamp_spans = self._insert_timestamps(
+            rendered_text, learnt_spans, media_grids
+        )
 
-        deadline.check()
-        encoded = self._fast.encode(text)
+        deadline.check_time()
+        encoded_text = self._fast_tokenizer.encode(rendered_text)
         # NumPy, because an operation on so few numbers costs three times as much in torch.
-        ids = np.array(encoded.ids, dtype=np.int64)
-        starts, ends = np.array(encoded.offsets, dtype=np.int64).reshape(-1, 2).T
-        is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
+        token_ids = np.array(encoded_text.ids, dtype=np.int64)
+        token_starts, token_ends = np.array(encoded_text.offsets, dtype=np.int64).reshape(-1, 2).T
+        is_media = (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
 
-        turns = _span_of(starts, ends, spans)
-        learnt = (turns >= 0) & (ends > starts) & ~is_media & ~_overlapping(starts, ends, inserted)
-        loss_mask = learnt
-        if not set(weights) <= {1.0}:
-            loss_mask = np.where(learnt, np.array(weights, np.float32)[turns], np.float32(0))
+        turn_of_token = _span_index_of_tokens(token_starts, token_ends, learnt_spans)
+        is_learnt = (
+            (turn_of_token >= 0)
+            & (token_ends > token_starts)
+            & ~is_media
+            & ~_overlaps_spans(token_starts, token_ends, timestamp_spans)
+        )
+        loss_mask = is_learnt
+        if not set(turn_weights) <= {1.0}:
+            loss_mask = np.where(is_learnt, np.array(turn_weights, np.float32)[turn_of_token], np.float32(0))
 
-        repeats = self._repeats(is_media, grids)
-        return torch.from_numpy(ids.repeat(repeats)), torch.from_numpy(loss_mask.repeat(repeats))
+        repeat_counts = self._repeat_counts(is_media, media_grids)
+        return torch.from_numpy(token_ids.repeat(repeat_counts)), torch.from_numpy(
+            loss_mask.repeat(repeat_counts)
+        )
 
     def encode_prompt(
         self,
         messages: Sequence[dict[str, Any]],
-        grids: Sequence[GridTHW],
+        media_grids: Sequence[GridTHW],
         tools: Sequence[dict[str, Any]] = (),
-        think: bool | None = None,
+        enable_thinking: bool | None = None,
     ) -> Tensor:
         """Token ids int64 [n] with expanded placeholders, up to the header of the assistant's next turn.
 
-        Arguments and errors are those of :meth:`encode` and :meth:`render`. It is also an error to set
-        ``think`` if the template has no switch for it.
+        Arguments and errors are those of :meth:`encode` and :meth:`render_conversation`. It is also an error to set
+        ``enable_thinking`` if the template has no switch for it.
         """
         messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
-        self._check_features(messages, tools)
-        if think is not None and not switches_thinking(self.template):
+        self._check_template_features(messages, tools)
+        if enable_thinking is not None and not has_thinking_switch(self.chat_template):
             raise ChatError(
                 "the checkpoint's chat template does not let a request switch thinking on or off"
                 " (enable_thinking); leave out --thinking"
             )
-        text = self.render(messages, generation_prompt=True, tools=tools, think=think)
-        self._check_placeholders(text, grids)
-        text, _, _ = self._write_times(text, [], grids)
-        ids = np.array(self._fast.encode(text).ids, dtype=np.int64)
-        is_media = (ids == self.spec.image_token_id) | (ids == self.spec.video_token_id)
-        return torch.from_numpy(ids.repeat(self._repeats(is_media, grids)))
+        rendered_text = self.render_conversation(
+            messages, generation_prompt=True, tools=tools, enable_thinking=enable_thinking
+        )
+        self._check_placeholders(rendered_text, media_grids)
+        rendered_text, _, _ = self._insert_timestamps(rendered_text, [], media_grids)
+        token_ids = np.array(self._fast_tokenizer.encode(rendered_text).ids, dtype=np.int64)
+        is_media = (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
+        return torch.from_numpy(token_ids.repeat(self._repeat_counts(is_media, media_grids)))
 
-    def medium_tokens(self, grid: GridTHW) -> int:
+    def media_token_count(self, media_grid: GridTHW) -> int:
         """Number of tokens that a medium's size decides: placeholders, and timestamps if they are written.
 
         The other tokens of a conversation are the same for media of any size.
         """
-        count = grid.tokens(self.spec.vision.spatial_merge_size)
-        if grid.kind == "video" and self.spec.vision.video_timestamps:
+        count = media_grid.num_tokens(self.spec.vision.spatial_merge_size)
+        if media_grid.kind == "video" and self.spec.vision.video_timestamps:
             # A timestamp begins with "<". What stands before may merge with that, but not with its digits.
-            count += sum(self._time_tokens(f"{time:.1f}") + 2 for time in grid.timestamps)
+            count += sum(self._timestamp_tokens(f"{time:.1f}") + 2 for time in media_grid.timestamps)
         return count
 
-    def _time_tokens(self, seconds: str) -> int:
-        if seconds not in self._times:
-            text = f"<{seconds} seconds>"
-            self._times[seconds] = len(self._fast.encode(text, add_special_tokens=False).ids)
-        return self._times[seconds]
+    def _timestamp_tokens(self, seconds_text: str) -> int:
+        if seconds_text not in self._timestamp_token_counts:
+            text = f"<{seconds_text} seconds>"
+            self._timestamp_token_counts[seconds_text] = len(
+                self._fast_tokenizer.encode(text, add_special_tokens=False).ids
+            )
+        return self._timestamp_token_counts[seconds_text]
 
-    def _repeats(self, is_media: np.ndarray, grids: Sequence[GridTHW]) -> np.ndarray:
+    def _repeat_counts(self, is_media: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.
 
         Repeating the ids equals tokenizing the repeated text,
         because special tokens are split off before merging.
         """
-        repeats = np.ones(len(is_media), dtype=np.int64)
-        counts = [
-            run.tokens(self.spec.vision.spatial_merge_size) for run in placeholder_runs(grids, self.spec)
+        repeat_counts = np.ones(len(is_media), dtype=np.int64)
+        placeholder_counts = [
+            run.num_tokens(self.spec.vision.spatial_merge_size)
+            for run in placeholder_runs(media_grids, self.spec)
         ]
-        repeats[is_media] = counts
-        return repeats
+        repeat_counts[is_media] = placeholder_counts
+        return repeat_counts
 
-    def _write_times(
-        self, text: str, spans: list[tuple[int, int]], grids: Sequence[GridTHW]
+    def _insert_timestamps(
+        self, rendered_text: str, learnt_spans: list[tuple[int, int]], media_grids: Sequence[GridTHW]
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
         """Replaces each video by one placeholder with a timestamp for each of its frame groups.
 
@@ -338,108 +389,137 @@ class ChatEncoder:
         timestamps, the text does not change.
         """
         if not self.spec.vision.video_timestamps:
-            return text, spans, []
+            return rendered_text, learnt_spans, []
 
-        parts, inserted, moves = [], [], []
-        done = length = 0  # characters of the old text that were handled, and of the new text
-        for match, grid in zip(self._replaced.finditer(text), grids, strict=True):
-            if grid.kind != "video":
+        text_parts, inserted_spans, position_moves = [], [], []
+        handled_length = new_length = 0  # characters of the old text that were handled, and of the new text
+        for placeholder_match, media_grid in zip(
+            self._replaced_pattern.finditer(rendered_text), media_grids, strict=True
+        ):
+            if media_grid.kind != "video":
                 continue
-            if len(grid.timestamps) != grid.t:
-                raise ChatError(f"a video of {grid.t} frame groups has {len(grid.timestamps)} timestamps")
-            written = "".join(f"<{time:.1f} seconds>{self._group}" for time in grid.timestamps)
-            parts += [text[done : match.start()], written]
-            start = length + match.start() - done
-            inserted.append((start, start + len(written)))
-            moves.append((match.end(), len(written) - len(match.group())))
-            done = match.end()
-            length = start + len(written)
+            if len(media_grid.timestamps) != media_grid.t:
+                raise ChatError(
+                    f"a video of {media_grid.t} frame groups has {len(media_grid.timestamps)} timestamps"
+                )
+            timestamp_text = "".join(
+                f"<{time:.1f} seconds>{self._frame_group_text}" for time in media_grid.timestamps
+            )
+            text_parts += [rendered_text[handled_length : placeholder_match.start()], timestamp_text]
+            inserted_start = new_length + placeholder_match.start() - handled_length
+            inserted_spans.append((inserted_start, inserted_start + len(timestamp_text)))
+            position_moves.append(
+                (placeholder_match.end(), len(timestamp_text) - len(placeholder_match.group()))
+            )
+            handled_length = placeholder_match.end()
+            new_length = inserted_start + len(timestamp_text)
 
-        ends = [end for end, _ in moves]
-        shifts = list(accumulate((by for _, by in moves), initial=0))
+        move_ends = [end for end, _ in position_moves]
+        cumulative_shifts = list(accumulate((by for _, by in position_moves), initial=0))
 
-        def moved(at: int) -> int:
-            return at + shifts[bisect_right(ends, at)]
+        def moved(old_position: int) -> int:
+            return old_position + cumulative_shifts[bisect_right(move_ends, old_position)]
 
-        new_spans = [(moved(start), moved(end)) for start, end in spans]
-        return "".join([*parts, text[done:]]), new_spans, inserted
+        new_spans = [(moved(inserted_start), moved(end)) for inserted_start, end in learnt_spans]
+        return "".join([*text_parts, rendered_text[handled_length:]]), new_spans, inserted_spans
 
-    def _check_features(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> None:
+    def _check_template_features(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> None:
         """Raises TemplateError if the template would leave out a part of the conversation without a word."""
-        calls = any(message.get("tool_calls") or message.get("role") == "tool" for message in messages)
-        missing = ""
+        has_tool_calls = any(
+            message.get("tool_calls") or message.get("role") == "tool" for message in messages
+        )
+        missing_feature = ""
         if tools and not self._writes_tools:
-            missing = "tools"
-        elif calls and not self._writes_calls:
-            missing = "tool calls"
-        elif any(m.get("reasoning_content") for m in messages) and "reasoning_content" not in self.template:
-            missing = "reasoning_content"
-        if missing:
-            raise TemplateError(f"the checkpoint's chat template does not write {missing}")
+            missing_feature = "tools"
+        elif has_tool_calls and not self._writes_calls:
+            missing_feature = "tool calls"
+        elif (
+            any(m.get("reasoning_content") for m in messages)
+            and "reasoning_content" not in self.chat_template
+        ):
+            missing_feature = "reasoning_content"
+        if missing_feature:
+            raise ChatTemplateError(f"the checkpoint's chat template does not write {missing_feature}")
 
     @cached_property
     def _writes_tools(self) -> bool:
-        function = {"name": PROBE, "description": "", "parameters": {"type": "object", "properties": {}}}
-        return self._shows([PROBE_TURNS[0]], [{"type": "function", "function": function}])
+        function = {
+            "name": PROBE_FUNCTION,
+            "description": "",
+            "parameters": {"type": "object", "properties": {}},
+        }
+        return self._template_shows_probe([PROBE_TURNS[0]], [{"type": "function", "function": function}])
 
     @cached_property
     def _writes_calls(self) -> bool:
-        return self._shows(PROBE_TURNS, ())
+        return self._template_shows_probe(PROBE_TURNS, ())
 
-    def _shows(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bool:
+    def _template_shows_probe(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+    ) -> bool:
         """Whether the rendered text has the name of the function that is looked for."""
         try:
-            return PROBE in self.render(messages, tools=tools)
+            return PROBE_FUNCTION in self.render_conversation(messages, tools=tools)
         except ChatError:
             return False
 
-    def _check_placeholders(self, text: str, grids: Sequence[GridTHW]) -> None:
-        written = [
-            "image" if token == self.image_token else "video" for token in self._placeholder.findall(text)
+    def _check_placeholders(self, rendered_text: str, media_grids: Sequence[GridTHW]) -> None:
+        written_kinds = [
+            "image" if token == self.image_token else "video"
+            for token in self._placeholder_pattern.findall(rendered_text)
         ]
-        given: list[str] = [grid.kind for grid in grids]
-        if written != given:
+        given_kinds: list[str] = [grid.kind for grid in media_grids]
+        if written_kinds != given_kinds:
             raise ChatError(
-                f"the text has placeholders for {_listed(written)}; the conversation has {_listed(given)}"
+                f"the text has placeholders for {_list_kinds(written_kinds)}; the conversation has {_list_kinds(given_kinds)}"
             )
 
 
-def _span_of(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+def _span_index_of_tokens(
+    token_starts: np.ndarray, token_ends: np.ndarray, spans: Sequence[tuple[int, int]]
+) -> np.ndarray:
     """The number of the span that holds each token, int64 [n]; -1: none.
 
     Args:
-        starts, ends: [n], characters of each token. spans: characters, in order, none within another.
+        token_starts, ends: [n], characters of each token. spans: characters, in order, none within another.
     """
-    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    found = np.searchsorted(first, starts, side="right") - 1
-    inside = (found >= 0) & (ends <= np.append(last, -1)[found])
-    return np.where(inside, found, -1)
+    span_starts, span_ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    span_indices = np.searchsorted(span_starts, token_starts, side="right") - 1
+    is_inside = (span_indices >= 0) & (token_ends <= np.append(span_ends, -1)[span_indices])
+    return np.where(is_inside, span_indices, -1)
 
 
-def _overlapping(starts: np.ndarray, ends: np.ndarray, spans: Sequence[tuple[int, int]]) -> np.ndarray:
-    """Whether each token has characters of a span, bool [n]. The arguments are those of :func:`_span_of`."""
-    first, last = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-    found = np.searchsorted(first, ends, side="left") - 1
-    return (found >= 0) & (np.append(last, -1)[found] > starts)
+def _overlaps_spans(
+    token_starts: np.ndarray, token_ends: np.ndarray, spans: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Whether each token has characters of a span, bool [n]. The arguments are those of :func:`_span_index_of_tokens`."""
+    span_starts, span_ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    span_indices = np.searchsorted(span_starts, token_ends, side="left") - 1
+    return (span_indices >= 0) & (np.append(span_ends, -1)[span_indices] > token_starts)
 
 
-def _with_content(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """An answer that is nothing but ``mark``, in the shape that the template is given: text or parts."""
-    parts = not isinstance(message.get("content"), str | None)
-    return {"role": "assistant", "content": [{"type": "text", "text": mark}] if parts else mark}
+def _answer_with_content(message: dict[str, Any], mark_word: str) -> dict[str, Any]:
+    """An answer that is nothing but ``mark_word``, in the shape that the template is given: text or parts."""
+    uses_parts = not isinstance(message.get("content"), str | None)
+    return {
+        "role": "assistant",
+        "content": [{"type": "text", "text": mark_word}] if uses_parts else mark_word,
+    }
 
 
-def _absent_from(text: str) -> str:
-    """A word that does not occur in ``text``, nor in part where two texts meet."""
-    longest = max((len(found) for found in re.findall("answer(x*)", text)), default=-1)
-    return "answer" + "x" * (longest + 1)
+def _absent_word(rendered_text: str) -> str:
+    """A word that does not occur in ``rendered_text``, nor in part where two texts meet."""
+    longest_suffix = max((len(found) for found in re.findall("answer(x*)", rendered_text)), default=-1)
+    return "answer" + "x" * (longest_suffix + 1)
 
 
-def _listed(kinds: list[str]) -> str:
-    if not kinds:
+def _list_kinds(media_kinds: list[str]) -> str:
+    if not media_kinds:
         return "nothing"
-    more = f" and {len(kinds) - 8} more" if len(kinds) > 8 else ""
-    return ", ".join(kinds[:8]) + more
+    further_count_text = f" and {len(media_kinds) - 8} more" if len(media_kinds) > 8 else ""
+    return ", ".join(media_kinds[:8]) + further_count_text
 
 
 def read_chat_template(hf_dir: str | Path) -> str:
@@ -449,20 +529,20 @@ def read_chat_template(hf_dir: str | Path) -> str:
     Raises:
         FileNotFoundError: the folder has no chat template.
     """
-    folder = Path(hf_dir)
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text()
-    for name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            template = json.loads((folder / name).read_text()).get("chat_template")
-            if isinstance(template, str):
-                return template
+    hf_path = Path(hf_dir)
+    if (hf_path / "chat_template.jinja").is_file():
+        return (hf_path / "chat_template.jinja").read_text()
+    for file_name in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        if (hf_path / file_name).is_file():
+            chat_template = json.loads((hf_path / file_name).read_text()).get("chat_template")
+            if isinstance(chat_template, str):
+                return chat_template
     raise FileNotFoundError(
-        f"{folder} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)"
+        f"{hf_path} has no chat template (chat_template.jinja, chat_template.json or tokenizer_config.json)"
     )
 
 
-def stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
+def read_stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
     """The tokens that end a turn.
 
     They are ``eos_token_id`` of ``generation_config.json``, as in HF's generate. Without that file, they are
@@ -472,34 +552,34 @@ def stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
     Raises:
         ChatError: none of them has an end token.
     """
-    if own := _end_tokens(Path(hf_dir) / "generation_config.json"):
-        return own
-    of_tokenizer = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    found = list(dict.fromkeys([*of_tokenizer, *_end_tokens(Path(hf_dir) / "config.json")]))
-    if not found:
+    if generation_eos_tokens := _read_eos_tokens(Path(hf_dir) / "generation_config.json"):
+        return generation_eos_tokens
+    tokenizer_eos_tokens = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    eos_tokens = list(dict.fromkeys([*tokenizer_eos_tokens, *_read_eos_tokens(Path(hf_dir) / "config.json")]))
+    if not eos_tokens:
         raise ChatError(
             f"{hf_dir}: neither generation_config.json, config.json nor the tokenizer has an eos_token_id"
         )
-    return found
+    return eos_tokens
 
 
-def _end_tokens(path: Path) -> list[int]:
+def _read_eos_tokens(config_path: Path) -> list[int]:
     """``eos_token_id`` of a JSON file or of its ``text_config``; empty if it has none."""
-    config = json.loads(path.read_text()) if path.is_file() else {}
-    found = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
-    if found is None:
+    config = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    eos_token_id = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    if eos_token_id is None:
         return []
-    return [int(token) for token in (found if isinstance(found, list) else [found])]
+    return [int(token) for token in (eos_token_id if isinstance(eos_token_id, list) else [eos_token_id])]
 
 
-def _load_tokenizer(folder: Path) -> Any:
+def _load_tokenizer(hf_path: Path) -> Any:
     from transformers import AutoTokenizer
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        raise FileNotFoundError(f"{folder} has no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
+    if not any((hf_path / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        raise FileNotFoundError(f"{hf_path} has no tokenizer (tokenizer.json, or vocab.json and merges.txt)")
     tokenizer = AutoTokenizer.from_pretrained(
-        folder, trust_remote_code=False, local_files_only=True, use_fast=True
+        hf_path, trust_remote_code=False, local_files_only=True, use_fast=True
     )
     if not tokenizer.is_fast:
-        raise ChatError(f"{folder}: the tokenizer gives no character offsets; a tokenizer.json is needed")
+        raise ChatError(f"{hf_path}: the tokenizer gives no character offsets; a tokenizer.json is needed")
     return tokenizer

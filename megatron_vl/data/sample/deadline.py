@@ -5,25 +5,25 @@ from __future__ import annotations
 import time
 
 
-class OutOfTimeError(Exception):
+class SampleTimeoutError(Exception):
     """A sample took longer than ``data.sample_timeout_s``."""
 
 
-class Deadline:
-    """Ends work that takes too long. Whoever works calls :meth:`check` between its steps.
+class SampleDeadline:
+    """Ends work that takes too long. Whoever works calls :meth:`check_time` between its steps.
 
     Args:
-        seconds: from now; 0: no limit.
+        timeout_seconds: from now; 0: no limit.
     """
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
-        self._end = time.monotonic() + seconds
+    def __init__(self, timeout_seconds: float = 0.0) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._end_time = time.monotonic() + timeout_seconds
 
-    def check(self) -> None:
-        """Raises :class:`OutOfTimeError` if the time is up."""
-        if self.seconds and time.monotonic() > self._end:
-            raise OutOfTimeError(f"it took longer than data.sample_timeout_s {self.seconds:g}")
+    def check_time(self) -> None:
+        """Raises :class:`SampleTimeoutError` if the time is up."""
+        if self.timeout_seconds and time.monotonic() > self._end_time:
+            raise SampleTimeoutError(f"it took longer than data.sample_timeout_s {self.timeout_seconds:g}")
 
 
-UNLIMITED = Deadline()
+NO_DEADLINE = SampleDeadline()

@@ -44,16 +44,16 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import DataConfig
-from megatron_vl.data.sample.deadline import UNLIMITED, Deadline, OutOfTimeError
-from megatron_vl.data.sample.frame_files import FrameFile, FrameFileError, Sampling, is_frame_file
-from megatron_vl.data.sample.video_files import FrameTable, frame_table, frames_at
+from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline, SampleTimeoutError
+from megatron_vl.data.sample.frame_archive import FrameArchive, FrameArchiveError, Sampling, is_frame_archive
+from megatron_vl.data.sample.video_decoding import FrameTable, decode_frames_at, list_frames
 from megatron_vl.errors import UserError
 from megatron_vl.spec.positions import GridTHW
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-MAX_ASPECT = 200
-MAX_PIXELS = 128_000_000
+MAX_ASPECT_RATIO = 200
+DEFAULT_MAX_PIXELS = 128_000_000
 """Default limit on the pixels of a picture or video frame. It is checked in the header before decoding,
 because a file of some kilobytes can claim to hold gigabytes."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF", "TGA")
@@ -65,7 +65,7 @@ class PixelError(UserError, ValueError):
     """Processor settings, an image or a video cannot be used. The message says why."""
 
 
-class TooLargeError(PixelError):
+class PictureTooLargeError(PixelError):
     """A picture or video frame with more pixels than are allowed."""
 
 
@@ -79,12 +79,12 @@ class PixelNorm:
     mean: tuple[float, ...] = CLIP_MEAN
     std: tuple[float, ...] = CLIP_STD
 
-    def apply(self, planes: Tensor) -> Tensor:
-        """float32 of the same shape; ``planes`` is uint8 [..., channels * patch * patch]."""
-        channels = len(self.mean)
-        mean, std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
-        pixels = planes.unflatten(-1, (channels, -1)).float()
-        return ((pixels - mean[:, None]) / std[:, None]).flatten(-2)
+    def normalize_planes(self, pixel_planes: Tensor) -> Tensor:
+        """float32 of the same shape; ``pixel_planes`` is uint8 [..., channels * patch * patch]."""
+        channel_count = len(self.mean)
+        scaled_mean, scaled_std = torch.tensor(self.mean) * 255.0, torch.tensor(self.std) * 255.0
+        float_pixels = pixel_planes.unflatten(-1, (channel_count, -1)).float()
+        return ((float_pixels - scaled_mean[:, None]) / scaled_std[:, None]).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class PixelSettings:
     norm: PixelNorm = PixelNorm()
 
     @property
-    def factor(self) -> int:
+    def resize_factor(self) -> int:
         """Sides of a resized picture are multiples of this many pixels."""
         return self.patch_size * self.merge_size
 
@@ -118,55 +118,60 @@ class PixelSettings:
 class VideoInfo:
     """The facts of a video that determine its number of tokens."""
 
-    frames: int
+    frame_count: int
     fps: float
     height: int
     width: int
     sampling: Sampling = "as a file"
 
-    def is_whole(self, settings: PixelSettings) -> bool:
+    def takes_all_frames(self, pixel_settings: PixelSettings) -> bool:
         """Whether all frames are taken because somebody has chosen them."""
-        return self.sampling == "whole" and self.frames <= settings.video_max_frames
+        return self.sampling == "whole" and self.frame_count <= pixel_settings.video_max_frames
 
 
 # --- Processor settings
 
 
-def read_pixel_settings(hf_dir: str | Path, data: DataConfig | None = None) -> PixelSettings:
-    """The settings of the image and video processor in an HF folder, with the overrides of ``data``.
+def read_pixel_settings(hf_dir: str | Path, data_config: DataConfig | None = None) -> PixelSettings:
+    """The settings of the image and video processor in an HF folder, with the overrides of ``data_config``.
 
     Raises:
         FileNotFoundError: the folder has no processor config.
         PixelError: a setting is not supported, or limits contradict each other.
     """
-    image, video = _processor_configs(Path(hf_dir))
-    data = data or DataConfig()
-    low, high = _limits(image, (56 * 56, 28 * 28 * 1280), hf_dir)
+    image_config, video_config = _processor_configs(Path(hf_dir))
+    data_config = data_config or DataConfig()
+    min_image_pixels, max_image_pixels = _pixel_limits(image_config, (56 * 56, 28 * 28 * 1280), hf_dir)
     # If a folder has no video processor config, HF reads the image processor's file for videos too.
-    spread = _is_spread(video, image)
-    video_low, video_high = _limits(
-        video, (128 * 32 * 32, 32 * 32 * 768) if spread else (128 * 28 * 28, 28 * 28 * 768), hf_dir
+    uses_spread = _uses_spread_frames(video_config, image_config)
+    min_video_pixels, max_video_pixels = _pixel_limits(
+        video_config,
+        (128 * 32 * 32, 32 * 32 * 768) if uses_spread else (128 * 28 * 28, 28 * 28 * 768),
+        hf_dir,
     )
-    if not spread:  # limits for one picture do not apply to all frames together
-        video_low, video_high = data.min_pixels or video_low, data.max_pixels or video_high
-    settings = PixelSettings(
-        patch_size=image.get("patch_size", 14),
-        merge_size=image.get("merge_size", 2),
-        temporal_patch_size=image.get("temporal_patch_size", 2),
-        min_pixels=data.min_pixels or low,
-        max_pixels=data.max_pixels or high,
-        video_min_pixels=video_low,
-        video_max_pixels=data.video_max_pixels or video_high,
-        video_fps=data.video_fps,
-        video_min_frames=video.get("min_frames", 4),
-        video_max_frames=data.video_max_frames,
-        video_spread=spread,
-        resample=image.get("resample", 3),
-        norm=_norm(image, hf_dir),
+    if not uses_spread:  # limits for one picture do not apply to all frames together
+        min_video_pixels, max_video_pixels = (
+            data_config.min_pixels or min_video_pixels,
+            data_config.max_pixels or max_video_pixels,
+        )
+    pixel_settings = PixelSettings(
+        patch_size=image_config.get("patch_size", 14),
+        merge_size=image_config.get("merge_size", 2),
+        temporal_patch_size=image_config.get("temporal_patch_size", 2),
+        min_pixels=data_config.min_pixels or min_image_pixels,
+        max_pixels=data_config.max_pixels or max_image_pixels,
+        video_min_pixels=min_video_pixels,
+        video_max_pixels=data_config.video_max_pixels or max_video_pixels,
+        video_fps=data_config.video_fps,
+        video_min_frames=video_config.get("min_frames", 4),
+        video_max_frames=data_config.video_max_frames,
+        video_spread=uses_spread,
+        resample=image_config.get("resample", 3),
+        norm=_read_norm(image_config, hf_dir),
     )
 
-    _check(settings, image, video, hf_dir)
-    return settings
+    _check_settings(pixel_settings, image_config, video_config, hf_dir)
+    return pixel_settings
 
 
 def read_pixel_norm(hf_dir: str | Path) -> PixelNorm:
@@ -177,87 +182,118 @@ def read_pixel_norm(hf_dir: str | Path) -> PixelNorm:
     return read_pixel_settings(hf_dir).norm
 
 
-def _processor_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Image and video processor configs, looked up in the same order as in transformers 5.17."""
-    nested, image, video = (
-        json.loads((folder / f"{name}.json").read_text()) if (folder / f"{name}.json").is_file() else {}
+    processor_config, image, video_config = (
+        json.loads((hf_path / f"{name}.json").read_text()) if (hf_path / f"{name}.json").is_file() else {}
         for name in ("processor_config", "preprocessor_config", "video_preprocessor_config")
     )
-    found = nested.get("image_processor") or image
-    if not found:
+    image_processor_config = processor_config.get("image_processor") or image
+    if not image_processor_config:
         raise FileNotFoundError(
-            f"{folder} has no preprocessor_config.json or processor_config.json with an image_processor"
+            f"{hf_path} has no preprocessor_config.json or processor_config.json with an image_processor"
         )
-    return found, nested.get("video_processor") or video or image or found
+    return image_processor_config, processor_config.get(
+        "video_processor"
+    ) or video_config or image or image_processor_config
 
 
-def _is_spread(video: dict[str, Any], image: dict[str, Any]) -> bool:
+def _uses_spread_frames(video_config: dict[str, Any], image_config: dict[str, Any]) -> bool:
     """Whether videos follow Qwen3-VL's rule.
 
     The type of the video processor decides, else the class of the folder's processor.
     """
     kind = (
-        video.get("video_processor_type")
-        or video.get("processor_class")
-        or image.get("processor_class")
+        video_config.get("video_processor_type")
+        or video_config.get("processor_class")
+        or image_config.get("processor_class")
         or ""
     )
     return kind.startswith("Qwen3VL")
 
 
-def _limits(config: dict[str, Any], default: tuple[int, int], where: str | Path) -> tuple[int, int]:
+def _pixel_limits(
+    processor_config: dict[str, Any], default_limits: tuple[int, int], hf_dir: str | Path
+) -> tuple[int, int]:
     """Smallest and largest area in pixels, from ``min_pixels`` / ``max_pixels`` or ``size``."""
-    size = config.get("size")
+    size = processor_config.get("size")
     size = size if isinstance(size, dict) else {}
-    low = config.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or default[0]
-    high = config.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or default[1]
-    if low > high:
-        raise PixelError(f"{where}: the processor's smallest area {low} is above its largest {high}")
-    return int(low), int(high)
-
-
-def _norm(config: dict[str, Any], where: str | Path) -> PixelNorm:
-    mean, std = config.get("image_mean", CLIP_MEAN), config.get("image_std", CLIP_STD)
-    if config.get("do_normalize", True) is False:
-        mean, std = (0.0,) * 3, (1.0,) * 3
-    factor = config.get("rescale_factor", 1 / 255) if config.get("do_rescale", True) else 1.0
-    if len(mean) != 3 or len(std) != 3 or not all(std) or not factor:
+    min_pixels = (
+        processor_config.get("min_pixels")
+        or size.get("shortest_edge")
+        or size.get("min_pixels")
+        or default_limits[0]
+    )
+    max_pixels = (
+        processor_config.get("max_pixels")
+        or size.get("longest_edge")
+        or size.get("max_pixels")
+        or default_limits[1]
+    )
+    if min_pixels > max_pixels:
         raise PixelError(
-            f"{where}: image_mean {mean}, image_std {std} and rescale_factor {factor} must be 3, 3 and 1"
+            f"{hf_dir}: the processor's smallest area {min_pixels} is above its largest {max_pixels}"
+        )
+    return int(min_pixels), int(max_pixels)
+
+
+def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNorm:
+    channel_means, channel_stds = (
+        processor_config.get("image_mean", CLIP_MEAN),
+        processor_config.get("image_std", CLIP_STD),
+    )
+    if processor_config.get("do_normalize", True) is False:
+        channel_means, channel_stds = (0.0,) * 3, (1.0,) * 3
+    rescale_factor = (
+        processor_config.get("rescale_factor", 1 / 255) if processor_config.get("do_rescale", True) else 1.0
+    )
+    if len(channel_means) != 3 or len(channel_stds) != 3 or not all(channel_stds) or not rescale_factor:
+        raise PixelError(
+            f"{hf_dir}: image_mean {channel_means}, image_std {channel_stds} and rescale_factor {rescale_factor} must be 3, 3 and 1"
             " non-zero numbers"
         )
-    scale = 1.0 if factor == 1 / 255 else 1.0 / factor / 255.0
-    return PixelNorm(tuple(float(m) * scale for m in mean), tuple(float(s) * scale for s in std))
+    norm_scale = 1.0 if rescale_factor == 1 / 255 else 1.0 / rescale_factor / 255.0
+    return PixelNorm(
+        tuple(float(m) * norm_scale for m in channel_means),
+        tuple(float(s) * norm_scale for s in channel_stds),
+    )
 
 
-def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any], where: str | Path) -> None:
-    if image.get("do_resize", True) is False or image.get("do_convert_rgb", True) is False:
-        raise PixelError(f"{where}: an image processor with do_resize or do_convert_rgb off is not supported")
-    if settings.resample not in (0, 2, 3):
+def _check_settings(
+    pixel_settings: PixelSettings,
+    image_config: dict[str, Any],
+    video_config: dict[str, Any],
+    hf_dir: str | Path,
+) -> None:
+    if image_config.get("do_resize", True) is False or image_config.get("do_convert_rgb", True) is False:
         raise PixelError(
-            f"{where}: resample {settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3"
+            f"{hf_dir}: an image processor with do_resize or do_convert_rgb off is not supported"
+        )
+    if pixel_settings.resample not in (0, 2, 3):
+        raise PixelError(
+            f"{hf_dir}: resample {pixel_settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3"
             " (bicubic)"
         )
-    if video is not image and _norm(video, where) != settings.norm:
-        raise PixelError(f"{where}: image and video processor normalise differently")
-    if video.get("cap_pixels_per_frame"):
+    if video_config is not image_config and _read_norm(video_config, hf_dir) != pixel_settings.norm:
+        raise PixelError(f"{hf_dir}: image and video processor normalise differently")
+    if video_config.get("cap_pixels_per_frame"):
         raise PixelError(
-            f"{where}: a video processor with cap_pixels_per_frame is not supported; set it to false"
+            f"{hf_dir}: a video processor with cap_pixels_per_frame is not supported; set it to false"
         )
 
-    for low, high, kind in (
-        (settings.min_pixels, settings.max_pixels, "image"),
-        (settings.video_min_pixels, settings.video_max_pixels, "video"),
+    for min_area, max_area, media_kind in (
+        (pixel_settings.min_pixels, pixel_settings.max_pixels, "image"),
+        (pixel_settings.video_min_pixels, pixel_settings.video_max_pixels, "video"),
     ):
-        if low > high:
+        if min_area > max_area:
             raise PixelError(
-                f"data: the smallest {kind} area {low} is above the largest {high}; set min_pixels and"
+                f"data: the smallest {media_kind} area {min_area} is above the largest {max_area}; set min_pixels and"
                 " max_pixels to fit"
             )
 
-    if settings.video_fps <= 0 or settings.video_max_frames < 1:
+    if pixel_settings.video_fps <= 0 or pixel_settings.video_max_frames < 1:
         raise PixelError(
-            f"data: video_fps {settings.video_fps} and video_max_frames {settings.video_max_frames} must be"
+            f"data: video_fps {pixel_settings.video_fps} and video_max_frames {pixel_settings.video_max_frames} must be"
             " positive"
         )
 
@@ -265,119 +301,176 @@ def _check(settings: PixelSettings, image: dict[str, Any], video: dict[str, Any]
 # --- Sizes and counts
 
 
-def resized_size(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def resized_image_size(
+    image_height: int, image_width: int, size_factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
     """Height and width after resizing, as in HF's ``smart_resize``.
 
-    Both are multiples of ``factor``, and the area is within the limits.
+    Both are multiples of ``size_factor``, and the area is within the limits.
 
     Raises:
         PixelError: the picture is empty or more than 200 times as long as wide.
     """
-    if min(height, width) < 1:
-        raise PixelError(f"a picture of {height} x {width} pixels is empty")
-    if max(height, width) / min(height, width) > MAX_ASPECT:
+    if min(image_height, image_width) < 1:
+        raise PixelError(f"a picture of {image_height} x {image_width} pixels is empty")
+    if max(image_height, image_width) / min(image_height, image_width) > MAX_ASPECT_RATIO:
         raise PixelError(
-            f"a picture of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide"
+            f"a picture of {image_height} x {image_width} pixels is more than {MAX_ASPECT_RATIO} times as long as wide"
         )
 
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    new_height, new_width = (
+        round(image_height / size_factor) * size_factor,
+        round(image_width / size_factor) * size_factor,
+    )
     if new_height * new_width > max_pixels:
-        beta = math.sqrt(height * width / max_pixels)
-        new_height = max(factor, math.floor(height / beta / factor) * factor)
-        new_width = max(factor, math.floor(width / beta / factor) * factor)
+        scale_divisor = math.sqrt(image_height * image_width / max_pixels)
+        new_height = max(size_factor, math.floor(image_height / scale_divisor / size_factor) * size_factor)
+        new_width = max(size_factor, math.floor(image_width / scale_divisor / size_factor) * size_factor)
     elif new_height * new_width < min_pixels:
-        beta = math.sqrt(min_pixels / (height * width))
-        new_height = math.ceil(height * beta / factor) * factor
-        new_width = math.ceil(width * beta / factor) * factor
+        scale_divisor = math.sqrt(min_pixels / (image_height * image_width))
+        new_height = math.ceil(image_height * scale_divisor / size_factor) * size_factor
+        new_width = math.ceil(image_width * scale_divisor / size_factor) * size_factor
     return new_height, new_width
 
 
-def resized_video_size(frames: int, height: int, width: int, settings: PixelSettings) -> tuple[int, int]:
-    """Height and width of a video's frames after resizing, if ``frames`` of them are sampled.
+def resized_video_size(
+    frame_count: int, frame_height: int, frame_width: int, pixel_settings: PixelSettings
+) -> tuple[int, int]:
+    """Height and width of a video's frames after resizing, if ``frame_count`` of them are sampled.
 
     Raises:
-        PixelError: as :func:`resized_size`.
+        PixelError: as :func:`resized_image_size`.
     """
-    factor, low, high = settings.factor, settings.video_min_pixels, settings.video_max_pixels
-    if not settings.video_spread:
-        return resized_size(height, width, factor, low, high)
-    if min(height, width) < 1:
-        raise PixelError(f"a video of {height} x {width} pixels is empty")
-    if min(height, width) < factor:
-        scale = max(factor / height, factor / width)
-        height, width = int(height * scale), int(width * scale)
-    if max(height, width) / min(height, width) > MAX_ASPECT:
+    size_factor, min_pixels, max_pixels = (
+        pixel_settings.resize_factor,
+        pixel_settings.video_min_pixels,
+        pixel_settings.video_max_pixels,
+    )
+    if not pixel_settings.video_spread:
+        return resized_image_size(frame_height, frame_width, size_factor, min_pixels, max_pixels)
+    if min(frame_height, frame_width) < 1:
+        raise PixelError(f"a video of {frame_height} x {frame_width} pixels is empty")
+    if min(frame_height, frame_width) < size_factor:
+        enlargement = max(size_factor / frame_height, size_factor / frame_width)
+        frame_height, frame_width = int(frame_height * enlargement), int(frame_width * enlargement)
+    if max(frame_height, frame_width) / min(frame_height, frame_width) > MAX_ASPECT_RATIO:
         raise PixelError(
-            f"a video of {height} x {width} pixels is more than {MAX_ASPECT} times as long as wide"
+            f"a video of {frame_height} x {frame_width} pixels is more than {MAX_ASPECT_RATIO} times as long as wide"
         )
 
-    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    step = settings.temporal_patch_size
-    volume = round(frames / step) * step * new_height * new_width
-    if volume > high:
-        beta = math.sqrt(frames * height * width / high)
-        new_height = max(factor, math.floor(height / beta / factor) * factor)
-        new_width = max(factor, math.floor(width / beta / factor) * factor)
-    elif volume < low:
-        beta = math.sqrt(low / (frames * height * width))
-        new_height = math.ceil(height * beta / factor) * factor
-        new_width = math.ceil(width * beta / factor) * factor
+    new_height, new_width = (
+        round(frame_height / size_factor) * size_factor,
+        round(frame_width / size_factor) * size_factor,
+    )
+    temporal_patch_size = pixel_settings.temporal_patch_size
+    total_pixels = round(frame_count / temporal_patch_size) * temporal_patch_size * new_height * new_width
+    if total_pixels > max_pixels:
+        scale_divisor = math.sqrt(frame_count * frame_height * frame_width / max_pixels)
+        new_height = max(size_factor, math.floor(frame_height / scale_divisor / size_factor) * size_factor)
+        new_width = max(size_factor, math.floor(frame_width / scale_divisor / size_factor) * size_factor)
+    elif total_pixels < min_pixels:
+        scale_divisor = math.sqrt(min_pixels / (frame_count * frame_height * frame_width))
+        new_height = math.ceil(frame_height * scale_divisor / size_factor) * size_factor
+        new_width = math.ceil(frame_width * scale_divisor / size_factor) * size_factor
     return new_height, new_width
 
 
-def image_grid(height: int, width: int, settings: PixelSettings) -> GridTHW:
+def image_grid(image_height: int, image_width: int, pixel_settings: PixelSettings) -> GridTHW:
     """The grid of an image of this size.
 
     Its number of placeholders is ``grid.tokens(settings.merge_size)``.
     """
-    size = resized_size(height, width, settings.factor, settings.min_pixels, settings.max_pixels)
-    return GridTHW(1, size[0] // settings.patch_size, size[1] // settings.patch_size)
+    size = resized_image_size(
+        image_height,
+        image_width,
+        pixel_settings.resize_factor,
+        pixel_settings.min_pixels,
+        pixel_settings.max_pixels,
+    )
+    return GridTHW(1, size[0] // pixel_settings.patch_size, size[1] // pixel_settings.patch_size)
 
 
-def video_grid(video: VideoInfo, settings: PixelSettings) -> GridTHW:
+def video_grid(video_info: VideoInfo, pixel_settings: PixelSettings) -> GridTHW:
     """The grid of a video, with frames sampled as this module's docstring describes."""
-    indices = frame_indices(video, settings)
-    step = settings.temporal_patch_size
-    frames = len(indices)
+    frame_numbers = frame_indices(video_info, pixel_settings)
+    temporal_patch_size = pixel_settings.temporal_patch_size
+    frame_count = len(frame_numbers)
     # qwen-vl-utils repeats the last picture of a list before it resizes, HF that of a file afterwards.
-    counted = -(-frames // step) * step if video.is_whole(settings) else max(frames, step)
-    size = resized_video_size(counted, video.height, video.width, settings)
+    counted_frames = (
+        -(-frame_count // temporal_patch_size) * temporal_patch_size
+        if video_info.takes_all_frames(pixel_settings)
+        else max(frame_count, temporal_patch_size)
+    )
+    resized = resized_video_size(counted_frames, video_info.height, video_info.width, pixel_settings)
     # HF passes this number on as a float32 tensor: round it in the same way.
-    seconds = torch.tensor(step / (frames / video.frames * video.fps), dtype=torch.float32).item()
+    seconds_per_group = torch.tensor(
+        temporal_patch_size / (frame_count / video_info.frame_count * video_info.fps), dtype=torch.float32
+    ).item()
 
-    groups = -(-frames // step)
-    missing = groups * step - frames
-    repeated = range(frames, frames + missing) if video.is_whole(settings) else indices[-1:] * missing
-    times = [index / video.fps for index in [*indices, *repeated]]
-    timestamps = tuple((times[i] + times[i + step - 1]) / 2 for i in range(0, len(times), step))
+    group_count = -(-frame_count // temporal_patch_size)
+    missing_frames = group_count * temporal_patch_size - frame_count
+    repeated_frames = (
+        range(frame_count, frame_count + missing_frames)
+        if video_info.takes_all_frames(pixel_settings)
+        else frame_numbers[-1:] * missing_frames
+    )
+    frame_times = [index / video_info.fps for index in [*frame_numbers, *repeated_frames]]
+    timestamps = tuple(
+        (frame_times[i] + frame_times[i + temporal_patch_size - 1]) / 2
+        for i in range(0, len(frame_times), temporal_patch_size)
+    )
     return GridTHW(
-        groups, size[0] // settings.patch_size, size[1] // settings.patch_size, "video", seconds, timestamps
+        group_count,
+        resized[0] // pixel_settings.patch_size,
+        resized[1] // pixel_settings.patch_size,
+        "video",
+        seconds_per_group,
+        timestamps,
     )
 
 
-def frame_indices(video: VideoInfo, settings: PixelSettings) -> list[int]:
+def frame_indices(video_info: VideoInfo, pixel_settings: PixelSettings) -> list[int]:
     """The frames of a video to take (ascending, counted from 0)."""
-    if video.frames < 1 or video.fps <= 0:
-        raise PixelError(f"a video of {video.frames} frames at {video.fps} frames a second is empty")
+    if video_info.frame_count < 1 or video_info.fps <= 0:
+        raise PixelError(
+            f"a video of {video_info.frame_count} frames at {video_info.fps} frames a second is empty"
+        )
 
-    step = settings.temporal_patch_size
-    if video.frames < step or video.is_whole(settings):
-        return list(range(video.frames))
-    if settings.video_spread:
-        wanted = int(video.frames / video.fps * settings.video_fps)
-        taken = min(max(wanted, settings.video_min_frames), settings.video_max_frames, video.frames)
-        return np.linspace(0, video.frames - 1, taken).round().astype(int).tolist()
+    temporal_patch_size = pixel_settings.temporal_patch_size
+    if video_info.frame_count < temporal_patch_size or video_info.takes_all_frames(pixel_settings):
+        return list(range(video_info.frame_count))
+    if pixel_settings.video_spread:
+        wanted_frames = int(video_info.frame_count / video_info.fps * pixel_settings.video_fps)
+        taken_frames = min(
+            max(wanted_frames, pixel_settings.video_min_frames),
+            pixel_settings.video_max_frames,
+            video_info.frame_count,
+        )
+        return np.linspace(0, video_info.frame_count - 1, taken_frames).round().astype(int).tolist()
 
-    most = max(min(settings.video_max_frames, video.frames) // step * step, step)
-    count = min(max(video.frames / video.fps * settings.video_fps, settings.video_min_frames), most)
-    count = max(math.floor(count / step) * step, step)
-    return torch.arange(0, video.frames, video.frames / count).int().tolist()
+    max_frames = max(
+        min(pixel_settings.video_max_frames, video_info.frame_count)
+        // temporal_patch_size
+        * temporal_patch_size,
+        temporal_patch_size,
+    )
+    frame_count = min(
+        max(
+            video_info.frame_count / video_info.fps * pixel_settings.video_fps,
+            pixel_settings.video_min_frames,
+        ),
+        max_frames,
+    )
+    frame_count = max(
+        math.floor(frame_count / temporal_patch_size) * temporal_patch_size, temporal_patch_size
+    )
+    return torch.arange(0, video_info.frame_count, video_info.frame_count / frame_count).int().tolist()
 
 
 # --- Pixels
 
 
-def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
+def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Tensor:
     """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
     Raises:
@@ -388,18 +481,18 @@ def decode_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Tensor:
     from torchvision.transforms.v2.functional import pil_to_tensor
 
     try:
-        with open_image(data, max_pixels) as image:
-            fast = _decode_plain_jpeg(data, image)
-            if fast is not None:
-                return fast
-            return pil_to_tensor(ImageOps.exif_transpose(image).convert("RGB"))
+        with open_image(image_bytes, max_pixels) as opened_image:
+            jpeg_pixels = _decode_plain_jpeg(image_bytes, opened_image)
+            if jpeg_pixels is not None:
+                return jpeg_pixels
+            return pil_to_tensor(ImageOps.exif_transpose(opened_image).convert("RGB"))
     except PixelError:
         raise
     except Exception as error:  # Pillow's format readers raise all kinds of errors
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
 
 
-def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
+def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
     """Opens an image in Pillow without decoding it. It raises the errors of :func:`decode_image`."""
     from PIL import Image
 
@@ -408,16 +501,16 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            image = Image.open(io.BytesIO(data), formats=_image_formats())
+            opened_image = Image.open(io.BytesIO(image_bytes), formats=_image_formats())
     except Image.DecompressionBombError as error:
-        raise TooLargeError(f"more than the {max_pixels} pixels that are allowed: {error}") from error
+        raise PictureTooLargeError(f"more than the {max_pixels} pixels that are allowed: {error}") from error
     except Exception as error:
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
-    if image.width * image.height > max_pixels:
-        raise TooLargeError(
-            f"{image.height} x {image.width} pixels, more than the {max_pixels} that are allowed"
+    if opened_image.width * opened_image.height > max_pixels:
+        raise PictureTooLargeError(
+            f"{opened_image.height} x {opened_image.width} pixels, more than the {max_pixels} that are allowed"
         )
-    return image
+    return opened_image
 
 
 @cache
@@ -429,228 +522,284 @@ def _image_formats() -> list[str]:
     return [name for name in IMAGE_FORMATS if name in Image.OPEN]
 
 
-def image_size(data: bytes) -> tuple[int, int]:
+def image_size(image_bytes: bytes) -> tuple[int, int]:
     """Height and width that :func:`decode_image` will give, read from the header of an image file.
 
     Raises:
         PixelError: the image cannot be read.
     """
     try:
-        with open_image(data) as image:
-            width, height = image.size
+        with open_image(image_bytes) as opened_image:
+            width, height = opened_image.size
             # Orientations 5 to 8 turn the picture by 90 degrees.
-            return (width, height) if image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else (height, width)
+            return (
+                (width, height) if opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else (height, width)
+            )
     except PixelError:
         raise
     except Exception as error:
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
 
 
-def _decode_plain_jpeg(data: bytes, image: Any) -> Tensor | None:
+def _decode_plain_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
     """Decodes an upright RGB JPEG with simplejpeg; None for all other images.
 
     simplejpeg gives the same pixels and is 1.4 times as fast as Pillow.
     """
-    if image.format != "JPEG" or image.mode != "RGB" or image.getexif().get(0x0112, 1) != 1:
+    if (
+        opened_image.format != "JPEG"
+        or opened_image.mode != "RGB"
+        or opened_image.getexif().get(0x0112, 1) != 1
+    ):
         return None
     import simplejpeg
 
     try:
-        if simplejpeg.decode_jpeg_header(data)[2] != "YCbCr":
+        if simplejpeg.decode_jpeg_header(image_bytes)[2] != "YCbCr":
             return None
-        return torch.from_numpy(simplejpeg.decode_jpeg(data, "RGB")).permute(2, 0, 1)
+        return torch.from_numpy(simplejpeg.decode_jpeg(image_bytes, "RGB")).permute(2, 0, 1)
     except ValueError:
         return None  # Pillow decides whether the file is damaged
 
 
-def image_planes(data: bytes, grid: GridTHW, settings: PixelSettings, max_pixels: int = MAX_PIXELS) -> Tensor:
+def image_planes(
+    image_bytes: bytes,
+    image_grid_thw: GridTHW,
+    pixel_settings: PixelSettings,
+    max_pixels: int = DEFAULT_MAX_PIXELS,
+) -> Tensor:
     """The planes, uint8 [1, h * w, 3 * patch * patch], of an image file that is resized to its grid."""
-    return _planes(decode_image(data, max_pixels)[None], grid, settings)
+    return _pixel_planes(decode_image(image_bytes, max_pixels)[None], image_grid_thw, pixel_settings)
 
 
-def _planes(frames: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:
+def _pixel_planes(frame_pixels: Tensor, media_grid: GridTHW, pixel_settings: PixelSettings) -> Tensor:
     """uint8 [F, 3, H, W] -> [F, h * w, 3 * patch * patch], patches in merge-unit order."""
     # The same function as in HF's torchvision backend: antialiased, on uint8.
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2.functional import resize
 
-    filters = {0: InterpolationMode.NEAREST, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
-    p, m = settings.patch_size, settings.merge_size
-    frames = resize(
-        frames, [grid.h * p, grid.w * p], interpolation=filters[settings.resample], antialias=True
+    resize_filters = {
+        0: InterpolationMode.NEAREST,
+        2: InterpolationMode.BILINEAR,
+        3: InterpolationMode.BICUBIC,
+    }
+    patch_size, merge_size = pixel_settings.patch_size, pixel_settings.merge_size
+    frame_pixels = resize(
+        frame_pixels,
+        [media_grid.h * patch_size, media_grid.w * patch_size],
+        interpolation=resize_filters[pixel_settings.resample],
+        antialias=True,
     )
     # In memory, a pixel's colours lie side by side. NumPy copies a line of a patch as one item, then sorts
     # its colours. One permutation in torch, byte by byte, takes twice as long.
-    lines = frames.permute(0, 2, 3, 1).contiguous().numpy().reshape(-1).view(np.dtype((np.void, 3 * p)))
-    lines = lines.reshape(-1, grid.h // m, m, p, grid.w // m, m)
-    patches = np.ascontiguousarray(lines.transpose(0, 1, 4, 2, 5, 3)).reshape(-1).view(np.uint8)
-    planes = patches.reshape(len(frames), grid.h * grid.w, p * p, 3).transpose(0, 1, 3, 2)
-    return torch.from_numpy(planes.reshape(len(frames), grid.h * grid.w, 3 * p * p))
+    pixel_lines = (
+        frame_pixels.permute(0, 2, 3, 1)
+        .contiguous()
+        .numpy()
+        .reshape(-1)
+        .view(np.dtype((np.void, 3 * patch_size)))
+    )
+    pixel_lines = pixel_lines.reshape(
+        -1, media_grid.h // merge_size, merge_size, patch_size, media_grid.w // merge_size, merge_size
+    )
+    patch_bytes = np.ascontiguousarray(pixel_lines.transpose(0, 1, 4, 2, 5, 3)).reshape(-1).view(np.uint8)
+    pixel_planes = patch_bytes.reshape(
+        len(frame_pixels), media_grid.h * media_grid.w, patch_size * patch_size, 3
+    ).transpose(0, 1, 3, 2)
+    return torch.from_numpy(
+        pixel_planes.reshape(len(frame_pixels), media_grid.h * media_grid.w, 3 * patch_size * patch_size)
+    )
 
 
-def probe_video(data: bytes, max_pixels: int = MAX_PIXELS) -> VideoInfo:
+def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
     """Finds the true number of frames, rate and size of a video file, by decoding all of it.
 
-    Of a file with more than :data:`LONG_VIDEO` frames, only the key frames are decoded if its packets say how
+    Of a file with more than :data:`LONG_VIDEO_FRAMES` frames, only the key frames are decoded if its packets say how
     many frames there are.
 
     Raises:
         TooLargeError: a frame has more than ``max_pixels``.
         PixelError: the bytes are not a video, or a frame does not decode.
     """
-    if is_frame_file(data):
-        return _probe_frame_file(data, max_pixels)
+    if is_frame_archive(video_bytes):
+        return _probe_frame_archive(video_bytes, max_pixels)
     try:
-        with _open_video(data, max_pixels) as container:
-            stream = container.streams.video[0]
-            table = None
-            if stream.frames > LONG_VIDEO:
-                with _open_video(data, max_pixels) as listed:
-                    table = frame_table(listed)
-            frames = _count_frames(container, table)
-            rate = stream.average_rate or stream.guessed_rate
-            info = VideoInfo(frames, float(rate or 0), stream.height, stream.width)
+        with _open_video(video_bytes, max_pixels) as video_container:
+            video_stream = video_container.streams.video[0]
+            listed_frames = None
+            if video_stream.frames > LONG_VIDEO_FRAMES:
+                with _open_video(video_bytes, max_pixels) as listed_container:
+                    listed_frames = list_frames(listed_container)
+            frame_count = _count_frames(video_container, listed_frames)
+            frame_rate = video_stream.average_rate or video_stream.guessed_rate
+            video_info = VideoInfo(
+                frame_count, float(frame_rate or 0), video_stream.height, video_stream.width
+            )
     except PixelError:
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
 
-    if not frames or not info.fps:
-        raise PixelError(f"a video of {frames} frames at {info.fps} frames a second is empty")
-    return info
+    if not frame_count or not video_info.fps:
+        raise PixelError(f"a video of {frame_count} frames at {video_info.fps} frames a second is empty")
+    return video_info
 
 
-def _count_frames(container: Any, table: FrameTable | None) -> int:
+def _count_frames(video_container: Any, listed_frames: FrameTable | None) -> int:
     """Decodes all frames; if a table lists them, only the key frames."""
-    if table is None:
-        return sum(1 for _ in container.decode(video=0))
-    container.streams.video[0].codec_context.skip_frame = "NONKEY"
-    if sum(1 for _ in container.decode(video=0)) < len(table.keys):
+    if listed_frames is None:
+        return sum(1 for _ in video_container.decode(video=0))
+    video_container.streams.video[0].codec_context.skip_frame = "NONKEY"
+    if sum(1 for _ in video_container.decode(video=0)) < len(listed_frames.key_frames):
         raise PixelError("a key frame of the video does not decode")
-    return len(table.times)
+    return len(listed_frames.frame_times)
 
 
-def _probe_frame_file(data: bytes, max_pixels: int) -> VideoInfo:
+def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
     """Decodes all pictures of an archive of frames, which must have one size."""
-    file = _frame_file(data)
-    if not len(file):
+    frame_archive = _open_frame_archive(archive_bytes)
+    if not len(frame_archive):
         raise PixelError("a video of 0 frames is empty")
-    sizes = [_frame(file, number, max_pixels).shape[1:] for number in range(len(file))]
-    height, width = sizes[0]
-    for number, size in enumerate(sizes):
-        if size != sizes[0]:
+    frame_sizes = [
+        _decode_archive_frame(frame_archive, frame_number, max_pixels).shape[1:]
+        for frame_number in range(len(frame_archive))
+    ]
+    frame_height, frame_width = frame_sizes[0]
+    for frame_number, frame_size in enumerate(frame_sizes):
+        if frame_size != frame_sizes[0]:
             raise PixelError(
-                f"{file.name(number)} has {size[0]} x {size[1]} pixels, {file.name(0)} {height} x {width};"
+                f"{frame_archive.picture_name(frame_number)} has {frame_size[0]} x {frame_size[1]} pixels, {frame_archive.picture_name(0)} {frame_height} x {frame_width};"
                 " the frames of a video must have one size"
             )
-    return VideoInfo(len(file), file.info.fps, height, width, file.info.sampling)
+    return VideoInfo(
+        len(frame_archive),
+        frame_archive.archive_info.fps,
+        frame_height,
+        frame_width,
+        frame_archive.archive_info.sampling,
+    )
 
 
-def _frame_file(data: bytes) -> FrameFile:
+def _open_frame_archive(archive_bytes: bytes) -> FrameArchive:
     try:
-        return FrameFile(data)
-    except FrameFileError as error:
+        return FrameArchive(archive_bytes)
+    except FrameArchiveError as error:
         raise PixelError(str(error)) from error
 
 
-def _frame(file: FrameFile, number: int, max_pixels: int) -> Tensor:
+def _decode_archive_frame(frame_archive: FrameArchive, frame_number: int, max_pixels: int) -> Tensor:
     """A picture of an archive of frames, uint8 [3, height, width]."""
     try:
-        return decode_image(file.read(number), max_pixels)
-    except FrameFileError as error:
+        return decode_image(frame_archive.read_picture(frame_number), max_pixels)
+    except FrameArchiveError as error:
         raise PixelError(str(error)) from error
     except PixelError as error:
-        raise type(error)(f"{file.name(number)}: {error}") from error
+        raise type(error)(f"{frame_archive.picture_name(frame_number)}: {error}") from error
 
 
 def video_planes(
-    data: bytes, video: VideoInfo, grid: GridTHW, settings: PixelSettings, deadline: Deadline = UNLIMITED
+    video_bytes: bytes,
+    video_info: VideoInfo,
+    video_grid_thw: GridTHW,
+    pixel_settings: PixelSettings,
+    deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
     """The planes, uint8 [frames, h * w, 3 * patch * patch], of the sampled frames of a video file.
 
     Raises:
-        PixelError: the file does not decode, or has fewer frames than ``video`` says.
+        PixelError: the file does not decode, or has fewer frames than ``video_info`` says.
         OutOfTimeError: the deadline has passed.
     """
-    return _planes(video_frames(data, video, frame_indices(video, settings), deadline), grid, settings)
+    return _pixel_planes(
+        video_frames(video_bytes, video_info, frame_indices(video_info, pixel_settings), deadline),
+        video_grid_thw,
+        pixel_settings,
+    )
 
 
 def video_frames(
-    data: bytes, video: VideoInfo, wanted: Sequence[int], deadline: Deadline = UNLIMITED
+    video_bytes: bytes,
+    video_info: VideoInfo,
+    frame_numbers: Sequence[int],
+    deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
     """Frames of a video file, uint8 [len(wanted), 3, height, width], in RGB and in their stored size.
 
     Args:
-        wanted: ascending numbers of frames, counted from 0.
+        frame_numbers: ascending numbers of frames, counted from 0.
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than are wanted.
         OutOfTimeError: the deadline has passed.
     """
-    if is_frame_file(data):
-        return _pictures_at(data, video, wanted, deadline)
+    if is_frame_archive(video_bytes):
+        return _archive_frames(video_bytes, video_info, frame_numbers, deadline)
     from av.video.reformatter import VideoReformatter
 
-    chosen: list[Tensor] = []
+    chosen_frames: list[Tensor] = []
 
     # A separate converter without threads. PyAV 19 shares one in the whole process, and its threads do not
     # survive the fork of loader workers: if the parent has converted a frame before, a worker would hang.
-    converter = VideoReformatter()
+    frame_converter = VideoReformatter()
 
     try:
         # Coded frames are larger than displayed ones, because sides are rounded up to whole blocks.
-        most = (video.height + 256) * (video.width + 256)
-        for frame in frames_at(lambda: _open_video(data, most), video.frames, wanted, deadline):
-            rgb = converter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-            chosen.append(torch.from_numpy(rgb).permute(2, 0, 1))
-    except (PixelError, OutOfTimeError):
+        max_pixels = (video_info.height + 256) * (video_info.width + 256)
+        for video_frame in decode_frames_at(
+            lambda: _open_video(video_bytes, max_pixels), video_info.frame_count, frame_numbers, deadline
+        ):
+            rgb_array = frame_converter.reformat(video_frame, format="rgb24", threads=1).to_ndarray()
+            chosen_frames.append(torch.from_numpy(rgb_array).permute(2, 0, 1))
+    except (PixelError, SampleTimeoutError):
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
 
-    if len(chosen) < len(wanted):
-        raise PixelError(f"frame {wanted[len(chosen)]} of the video is missing")
-    return torch.stack(chosen)
+    if len(chosen_frames) < len(frame_numbers):
+        raise PixelError(f"frame {frame_numbers[len(chosen_frames)]} of the video is missing")
+    return torch.stack(chosen_frames)
 
 
-def _pictures_at(data: bytes, video: VideoInfo, wanted: Sequence[int], deadline: Deadline) -> Tensor:
+def _archive_frames(
+    archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int], deadline: SampleDeadline
+) -> Tensor:
     """:func:`video_frames` of an archive of frames."""
-    file = _frame_file(data)
-    chosen: list[Tensor] = []
-    for number in wanted:
-        deadline.check()
+    file = _open_frame_archive(archive_bytes)
+    chosen_frames: list[Tensor] = []
+    for number in frame_numbers:
+        deadline.check_time()
         if number >= len(file):
             raise PixelError(f"frame {number} of the video is missing")
-        chosen.append(_frame(file, number, video.height * video.width))
-        if chosen[-1].shape[1:] != (video.height, video.width):
-            raise PixelError(f"{file.name(number)} has another size than when it was converted")
-    return torch.stack(chosen)
+        chosen_frames.append(_decode_archive_frame(file, number, video_info.height * video_info.width))
+        if chosen_frames[-1].shape[1:] != (video_info.height, video_info.width):
+            raise PixelError(f"{file.picture_name(number)} has another size than when it was converted")
+    return torch.stack(chosen_frames)
 
 
-LONG_VIDEO = 18_000
+LONG_VIDEO_FRAMES = 18_000
 """Frames; ten minutes at 30 frames a second."""
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 )
 
 
-def _open_video(data: bytes, max_pixels: int) -> Any:
+def _open_video(video_bytes: bytes, max_pixels: int) -> Any:
     import av
 
     # Playlists and other formats that name further files are not allowed,
     # nor is any protocol to follow a name.
-    container = av.open(
-        io.BytesIO(data), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
+    video_container = av.open(
+        io.BytesIO(video_bytes), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     )
-    for stream in container.streams.video:
-        codec = stream.codec_context
-        codec.thread_count = 1  # there is already one process per core
-        if codec.width * codec.height > max_pixels:
-            container.close()
-            raise TooLargeError(
-                f"frames of {codec.height} x {codec.width} pixels, more than the {max_pixels} that are"
+    for video_stream in video_container.streams.video:
+        codec_context = video_stream.codec_context
+        codec_context.thread_count = 1  # there is already one process per core
+        if codec_context.width * codec_context.height > max_pixels:
+            video_container.close()
+            raise PictureTooLargeError(
+                f"frames of {codec_context.height} x {codec_context.width} pixels, more than the {max_pixels} that are"
                 " allowed"
             )
-        codec.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
+        codec_context.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
 
-    return container
+    return video_container

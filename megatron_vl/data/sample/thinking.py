@@ -24,10 +24,10 @@ from dataclasses import dataclass
 
 from megatron_vl.config import DataConfig, LearntOrMasked
 
-MARK = "<think>"
-OPENING = f"{MARK}\n"
-CLOSING = "</think>"
-EMPTY = "<think>\n\n</think>\n\n"
+THINK_TAG = "<think>"
+THINK_OPENING = f"{THINK_TAG}\n"
+THINK_CLOSING = "</think>"
+EMPTY_THINK_BLOCK = "<think>\n\n</think>\n\n"
 """The block of an answer without thinking."""
 
 
@@ -39,58 +39,60 @@ class ThinkingRule:
     earlier_answers: LearntOrMasked = "learnt"
 
     @classmethod
-    def of(cls, data: DataConfig) -> ThinkingRule:
-        return cls(data.empty_think, data.earlier_answers)
+    def from_data_config(cls, data_config: DataConfig) -> ThinkingRule:
+        return cls(data_config.empty_think, data_config.earlier_answers)
 
-    def first_learnt(self, turn: str) -> int | None:
-        """Where in ``turn`` (without its header) the loss begins; None if nothing bears loss."""
-        if turn.startswith(EMPTY):
-            return len(EMPTY if self.empty_think == "masked" else OPENING)
-        if turn.startswith(OPENING) and CLOSING in turn:
-            return len(OPENING)
+    def first_learnt_character(self, turn_text: str) -> int | None:
+        """Where in ``turn_text`` (without its header) the loss begins; None if nothing bears loss."""
+        if turn_text.startswith(EMPTY_THINK_BLOCK):
+            return len(EMPTY_THINK_BLOCK if self.empty_think == "masked" else THINK_OPENING)
+        if turn_text.startswith(THINK_OPENING) and THINK_CLOSING in turn_text:
+            return len(THINK_OPENING)
         return 0 if self.earlier_answers == "learnt" else None
 
 
-def writes_thinking(template: str) -> bool:
+def template_has_thinking(chat_template: str) -> bool:
     """Whether a chat template has rules for thinking."""
-    return CLOSING in template
+    return THINK_CLOSING in chat_template
 
 
-def switches_thinking(template: str) -> bool:
+def has_thinking_switch(chat_template: str) -> bool:
     """Whether a request may switch thinking on and off."""
-    return "enable_thinking" in template
+    return "enable_thinking" in chat_template
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a model generated, taken apart."""
+class GeneratedAnswer:
+    """The text that a model generated, split into answer and thinking."""
 
-    answer: str
+    answer_text: str
     """Empty if the model was still thinking at the end."""
-    thinking: str | None = None
+    thinking_text: str | None = None
     """None if there is no block of thinking."""
-    closed: bool = True
+    is_block_closed: bool = True
     """Whether the block, if there is one, was closed."""
 
 
-def opens_thinking(prompt: str) -> bool:
+def opens_thinking(rendered_prompt: str) -> bool:
     """Whether a rendered prompt ends within a block of thinking, so that the model begins by thinking."""
-    return prompt.rstrip("\n").endswith(MARK)
+    return rendered_prompt.rstrip("\n").endswith(THINK_TAG)
 
 
-def split_thinking(generated: str, opened: bool) -> Said:
+def split_thinking(generated_text: str, is_block_opened: bool) -> GeneratedAnswer:
     """Takes the block of thinking off what a model generated.
 
     The answer is what follows the last ``</think>``, as chat templates and VLMEvalKit read it. A block that
     is not closed leaves no answer: what the model thinks is not what it says. An empty block is no thinking.
 
     Args:
-        opened: whether the prompt has opened the block (:func:`opens_thinking`).
+        is_block_opened: whether the prompt has opened the block (:func:`opens_thinking`).
     """
-    if not opened and not generated.lstrip().startswith(MARK):
-        return Said(generated)
-    block, closing, answer = generated.rpartition(CLOSING)
-    thinking = (block if closing else generated).strip().removeprefix(MARK).strip()
-    if not closing:
-        return Said("", thinking, closed=False)
-    return Said(answer.strip(), thinking or None)
+    if not is_block_opened and not generated_text.lstrip().startswith(THINK_TAG):
+        return GeneratedAnswer(generated_text)
+    thinking_block, closing_tag, answer_text = generated_text.rpartition(THINK_CLOSING)
+    thinking_text = (
+        (thinking_block if closing_tag else generated_text).strip().removeprefix(THINK_TAG).strip()
+    )
+    if not closing_tag:
+        return GeneratedAnswer("", thinking_text, is_block_closed=False)
+    return GeneratedAnswer(answer_text.strip(), thinking_text or None)

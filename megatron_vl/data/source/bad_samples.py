@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_vl.data.source.blend import named
+from megatron_vl.data.source.blend import list_names
 
 TOO_LONG, TOO_MANY_PATCHES = "longer than seq_len", "more than max_patches"
-NOT_IN_TEMPLATE = "not written by the chat template"
+NOT_IN_CHAT_TEMPLATE = "not written by the chat template"
 TEMPLATE_ADVICE = (
     "converting again does not help where the checkpoint's chat template cannot write tools, calls or"
     " reasoning: take such records out, or use a family whose template writes them"
 )
-LIMITS = {TOO_LONG: ("tokens", "data.seq_len"), TOO_MANY_PATCHES: ("patches", "data.max_patches")}
+LIMIT_BY_REASON = {TOO_LONG: ("tokens", "data.seq_len"), TOO_MANY_PATCHES: ("patches", "data.max_patches")}
 """Unit and field of the limit that a sample of such a reason exceeds."""
-LISTED_PER_ROW = 256
+MAX_LISTED_PER_ROW = 256
 """Largest number of samples that one row lists. Further ones are only counted."""
 
 
@@ -40,133 +40,138 @@ class DroppedSample:
     """Reason that the sample is counted under."""
     detail: str
     size: int
-    """Tokens or patches of a sample that exceeds one of :data:`LIMITS`; 0 for other reasons."""
+    """Tokens or patches of a sample that exceeds one of :data:`LIMIT_BY_REASON`; 0 for other reasons."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def details_by_reason(listed: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def details_by_reason(dropped_samples: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """What samples (:meth:`DroppedSample.as_json`) have in common: by reason, their largest ``size`` and the
-    names of their ``data_sets``."""
-    details: dict[str, dict[str, Any]] = {}
-    for sample in listed:
-        known = details.setdefault(sample["reason"], {"size": 0, "data_sets": []})
-        known["size"] = max(known["size"], sample["size"])
-        known["data_sets"] = sorted({*known["data_sets"], sample["data_set"]} - {""})
-    return details
+    names of their ``list_all_datasets``."""
+    reason_details: dict[str, dict[str, Any]] = {}
+    for sample in dropped_samples:
+        known_details = reason_details.setdefault(sample["reason"], {"size": 0, "data_sets": []})
+        known_details["size"] = max(known_details["size"], sample["size"])
+        known_details["data_sets"] = sorted({*known_details["data_sets"], sample["data_set"]} - {""})
+    return reason_details
 
 
 class BadSampleMeter:
     """Detects when too large a share of the samples could not be used.
 
     The share is ``bad / max(seen, minimum)``. A few bad samples at the start do not stop a run, and a data
-    set that is bad from the start is noticed before ``minimum`` samples were read.
+    set that is bad from the start is noticed before ``minimum_samples`` samples were read.
 
     Args:
         max_share: largest accepted share, from 0 (none) to 1 (any).
-        minimum: divisor of the share while fewer samples were seen. To tolerate a missing shard that is a
+        minimum_samples: divisor of the share while fewer samples were seen. To tolerate a missing shard that is a
             small part of the data, give the number of samples of the data set.
 
     Raises:
         ValueError: the limits are impossible.
     """
 
-    def __init__(self, max_share: float, minimum: int = 1000) -> None:
-        if not 0 <= max_share <= 1 or minimum < 1:
+    def __init__(self, max_share: float, minimum_samples: int = 1000) -> None:
+        if not 0 <= max_share <= 1 or minimum_samples < 1:
             raise ValueError(
-                f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum} samples at least 1"
+                f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum_samples} samples at least 1"
             )
-        self.max_share, self.minimum = max_share, minimum
-        self.used = 0
-        self.reasons: Counter[str] = Counter()
-        self.sizes: dict[str, int] = {}
-        self.data_sets: dict[str, set[str]] = {}
+        self.max_share, self.minimum_samples = max_share, minimum_samples
+        self.used_count = 0
+        self.reason_counts: Counter[str] = Counter()
+        self.largest_sizes: dict[str, int] = {}
+        self.datasets_by_reason: dict[str, set[str]] = {}
 
-    def add(
+    def add_counts(
         self,
-        samples: int,
-        dropped: Mapping[str, int],
-        details: Mapping[str, Mapping[str, Any]] | None = None,
+        used_samples: int,
+        dropped_counts: Mapping[str, int],
+        dropped_details: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Counts ``samples`` in rows and ``dropped`` ones by reason (``Row.num_samples``, ``Row.dropped``).
+        """Counts ``used_samples`` in rows and ``dropped_counts`` ones by reason (``TrainingRow.num_samples``, ``TrainingRow.dropped``).
 
         Args:
-            details: what is known of the dropped ones (:func:`details_by_reason`), for the message.
+            dropped_details: what is known of the dropped ones (:func:`details_by_reason`), for the message.
         """
-        self.used += samples
-        self.reasons.update(dropped)
-        for reason, known in (details or {}).items():
-            self.sizes[reason] = max(self.sizes.get(reason, 0), known["size"])
-            self.data_sets.setdefault(reason, set()).update(known["data_sets"])
+        self.used_count += used_samples
+        self.reason_counts.update(dropped_counts)
+        for reason, known_details in (dropped_details or {}).items():
+            self.largest_sizes[reason] = max(self.largest_sizes.get(reason, 0), known_details["size"])
+            self.datasets_by_reason.setdefault(reason, set()).update(known_details["data_sets"])
 
     @property
-    def bad(self) -> int:
-        return self.reasons.total()
+    def bad_count(self) -> int:
+        return self.reason_counts.total()
 
     @property
-    def share(self) -> float:
-        return self.bad / max(self.used + self.bad, self.minimum)
+    def bad_share(self) -> float:
+        return self.bad_count / max(self.used_count + self.bad_count, self.minimum_samples)
 
-    def problem(self) -> str:
+    def stop_reason(self) -> str:
         """Why the run must stop; empty while the share is within the limit."""
-        if not self.bad or self.share <= self.max_share:
+        if not self.bad_count or self.bad_share <= self.max_share:
             return ""
         return (
-            f"{self.bad} of {self.used + self.bad} samples could not be used, more than data.max_bad_share"
-            f" {self.max_share:g} (of {max(self.used + self.bad, self.minimum)}): {self.by_reason()}."
-            f" {self.advice()}; or raise data.max_bad_share"
+            f"{self.bad_count} of {self.used_count + self.bad_count} samples could not be used, more than data.max_bad_share"
+            f" {self.max_share:g} (of {max(self.used_count + self.bad_count, self.minimum_samples)}): {self.counts_by_reason()}."
+            f" {self.advice_text()}; or raise data.max_bad_share"
         )
 
-    def advice(self) -> str:
+    def advice_text(self) -> str:
         """What to do about the unusable samples."""
-        reasons = [reason for reason, _ in self.reasons.most_common()]
-        advice = "; ".join(dict.fromkeys(map(self._advice, reasons)))
-        return advice[:1].upper() + advice[1:]
+        sorted_reasons = [reason for reason, _ in self.reason_counts.most_common()]
+        advice_texts = "; ".join(dict.fromkeys(map(self._advice_for_reason, sorted_reasons)))
+        return advice_texts[:1].upper() + advice_texts[1:]
 
-    def _advice(self, reason: str) -> str:
-        if reason in LIMITS:
-            unit, limit = LIMITS[reason]
-            size = self.sizes.get(reason)
-            enough = f" to {size} (the {unit} of the largest one so far)" if size else ""
-            return f"raise {limit}{enough}, or lower data.max_pixels if pictures fill it"
-        if reason == NOT_IN_TEMPLATE:
+    def _advice_for_reason(self, reason: str) -> str:
+        if reason in LIMIT_BY_REASON:
+            size_unit, limit_field = LIMIT_BY_REASON[reason]
+            size = self.largest_sizes.get(reason)
+            enough_text = f" to {size} (the {size_unit} of the largest one so far)" if size else ""
+            return f"raise {limit_field}{enough_text}, or lower data.max_pixels if pictures fill it"
+        if reason == NOT_IN_CHAT_TEMPLATE:
             return TEMPLATE_ADVICE
         return "correct the data and convert them again"
 
-    def by_reason(self) -> str:
+    def counts_by_reason(self) -> str:
         """The counts by reason, the largest first, with the sources of a blend."""
         return ", ".join(
-            f"{count} {reason}{self._sources_of(reason)}" for reason, count in self.reasons.most_common()
+            f"{count} {reason}{self._source_names(reason)}"
+            for reason, count in self.reason_counts.most_common()
         )
 
-    def _sources_of(self, reason: str) -> str:
-        names = sorted(self.data_sets.get(reason, ()))
-        return f" (source {named(names)})" if names else ""
+    def _source_names(self, reason: str) -> str:
+        names = sorted(self.datasets_by_reason.get(reason, ()))
+        return f" (source {list_names(names)})" if names else ""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"used": self.used, "reasons": dict(self.reasons)}
+        return {"used": self.used_count, "reasons": dict(self.reason_counts)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.used = int(state["used"])
-        self.reasons = Counter(state["reasons"])
+    def load_state_dict(self, saved_state: Mapping[str, Any]) -> None:
+        self.used_count = int(saved_state["used"])
+        self.reason_counts = Counter(saved_state["reasons"])
 
 
-DROPPED = "dropped/"
+DROPPED_PREFIX = "dropped/"
 """Prefix of a reason in the counts of a row."""
 
 
-def add_pending(state: Mapping[str, Any], pending: Iterable[Mapping[str, int]]) -> dict[str, Any]:
+def add_pending_counts(
+    saved_state: Mapping[str, Any], counts_by_rank: Iterable[Mapping[str, int]]
+) -> dict[str, Any]:
     """Adds what single ranks have counted since to the state of a meter (:meth:`BadSampleMeter.state_dict`).
 
     Args:
-        pending: counts of each rank by name: ``samples`` and ``dropped/REASON``. Other names are ignored.
+        counts_by_rank: counts of each rank by name: ``samples`` and ``dropped/REASON``. Other names are ignored.
     """
-    meter = BadSampleMeter(1.0)
-    meter.load_state_dict(state)
-    for counts in pending:
-        reasons = {
-            name.removeprefix(DROPPED): count for name, count in counts.items() if name.startswith(DROPPED)
+    bad_sample_meter = BadSampleMeter(1.0)
+    bad_sample_meter.load_state_dict(saved_state)
+    for rank_counts in counts_by_rank:
+        reason_counts = {
+            name.removeprefix(DROPPED_PREFIX): count
+            for name, count in rank_counts.items()
+            if name.startswith(DROPPED_PREFIX)
         }
-        meter.add(counts.get("samples", 0), reasons)
-    return {**state, **meter.state_dict()}
+        bad_sample_meter.add_counts(rank_counts.get("samples", 0), reason_counts)
+    return {**saved_state, **bad_sample_meter.state_dict()}

@@ -1,7 +1,7 @@
 """The sources of a blend: their names, how often they are drawn, and what they are known by.
 
 A source is one data set that a metadataset names, itself or through other metadatasets. Everything here
-follows from the identity of a data set (:class:`megatron_vl.data.source.description.SplitFacts`), so that the
+follows from the identity of a data set (:class:`megatron_vl.data.source.dataset_description.SplitFacts`), so that the
 sources of a checkpoint can be compared with those of a run.
 """
 
@@ -18,17 +18,17 @@ from typing import Any
 
 from megatron_vl.errors import UserError
 
-SOURCE = "megatron_vl/source"
+SOURCE_FIELD = "megatron_vl/source"
 """Field of a sample's subflavors: the number of its source in the blend."""
-GIVEN_NAME = "source"
+NAME_FIELD = "source"
 """The entry of ``subflavors`` that names a source."""
-WEIGHTED = ("blend", "datasets")
+WEIGHTED_KINDS = ("blend", "datasets")
 """Kinds of mixtures whose parts have weights."""
-EPOCHIZED = "blend_epochized"
+EPOCHIZED_KIND = "blend_epochized"
 """The kind of mixture whose parts have repetitions."""
-LISTED = 40
+MAX_LISTED_SOURCES = 40
 """Largest number of sources that the start of a run lists one by one."""
-MOST_NAMED = 10
+MAX_NAMED_SOURCES = 10
 """Largest number of sources that a message names."""
 
 
@@ -37,110 +37,124 @@ class BlendError(UserError, ValueError):
 
 
 @dataclass(frozen=True)
-class Source:
+class BlendSource:
     """One data set of a blend."""
 
-    name: str
+    source_name: str
     """Unique within the blend. For people only."""
-    key: str
+    source_key: str
     """What a resumed run knows the source by. It is made of content, split and subset, so that neither
     another name nor another folder changes it."""
-    samples: int
+    sample_count: int
     """Number of samples, of the subset if the blend takes only a part."""
-    given: str
+    weight_text: str
     """Weight or epochs as the blend gives them; empty for a data set that is not blended."""
-    share: float
+    sample_share: float
     """Expected share of the samples, 0 to 1. 0: nothing is drawn from the source."""
-    length: int = 0
+    full_sample_count: int = 0
     """Number of samples without regard to the subset."""
-    first: int = 0
+    first_sample: int = 0
     """Number of samples before the subset."""
-    content: str = ""
+    content_id: str = ""
     """Id of the data set's content; empty if it was prepared without one."""
-    a_pass: int = 0
+    draws_per_pass: int = 0
     """Samples that are drawn from it in one pass of a blend by repetitions; 0: the blend has weights."""
 
-    def described(self) -> str:
-        share = f"{self.share:.1%} of the samples expected" if self.share else "nothing is drawn from it"
-        return f"{self.name}: {self.given}, {self.samples:,} samples, {share}"
+    def summary_line(self) -> str:
+        share_text = (
+            f"{self.sample_share:.1%} of the samples expected"
+            if self.sample_share
+            else "nothing is drawn from it"
+        )
+        return f"{self.source_name}: {self.weight_text}, {self.sample_count:,} samples, {share_text}"
 
 
-def sources_of(identity: Any, name: str = "data", where: str = "") -> tuple[Source, ...]:
+def read_blend_sources(
+    dataset_identity: Any, dataset_name: str = "data", description_path: str = ""
+) -> tuple[BlendSource, ...]:
     """The sources of a data set or mixture, in Energon's order.
 
     Args:
-        identity: identity of the data set as JSON values.
-        name: what a data set is called that is not part of a mixture.
-        where: path of the description, for messages.
+        dataset_identity: identity of the data set as JSON values.
+        dataset_name: what a data set is called that is not part of a mixture.
+        description_path: path of the description, for messages.
 
     Raises:
         BlendError: weights are negative or all 0, or a mixture has weights and repetitions.
     """
-    prefix = f"{where}: " if where else ""
-    parts = list(_parts(identity, _Part(prefix=prefix), ""))
-    kinds = {part.kind for part in parts if part.kind}
-    if len(kinds) > 1:
+    message_prefix = f"{description_path}: " if description_path else ""
+    blend_parts = list(_find_parts(dataset_identity, _BlendPart(prefix=message_prefix), ""))
+    amount_kinds = {part.kind for part in blend_parts if part.kind}
+    if len(amount_kinds) > 1:
         raise BlendError(
-            f"{prefix}weights (blend) and repetitions (blend_epochized) cannot be mixed: use one of the two"
+            f"{message_prefix}weights (blend) and repetitions (blend_epochized) cannot be mixed: use one of the two"
             " for all parts, nested mixtures included"
         )
-    amounts = [part.amount * (part.samples if "repetitions" in kinds else 1) for part in parts]
-    total = math.fsum(amounts)
-    if len(parts) > 1 and not total:
-        raise BlendError(f"{prefix}nothing is drawn from any part of the blend: give a part a weight above 0")
-    shares = [amount / total if total else 1.0 for amount in amounts]
+    draw_amounts = [
+        part.amount * (part.samples if "repetitions" in amount_kinds else 1) for part in blend_parts
+    ]
+    total_amount = math.fsum(draw_amounts)
+    if len(blend_parts) > 1 and not total_amount:
+        raise BlendError(
+            f"{message_prefix}nothing is drawn from any part of the blend: give a part a weight above 0"
+        )
+    sample_shares = [amount / total_amount if total_amount else 1.0 for amount in draw_amounts]
 
-    names = _names([part if part.path or part.called else replace(part, called=(name,)) for part in parts])
-    keys = _keys([part.content for part in parts])
+    source_names = _unique_names(
+        [part if part.path or part.called else replace(part, called=(dataset_name,)) for part in blend_parts]
+    )
+    source_keys = _source_keys([part.content for part in blend_parts])
     return tuple(
-        Source(
-            names[i],
-            keys[i],
+        BlendSource(
+            source_names[i],
+            source_keys[i],
             part.samples,
             part.given,
-            shares[i],
+            sample_shares[i],
             part.length,
             part.first,
             part.content.get("content") or "",
-            math.ceil(round(amounts[i], 6)) if "repetitions" in kinds else 0,
+            math.ceil(round(draw_amounts[i], 6)) if "repetitions" in amount_kinds else 0,
         )
-        for i, part in enumerate(parts)
+        for i, part in enumerate(blend_parts)
     )
 
 
-def named(names: list[str]) -> str:
+def list_names(given_names: list[str]) -> str:
     """The first of some names, and how many more there are."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+    unnamed_count = len(given_names) - MAX_NAMED_SOURCES
+    return ", ".join(given_names[:MAX_NAMED_SOURCES]) + (
+        f" and {unnamed_count} more" if unnamed_count > 0 else ""
+    )
 
 
-def summary(sources: tuple[Source, ...]) -> list[str]:
+def summarize_blend(blend_sources: tuple[BlendSource, ...]) -> list[str]:
     """Lines for the start of a run: each source with its weight or epochs, samples and share.
 
     The smallest ones of a large blend share a line.
     """
-    if len(sources) < 2:
+    if len(blend_sources) < 2:
         return []
-    order = sorted(range(len(sources)), key=lambda i: (-sources[i].share, i))
-    shown = sorted(order[:LISTED])
-    lines = [f"source {sources[i].described()}" for i in shown]
-    rest = [sources[i] for i in order[LISTED:]]
+    order_by_share = sorted(range(len(blend_sources)), key=lambda i: (-blend_sources[i].sample_share, i))
+    shown_sources = sorted(order_by_share[:MAX_LISTED_SOURCES])
+    summary_lines = [f"source {blend_sources[i].summary_line()}" for i in shown_sources]
+    smaller_sources = [blend_sources[i] for i in order_by_share[MAX_LISTED_SOURCES:]]
 
-    if rest:
-        lines.append(
-            f"{len(rest)} smaller sources: {sum(source.samples for source in rest):,} samples,"
-            f" {sum(source.share for source in rest):.1%} of the samples expected"
+    if smaller_sources:
+        summary_lines.append(
+            f"{len(smaller_sources)} smaller sources: {sum(source.sample_count for source in smaller_sources):,} samples,"
+            f" {sum(source.sample_share for source in smaller_sources):.1%} of the samples expected"
         )
 
     return [
-        *lines,
+        *summary_lines,
         "the line of a step shows the mean loss of each source and, in brackets, its samples and learnt"
         " tokens so far",
     ]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BlendPart:
     """A part of a mixture on the way down to its data sets."""
 
     prefix: str
@@ -158,132 +172,159 @@ class _Part:
     samples: int = 0
 
 
-def _parts(value: Any, part: _Part, folder: str) -> Iterator[_Part]:
+def _find_parts(identity_value: Any, blend_part: _BlendPart, base_folder: str) -> Iterator[_BlendPart]:
     """The data sets of an identity.
 
     Args:
-        part: what is known from the mixtures around it.
-        folder: where the names in the identity start, relative to the outermost description.
+        blend_part: what is known from the mixtures around it.
+        base_folder: where the names in the identity start, relative to the outermost description.
     """
-    if "content" in value:
-        yield _leaf(value, part)
+    if "content" in identity_value:
+        yield _dataset_part(identity_value, blend_part)
         return
-    if "mixture" in value:
-        yield from _parts(value["mixture"], part, folder)
-        return
-
-    if value.get("subset"):
-        part = replace(part, subsets=(value["subset"]["range"], *part.subsets))
-    if "data" in value:
-        path = posixpath.normpath(posixpath.join(folder, str(value.get("name", ""))))
-        named = (value["called"],) if "called" in value else ()
-        inner = value["data"]
-        mixture = "mixture" in inner
-        part = replace(part, path="" if mixture else path, called=(*part.called, *named))
-        yield from _parts(inner, part, posixpath.dirname(path) if mixture else folder)
+    if "mixture" in identity_value:
+        yield from _find_parts(identity_value["mixture"], blend_part, base_folder)
         return
 
-    kind = next((kind for kind in (*WEIGHTED, EPOCHIZED) if kind in value), "")
-    if not kind:
-        raise BlendError(f"{part.prefix}a mixture of the kind {sorted(value)} cannot be read")
-    yield from _blended(value[kind], kind, part, folder)
+    if identity_value.get("subset"):
+        blend_part = replace(blend_part, subsets=(identity_value["subset"]["range"], *blend_part.subsets))
+    if "data" in identity_value:
+        dataset_path = posixpath.normpath(posixpath.join(base_folder, str(identity_value.get("name", ""))))
+        own_names = (identity_value["called"],) if "called" in identity_value else ()
+        inner_identity = identity_value["data"]
+        is_mixture = "mixture" in inner_identity
+        blend_part = replace(
+            blend_part, path="" if is_mixture else dataset_path, called=(*blend_part.called, *own_names)
+        )
+        yield from _find_parts(
+            inner_identity, blend_part, posixpath.dirname(dataset_path) if is_mixture else base_folder
+        )
+        return
+
+    blend_kind = next(
+        (blend_kind for blend_kind in (*WEIGHTED_KINDS, EPOCHIZED_KIND) if blend_kind in identity_value), ""
+    )
+    if not blend_kind:
+        raise BlendError(f"{blend_part.prefix}a mixture of the kind {sorted(identity_value)} cannot be read")
+    yield from _weighted_parts(identity_value[blend_kind], blend_kind, blend_part, base_folder)
 
 
-def _blended(inner: list[Any], kind: str, part: _Part, folder: str) -> Iterator[_Part]:
-    field_, other = ("weight", "repetitions") if kind in WEIGHTED else ("repetitions", "weight")
-    numbers = []
-    for one in inner:
-        if other in one:
+def _weighted_parts(
+    inner_parts: list[Any], blend_kind: str, outer_part: _BlendPart, base_folder: str
+) -> Iterator[_BlendPart]:
+    amount_field, forbidden_field = (
+        ("weight", "repetitions") if blend_kind in WEIGHTED_KINDS else ("repetitions", "weight")
+    )
+    part_amounts = []
+    for part_identity in inner_parts:
+        if forbidden_field in part_identity:
             raise BlendError(
-                f"{part.prefix}{one.get('name', 'a part')} of the {kind} has {other}; give its {field_}:"
+                f"{outer_part.prefix}{part_identity.get('name', 'a part')} of the {blend_kind} has {forbidden_field}; give its {amount_field}:"
                 " weights and repetitions cannot be mixed"
             )
-        number = one.get(field_, 1)
-        if type(number) not in (int, float) or not 0 <= number < math.inf:
+        part_amount = part_identity.get(amount_field, 1)
+        if type(part_amount) not in (int, float) or not 0 <= part_amount < math.inf:
             raise BlendError(
-                f"{part.prefix}the {field_} of {one.get('name', 'a part')} is {number!r}; give 0 or more"
+                f"{outer_part.prefix}the {amount_field} of {part_identity.get('name', 'a part')} is {part_amount!r}; give 0 or more"
             )
-        numbers.append(number)
+        part_amounts.append(part_amount)
 
-    total = math.fsum(numbers) if kind in WEIGHTED else 1.0
-    around = f" in a mixture of {part.given}" if part.given else ""
-    for one, number in zip(inner, numbers, strict=True):
-        given = f"weight {number:g}" if kind in WEIGHTED else f"{number:g} epochs"
-        amount = part.amount * (number / total if total else 0.0)
-        below = replace(part, amount=amount, given=given + around, kind=field_)
-        yield from _parts(one, below, folder)
-
-
-def _leaf(content: dict[str, Any], part: _Part) -> _Part:
-    length = content.get("samples") or 0
-    first, last = _taken(length, part.subsets)
-    known = {name: content.get(name) for name in ("content", "split", "samples", "shards", "list")}
-    if part.subsets:
-        known["subset"] = [first, last]
-    return replace(part, content=known, length=length, first=first, samples=last - first)
+    total_amount = math.fsum(part_amounts) if blend_kind in WEIGHTED_KINDS else 1.0
+    outer_text = f" in a mixture of {outer_part.given}" if outer_part.given else ""
+    for part_identity, part_amount in zip(inner_parts, part_amounts, strict=True):
+        weight_text = f"weight {part_amount:g}" if blend_kind in WEIGHTED_KINDS else f"{part_amount:g} epochs"
+        draw_amount = outer_part.amount * (part_amount / total_amount if total_amount else 0.0)
+        inner_part = replace(
+            outer_part, amount=draw_amount, given=weight_text + outer_text, kind=amount_field
+        )
+        yield from _find_parts(part_identity, inner_part, base_folder)
 
 
-def _taken(samples: int, subsets: tuple[Any, ...]) -> tuple[int, int]:
+def _dataset_part(content_identity: dict[str, Any], blend_part: _BlendPart) -> _BlendPart:
+    length = content_identity.get("samples") or 0
+    first_sample, end_sample = _subset_bounds(length, blend_part.subsets)
+    content_facts = {
+        name: content_identity.get(name) for name in ("content", "split", "samples", "shards", "list")
+    }
+    if blend_part.subsets:
+        content_facts["subset"] = [first_sample, end_sample]
+    return replace(
+        blend_part,
+        content=content_facts,
+        length=length,
+        first=first_sample,
+        samples=end_sample - first_sample,
+    )
+
+
+def _subset_bounds(sample_count: int, subset_ranges: tuple[Any, ...]) -> tuple[int, int]:
     """The samples that are left of a data set, as Energon counts them: the first, and the one after the last.
 
     Args:
-        subsets: ranges as descriptions give them, the innermost first. Only that one may count samples.
+        subset_ranges: ranges as descriptions give them, the innermost first. Only that one may count samples.
     """
-    first, last, start, end = 0, samples, 0.0, 1.0
-    for one in subsets:
-        low, high = one
-        if type(low) is int:
-            first, last = low, samples if isinstance(high, str) else high
+    first_sample, end_sample, start_share, end_share = 0, sample_count, 0.0, 1.0
+    for subset_range in subset_ranges:
+        range_start, range_end = subset_range
+        if type(range_start) is int:
+            first_sample, end_sample = range_start, sample_count if isinstance(range_end, str) else range_end
             continue
-        below, above = (float(str(limit).strip().removesuffix("%")) / 100 for limit in (low, high))
-        start, end = start + below * (end - start), start + above * (end - start)
-    size = last - first
-    return first + int(size * start), first + int(size * end)
+        start_fraction, end_fraction = (
+            float(str(limit).strip().removesuffix("%")) / 100 for limit in (range_start, range_end)
+        )
+        start_share, end_share = (
+            start_share + start_fraction * (end_share - start_share),
+            start_share + end_fraction * (end_share - start_share),
+        )
+    range_size = end_sample - first_sample
+    return first_sample + int(range_size * start_share), first_sample + int(range_size * end_share)
 
 
-def _names(parts: list[_Part]) -> list[str]:
+def _unique_names(blend_parts: list[_BlendPart]) -> list[str]:
     """Unique names: the given ones, else the ends of the paths, as much of them as tells them apart."""
-    pieces = [[piece for piece in part.path.split("/") if piece not in ("", ".", "..")] for part in parts]
-    depths = [1] * len(parts)
+    path_pieces = [
+        [piece for piece in part.path.split("/") if piece not in ("", ".", "..")] for part in blend_parts
+    ]
+    name_depths = [1] * len(blend_parts)
 
     def name(i: int) -> str:
-        given = "/".join(" ".join(str(one).split()) for one in parts[i].called)
-        return given or "/".join(pieces[i][-depths[i] :]) or "data"
+        given_name = "/".join(" ".join(str(one).split()) for one in blend_parts[i].called)
+        return given_name or "/".join(path_pieces[i][-name_depths[i] :]) or "data"
 
     while True:
-        counts = Counter(map(name, range(len(parts))))
-        longer = [
+        name_counts = Counter(map(name, range(len(blend_parts))))
+        ambiguous_parts = [
             i
-            for i, part in enumerate(parts)
-            if counts[name(i)] > 1 and not part.called and depths[i] < len(pieces[i])
+            for i, part in enumerate(blend_parts)
+            if name_counts[name(i)] > 1 and not part.called and name_depths[i] < len(path_pieces[i])
         ]
-        if not longer:
-            return _numbered([name(i) for i in range(len(parts))])
-        for i in longer:
-            depths[i] += 1
+        if not ambiguous_parts:
+            return _number_duplicates([name(i) for i in range(len(blend_parts))])
+        for i in ambiguous_parts:
+            name_depths[i] += 1
 
 
-def _numbered(names: list[str]) -> list[str]:
+def _number_duplicates(plain_names: list[str]) -> list[str]:
     """The second and later ones of equal names get a number."""
-    used: set[str] = set()
-    found = []
-    for name in names:
-        number, unique = 1, name
-        while unique in used or (number > 1 and unique in names):
+    used_names: set[str] = set()
+    unique_names = []
+    for name in plain_names:
+        number, unique_name = 1, name
+        while unique_name in used_names or (number > 1 and unique_name in plain_names):
             number += 1
-            unique = f"{name}-{number}"
-        used.add(unique)
-        found.append(unique)
-    return found
+            unique_name = f"{name}-{number}"
+        used_names.add(unique_name)
+        unique_names.append(unique_name)
+    return unique_names
 
 
-def _keys(contents: list[dict[str, Any]]) -> list[str]:
+def _source_keys(content_facts: list[dict[str, Any]]) -> list[str]:
     """What sources are known by. A source that a blend names twice is known by its turn too."""
-    seen: Counter[str] = Counter()
-    found = []
-    for content in contents:
-        text = json.dumps(content, sort_keys=True)
+    key_counts: Counter[str] = Counter()
+    source_keys = []
+    for content_fields in content_facts:
+        text = json.dumps(content_fields, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()[:16]
-        seen[key] += 1
-        found.append(key if seen[key] == 1 else f"{key}-{seen[key]}")
-    return found
+        key_counts[key] += 1
+        source_keys.append(key if key_counts[key] == 1 else f"{key}-{key_counts[key]}")
+    return source_keys

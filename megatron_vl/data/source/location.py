@@ -16,78 +16,80 @@ if TYPE_CHECKING:
 
 type Location = Path | EPath
 
-STORE = "msc://"
+STORE_PREFIX = "msc://"
 """Beginning of the path of a data set in an object store: ``msc://PROFILE/FOLDER``."""
 
 
-class StoreError(UserError, ValueError):
+class ObjectStoreError(UserError, ValueError):
     """An object store that cannot be reached, or a path that does not name one."""
 
 
-def in_store(path: str) -> bool:
+def is_in_object_store(dataset_path: str) -> bool:
     """Whether a path names an object store. Energon is not imported for this."""
-    return "://" in path
+    return "://" in dataset_path
 
 
-def location(path: str) -> Location:
+def resolve_location(dataset_path: str) -> Location:
     """The place that ``data.path`` names.
 
     Raises:
         StoreError: the path has another scheme than ``msc://``, or its profile is not configured.
     """
-    if not in_store(path):
-        return Path(path)
-    if not path.startswith(STORE):
-        raise StoreError(
-            f"data.path {path}: object stores are read through the Multi-Storage Client; write"
-            f" {STORE}PROFILE/FOLDER, with the profile in the file that MSC_CONFIG names"
+    if not is_in_object_store(dataset_path):
+        return Path(dataset_path)
+    if not dataset_path.startswith(STORE_PREFIX):
+        raise ObjectStoreError(
+            f"data.path {dataset_path}: object stores are read through the Multi-Storage Client; write"
+            f" {STORE_PREFIX}PROFILE/FOLDER, with the profile in the file that MSC_CONFIG names"
         )
 
     # Importing Energon takes seconds, and local paths do not need it.
     from megatron.energon.epathlib import EPath
 
     try:
-        return EPath(path)
+        return EPath(dataset_path)
     except Exception as error:  # the client raises errors of its own and of each provider
-        raise StoreError(f"data.path {path} cannot be opened: {error}{_advice(error)}") from error
+        raise ObjectStoreError(
+            f"data.path {dataset_path} cannot be opened: {error}{_store_advice(error)}"
+        ) from error
 
 
-def _advice(error: BaseException) -> str:
+def _store_advice(error: BaseException) -> str:
     if isinstance(error, ImportError) or "boto3" in str(error):
         return "; install the client of the store: pip install 'megatron-vl[object-storage]'"
     return "; the file that MSC_CONFIG names must describe the profile"
 
 
-def is_file(place: Location) -> bool:
+def location_is_file(file_location: Location) -> bool:
     """Whether there is a file.
 
     Raises:
         StoreError: the store does not answer.
     """
-    if isinstance(place, Path):
-        return place.is_file()
+    if isinstance(file_location, Path):
+        return file_location.is_file()
     try:
-        return place.is_file()
+        return file_location.is_file()
     except Exception as error:
-        raise StoreError(f"{place} cannot be read: {error}") from error
+        raise ObjectStoreError(f"{file_location} cannot be read: {error}") from error
 
 
-def size(place: Location) -> int:
+def location_size_bytes(file_location: Location) -> int:
     """Size of a file in bytes. Raises OSError if there is none."""
-    if isinstance(place, Path):
-        return place.stat().st_size
-    return int(place.size())
+    if isinstance(file_location, Path):
+        return file_location.stat().st_size
+    return int(file_location.size())
 
 
-def suffix(place: Location) -> str:
+def location_suffix(file_location: Location) -> str:
     """``.yaml`` of ``blend.yaml``."""
-    return Path(place.name).suffix
+    return Path(file_location.name).suffix
 
 
-def read_text(place: Location, **decoding: Any) -> str:
+def read_text_file(file_location: Location, **decode_arguments: Any) -> str:
     """The text of a file in UTF-8.
 
     Args:
-        decoding: further arguments of ``bytes.decode``, such as ``errors``.
+        decode_arguments: further arguments of ``bytes.decode``, such as ``errors``.
     """
-    return place.read_bytes().decode("utf-8", **decoding)
+    return file_location.read_bytes().decode("utf-8", **decode_arguments)

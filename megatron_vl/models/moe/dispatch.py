@@ -25,25 +25,25 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.utils import get_pg_size
 from torch import Tensor
 
-from megatron_vl.kernels.token_copies import positions, scatter_parts, scatter_rows, sum_rows
+from megatron_vl.kernels.token_copies import make_row_ids, scatter_parts, scatter_rows, sum_rows
 
 NOT_CHOSEN = -1.0
 """The value that is sent as the probability of an expert to which the token does not go. Zero would not do,
 because the probability of a chosen expert can be zero."""
 
 
-class Splits(NamedTuple):
+class RowSplits(NamedTuple):
     """The numbers of rows that ranks exchange."""
 
-    sent: list[int]
+    rows_sent: list[int]
     """Rows sent, by the rank that receives them."""
-    received: list[int]
+    rows_received: list[int]
     """Rows received, by the rank that sent them."""
-    expert_rows: int
+    num_expert_rows: int
     """Rows of the local experts: each received row counts once for each of its local experts."""
 
 
-class Counts:
+class RowCountExchange:
     """Exchanges the numbers of rows to and from each rank and copies them to the host, both asynchronously.
 
     Args:
@@ -51,45 +51,51 @@ class Counts:
         to_expert: bool [T, experts], the experts to which a token goes.
     """
 
-    _copies: torch.cuda.Stream | None = None
+    _copy_stream: torch.cuda.Stream | None = None
 
-    def __init__(self, to_rank: Tensor, to_expert: Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(self, to_rank: Tensor, to_expert: Tensor, process_group: dist.ProcessGroup) -> None:
         ranks = to_rank.shape[1]
         experts = to_expert.sum(0).view(ranks, -1)
         # The table is [sent or received, rank, 1 + local experts]. The last dim holds the number of rows,
         # then that for each expert: for sent rows, an expert of that rank; for received rows, of this rank.
-        self._table = experts.new_empty(2, ranks, 1 + experts.shape[1])
-        self._table[0, :, 0] = to_rank.sum(0)
-        self._table[0, :, 1:] = experts
-        self._exchange = dist.all_to_all_single(self._table[1], self._table[0], group=group, async_op=True)
-        self._host = self._table
-        self._copied = None
-        if self._table.is_cuda:
+        self._count_table = experts.new_empty(2, ranks, 1 + experts.shape[1])
+        self._count_table[0, :, 0] = to_rank.sum(0)
+        self._count_table[0, :, 1:] = experts
+        self._count_exchange = dist.all_to_all_single(
+            self._count_table[1], self._count_table[0], group=process_group, async_op=True
+        )
+        self._host_table = self._count_table
+        self._copy_event = None
+        if self._count_table.is_cuda:
             self._start_copy()
 
     def _start_copy(self) -> None:
         """Copies to pinned memory on a separate stream, which the compute stream does not wait for."""
-        if Counts._copies is None:
-            Counts._copies = torch.cuda.Stream()
-        with torch.cuda.stream(Counts._copies):
-            self._exchange.wait()
-            self._host = self._table.to("cpu", non_blocking=True)
-            self._copied = Counts._copies.record_event()
+        if RowCountExchange._copy_stream is None:
+            RowCountExchange._copy_stream = torch.cuda.Stream()
+        with torch.cuda.stream(RowCountExchange._copy_stream):
+            self._count_exchange.wait()
+            self._host_table = self._count_table.to("cpu", non_blocking=True)
+            self._copy_event = RowCountExchange._copy_stream.record_event()
 
-    def splits(self) -> Splits:
+    def wait_for_splits(self) -> RowSplits:
         """Waits for the copy and returns the numbers of rows."""
-        self._exchange.wait()  # on a GPU, only work that is launched later waits
-        if self._copied is not None:
-            self._copied.synchronize()
-        out, into = self._host.tolist()
-        return Splits([row[0] for row in out], [row[0] for row in into], sum(sum(row[1:]) for row in into))
+        self._count_exchange.wait()  # on a GPU, only work that is launched later waits
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
+        sent_table, received_table = self._host_table.tolist()
+        return RowSplits(
+            [row[0] for row in sent_table],
+            [row[0] for row in received_table],
+            sum(sum(row[1:]) for row in received_table),
+        )
 
-    def of_experts(self) -> Tensor:
-        """Rows of each local expert, int64 [local experts] on the device. Call it after :meth:`splits`."""
-        return self._table[1, :, 1:].sum(0)
+    def rows_per_expert(self) -> Tensor:
+        """Rows of each local expert, int64 [local experts] on the device. Call it after :meth:`wait_for_splits`."""
+        return self._count_table[1, :, 1:].sum(0)
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     """Sends rows [sent, H] and probabilities [sent, local experts] to their ranks, and gradients back.
 
     Both are one autograd node, so that gradients are sent in the same order on all ranks. Buffers may be
@@ -99,41 +105,65 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, rows: Tensor, probs: Tensor, splits: Splits, group: dist.ProcessGroup, transfers: list[dist.Work]
+        ctx,
+        row_buffer: Tensor,
+        prob_buffer: Tensor,
+        splits: RowSplits,
+        process_group: dist.ProcessGroup,
+        transfers: list[dist.Work],
     ):
         ctx.splits = splits
-        ctx.group = group
-        ctx.lengths = (rows.shape[0], probs.shape[0])
-        total = sum(splits.received)
-        received = [t.new_empty(total, t.shape[1]) for t in (rows, probs)]
-        for out, sent in zip(reversed(received), (probs, rows), strict=True):
-            part = sent[: sum(splits.sent)]
-            transfers.append(
-                dist.all_to_all_single(out, part, splits.received, splits.sent, group=group, async_op=True)
-            )
-        return tuple(received)
-
-    @staticmethod
-    def backward(ctx, drows: Tensor, dprobs: Tensor):
-        splits = ctx.splits
-        transfers = []
-        grads: list[Tensor | None] = [None, None]
-        for i, grad in ((1, dprobs), (0, drows)):
-            if not ctx.needs_input_grad[i]:
-                continue
-            full = grad.new_empty(ctx.lengths[i], grad.shape[1])  # rows after the sent ones are never read
-            part = full[: sum(splits.sent)]
-            grad = grad.contiguous()
+        ctx.group = process_group
+        ctx.lengths = (row_buffer.shape[0], prob_buffer.shape[0])
+        num_received_rows = sum(splits.rows_received)
+        received_tensors = [
+            sent_buffer.new_empty(num_received_rows, sent_buffer.shape[1])
+            for sent_buffer in (row_buffer, prob_buffer)
+        ]
+        for received_tensor, buffer_to_send in zip(
+            reversed(received_tensors), (prob_buffer, row_buffer), strict=True
+        ):
+            sent_part = buffer_to_send[: sum(splits.rows_sent)]
             transfers.append(
                 dist.all_to_all_single(
-                    part, grad, splits.sent, splits.received, group=ctx.group, async_op=True
+                    received_tensor,
+                    sent_part,
+                    splits.rows_received,
+                    splits.rows_sent,
+                    group=process_group,
+                    async_op=True,
                 )
             )
-            grads[i] = full
+        return tuple(received_tensors)
+
+    @staticmethod
+    def backward(ctx, row_grads: Tensor, prob_grads: Tensor):
+        splits = ctx.splits
+        transfers = []
+        input_grads: list[Tensor | None] = [None, None]
+        for i, received_grad in ((1, prob_grads), (0, row_grads)):
+            if not ctx.needs_input_grad[i]:
+                continue
+            full_grad = received_grad.new_empty(
+                ctx.lengths[i], received_grad.shape[1]
+            )  # rows after the sent ones are never read
+            sent_part = full_grad[: sum(splits.rows_sent)]
+            received_grad = received_grad.contiguous()
+            transfers.append(
+                dist.all_to_all_single(
+                    sent_part,
+                    received_grad,
+                    splits.rows_sent,
+                    splits.rows_received,
+                    group=ctx.group,
+                    async_op=True,
+                )
+            )
+            input_grads[i] = full_grad
 
         for transfer in transfers:
             transfer.wait()
-        return *grads, None, None, None
+        return *input_grads, None, None, None
 
 
 class OncePerRankDispatcher(MoETokenDispatcher):
@@ -159,76 +189,84 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self.exact_rows = exact_rows
 
         # The following belong to the current micro-batch.
-        self._shape: torch.Size
-        self._counts: Counts
-        self._splits: Splits
-        self._expert_counts: Tensor
-        self._to_ranks: Tensor
+        self._input_shape: torch.Size
+        self._count_exchange: RowCountExchange
+        self._row_splits: RowSplits
+        self._tokens_per_expert: Tensor
+        self._row_ids_by_rank: Tensor
         """Positions [T, ranks] of this rank's tokens among the rows that it sends."""
-        self._to_experts: Tensor
+        self._row_ids_by_expert: Tensor
         """Positions [received rows, local experts] among the experts' rows."""
-        self._rows: Tensor
-        self._probs: Tensor
+        self._row_buffer: Tensor
+        self._prob_buffer: Tensor
         self._transfers: list[dist.Work] = []
 
-    def _take(self) -> tuple[Tensor, Tensor]:
+    def _take_buffers(self) -> tuple[Tensor, Tensor]:
         """Returns the buffers and drops them here."""
-        taken = self._rows, self._probs
-        del self._rows, self._probs
-        return taken
+        buffers = self._row_buffer, self._prob_buffer
+        del self._row_buffer, self._prob_buffer
+        return buffers
 
     def dispatch_preprocess(
-        self, hidden: Tensor, routing_map: Tensor, probs: Tensor
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Starts the exchange of counts and fills the buffers to send.
 
         Args:
-            hidden: [..., H], T tokens.
+            hidden_states: [..., H], T tokens.
             routing_map: bool [T, experts], with ``top_k`` experts for each token, or none.
             probs: [T, experts].
 
         Returns:
-            ``hidden`` and ``probs``.
+            ``hidden_states`` and ``probs``.
         """
-        self._shape = hidden.shape
-        flat = hidden.reshape(-1, hidden.shape[-1])
+        self._input_shape = hidden_states.shape
+        flat_states = hidden_states.reshape(-1, hidden_states.shape[-1])
 
         if self.ep_size == 1:
-            self._to_experts = positions(routing_map)
-            self._expert_counts = routing_map.sum(0)
+            self._row_ids_by_expert = make_row_ids(routing_map)
+            self._tokens_per_expert = routing_map.sum(0)
             # Without exact_rows this is an upper bound: padding has no experts.
-            total = int(self._expert_counts.sum()) if self.exact_rows else flat.shape[0] * self.top_k
-            self._rows, self._probs = self._for_experts(flat, probs, total)
-            return hidden, probs
+            num_expert_rows = (
+                int(self._tokens_per_expert.sum()) if self.exact_rows else flat_states.shape[0] * self.top_k
+            )
+            self._row_buffer, self._prob_buffer = self._sort_by_expert(flat_states, probs, num_expert_rows)
+            return hidden_states, probs
 
-        to_rank = routing_map.view(-1, self.ep_size, self.num_local_experts).any(-1)
-        self._counts = Counts(to_rank, routing_map, self.ep_group)
-        self._to_ranks = positions(to_rank)
+        rank_map = routing_map.view(-1, self.ep_size, self.num_local_experts).any(-1)
+        self._count_exchange = RowCountExchange(rank_map, routing_map, self.ep_group)
+        self._row_ids_by_rank = make_row_ids(rank_map)
 
-        most = flat.shape[0] * min(self.ep_size, self.top_k)  # an upper bound, as the number is not known yet
-        self._rows = scatter_rows(flat, self._to_ranks, most)
-        self._probs = scatter_parts(torch.where(routing_map, probs, NOT_CHOSEN), self._to_ranks, most)
-        return hidden, probs
+        max_sent_rows = flat_states.shape[0] * min(
+            self.ep_size, self.top_k
+        )  # an upper bound, as the number is not known yet
+        self._row_buffer = scatter_rows(flat_states, self._row_ids_by_rank, max_sent_rows)
+        self._prob_buffer = scatter_parts(
+            torch.where(routing_map, probs, NOT_CHOSEN), self._row_ids_by_rank, max_sent_rows
+        )
+        return hidden_states, probs
 
-    def _for_experts(self, rows: Tensor, probs: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    def _sort_by_expert(
+        self, received_rows: Tensor, received_probs: Tensor, num_expert_rows: int
+    ) -> tuple[Tensor, Tensor]:
         """Rows [total, H] and their probabilities [total], sorted by expert."""
-        expert_rows = scatter_rows(rows, self._to_experts, total)
-        weights = scatter_parts(probs, self._to_experts, total)
+        expert_rows = scatter_rows(received_rows, self._row_ids_by_expert, num_expert_rows)
+        weights = scatter_parts(received_probs, self._row_ids_by_expert, num_expert_rows)
         return expert_rows, weights.flatten()
 
-    def token_dispatch(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Waits for the counts and starts to send. Returns its arguments."""
         if self.ep_size > 1:
-            self._splits = self._counts.splits()
+            self._row_splits = self._count_exchange.wait_for_splits()
             self._transfers = []
-            self._expert_counts = self._counts.of_experts()
-            del self._counts
-            self._rows, self._probs = _Exchange.apply(
-                *self._take(), self._splits, self.ep_group, self._transfers
+            self._tokens_per_expert = self._count_exchange.rows_per_expert()
+            del self._count_exchange
+            self._row_buffer, self._prob_buffer = _ExchangeRows.apply(
+                *self._take_buffers(), self._row_splits, self.ep_group, self._transfers
             )
-        return hidden, probs
+        return hidden_states, probs
 
-    def dispatch_postprocess(self, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the inputs of the experts.
 
         Returns:
@@ -237,31 +275,37 @@ class OncePerRankDispatcher(MoETokenDispatcher):
             The additional rows are undefined.
         """
         if self.ep_size > 1:
-            rows, received = self._take()
+            expert_rows, received_probs = self._take_buffers()
             probs_transfer, rows_transfer = self._transfers
             probs_transfer.wait()
-            self._to_experts = positions(received != NOT_CHOSEN)  # a NaN also belongs to a chosen expert
+            self._row_ids_by_expert = make_row_ids(
+                received_probs != NOT_CHOSEN
+            )  # a NaN also belongs to a chosen expert
             rows_transfer.wait()
-            self._rows, self._probs = self._for_experts(rows, received, self._splits.expert_rows)
+            self._row_buffer, self._prob_buffer = self._sort_by_expert(
+                expert_rows, received_probs, self._row_splits.num_expert_rows
+            )
             self._transfers = []
-        rows, weights = self._take()
-        return rows, self._expert_counts, weights
+        expert_rows, row_probs = self._take_buffers()
+        return expert_rows, self._tokens_per_expert, row_probs
 
-    def combine_preprocess(self, hidden: Tensor) -> Tensor:
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums the experts' weighted outputs [rows, H] for each received row -> [received rows, H]."""
-        return sum_rows(hidden, self._to_experts)
+        return sum_rows(hidden_states, self._row_ids_by_expert)
 
-    def token_combine(self, hidden: Tensor) -> Tensor:
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Sends [received rows, H] back to the ranks where they came from -> [sent rows, H]."""
         if self.ep_size == 1:
-            return hidden
-        return all_to_all(self.ep_group, hidden, self._splits.sent, self._splits.received)
+            return hidden_states
+        return all_to_all(
+            self.ep_group, hidden_states, self._row_splits.rows_sent, self._row_splits.rows_received
+        )
 
-    def combine_postprocess(self, hidden: Tensor) -> Tensor:
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums [sent rows, H] over the ranks of each token -> the shape of the layer's input."""
-        out = hidden if self.ep_size == 1 else sum_rows(hidden, self._to_ranks)
-        self._to_ranks = self._to_experts = self._expert_counts = hidden.new_empty(0)
-        return out.view(self._shape)
+        token_outputs = hidden_states if self.ep_size == 1 else sum_rows(hidden_states, self._row_ids_by_rank)
+        self._row_ids_by_rank = self._row_ids_by_expert = self._tokens_per_expert = hidden_states.new_empty(0)
+        return token_outputs.view(self._input_shape)
 
 
 class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
@@ -283,13 +327,13 @@ class PaddingDispatcher(MoEAlltoAllTokenDispatcher):
         return routing_map
 
     def preprocess(self, routing_map: Tensor) -> Tensor:
-        counts = super().preprocess(routing_map)
+        tokens_per_expert = super().preprocess(routing_map)
         if self.padded:
             # Core 0.19.2 assumes that every token has top_k experts. With padding, the host must wait for the
             # number of rows, as it does when core drops tokens.
             self.num_out_tokens = routing_map.sum()
             self._maybe_update_cuda_sync_point("before_permutation_1")
-        return counts
+        return tokens_per_expert
 
 
 class DeviceCountsDispatcher(PaddingDispatcher):
@@ -312,14 +356,16 @@ class ExpertsLayer(MoELayer):
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        planned = getattr(self.experts, "planned", False)
-        if get_pg_size(pg_collection.expt_tp) == 1 and (planned or isinstance(self.experts, SequentialMLP)):
+        uses_planned_kernels = getattr(self.experts, "planned", False)
+        if get_pg_size(pg_collection.expt_tp) == 1 and (
+            uses_planned_kernels or isinstance(self.experts, SequentialMLP)
+        ):
             self.token_dispatcher = OncePerRankDispatcher(
-                self.num_local_experts, config, pg_collection, exact_rows=not planned
+                self.num_local_experts, config, pg_collection, exact_rows=not uses_planned_kernels
             )
         elif isinstance(self.token_dispatcher, MoEAlltoAllTokenDispatcher):
-            dispatcher = DeviceCountsDispatcher if planned else PaddingDispatcher
-            self.token_dispatcher = dispatcher(
+            dispatcher_class = DeviceCountsDispatcher if uses_planned_kernels else PaddingDispatcher
+            self.token_dispatcher = dispatcher_class(
                 self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
             )
 

@@ -19,84 +19,105 @@ from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor, nn
 
-from megatron_vl.kernels.grouped_gemm import Addresses, Plan, plan, row_product, weight_product
+from megatron_vl.kernels.grouped_gemm import AddressTable, TilePlan, plan_tiles, row_product, weight_product
 from megatron_vl.kernels.swiglu import swiglu
 from megatron_vl.parallel.ddp import ReplicaDDP
 
-_placeholders: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
+_placeholder_gradients: dict[tuple[torch.Size, torch.dtype, torch.device], Tensor] = {}
 
 
-def _placeholder(weight: Tensor) -> Tensor:
+def _placeholder_gradient(weight: Tensor) -> Tensor:
     """The gradient to give autograd for a weight whose real gradient is already in ``main_grad``."""
     key = (weight.shape, weight.dtype, weight.device)
-    if key not in _placeholders:
-        _placeholders[key] = torch.zeros_like(weight)
-    return _placeholders[key].detach()  # a separate tensor, or autograd copies it
+    if key not in _placeholder_gradients:
+        _placeholder_gradients[key] = torch.zeros_like(weight)
+    return _placeholder_gradients[key].detach()  # a separate tensor, or autograd copies it
 
 
 class ExpertWeights:
     """The weights of one linear of all local experts, as the kernels need them."""
 
-    def __init__(self, module: nn.Module, experts: int) -> None:
-        self.module = module
-        self.parameters = [getattr(module, f"weight{expert}") for expert in range(experts)]
+    def __init__(self, linear_module: nn.Module, num_experts: int) -> None:
+        self.linear_module = linear_module
+        self.expert_parameters = [getattr(linear_module, f"weight{expert}") for expert in range(num_experts)]
         self.ddp: ReplicaDDP | None = None
         """The DDP to notify when gradients are ready; None: autograd calls DDP's hooks."""
-        self._addresses, self._grad_addresses = Addresses(), Addresses()
+        self._weight_addresses, self._grad_addresses = AddressTable(), AddressTable()
 
     @property
-    def addresses(self) -> Tensor:
-        return self._addresses.of(self.parameters)
+    def weight_addresses(self) -> Tensor:
+        return self._weight_addresses.device_addresses(self.expert_parameters)
 
-    def inputs(self) -> list[nn.Parameter]:
+    def autograd_inputs(self) -> list[nn.Parameter]:
         """The weights that are in the autograd graph, because autograd must call their DDP hooks."""
-        return self.parameters if self.ddp is None else self.parameters[:1]
+        return self.expert_parameters if self.ddp is None else self.expert_parameters[:1]
 
-    def gradients(self, dy: Tensor, x: Tensor, where: Plan) -> list[Tensor | None]:
+    def compute_gradients(self, output_grad: Tensor, x: Tensor, tile_plan: TilePlan) -> list[Tensor | None]:
         """Computes the weight gradients from dy [rows, out] and x [rows, in].
 
         Returns:
-            The gradients of :meth:`inputs` for autograd.
+            The gradients of :meth:`autograd_inputs` for autograd.
         """
-        first = self.parameters[0]
-        inputs = self.inputs()
-        if not first.requires_grad:
-            return [None] * len(inputs)
+        first_parameter = self.expert_parameters[0]
+        autograd_parameters = self.autograd_inputs()
+        if not first_parameter.requires_grad:
+            return [None] * len(autograd_parameters)
 
-        if not (getattr(self.module, "fuse_wgrad_accumulation", False) and hasattr(first, "main_grad")):
-            packed = x.new_empty(len(self.parameters), *first.shape)
-            step = packed[0].numel() * packed.element_size()
-            addresses = torch.arange(len(self.parameters), device=x.device) * step + packed.data_ptr()
-            weight_product(dy, x, addresses, where, packed, add=False)
-            return list(packed.unbind())
+        if not (
+            getattr(self.linear_module, "fuse_wgrad_accumulation", False)
+            and hasattr(first_parameter, "main_grad")
+        ):
+            packed_grads = x.new_empty(len(self.expert_parameters), *first_parameter.shape)
+            bytes_per_expert = packed_grads[0].numel() * packed_grads.element_size()
+            grad_addresses = (
+                torch.arange(len(self.expert_parameters), device=x.device) * bytes_per_expert
+                + packed_grads.data_ptr()
+            )
+            weight_product(output_grad, x, grad_addresses, tile_plan, packed_grads, accumulate=False)
+            return list(packed_grads.unbind())
 
-        grads = [parameter.main_grad for parameter in self.parameters]
-        weight_product(dy, x, self._grad_addresses.of(grads), where, grads[0], add=True)
-        for parameter in inputs:
+        main_grads = [parameter.main_grad for parameter in self.expert_parameters]
+        weight_product(
+            output_grad,
+            x,
+            self._grad_addresses.device_addresses(main_grads),
+            tile_plan,
+            main_grads[0],
+            accumulate=True,
+        )
+        for parameter in autograd_parameters:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if self.ddp is not None:
-            self.ddp.gradients_ready(self.parameters[1:])  # autograd calls the hook of the first one next
-        return [_placeholder(first) for _ in inputs]
+            self.ddp.report_gradients_ready(
+                self.expert_parameters[1:]
+            )  # autograd calls the hook of the first one next
+        return [_placeholder_gradient(first_parameter) for _ in autograd_parameters]
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, where: Plan, weights: ExpertWeights, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx, x: Tensor, tile_plan: TilePlan, expert_weights: ExpertWeights, *autograd_parameters: Tensor
+    ) -> Tensor:
         x = x.contiguous()
-        addresses = weights.addresses
-        ctx.save_for_backward(x, addresses, *where)
-        ctx.weights = weights
-        return row_product(x, addresses, where, inputs[0].shape[0], transposed=True)
+        weight_addresses = expert_weights.weight_addresses
+        ctx.save_for_backward(x, weight_addresses, *tile_plan)
+        ctx.weights = expert_weights
+        return row_product(
+            x, weight_addresses, tile_plan, autograd_parameters[0].shape[0], is_transposed=True
+        )
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
-        x, addresses, *where = ctx.saved_tensors
-        dy = dy.contiguous()
-        where = Plan(*where)
-        dx = None
+    def backward(ctx, output_grad: Tensor):
+        x, weight_addresses, *tile_plan = ctx.saved_tensors
+        output_grad = output_grad.contiguous()
+        tile_plan = TilePlan(*tile_plan)
+        input_grad = None
         if ctx.needs_input_grad[0]:
-            dx = row_product(dy, addresses, where, x.shape[1], transposed=False)
-        return dx, None, None, *ctx.weights.gradients(dy, x, where)
+            input_grad = row_product(
+                output_grad, weight_addresses, tile_plan, x.shape[1], is_transposed=False
+            )
+        return input_grad, None, None, *ctx.weights.compute_gradients(output_grad, x, tile_plan)
 
 
 class PlannedLinear:
@@ -104,17 +125,17 @@ class PlannedLinear:
 
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
         """x [rows, in], sorted by expert -> [rows, out] and no bias."""
-        if not isinstance(m_splits, Plan):
+        if not isinstance(m_splits, TilePlan):
             return super().forward(x, m_splits)  # type: ignore[misc]
         weights = self.expert_weights
-        return _GroupedLinear.apply(x, m_splits, weights, *weights.inputs()), None
+        return _GroupedLinear.apply(x, m_splits, weights, *weights.autograd_inputs()), None
 
     @property
     def expert_weights(self) -> ExpertWeights:
-        known = self.__dict__.get("_expert_weights")
-        if known is None:
-            known = self.__dict__["_expert_weights"] = ExpertWeights(self, self.num_gemms)  # type: ignore[arg-type, attr-defined]
-        return known
+        cached_weights = self.__dict__.get("_expert_weights")
+        if cached_weights is None:
+            cached_weights = self.__dict__["_expert_weights"] = ExpertWeights(self, self.num_gemms)  # type: ignore[arg-type, attr-defined]
+        return cached_weights
 
 
 class GroupedExperts(TEGroupedMLP):
@@ -125,30 +146,38 @@ class GroupedExperts(TEGroupedMLP):
         self.planned = self.config.params_dtype == torch.bfloat16 and not self.config.fp8
         """Whether our kernels are used."""
 
-    def forward(self, hidden: Tensor, counts: Tensor, probs: Tensor, *buffers: Any) -> tuple[Tensor, None]:
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+        *buffers: Any,
+    ) -> tuple[Tensor, None]:
         """Runs each expert on its rows.
 
         Args:
-            hidden: [rows, H], sorted by expert. Rows after those of the last expert are ignored.
-            counts: [local experts], number of rows of each.
-            probs: [rows], the weight of each row.
+            permuted_local_hidden_states: [rows, H], sorted by expert. Rows after those of the last expert are ignored.
+            tokens_per_expert: [local experts], number of rows of each.
+            permuted_probs: [rows], the weight of each row.
 
         Returns:
             [rows, H] (a part of the sum under expert tensor parallelism) and no bias.
         """
         if not self.planned:
-            return super().forward(hidden, counts, probs, *buffers)
+            return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, *buffers)
 
-        where = plan(counts, hidden.shape[0])
-        middle, _ = self.linear_fc1(hidden, where)
+        tile_plan = plan_tiles(tokens_per_expert, permuted_local_hidden_states.shape[0])
+        intermediate_states, _ = self.linear_fc1(permuted_local_hidden_states, tile_plan)
         if not self.activation_recompute:
-            return self.linear_fc2(swiglu(middle, probs), where)
+            return self.linear_fc2(swiglu(intermediate_states, permuted_probs), tile_plan)
 
         # fp8=None: Transformer Engine keeps no FP8 state.
-        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
-        out, _ = self.linear_fc2(checkpoint.checkpoint(swiglu, middle, probs), where)
-        checkpoint.discard_output_and_register_recompute(out)
-        return out, None
+        activation_checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+        expert_output, _ = self.linear_fc2(
+            activation_checkpoint.checkpoint(swiglu, intermediate_states, permuted_probs), tile_plan
+        )
+        activation_checkpoint.discard_output_and_register_recompute(expert_output)
+        return expert_output, None
 
     def report_to(self, ddp: ReplicaDDP) -> None:
         """Makes weights notify ``ddp`` directly when their gradients are ready, instead of by one hook each.
@@ -156,6 +185,6 @@ class GroupedExperts(TEGroupedMLP):
         Weights keep their hooks if their gradients are not added to ``main_grad``
         (``fuse_wgrad_accumulation``).
         """
-        for linear in (self.linear_fc1, self.linear_fc2):
-            if self.planned and getattr(linear, "fuse_wgrad_accumulation", False):
-                linear.expert_weights.ddp = ddp
+        for grouped_linear in (self.linear_fc1, self.linear_fc2):
+            if self.planned and getattr(grouped_linear, "fuse_wgrad_accumulation", False):
+                grouped_linear.expert_weights.ddp = ddp

@@ -49,41 +49,41 @@ from megatron_vl.spec.families import LanguageSpec
 from megatron_vl.spec.layout import Layout
 
 
-def moe_settings(
-    platform: Platform, language: LanguageSpec, layout: Layout, *, aux_loss: float
+def moe_core_settings(
+    platform: Platform, language_spec: LanguageSpec, layout: Layout, *, aux_loss_coefficient: float
 ) -> dict[str, Any]:
     """Megatron-core's settings for the experts.
 
     Args:
-        aux_loss: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no such loss.
+        aux_loss_coefficient: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no such loss.
     """
-    moe = language.moe
-    cuda = platform.name == "cuda"
-    assert moe is not None
-    layers = sum(language.has_experts(layer) for layer in range(language.num_layers))
+    moe_spec = language_spec.moe
+    is_cuda = platform.name == "cuda"
+    assert moe_spec is not None
+    num_expert_layers = sum(language_spec.has_experts(layer) for layer in range(language_spec.num_layers))
 
-    shared: dict[str, Any] = {}
-    if moe.shared_ffn_hidden_size:
-        shared = {
-            "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+    shared_expert_settings: dict[str, Any] = {}
+    if moe_spec.shared_ffn_hidden_size:
+        shared_expert_settings = {
+            "moe_shared_expert_intermediate_size": moe_spec.shared_ffn_hidden_size,
             "moe_shared_expert_gate": True,
         }
 
-    return shared | {
-        "num_moe_experts": moe.num_experts,
-        "moe_router_topk": moe.top_k,
-        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+    return shared_expert_settings | {
+        "num_moe_experts": moe_spec.num_experts,
+        "moe_router_topk": moe_spec.top_k,
+        "moe_ffn_hidden_size": moe_spec.ffn_hidden_size,
         "moe_router_dtype": "fp32",
         # A softmax over the chosen logits equals a softmax over all, divided by the sum over the chosen ones.
-        "moe_router_pre_softmax": not moe.norm_topk_prob,
-        "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
+        "moe_router_pre_softmax": not moe_spec.norm_topk_prob,
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss_coefficient else "none",
         # Core divides f by top_k; transformers does not.
-        "moe_aux_loss_coeff": aux_loss * moe.top_k / layers,
+        "moe_aux_loss_coeff": aux_loss_coefficient * moe_spec.top_k / num_expert_layers,
         # With alltoall, ranks that share an expert's matrices gather tensors of different lengths, which gloo
         # cannot do.
-        "moe_token_dispatcher_type": "alltoall" if cuda or layout.etp == 1 else "allgather",
-        "moe_grouped_gemm": cuda,
-        "moe_permute_fusion": cuda,
+        "moe_token_dispatcher_type": "alltoall" if is_cuda or layout.etp == 1 else "allgather",
+        "moe_grouped_gemm": is_cuda,
+        "moe_permute_fusion": is_cuda,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
     }
@@ -112,9 +112,9 @@ class CountingRouter(TopKRouter):
         """
         probs, routing_map = super().routing(logits, padding_mask)
         if padding_mask is not None:
-            padding = padding_mask.reshape(-1, 1)
-            probs = probs.masked_fill(padding, 0.0)
-            routing_map = routing_map & ~padding
+            is_padding = padding_mask.reshape(-1, 1)
+            probs = probs.masked_fill(is_padding, 0.0)
+            routing_map = routing_map & ~is_padding
 
         if self.training and torch.is_grad_enabled():  # only once if the layer is recomputed
             self.load += routing_map.sum(dim=0)
@@ -134,25 +134,25 @@ class CountingRouter(TopKRouter):
             return probs
 
         # Rows without padding are counted as if they had a mask, so that all rows are rounded alike.
-        counts, _, tokens = get_tokens_per_expert_and_token_count(
+        tokens_per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
             routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
         )
-        loss = switch_load_balancing_loss_func(
+        aux_loss = switch_load_balancing_loss_func(
             scores_for_aux_loss,
-            counts,
-            tokens,
+            tokens_per_expert,
+            num_tokens,
             self.topk,
             self.num_experts,
             coefficient,
             fused=self.config.moe_router_fusion,
         )
 
-        return MoEAuxLossAutoScaler.apply(probs, loss * tokens * self.loss_scale)
+        return MoEAuxLossAutoScaler.apply(probs, aux_loss * num_tokens * self.loss_scale)
 
 
 def moe_layer(platform: Platform) -> Any:
     """The constructor of a decoder layer's mixture of experts, which replaces its MLP."""
-    if platform.transformer_engine:
+    if platform.has_transformer_engine:
         from megatron.core.extensions.transformer_engine import (
             TEColumnParallelGroupedLinear,
             TEColumnParallelLinear,
@@ -170,31 +170,36 @@ def moe_layer(platform: Platform) -> Any:
             pass
 
         use_fused_swiglu()
-        grouped = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-        experts: Any = partial(GroupedExperts, submodules=grouped)
-        shared = shared_expert(TEColumnParallelLinear, TERowParallelLinear)
+        grouped_submodules = GroupedMLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+        experts_builder: Any = partial(GroupedExperts, submodules=grouped_submodules)
+        shared_builder = shared_expert_builder(TEColumnParallelLinear, TERowParallelLinear)
         return partial(
             ExpertsLayer,
-            submodules=MoESubmodules(experts=experts, router=CountingRouter, shared_experts=shared),
+            submodules=MoESubmodules(
+                experts=experts_builder, router=CountingRouter, shared_experts=shared_builder
+            ),
         )
 
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-    experts = partial(
+    experts_builder = partial(
         SequentialMLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
-    shared = shared_expert(ColumnParallelLinear, RowParallelLinear)
+    shared_builder = shared_expert_builder(ColumnParallelLinear, RowParallelLinear)
     return partial(
-        ExpertsLayer, submodules=MoESubmodules(experts=experts, router=CountingRouter, shared_experts=shared)
+        ExpertsLayer,
+        submodules=MoESubmodules(
+            experts=experts_builder, router=CountingRouter, shared_experts=shared_builder
+        ),
     )
 
 
-def shared_expert(column: Any, row: Any) -> Any:
+def shared_expert_builder(column_linear: Any, row_linear: Any) -> Any:
     """The constructor of the shared expert, which core calls if the model has one."""
-    return partial(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+    return partial(SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=column_linear, linear_fc2=row_linear))
 
 
-def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
+def iterate_routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
     """The routers of a rank's chunks."""
     for chunk in chunks:
         for module in chunk.modules():
@@ -202,7 +207,7 @@ def routers(chunks: Iterable[nn.Module]) -> Iterator[CountingRouter]:
                 yield module
 
 
-def report_directly(ddp: ReplicaDDP) -> None:
+def notify_ddp_directly(ddp: ReplicaDDP) -> None:
     """Makes the grouped experts of a wrapped chunk notify DDP directly, instead of by one hook per weight.
 
     See :mod:`megatron_vl.models.moe.experts`.
@@ -212,27 +217,31 @@ def report_directly(ddp: ReplicaDDP) -> None:
             module.experts.report_to(ddp)
 
 
-def begin_step(chunks: Iterable[nn.Module], rows: Sequence[DeviceRow]) -> None:
+def reset_router_counts(chunks: Iterable[nn.Module], device_rows: Sequence[DeviceRow]) -> None:
     """Sets the routers' counts to zero and the scale of their load-balancing loss.
 
     Collective over the data-parallel and context-parallel ranks, without host synchronisation.
 
     Args:
-        rows: this replica's rows of the step, or this rank's parts of them.
+        device_rows: this replica's rows of the step, or this rank's parts of them.
     """
-    mine = list(routers(chunks))
-    if not mine:
+    local_routers = list(iterate_routers(chunks))
+    if not local_routers:
         return
 
-    loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in rows]).sum(dtype=torch.float64)
-    counts = torch.stack((loss_tokens, torch.full_like(loss_tokens, sum(row.real_tokens for row in rows))))
-    dist.all_reduce(counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
-    for router in mine:
+    loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in device_rows]).sum(dtype=torch.float64)
+    token_counts = torch.stack(
+        (loss_tokens, torch.full_like(loss_tokens, sum(row.num_real_tokens for row in device_rows)))
+    )
+    dist.all_reduce(token_counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
+    for router in local_routers:
         router.load.zero_()
-        router.loss_scale = (counts[0] / counts[1]).float()
+        router.loss_scale = (token_counts[0] / token_counts[1]).float()
 
 
-def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: torch.device) -> Tensor:
+def expert_load(
+    chunks: Sequence[nn.Module], num_layers: int, num_experts: int, device: torch.device
+) -> Tensor:
     """Number of real tokens in the step by layer and expert, int64 [layers, experts] on ``device``.
 
     Collective over all ranks.
@@ -241,8 +250,8 @@ def expert_load(chunks: Sequence[nn.Module], layers: int, experts: int, device: 
     sum counts each token once. Layers without experts are zero. A rank may have no layers, or chunks without
     parameters.
     """
-    load = torch.zeros(layers, experts, dtype=torch.int64, device=device)
-    for router in routers(chunks):
-        load[router.layer_number - 1] = router.load
-    dist.all_reduce(load)
-    return load
+    load_by_layer = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+    for router in iterate_routers(chunks):
+        load_by_layer[router.layer_number - 1] = router.load
+    dist.all_reduce(load_by_layer)
+    return load_by_layer

@@ -25,7 +25,7 @@ FAMILIES = {
     "qwen3_5_moe": qwen3_5_moe,
 }
 """HF ``model_type`` -> the module that reads its config."""
-MOST = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
+FIELD_LIMITS = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
 """The largest value that is accepted for each of these fields."""
 
 
@@ -44,34 +44,42 @@ def read_spec(config: dict[str, Any] | str | Path) -> ModelSpec:
         ConfigError: the ``model_type`` is unknown, or a field is missing or impossible.
     """
     if not isinstance(config, dict):
-        path = Path(config)
-        path = path / "config.json" if path.is_dir() else path
-        if not path.is_file():
+        config_path = Path(config)
+        config_path = config_path / "config.json" if config_path.is_dir() else config_path
+        if not config_path.is_file():
             raise MissingConfigError(
                 f"{config} holds no config.json; give the folder of a downloaded checkpoint"
                 " (`hf download REPOSITORY --local-dir FOLDER`; where no weights are needed,"
                 " `hf download REPOSITORY config.json --local-dir FOLDER`)"
             )
-        config = json.loads(path.read_text())
+        config = json.loads(config_path.read_text())
         if not isinstance(config, dict):
-            raise ConfigError(f"{path} does not hold a JSON object")
+            raise ConfigError(f"{config_path} does not hold a JSON object")
 
-    kind = config.get("model_type")
-    if kind not in FAMILIES:
-        raise ConfigError(f"config.json: model_type {kind!r} is not supported; valid: {', '.join(FAMILIES)}")
-    _check_counts(config)
-    return FAMILIES[kind].read(config)
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ConfigError(
+            f"config.json: model_type {model_type!r} is not supported; valid: {', '.join(FAMILIES)}"
+        )
+    _check_layer_counts(config)
+    return FAMILIES[model_type].read(config)
 
 
-def _check_counts(config: dict[str, Any]) -> None:
+def _check_layer_counts(config: dict[str, Any]) -> None:
     """Raises ConfigError for counts of layers or experts that would exhaust memory.
 
     A config may come from an untrusted source.
     """
-    for part in (config, config.get("text_config"), config.get("vision_config")):
-        for name, most in MOST.items():
-            if isinstance(part, dict) and isinstance(part.get(name), (int, float)) and part[name] > most:
-                raise ConfigError(f"config.json: {name} {part[name]} is too large; the limit is {most}")
+    for config_section in (config, config.get("text_config"), config.get("vision_config")):
+        for name, field_limit in FIELD_LIMITS.items():
+            if (
+                isinstance(config_section, dict)
+                and isinstance(config_section.get(name), (int, float))
+                and config_section[name] > field_limit
+            ):
+                raise ConfigError(
+                    f"config.json: {name} {config_section[name]} is too large; the limit is {field_limit}"
+                )
 
 
 __all__ = [

@@ -86,9 +86,9 @@ class VisionSpec:
         """Number of patches merged into one language-model token."""
         return self.spatial_merge_size**2
 
-    def is_full_attention(self, layer: int) -> bool:
-        """Whether the zero-based ``layer`` attends over whole frames instead of windows."""
-        return self.window_size == 0 or layer in self.full_attention_layers
+    def is_full_attention(self, layer_index: int) -> bool:
+        """Whether the zero-based ``layer_index`` attends over whole frames instead of windows."""
+        return self.window_size == 0 or layer_index in self.full_attention_layers
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class LinearAttentionSpec:
     """Width of a value head."""
     conv_width: int
     """Width in tokens of the causal convolution before the delta rule, including the current token."""
-    layers: tuple[int, ...]
+    linear_layers: tuple[int, ...]
     """Zero-based decoder layers with linear attention; the others have softmax attention."""
 
     @property
@@ -187,13 +187,13 @@ class LanguageSpec:
         """Number of a head's elements that RoPE rotates."""
         return int(self.head_dim * self.rotary_fraction)
 
-    def is_linear(self, layer: int) -> bool:
-        """Whether the zero-based decoder ``layer`` has linear attention."""
-        return self.linear_attention is not None and layer in self.linear_attention.layers
+    def has_linear_attention(self, layer_index: int) -> bool:
+        """Whether the zero-based decoder ``layer_index`` has linear attention."""
+        return self.linear_attention is not None and layer_index in self.linear_attention.linear_layers
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether the zero-based decoder ``layer`` has experts instead of a dense MLP."""
-        return self.moe is not None and layer not in self.moe.dense_layers
+    def has_experts(self, layer_index: int) -> bool:
+        """Whether the zero-based decoder ``layer_index`` has experts instead of a dense MLP."""
+        return self.moe is not None and layer_index not in self.moe.dense_layers
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class ModelSpec:
     initializer_range: float = 0.02
     hf_config: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def differences(self, other: ModelSpec) -> list[tuple[str, Any, Any]]:
+    def different_fields(self, other: ModelSpec) -> list[tuple[str, Any, Any]]:
         """Lists (field, own value, other's value) for the fields that make two specs different models.
 
         If the list is empty, both specs can use the same weights. Special tokens, the range of random initial
@@ -218,40 +218,51 @@ class ModelSpec:
         """
         if self.family != other.family:
             return [("family", self.family, other.family)]
-        found = []
-        for half in ("vision", "language"):
-            mine, others = getattr(self, half), getattr(other, half)
-            for f in dataclasses.fields(mine):
-                pair = getattr(mine, f.name), getattr(others, f.name)
-                if f.compare and pair[0] != pair[1]:
-                    found.append((f"{half} {f.name}", *pair))
-        return found
+        field_differences = []
+        for half_name in ("vision", "language"):
+            own_half, other_half = getattr(self, half_name), getattr(other, half_name)
+            for spec_field in dataclasses.fields(own_half):
+                field_values = getattr(own_half, spec_field.name), getattr(other_half, spec_field.name)
+                if spec_field.compare and field_values[0] != field_values[1]:
+                    field_differences.append((f"{half_name} {spec_field.name}", *field_values))
+        return field_differences
 
-    def replace_layers(self, *, vision: int | None = None, language: int | None = None) -> ModelSpec:
+    def replace_layers(
+        self, *, num_vision_layers: int | None = None, num_language_layers: int | None = None
+    ) -> ModelSpec:
         """A copy with other layer counts, for benchmarks and tests.
 
         DeepStack keeps the levels that still have a layer on both sides.
         """
-        spec = self
-        if vision is not None:
-            spec = dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, num_layers=vision))
-        if language is not None:
-            moe = spec.language.moe
-            if moe:
-                dense = tuple(i for i in moe.dense_layers if i < language)
-                moe = dataclasses.replace(moe, dense_layers=dense)
-            linear = spec.language.linear_attention
-            if linear:
-                kept_layers = tuple(i for i in linear.layers if i < language)
-                linear = dataclasses.replace(linear, layers=kept_layers)
-            smaller = dataclasses.replace(
-                spec.language, num_layers=language, moe=moe, linear_attention=linear
+        model_spec = self
+        if num_vision_layers is not None:
+            model_spec = dataclasses.replace(
+                model_spec, vision=dataclasses.replace(model_spec.vision, num_layers=num_vision_layers)
             )
-            spec = dataclasses.replace(spec, language=smaller)
+        if num_language_layers is not None:
+            moe_spec = model_spec.language.moe
+            if moe_spec:
+                dense_layers = tuple(i for i in moe_spec.dense_layers if i < num_language_layers)
+                moe_spec = dataclasses.replace(moe_spec, dense_layers=dense_layers)
+            linear_attention = model_spec.language.linear_attention
+            if linear_attention:
+                linear_layers = tuple(i for i in linear_attention.linear_layers if i < num_language_layers)
+                linear_attention = dataclasses.replace(linear_attention, linear_layers=linear_layers)
+            language_spec = dataclasses.replace(
+                model_spec.language,
+                num_layers=num_language_layers,
+                moe=moe_spec,
+                linear_attention=linear_attention,
+            )
+            model_spec = dataclasses.replace(model_spec, language=language_spec)
 
-        kept = tuple(i for i in spec.vision.deepstack_layers if i < spec.vision.num_layers)
-        kept = kept[: spec.language.num_layers]
-        return dataclasses.replace(spec, vision=dataclasses.replace(spec.vision, deepstack_layers=kept))
+        deepstack_layers = tuple(
+            i for i in model_spec.vision.deepstack_layers if i < model_spec.vision.num_layers
+        )
+        deepstack_layers = deepstack_layers[: model_spec.language.num_layers]
+        return dataclasses.replace(
+            model_spec, vision=dataclasses.replace(model_spec.vision, deepstack_layers=deepstack_layers)
+        )
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -263,102 +274,111 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
 
-TEXT = "the text fields (text_config, or the top of the file)"
+TEXT_FIELDS_PLACE = "the text fields (text_config, or the top of the file)"
 """Where the language model's fields are, for error messages."""
 
 
-def require(config: dict[str, Any], name: str, where: str) -> Any:
+def require_field(config: dict[str, Any], field_name: str, section_name: str) -> Any:
     """Returns ``config[name]``.
 
     Raises:
-        ConfigError: the field is missing or null. The message names it and ``where`` it is missing.
+        ConfigError: the field is missing or null. The message names it and ``section_name`` it is missing.
     """
-    if config.get(name) is None:
-        raise ConfigError(f"config.json: field {name!r} is missing in {where}")
-    return config[name]
+    if config.get(field_name) is None:
+        raise ConfigError(f"config.json: field {field_name!r} is missing in {section_name}")
+    return config[field_name]
 
 
-def read_language(
+def read_language_spec(
     config: dict[str, Any],
     *,
     norm_eps: float,
     rope_theta: float,
     head_dim: int | None = None,
-    tied: bool | None = None,
+    tied_embeddings: bool | None = None,
     rotary_fraction: float = 1.0,
-    dense: bool = True,
+    has_dense_layers: bool = True,
 ) -> LanguageSpec:
     """Reads the language model's fields. They may be flat or nested, with old or new rope names.
 
     Args:
         norm_eps, rope_theta: the family's defaults for a file without these fields.
         head_dim: the family's default; None: ``hidden_size`` divided by the number of heads.
-        tied: whether the output layer shares the embedding's weight; None: read it from either level.
+        tied_embeddings: whether the output layer shares the embedding's weight; None: read it from either level.
         rotary_fraction: fraction of a head that RoPE rotates.
-        dense: whether the family has dense layers. If not, their FFN width is 0.
+        has_dense_layers: whether the family has dense layers. If not, their FFN width is 0.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
-    text = text_config(config)
+    text_fields = text_config(config)
     # If a file has both names, transformers uses the older one.
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    _check_language(text, rope)
+    rope_fields = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
+    _check_text_fields(text_fields, rope_fields)
 
-    hidden, heads = require(text, "hidden_size", TEXT), require(text, "num_attention_heads", TEXT)
-    if "num_key_value_heads" not in text:  # null means one for each attention head
-        require(text, "num_key_value_heads", TEXT)
-    head_dim = text.get("head_dim", head_dim) or hidden // heads
-    section = _mrope_section(rope, head_dim, rotary_fraction)
-    if tied is None:
-        tied = bool(config.get("tie_word_embeddings") or text.get("tie_word_embeddings"))
+    hidden_size, num_heads = (
+        require_field(text_fields, "hidden_size", TEXT_FIELDS_PLACE),
+        require_field(text_fields, "num_attention_heads", TEXT_FIELDS_PLACE),
+    )
+    if "num_key_value_heads" not in text_fields:  # null means one for each attention head
+        require_field(text_fields, "num_key_value_heads", TEXT_FIELDS_PLACE)
+    head_dim = text_fields.get("head_dim", head_dim) or hidden_size // num_heads
+    mrope_section = _read_mrope_section(rope_fields, head_dim, rotary_fraction)
+    if tied_embeddings is None:
+        tied_embeddings = bool(config.get("tie_word_embeddings") or text_fields.get("tie_word_embeddings"))
 
     return LanguageSpec(
-        hidden_size=hidden,
-        num_layers=require(text, "num_hidden_layers", TEXT),
-        ffn_hidden_size=require(text, "intermediate_size", TEXT) if dense else 0,
-        num_heads=heads,
-        num_kv_heads=text["num_key_value_heads"] or heads,
+        hidden_size=hidden_size,
+        num_layers=require_field(text_fields, "num_hidden_layers", TEXT_FIELDS_PLACE),
+        ffn_hidden_size=require_field(text_fields, "intermediate_size", TEXT_FIELDS_PLACE)
+        if has_dense_layers
+        else 0,
+        num_heads=num_heads,
+        num_kv_heads=text_fields["num_key_value_heads"] or num_heads,
         head_dim=head_dim,
-        vocab_size=require(text, "vocab_size", TEXT),
-        norm_eps=text.get("rms_norm_eps", norm_eps),
-        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", rope_theta))),
-        mrope_section=section,
-        tied_embeddings=tied,
-        mrope_interleaved=bool(rope.get("mrope_interleaved", False)),
+        vocab_size=require_field(text_fields, "vocab_size", TEXT_FIELDS_PLACE),
+        norm_eps=text_fields.get("rms_norm_eps", norm_eps),
+        rope_theta=float(rope_fields.get("rope_theta", text_fields.get("rope_theta", rope_theta))),
+        mrope_section=mrope_section,
+        tied_embeddings=tied_embeddings,
+        mrope_interleaved=bool(rope_fields.get("mrope_interleaved", False)),
         rotary_fraction=rotary_fraction,
     )
 
 
-def _check_language(text: dict[str, Any], rope: dict[str, Any]) -> None:
+def _check_text_fields(text_fields: dict[str, Any], rope_fields: dict[str, Any]) -> None:
     """Raises ConfigError for settings of the language model that no family supports."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope_fields.get("rope_type", rope_fields.get("type", "default"))
     if kind not in ("mrope", "default"):
         raise ConfigError(f"config.json: rope type {kind!r} is not supported; valid: 'mrope', 'default'")
-    if text.get("use_sliding_window"):
+    if text_fields.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
-    if text.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json: hidden_act {text['hidden_act']!r} is not supported; valid: 'silu'")
-    if "mrope_section" not in rope:
+    if text_fields.get("hidden_act", "silu") != "silu":
+        raise ConfigError(
+            f"config.json: hidden_act {text_fields['hidden_act']!r} is not supported; valid: 'silu'"
+        )
+    if "mrope_section" not in rope_fields:
         raise ConfigError("config.json: mrope_section is missing in rope_scaling / rope_parameters")
 
 
-def _mrope_section(rope: dict[str, Any], head_dim: int, rotary_fraction: float) -> tuple[int, int, int]:
+def _read_mrope_section(
+    rope_fields: dict[str, Any], head_dim: int, rotary_fraction: float
+) -> tuple[int, int, int]:
     """:attr:`LanguageSpec.mrope_section`, after checking its sum."""
-    section = tuple(int(n) for n in rope["mrope_section"])
+    mrope_section = tuple(int(frequency_count) for frequency_count in rope_fields["mrope_section"])
     rotary_dim = int(head_dim * rotary_fraction)
-    if len(section) != 3 or sum(section) != rotary_dim // 2:
-        fraction = f" x partial_rotary_factor {rotary_fraction}" if rotary_fraction != 1.0 else ""
+    if len(mrope_section) != 3 or sum(mrope_section) != rotary_dim // 2:
+        fraction_text = f" x partial_rotary_factor {rotary_fraction}" if rotary_fraction != 1.0 else ""
         raise ConfigError(
-            f"config.json: mrope_section {section} must be three numbers that add up to"
-            f" head_dim{fraction}/2 = {rotary_dim // 2}"
+            f"config.json: mrope_section {mrope_section} must be three numbers that add up to"
+            f" head_dim{fraction_text}/2 = {rotary_dim // 2}"
         )
-    return section
+    return mrope_section
 
 
-QWEN2_TOKENS = {
+QWEN2_SPECIAL_TOKENS = {
     "image_token_id": 151655,
     "video_token_id": 151656,
     "vision_start_token_id": 151652,
@@ -367,52 +387,54 @@ QWEN2_TOKENS = {
 """Defaults for configs that do not name their special tokens, for the families up to Qwen3-VL."""
 
 
-def assemble(
+def assemble_model_spec(
     family: str,
     config: dict[str, Any],
-    vision: VisionSpec,
-    language: LanguageSpec,
-    tokens: dict[str, int] = QWEN2_TOKENS,
+    vision_spec: VisionSpec,
+    language_spec: LanguageSpec,
+    default_tokens: dict[str, int] = QWEN2_SPECIAL_TOKENS,
 ) -> ModelSpec:
     """Joins the two halves and the special tokens, and checks that they fit each other.
 
     Args:
-        tokens: the family's default for each special token.
+        default_tokens: the family's default for each special token.
 
     Raises:
         ConfigError: the halves do not fit, or the vision fields contradict each other.
     """
-    if vision.out_hidden_size != language.hidden_size:
+    if vision_spec.out_hidden_size != language_spec.hidden_size:
         raise ConfigError(
-            f"config.json: the vision tower's features have width {vision.out_hidden_size}, "
-            f"but the language model needs {language.hidden_size}"
+            f"config.json: the vision tower's features have width {vision_spec.out_hidden_size}, "
+            f"but the language model needs {language_spec.hidden_size}"
         )
-    if vision.hidden_size % vision.num_heads:
+    if vision_spec.hidden_size % vision_spec.num_heads:
         raise ConfigError(
-            f"config.json: vision width {vision.hidden_size} is not divisible by {vision.num_heads} heads"
+            f"config.json: vision width {vision_spec.hidden_size} is not divisible by {vision_spec.num_heads} heads"
         )
-    if vision.head_dim % 4:
+    if vision_spec.head_dim % 4:
         raise ConfigError(
-            f"config.json: vision head dimension {vision.head_dim} must be a multiple of 4 for 2D RoPE"
+            f"config.json: vision head dimension {vision_spec.head_dim} must be a multiple of 4 for 2D RoPE"
         )
 
-    deep = vision.deepstack_layers
-    if list(deep) != sorted(set(deep)) or any(not 0 <= layer < vision.num_layers for layer in deep):
+    deepstack_layers = vision_spec.deepstack_layers
+    if list(deepstack_layers) != sorted(set(deepstack_layers)) or any(
+        not 0 <= layer < vision_spec.num_layers for layer in deepstack_layers
+    ):
         raise ConfigError(
-            f"config.json: DeepStack layers {list(deep)} (deepstack_visual_indexes; default 8, 16, 24) "
-            f"must ascend and be below {vision.num_layers}, the number of vision layers"
+            f"config.json: DeepStack layers {list(deepstack_layers)} (deepstack_visual_indexes; default 8, 16, 24) "
+            f"must ascend and be below {vision_spec.num_layers}, the number of vision layers"
         )
-    if len(deep) > language.num_layers:
+    if len(deepstack_layers) > language_spec.num_layers:
         raise ConfigError(
-            f"config.json: {len(deep)} DeepStack layers need as many decoder layers; there are"
-            f" {language.num_layers}"
+            f"config.json: {len(deepstack_layers)} DeepStack layers need as many decoder layers; there are"
+            f" {language_spec.num_layers}"
         )
 
     return ModelSpec(
         family=family,
-        vision=vision,
-        language=language,
-        **{name: config.get(name, token) for name, token in tokens.items()},
+        vision=vision_spec,
+        language=language_spec,
+        **{name: config.get(name, token) for name, token in default_tokens.items()},
         initializer_range=text_config(config).get("initializer_range", 0.02),
         hf_config=config,
     )

@@ -14,20 +14,20 @@ import dataclasses
 from typing import Any
 
 from megatron_vl.spec.families.base import (
-    TEXT,
+    TEXT_FIELDS_PLACE,
     ConfigError,
     LanguageSpec,
     LinearAttentionSpec,
     ModelSpec,
     VisionSpec,
-    assemble,
-    read_language,
-    require,
+    assemble_model_spec,
+    read_language_spec,
+    require_field,
 )
-from megatron_vl.spec.families.qwen3_vl import read_vision as read_qwen3_vl_vision
+from megatron_vl.spec.families.qwen3_vl import read_vision_spec as read_qwen3_vl_vision
 
-LINEAR, FULL = "linear_attention", "full_attention"
-TOKENS = {
+LINEAR_LAYER_TYPE, FULL_LAYER_TYPE = "linear_attention", "full_attention"
+SPECIAL_TOKENS = {
     "image_token_id": 248056,
     "video_token_id": 248057,
     "vision_start_token_id": 248053,
@@ -37,91 +37,108 @@ TOKENS = {
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """The spec of a Qwen3.5 ``config.json``. Raises :class:`ConfigError` for an invalid field."""
-    return assemble("qwen3_5", config, read_vision(config), read_text(config), TOKENS)
+    return assemble_model_spec(
+        "qwen3_5", config, read_vision_spec(config), read_text_spec(config), SPECIAL_TOKENS
+    )
 
 
-def read_vision(config: dict[str, Any]) -> VisionSpec:
+def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
     """Reads the vision tower's fields: those of Qwen3-VL without DeepStack.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.
     """
-    vision = require(config, "vision_config", "config.json")
-    if vision.get("deepstack_visual_indexes"):
+    vision_fields = require_field(config, "vision_config", "config.json")
+    if vision_fields.get("deepstack_visual_indexes"):
         raise ConfigError(
-            f"config.json: deepstack_visual_indexes {vision['deepstack_visual_indexes']} is not supported; "
+            f"config.json: deepstack_visual_indexes {vision_fields['deepstack_visual_indexes']} is not supported; "
             "this family has no DeepStack: set it to []"
         )
     return dataclasses.replace(read_qwen3_vl_vision(config), deepstack_layers=())
 
 
-def read_text(config: dict[str, Any], *, dense: bool = True) -> LanguageSpec:
-    """Reads the language model's fields. ``dense`` is passed to :func:`~.base.read_language`.
+def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> LanguageSpec:
+    """Reads the language model's fields. ``has_dense_layers`` is passed to :func:`~.base.read_language`.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.
     """
-    text = require(config, "text_config", "config.json")
-    for field, only in (("attention_bias", False), ("attn_output_gate", True)):
-        if bool(text.get(field, only)) is not only:
-            value, valid = (str(v).lower() for v in (not only, only))
-            raise ConfigError(f"config.json: {field}={value} is not supported; set it to {valid}")
+    text_fields = require_field(config, "text_config", "config.json")
+    for field_name, supported_value in (("attention_bias", False), ("attn_output_gate", True)):
+        if bool(text_fields.get(field_name, supported_value)) is not supported_value:
+            value_text, valid_text = (str(flag).lower() for flag in (not supported_value, supported_value))
+            raise ConfigError(
+                f"config.json: {field_name}={value_text} is not supported; set it to {valid_text}"
+            )
 
-    rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    fraction = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
-    language = read_language(
+    rope_fields = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
+    rotary_fraction = rope_fields.get("partial_rotary_factor", text_fields.get("partial_rotary_factor", 0.25))
+    language_spec = read_language_spec(
         config,
         norm_eps=1e-6,
         rope_theta=1e4,
         head_dim=256,
         # transformers reads only the top level of the file and ignores this field of the text config.
-        tied=bool(config.get("tie_word_embeddings")),
-        rotary_fraction=float(fraction),
-        dense=dense,
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
+        rotary_fraction=float(rotary_fraction),
+        has_dense_layers=has_dense_layers,
     )
 
     return dataclasses.replace(
-        language,
+        language_spec,
         qkv_bias=False,
         qk_norm=True,
         # transformers has only the interleaved order, whatever the config says.
         mrope_interleaved=True,
         output_gate=True,
         zero_centered_norms=True,
-        linear_attention=read_linear_attention(text, language.num_layers),
+        linear_attention=read_linear_attention(text_fields, language_spec.num_layers),
     )
 
 
-def read_linear_attention(text: dict[str, Any], num_layers: int) -> LinearAttentionSpec:
-    """Reads the fields of the layers with linear attention from the text config ``text``.
+def read_linear_attention(text_fields: dict[str, Any], num_layers: int) -> LinearAttentionSpec:
+    """Reads the fields of the layers with linear attention from the text config ``text_fields``.
 
     Raises:
         ConfigError: a layer has an unknown type, or the numbers of heads do not fit each other.
     """
-    kinds = text.get("layer_types")
-    if kinds is None:
-        interval = text.get("full_attention_interval", 4)
-        if interval < 1:
-            raise ConfigError(f"config.json: full_attention_interval {interval} must be at least 1")
-        kinds = [LINEAR if (i + 1) % interval else FULL for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
+    layer_types = text_fields.get("layer_types")
+    if layer_types is None:
+        full_attention_interval = text_fields.get("full_attention_interval", 4)
+        if full_attention_interval < 1:
+            raise ConfigError(
+                f"config.json: full_attention_interval {full_attention_interval} must be at least 1"
+            )
+        layer_types = [
+            LINEAR_LAYER_TYPE if (layer_index + 1) % full_attention_interval else FULL_LAYER_TYPE
+            for layer_index in range(num_layers)
+        ]
+    if len(layer_types) != num_layers or set(layer_types) - {LINEAR_LAYER_TYPE, FULL_LAYER_TYPE}:
         raise ConfigError(
-            f"config.json: layer_types must name {LINEAR!r} or {FULL!r} for each of the {num_layers} layers"
+            f"config.json: layer_types must name {LINEAR_LAYER_TYPE!r} or {FULL_LAYER_TYPE!r} for each of the {num_layers} layers"
         )
 
-    spec = LinearAttentionSpec(
-        key_heads=text.get("linear_num_key_heads", 16),
-        value_heads=text.get("linear_num_value_heads", 32),
-        key_dim=text.get("linear_key_head_dim", 128),
-        value_dim=text.get("linear_value_head_dim", 128),
-        conv_width=text.get("linear_conv_kernel_dim", 4),
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == LINEAR),
+    linear_attention_spec = LinearAttentionSpec(
+        key_heads=text_fields.get("linear_num_key_heads", 16),
+        value_heads=text_fields.get("linear_num_value_heads", 32),
+        key_dim=text_fields.get("linear_key_head_dim", 128),
+        value_dim=text_fields.get("linear_value_head_dim", 128),
+        conv_width=text_fields.get("linear_conv_kernel_dim", 4),
+        linear_layers=tuple(
+            layer_index for layer_index, kind in enumerate(layer_types) if kind == LINEAR_LAYER_TYPE
+        ),
     )
-    sizes = (spec.key_heads, spec.value_heads, spec.key_dim, spec.value_dim, spec.conv_width)
-    if min(sizes) < 1 or spec.value_heads % spec.key_heads:
+    head_sizes = (
+        linear_attention_spec.key_heads,
+        linear_attention_spec.value_heads,
+        linear_attention_spec.key_dim,
+        linear_attention_spec.value_dim,
+        linear_attention_spec.conv_width,
+    )
+    if min(head_sizes) < 1 or linear_attention_spec.value_heads % linear_attention_spec.key_heads:
         raise ConfigError(
-            f"config.json: linear_num_value_heads {spec.value_heads} must be a multiple of "
-            f"linear_num_key_heads {spec.key_heads}, and all sizes of linear attention must be at least 1 "
-            f"({TEXT})"
+            f"config.json: linear_num_value_heads {linear_attention_spec.value_heads} must be a multiple of "
+            f"linear_num_key_heads {linear_attention_spec.key_heads}, and all sizes of linear attention must be at least 1 "
+            f"({TEXT_FIELDS_PLACE})"
         )
-    return spec
+    return linear_attention_spec

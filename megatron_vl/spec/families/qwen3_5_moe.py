@@ -14,26 +14,36 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_vl.spec.families.base import TEXT, ConfigError, ModelSpec, assemble, require, text_config
-from megatron_vl.spec.families.qwen3_5 import TOKENS, read_text, read_vision
-from megatron_vl.spec.families.qwen3_vl_moe import read_moe
+from megatron_vl.spec.families.base import (
+    TEXT_FIELDS_PLACE,
+    ConfigError,
+    ModelSpec,
+    assemble_model_spec,
+    require_field,
+    text_config,
+)
+from megatron_vl.spec.families.qwen3_5 import SPECIAL_TOKENS, read_text_spec, read_vision_spec
+from megatron_vl.spec.families.qwen3_vl_moe import read_moe_spec
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """The spec of a Qwen3.5-MoE ``config.json``. Raises :class:`ConfigError` for an invalid field."""
-    text = text_config(config)
-    moe = read_moe(config)
-    if moe.dense_layers:
+    text_fields = text_config(config)
+    moe_spec = read_moe_spec(config)
+    if moe_spec.dense_layers:
         raise ConfigError(
-            f"config.json: dense layers {list(moe.dense_layers)} (mlp_only_layers, decoder_sparse_step) are "
+            f"config.json: dense layers {list(moe_spec.dense_layers)} (mlp_only_layers, decoder_sparse_step) are "
             "not supported; every layer of this family has experts"
         )
 
-    shared = require(text, "shared_expert_intermediate_size", TEXT)
-    if shared < 1:
-        raise ConfigError(f"config.json: shared_expert_intermediate_size {shared} must be at least 1")
+    shared_ffn_hidden_size = require_field(text_fields, "shared_expert_intermediate_size", TEXT_FIELDS_PLACE)
+    if shared_ffn_hidden_size < 1:
+        raise ConfigError(
+            f"config.json: shared_expert_intermediate_size {shared_ffn_hidden_size} must be at least 1"
+        )
 
-    language = dataclasses.replace(
-        read_text(config, dense=False), moe=dataclasses.replace(moe, shared_ffn_hidden_size=shared)
+    language_spec = dataclasses.replace(
+        read_text_spec(config, has_dense_layers=False),
+        moe=dataclasses.replace(moe_spec, shared_ffn_hidden_size=shared_ffn_hidden_size),
     )
-    return assemble("qwen3_5_moe", config, read_vision(config), language, TOKENS)
+    return assemble_model_spec("qwen3_5_moe", config, read_vision_spec(config), language_spec, SPECIAL_TOKENS)

@@ -21,54 +21,60 @@ import dataclasses
 from typing import Any
 
 from megatron_vl.spec.families.base import (
-    TEXT,
+    TEXT_FIELDS_PLACE,
     ConfigError,
     ModelSpec,
     MoeSpec,
-    assemble,
-    require,
+    assemble_model_spec,
+    require_field,
     text_config,
 )
-from megatron_vl.spec.families.qwen3_vl import read_text, read_vision
+from megatron_vl.spec.families.qwen3_vl import read_text_spec, read_vision_spec
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """The spec of a Qwen3-VL-MoE ``config.json``. Raises :class:`ConfigError` for an invalid field."""
-    language = dataclasses.replace(read_text(config, head_dim=None), moe=read_moe(config))
-    return assemble("qwen3_vl_moe", config, read_vision(config), language)
+    language_spec = dataclasses.replace(read_text_spec(config, head_dim=None), moe=read_moe_spec(config))
+    return assemble_model_spec("qwen3_vl_moe", config, read_vision_spec(config), language_spec)
 
 
-def read_moe(config: dict[str, Any]) -> MoeSpec:
+def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
     """Reads the experts' fields.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.
     """
-    text = text_config(config)
-    where = TEXT
-    experts = text.get("num_local_experts") or require(text, "num_experts", where)
-    top_k = require(text, "num_experts_per_tok", where)
-    if not 1 <= top_k <= experts:
+    text_fields = text_config(config)
+    section_name = TEXT_FIELDS_PLACE
+    num_experts = text_fields.get("num_local_experts") or require_field(
+        text_fields, "num_experts", section_name
+    )
+    top_k = require_field(text_fields, "num_experts_per_tok", section_name)
+    if not 1 <= top_k <= num_experts:
         raise ConfigError(
-            f"config.json: num_experts_per_tok {top_k} must be between 1 and num_experts {experts}"
+            f"config.json: num_experts_per_tok {top_k} must be between 1 and num_experts {num_experts}"
         )
-    if not text.get("norm_topk_prob", True):
+    if not text_fields.get("norm_topk_prob", True):
         raise ConfigError("config.json: norm_topk_prob=false is not supported; set it to true")
 
-    layers = range(require(text, "num_hidden_layers", where))
-    step = text.get("decoder_sparse_step", 1)
-    if step < 1:
-        raise ConfigError(f"config.json: decoder_sparse_step {step} must be at least 1")
-    named = text.get("mlp_only_layers") or ()
+    layer_range = range(require_field(text_fields, "num_hidden_layers", section_name))
+    sparse_step = text_fields.get("decoder_sparse_step", 1)
+    if sparse_step < 1:
+        raise ConfigError(f"config.json: decoder_sparse_step {sparse_step} must be at least 1")
+    mlp_only_layers = text_fields.get("mlp_only_layers") or ()
 
     return MoeSpec(
-        num_experts=experts,
+        num_experts=num_experts,
         top_k=top_k,
-        ffn_hidden_size=require(text, "moe_intermediate_size", where),
+        ffn_hidden_size=require_field(text_fields, "moe_intermediate_size", section_name),
         norm_topk_prob=True,
-        aux_loss_coef=float(text.get("router_aux_loss_coef", 0.001)),
-        dense_layers=tuple(i for i in layers if i in named or (i + 1) % step),
+        aux_loss_coef=float(text_fields.get("router_aux_loss_coef", 0.001)),
+        dense_layers=tuple(
+            layer_index
+            for layer_index in layer_range
+            if layer_index in mlp_only_layers or (layer_index + 1) % sparse_step
+        ),
         output_router_logits=bool(
-            text.get("output_router_logits", config.get("output_router_logits", False))
+            text_fields.get("output_router_logits", config.get("output_router_logits", False))
         ),
     )

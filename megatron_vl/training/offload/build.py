@@ -16,67 +16,70 @@ from torch.overrides import TorchFunctionMode
 from megatron_vl.kernels.sizes import STATE_CHUNK_BYTES
 from megatron_vl.parallel.ddp import ReplicaDDP
 from megatron_vl.platform import Platform
-from megatron_vl.training.offload.pinned import allocate, allocate_on_device
-from megatron_vl.training.offload.state import Parameter, make_chunks
-from megatron_vl.training.offload.step import ChunkedStep
-from megatron_vl.training.offload.traffic import Traffic
-from megatron_vl.training.weight_copy import places_of_shards
+from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
+from megatron_vl.training.offload.chunked_step import ChunkedStep
+from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
+from megatron_vl.training.offload.state_chunks import ChunkedParameter, lay_out_chunks
+from megatron_vl.training.weight_copy import shard_destinations
 
 
 @dataclass(eq=False)
-class ChunkedState:
-    """What of a rank's optimizer is in chunks, in host memory and on the device."""
+class ChunkedOptimizerState:
+    """The part of a rank's optimizer state that is in chunks, in host memory and on the device."""
 
-    parameters: dict[int, Parameter]
+    parameters_by_id: dict[int, ChunkedParameter]
     """By the id of their tensor in the optimizer's groups."""
-    traffic: Traffic
+    chunk_streamer: ChunkStreamer
     """Of the chunks in host memory."""
 
     @property
     def host_bytes(self) -> int:
-        return sum(chunk.bytes for chunk in self.traffic.chunks)
+        return sum(chunk.size_bytes for chunk in self.chunk_streamer.state_chunks)
 
-    followed: list[ReplicaDDP] = field(default_factory=list)
+    followed_chunks: list[ReplicaDDP] = field(default_factory=list)
     """Chunks of the model whose passes hide copies."""
-    hooks: list[Any] = field(default_factory=list)
+    hook_handles: list[Any] = field(default_factory=list)
     """Handles of their modules' hooks."""
 
-    def settle(self) -> None:
+    def wait_for_host_state(self) -> None:
         """Waits until host memory holds the state of the last update."""
-        self.traffic.settle()
+        self.chunk_streamer.wait_for_host_state()
 
-    def follow(self, chunks: list[ReplicaDDP]) -> None:
+    def overlap_with_passes(self, model_chunks: list[ReplicaDDP]) -> None:
         """Copies beside the passes of the model: fetches state while the last backward pass of a step
         frees memory, and lets the next forward pass take the memory of what is on its way back."""
-        self.followed = list(chunks)
-        self.traffic.hides = True
-        for chunk in chunks:
-            chunk.when_bucket_is_ready = self.traffic.fetch
+        self.followed_chunks = list(model_chunks)
+        self.chunk_streamer.overlaps_passes = True
+        for chunk in model_chunks:
+            chunk.on_bucket_ready = self.chunk_streamer.fetch_chunks
             for module in chunk.module.modules():
                 if isinstance(module, TransformerLayer):
-                    self.hooks.append(module.register_forward_pre_hook(lambda *_: self.traffic.release()))
+                    self.hook_handles.append(
+                        module.register_forward_pre_hook(lambda *_: self.chunk_streamer.release_slots())
+                    )
 
 
-def chunked_state(optimizer: ChainedOptimizer) -> ChunkedState | None:
-    """What :func:`keep_in_chunks` has made; None if it was not called, or nothing is in chunks."""
+def chunked_state(optimizer: ChainedOptimizer) -> ChunkedOptimizerState | None:
+    """What :func:`move_state_to_chunks` has made; None if it was not called, or nothing is in chunks."""
     return getattr(optimizer, "chunked_state", None)
 
 
-def keep_in_chunks(
+def move_state_to_chunks(
     optimizer: ChainedOptimizer,
-    fraction: float,
-    moments: torch.dtype,
+    offload_fraction: float,
+    moments_dtype: torch.dtype,
     platform: Platform,
     chunk_bytes: int = STATE_CHUNK_BYTES,
-) -> ChunkedState | None:
-    """Moves an optimizer's state into chunks, before its first step: the share of host memory, and all other
-    state too if its moments are not fp32, which the optimizer itself cannot hold.
+) -> ChunkedOptimizerState | None:
+    """Moves an optimizer's state into chunks, before its first step. The given share goes to host memory. All
+    other state goes into chunks too if its moments are not fp32, which the optimizer itself cannot hold.
 
-    Master weights that :class:`LaterMasters` has left without storage get it here if they stay in the
+    Master weights that :class:`DeferredMasterWeights` has left without storage get it here if they stay in the
     optimizer.
 
     Args:
-        fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to it
+        offload_offload_fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to
+            it
             from below.
 
     Returns:
@@ -85,52 +88,75 @@ def keep_in_chunks(
     Raises:
         MemoryError: the host has too little memory that can be pinned.
     """
-    parts = [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
-    found = [list(parameters_of(part)) for part in parts]
-    everything = [parameter for parameters in found for parameter in parameters]
-    chosen = choose([parameter.main.numel() for parameter in everything], fraction)
-    offloaded = {id(everything[index]) for index in chosen}
-    kept = everything if moments == torch.float32 else []
-    for parameter in kept:
-        if id(parameter) not in offloaded:
-            fill(parameter)
-    if not chosen and (kept or not everything):
+    sub_optimizers = [
+        sub_optimizer
+        for sub_optimizer in optimizer.chained_optimizers
+        if not getattr(sub_optimizer, "is_stub_optimizer", False)
+    ]
+    parameters_by_optimizer = [
+        list(list_chunked_parameters(sub_optimizer)) for sub_optimizer in sub_optimizers
+    ]
+    all_parameters = [
+        parameter for optimizer_parameters in parameters_by_optimizer for parameter in optimizer_parameters
+    ]
+    chosen_indices = choose_offloaded(
+        [parameter.main_param.numel() for parameter in all_parameters], offload_fraction
+    )
+    offloaded_ids = {id(all_parameters[index]) for index in chosen_indices}
+    unchunked_parameters = all_parameters if moments_dtype == torch.float32 else []
+    for parameter in unchunked_parameters:
+        if id(parameter) not in offloaded_ids:
+            fill_master_weight(parameter)
+    if not chosen_indices and (unchunked_parameters or not all_parameters):
         return None
 
-    plans = []
-    for part, parameters in zip(parts, found, strict=True):
-        away = [parameter for parameter in parameters if id(parameter) in offloaded]
-        here = [p for p in parameters if id(p) not in offloaded and p.main.numel()] if not kept else []
-        plans.append((part, away, here, make_chunks(away, chunk_bytes, moments)))
+    chunk_plans = []
+    for sub_optimizer, optimizer_parameters in zip(sub_optimizers, parameters_by_optimizer, strict=True):
+        host_parameters = [parameter for parameter in optimizer_parameters if id(parameter) in offloaded_ids]
+        device_parameters = (
+            [p for p in optimizer_parameters if id(p) not in offloaded_ids and p.main_param.numel()]
+            if not unchunked_parameters
+            else []
+        )
+        chunk_plans.append(
+            (
+                sub_optimizer,
+                host_parameters,
+                device_parameters,
+                lay_out_chunks(host_parameters, chunk_bytes, moments_dtype),
+            )
+        )
 
-    for _, away, here, _ in plans:
-        for parameter in (*away, *here):
-            if parameter.weight is not None:
-                parameter.main.untyped_storage().resize_(0)
+    for _, host_parameters, device_parameters, _ in chunk_plans:
+        for parameter in (*host_parameters, *device_parameters):
+            if parameter.model_weight is not None:
+                parameter.main_param.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
-    chunks = [chunk for _, _, _, own in plans for chunk in own]
-    allocate(chunks, pinned=platform.name == "cuda")
-    traffic = Traffic(chunks, platform.device, platform.memory)
-    held: dict[int, Parameter] = {}
-    begin = 0
-    for part, away, here, own in plans:
-        numbers = range(begin, begin + len(own))
-        begin += len(own)
-        staying = make_chunks(here, chunk_bytes, moments)
-        allocate_on_device(staying, platform.device)
-        parameters = [*away, *here]
-        part.optimizer.step = ChunkedStep(part.optimizer, parameters, staying, traffic, numbers)
-        _leave_to_chunks(part, parameters)
-        for parameter in parameters:
-            parameter.settle = traffic.settle
-            held[id(parameter.main)] = parameter
+    all_host_chunks = [chunk for _, _, _, host_chunks in chunk_plans for chunk in host_chunks]
+    allocate_host_chunks(all_host_chunks, is_pinned=platform.name == "cuda")
+    chunk_streamer = ChunkStreamer(all_host_chunks, platform.device, platform.memory_usage)
+    chunked_parameters: dict[int, ChunkedParameter] = {}
+    first_chunk = 0
+    for sub_optimizer, host_parameters, device_parameters, host_chunks in chunk_plans:
+        chunk_numbers = range(first_chunk, first_chunk + len(host_chunks))
+        first_chunk += len(host_chunks)
+        device_chunks = lay_out_chunks(device_parameters, chunk_bytes, moments_dtype)
+        allocate_device_chunks(device_chunks, platform.device)
+        optimizer_parameters = [*host_parameters, *device_parameters]
+        sub_optimizer.optimizer.step = ChunkedStep(
+            sub_optimizer.optimizer, optimizer_parameters, device_chunks, chunk_streamer, chunk_numbers
+        )
+        _skip_in_core_copy(sub_optimizer, optimizer_parameters)
+        for parameter in optimizer_parameters:
+            parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
+            chunked_parameters[id(parameter.main_param)] = parameter
 
-    optimizer.chunked_state = ChunkedState(held, traffic)
+    optimizer.chunked_state = ChunkedOptimizerState(chunked_parameters, chunk_streamer)
     return optimizer.chunked_state
 
 
-class LaterMasters(TorchFunctionMode):
+class DeferredMasterWeights(TorchFunctionMode):
     """Within it, ``Tensor.float`` of a bf16 tensor gives an fp32 tensor without storage.
 
     Core's optimizers make master weights so. Without it, all of them are on the device before the first is
@@ -142,63 +168,74 @@ class LaterMasters(TorchFunctionMode):
     ) -> Any:
         if func is not Tensor.float or args[0].dtype != torch.bfloat16:
             return func(*args, **(kwargs or {}))
-        master = torch.empty_like(args[0], dtype=torch.float32)
-        master.untyped_storage().resize_(0)
-        return master
+        master_weight = torch.empty_like(args[0], dtype=torch.float32)
+        master_weight.untyped_storage().resize_(0)
+        return master_weight
 
 
-def fill(parameter: Parameter) -> None:
-    """Gives a master weight without storage the model's weight, as core does at the start."""
-    main, weight = parameter.main, parameter.weight
-    if weight is not None and main.numel() and not main.untyped_storage().nbytes():
-        main.untyped_storage().resize_(main.numel() * main.itemsize)
-        main.copy_(weight.view_as(main))
+def fill_master_weight(chunked_parameter: ChunkedParameter) -> None:
+    """Fills a master weight that has no storage from the model's weight, as core does at the start."""
+    main_param, weight = chunked_parameter.main_param, chunked_parameter.model_weight
+    if weight is not None and main_param.numel() and not main_param.untyped_storage().nbytes():
+        main_param.untyped_storage().resize_(main_param.numel() * main_param.itemsize)
+        main_param.copy_(weight.view_as(main_param))
 
 
-def parameters_of(part: Any) -> Iterator[Parameter]:
+def list_chunked_parameters(sub_optimizer: Any) -> Iterator[ChunkedParameter]:
     """The parameters of one optimizer of the chain, in the order of its groups."""
-    groups = {id(main): group for group in part.optimizer.param_groups for main in group["params"]}
-    weights = {id(main): place for place, main in places_of_weights(part)}
-    for group in part.optimizer.param_groups:
-        for main in group["params"]:
-            yield Parameter(main, weights.get(id(main)), groups[id(main)])
+    groups = {
+        id(main_param): group
+        for group in sub_optimizer.optimizer.param_groups
+        for main_param in group["params"]
+    }
+    weights = {id(main_param): place for place, main_param in weight_destinations(sub_optimizer)}
+    for group in sub_optimizer.optimizer.param_groups:
+        for main_param in group["params"]:
+            yield ChunkedParameter(main_param, weights.get(id(main_param)), groups[id(main_param)])
 
 
-def places_of_weights(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """(place in the model, master weight) of the parameters whose model's weights are bf16."""
-    if isinstance(part, DistributedOptimizer):
-        yield from places_of_shards(part, part.shard_fp32_from_float16_groups, part.model_float16_groups)
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for weights, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-            for weight, main in zip(weights, mains, strict=True):
-                yield weight.detach().view(-1), main
+    if isinstance(sub_optimizer, DistributedOptimizer):
+        yield from shard_destinations(
+            sub_optimizer, sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups
+        )
+    elif isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
+        for weights, main_params in zip(
+            sub_optimizer.float16_groups, sub_optimizer.fp32_from_float16_groups, strict=True
+        ):
+            for weight, main_param in zip(weights, main_params, strict=True):
+                yield weight.detach().view(-1), main_param
 
 
-def _leave_to_chunks(part: Any, chunked: list[Parameter]) -> None:
+def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParameter]) -> None:
     """Lets core copy only the other master weights into the model.
 
     For the distributed optimizer, :mod:`megatron_vl.training.weight_copy` does so.
     """
-    if not isinstance(part, Float16OptimizerWithFloat16Params):
+    if not isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
         return
-    left = {id(parameter.main) for parameter in chunked}
-    model, mains = part._get_model_and_main_params_data_float16()
-    kept = [
+    chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
+    model_weights, main_params = sub_optimizer._get_model_and_main_params_data_float16()
+    copied_pairs = [
         (weight, main)
         for (weight, main), (_, whole) in zip(
-            zip(model, mains, strict=True), places_of_weights(part), strict=True
+            zip(model_weights, main_params, strict=True), weight_destinations(sub_optimizer), strict=True
         )
-        if id(whole) not in left
+        if id(whole) not in chunked_ids
     ]
-    part._get_model_and_main_params_data_float16 = lambda: ([w for w, _ in kept], [m for _, m in kept])
+    sub_optimizer._get_model_and_main_params_data_float16 = lambda: (
+        [w for w, _ in copied_pairs],
+        [m for _, m in copied_pairs],
+    )
 
 
-def choose(sizes: list[int], fraction: float) -> set[int]:
-    """Indices of the sizes whose sum comes nearest to ``fraction`` of all from below; the largest first."""
-    room = round(fraction * sum(sizes))
-    chosen = set()
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if 0 < sizes[index] <= room:
-            chosen.add(index)
-            room -= sizes[index]
-    return chosen
+def choose_offloaded(parameter_sizes: list[int], offload_fraction: float) -> set[int]:
+    """Indices of the sizes whose sum comes nearest to ``offload_fraction`` of all from below; the largest first."""
+    remaining_size = round(offload_fraction * sum(parameter_sizes))
+    chosen_indices = set()
+    for index in sorted(range(len(parameter_sizes)), key=lambda index: -parameter_sizes[index]):
+        if 0 < parameter_sizes[index] <= remaining_size:
+            chosen_indices.add(index)
+            remaining_size -= parameter_sizes[index]
+    return chosen_indices

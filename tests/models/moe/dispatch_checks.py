@@ -27,9 +27,9 @@ PLATFORM = get_platform("cuda" if "--gpu" in sys.argv else "cpu")
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-from megatron_vl.kernels.token_copies import positions  # noqa: E402
+from megatron_vl.kernels.token_copies import make_row_ids  # noqa: E402
 from megatron_vl.models.moe.dispatch import OncePerRankDispatcher, PaddingDispatcher  # noqa: E402
-from megatron_vl.parallel.grid import init_distributed  # noqa: E402
+from megatron_vl.parallel.process_grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 
 GPU = PLATFORM.name == "cuda"
@@ -233,7 +233,7 @@ def main() -> None:
     torch.manual_seed(0)
     chosen = torch.rand(50, 5) < 0.3
 
-    assert torch.equal(positions(chosen.to(PLATFORM.device)).cpu(), positions_by_counting(chosen))
+    assert torch.equal(make_row_ids(chosen.to(PLATFORM.device)).cpu(), positions_by_counting(chosen))
     world = dist.get_world_size()
     errors = {}
     for ranks in (1, 2, 4, 8):

@@ -28,7 +28,7 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules  # noqa: 
 
 from megatron_vl.models.moe.experts import GroupedExperts, PlannedLinear  # noqa: E402
 from megatron_vl.parallel.ddp import ReplicaDDP  # noqa: E402
-from megatron_vl.parallel.grid import init_distributed  # noqa: E402
+from megatron_vl.parallel.process_grid import init_distributed  # noqa: E402
 from tests.kernels.triton_checks import fix_interpreter  # noqa: E402
 from tests.support.expert_config import expert_config  # noqa: E402
 

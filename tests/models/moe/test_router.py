@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_vl.config import ParallelConfig, TrainConfig
-from megatron_vl.planning.run import run_layout
+from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.tensors import LayoutError
 from tests.models.programs import gradients_of_cases
@@ -34,11 +34,11 @@ def gradients(cases: dict[str, dict], ranks: int, out: Path) -> dict[str, dict[s
 @pytest.fixture(scope="module")
 def one_layer(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint) -> dict[str, str]:
     """A model with one decoder layer: its load-balancing loss is that of ``transformers``."""
-    from converters.convert import convert
+    from converters.convert import convert_weights
 
     hf = tiny_checkpoint("qwen3_vl_moe", dtype=torch.float32, layers=1, deepstack_layers=(1,))
     weights = tmp_path_factory.mktemp("moe") / "full"
-    convert(hf, weights)
+    convert_weights(hf, weights)
     return {"hf": str(hf), "weights": str(weights)}
 
 
@@ -52,12 +52,12 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
     from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
 
     from megatron_vl.data.sample.pixels import read_pixel_norm
-    from toolkit.parity.batches import make_sample
-    from toolkit.parity.reference import canonical, hf_inputs, load_hf
+    from toolkit.parity.random_samples import make_sample
+    from toolkit.parity.reference import hf_inputs, load_hf_for_training, to_canonical
 
     spec = read_spec(hf)
     norm = read_pixel_norm(hf)
-    model = load_hf(hf)
+    model = load_hf_for_training(hf)
     samples = [make_sample(kind, spec, seed=i) for i, kind in enumerate(KINDS)]
     loss_tokens, tokens = sum(int(s.loss_mask[1:].sum()) for s in samples), sum(len(s) for s in samples)
     for sample in samples:
@@ -72,7 +72,7 @@ def reference(hf: str) -> dict[str, torch.Tensor]:
         )
         (loss + COEFFICIENT * balance * len(sample) / tokens).backward()
 
-    return canonical({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, hf)
+    return to_canonical({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, hf)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_balancing_loss_of_one_layer_is_that_of_transformers(one_layer, measured
 def test_every_real_token_is_counted_once(one_layer, measured, layout: str) -> None:
     """Padding is not counted, wherever it is: a rank's whole half of the shortest rows
     with sequence parallelism."""
-    from toolkit.parity.batches import make_sample
+    from toolkit.parity.random_samples import make_sample
 
     spec = read_spec(one_layer["hf"])
     moe = spec.language.moe
@@ -180,14 +180,16 @@ def test_tensor_parallel_without_sequence_parallel_is_refused(tiny_checkpoint) -
 
 def test_names_of_both_kinds_of_experts() -> None:
     """Local modules list experts, grouped ones number weights; the norm before experts has its own name."""
-    from megatron_vl.models.names import canonical_name
+    from megatron_vl.models.parameter_names import canonical_name
 
     layer = "language_model.decoder.layers.1."
-    listed = canonical_name(layer + "mlp.experts.local_experts.3.linear_fc1.weight", 4, False, router=True)
-    grouped = canonical_name(layer + "mlp.experts.linear_fc1.weight3", 4, False, router=True)
+    listed = canonical_name(
+        layer + "mlp.experts.local_experts.3.linear_fc1.weight", 4, False, has_router=True
+    )
+    grouped = canonical_name(layer + "mlp.experts.linear_fc1.weight3", 4, False, has_router=True)
     assert listed == grouped == ("language_model.decoder.layers.5.mlp.experts.linear_fc1.weight", 3)
     name = "language_model.decoder.layers.5."
-    assert canonical_name(layer + "pre_mlp_layernorm.weight", 4, False, router=True) == (
+    assert canonical_name(layer + "pre_mlp_layernorm.weight", 4, False, has_router=True) == (
         name + "pre_mlp_layernorm.weight",
         None,
     )

@@ -1,0 +1,185 @@
+"""Copies tensors from a source to files, a few megabytes at a time, in several threads, and shows progress.
+
+Memory is limited to a small constant times :data:`~megatron_vl.weights.tensor_files.CHUNK_BYTES` times the
+number of workers, and does not depend on the size of the model: regions of mapped files are read, and files
+are filled in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from typing import TextIO
+
+import torch
+from torch import Tensor
+
+from megatron_vl.weights.tensor_files import MatrixRegion, TensorWriter, matrix_shape, row_regions
+
+
+class ProgressBar:
+    """Shows bytes, rate and time left on stderr.
+
+    On a terminal, the line is redrawn. Otherwise, a line is printed every 30 seconds.
+    """
+
+    def __init__(self, task_name: str, total_bytes: int, output_stream: TextIO | None = None) -> None:
+        self._task_name = task_name
+        self._total_bytes = total_bytes
+        self._done_bytes = 0
+        self._output_stream = output_stream or sys.stderr
+        self._is_terminal = self._output_stream.isatty()
+        self._print_interval = 0.2 if self._is_terminal else 30.0
+        self._start_time = self._last_shown = time.monotonic()
+        self._update_lock = threading.Lock()
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return time.monotonic() - self._start_time
+
+    def add_bytes(self, byte_count: int) -> None:
+        with self._update_lock:
+            self._done_bytes += byte_count
+            current_time = time.monotonic()
+            if current_time - self._last_shown >= self._print_interval:
+                self._last_shown = current_time
+                self._show_line(current_time - self._start_time)
+
+    def _show_line(self, elapsed_seconds: float) -> None:
+        bytes_per_second = self._done_bytes / elapsed_seconds
+        seconds_left = (self._total_bytes - self._done_bytes) / bytes_per_second if bytes_per_second else 0.0
+        text = (
+            f"{self._task_name}: {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB "
+            f"({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), {bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
+        )
+        self._output_stream.write(f"\r{text}\033[K" if self._is_terminal else text + "\n")
+        self._output_stream.flush()
+
+    def clear_line(self) -> None:
+        if self._is_terminal:
+            self._output_stream.write("\r\033[K")
+            self._output_stream.flush()
+
+
+@dataclass(frozen=True)
+class CopyJob:
+    """The job to write one tensor to one file."""
+
+    tensor_writer: TensorWriter
+    tensor_name: str
+    """The tensor's name in the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read_region: Callable[[MatrixRegion], Tensor]
+    """Returns a region of the tensor as a matrix."""
+
+    @property
+    def byte_count(self) -> int:
+        return self.tensor_bytes(self.dtype, self.shape)
+
+    @staticmethod
+    def tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Size of a tensor in bytes."""
+        rows, col_count = matrix_shape(shape)
+        return rows * col_count * dtype.itemsize
+
+
+def default_worker_count() -> int:
+    """The number of useful workers. Hashing takes most of the time, and eight workers saturate the disk."""
+    return max(1, min(8, len(os.sched_getaffinity(0))))
+
+
+def return_freed_memory() -> None:
+    """Makes glibc return freed chunks to the system at once, for the rest of this process.
+
+    By default, glibc keeps freed memory up to a limit that grows with the freed sizes. Chunks of 4 MB, and
+    slightly smaller ones, left 20 MB per thread unused (183 MB in all for 8 workers on stacks of experts,
+    against 63 MB with a fixed limit, at the same speed).
+    """
+    try:
+        ctypes.CDLL(None).mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
+    except (OSError, AttributeError, TypeError):
+        pass  # not glibc
+
+
+class _StoppedError(Exception):
+    """Raised in a worker whose work is no longer needed."""
+
+
+CopyTask = CopyJob | Callable[[], None]
+"""A tensor to write, or a check of a tensor before it is read."""
+
+
+def order_with_checks(
+    jobs_by_tensor: Mapping[str, Sequence[CopyJob]], check_tensor: Callable[[str], None], worker_count: int
+) -> list[CopyTask]:
+    """Orders jobs by the tensor that they read, and puts the check of each tensor a few tensors earlier.
+
+    If a tensor is unchecked, a job checks it first. Earlier checks keep workers from waiting for each other.
+    """
+    tensor_names = list(jobs_by_tensor)
+    ordered_tasks = list[CopyTask]()
+    later_names = tensor_names[worker_count:]
+    ordered_tasks += [partial(check_tensor, tensor_name) for tensor_name in tensor_names[:worker_count]]
+    for i, tensor_name in enumerate(tensor_names):
+        ordered_tasks += [partial(check_tensor, other) for other in later_names[i : i + 1]]
+        ordered_tasks += jobs_by_tensor[tensor_name]
+    return ordered_tasks
+
+
+def run_copy_tasks(
+    copy_tasks: Sequence[CopyTask],
+    worker_count: int,
+    progress_bar: ProgressBar,
+    record_tensor: Callable[[str, str, str], None],
+) -> None:
+    """Runs all tasks in ``worker_count`` threads. The first failure stops all of them and is raised.
+
+    Args:
+        record_tensor: called with the file, the name and the SHA-256 of each written tensor.
+    """
+    return_freed_memory()
+    stop_event = threading.Event()
+
+    def chunks(copy_job: CopyJob) -> Iterator[Tensor]:
+        for region in row_regions(copy_job.shape, copy_job.dtype.itemsize):
+            if stop_event.is_set():
+                raise _StoppedError
+            data = copy_job.read_region(region)
+            yield data
+            progress_bar.add_bytes(data.numel() * copy_job.dtype.itemsize)
+
+    def work(copy_task: CopyTask) -> None:
+        try:
+            if isinstance(copy_task, CopyJob):
+                tensor_sha256 = copy_task.tensor_writer.write_tensor(copy_task.tensor_name, chunks(copy_task))
+                record_tensor(copy_task.tensor_writer.path.name, copy_task.tensor_name, tensor_sha256)
+            else:
+                copy_task()
+        except BaseException:
+            stop_event.set()
+            raise
+
+    with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
+        task_futures = [thread_pool.submit(work, task) for task in copy_tasks]
+        try:
+            wait(task_futures, return_when=FIRST_EXCEPTION)
+        except BaseException:  # including an interrupt from the keyboard
+            stop_event.set()
+            raise
+        finally:
+            thread_pool.shutdown(wait=True, cancel_futures=True)
+
+    task_errors = [
+        error for future in task_futures if not future.cancelled() and (error := future.exception())
+    ]
+    for error in task_errors:
+        if not isinstance(error, _StoppedError):
+            raise error

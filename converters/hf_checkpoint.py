@@ -1,0 +1,464 @@
+"""Reads Hugging Face folders: which tensors are in which file, their names, and the other files.
+
+Released Qwen2-VL and Qwen2.5-VL checkpoints name their tensors ``model.layers.*`` and ``visual.*``.
+``save_pretrained`` of transformers 5.17 uses the same names. In memory, and in folders written with
+``save_original_format=False``, transformers names them ``model.language_model.layers.*`` and
+``model.visual.*``, which are the released names of Qwen3-VL. Rules use each family's released names. Folders
+of all families may use either style.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR
+from megatron_vl.weights.manifest import JOURNAL_FILE
+from megatron_vl.weights.matrix_blocks import MatrixBlock, gather_region
+from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.tensor_files import (
+    MatrixRegion,
+    TensorReader,
+    WeightsError,
+    dtype_name,
+    read_safetensors_header,
+    row_regions,
+)
+
+from . import make_conversion_rules
+from .rules import DOWN_STACK, GATE_UP_STACK, HF_OUTPUT, RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle
+
+SINGLE_FILE = "model.safetensors"
+WEIGHT_INDEX_FILE = "model.safetensors.index.json"
+CARRIED_PREFIX_BY_FAMILY = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
+"""Family -> prefix of the tensors in its released folders that neither this project nor transformers treats
+as part of the model. An export copies them from the original folder."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
+
+
+def short_tensor_name(tensor_name: str) -> str:
+    """The name of a tensor in the style ``model.*`` and ``visual.*``.
+
+    ``model.language_model.*`` becomes ``model.*``, and ``model.visual.*`` becomes ``visual.*``.
+    """
+    for long_prefix, short_prefix in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+        if tensor_name.startswith(long_prefix):
+            return short_prefix + tensor_name.removeprefix(long_prefix)
+    return tensor_name
+
+
+class TensorFolder:
+    """The safetensors files of a HF folder, with the names that the files use. It needs no config.
+
+    Raises:
+        FileNotFoundError: the folder has no safetensors weights.
+        WeightsError: index and files disagree; the message names the file or tensor.
+    """
+
+    def __init__(self, hf_dir: str | Path) -> None:
+        self.path = Path(hf_dir)
+        self.weight_map: dict[str, str] | None = self._read_index()
+        names = sorted(set(self.weight_map.values())) if self.weight_map is not None else [SINGLE_FILE]
+        self.reader_by_file = {name: TensorReader(self.path / name) for name in names}
+        self.file_by_tensor = {
+            tensor: file for file, reader in self.reader_by_file.items() for tensor in reader.tensor_names()
+        }
+        self._check_index()
+
+    def _read_index(self) -> dict[str, str] | None:
+        if not self.path.is_dir():
+            raise FileNotFoundError(f"{self.path} is not a folder")
+        if (self.path / JOURNAL_FILE).is_file():
+            raise WeightsError(
+                f"{self.path} holds an unfinished export; run the same export again to continue it"
+            )
+
+        index_path = self.path / WEIGHT_INDEX_FILE
+        if not index_path.is_file():
+            if not (self.path / SINGLE_FILE).is_file():
+                raise FileNotFoundError(
+                    f"{self.path} holds neither {SINGLE_FILE} nor {WEIGHT_INDEX_FILE}; only safetensors weights are read"
+                )
+            return None
+
+        try:
+            weight_map = json.loads(index_path.read_text())
+        except ValueError as error:
+            raise WeightsError(f"{index_path} is not JSON ({error}); copy it again") from error
+
+        weight_map = weight_map.get("weight_map") if isinstance(weight_map, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise WeightsError(f"{index_path}: field 'weight_map' is missing or empty")
+        for tensor_name, file_name in weight_map.items():
+            # An index may come from an untrusted source, so its names must stay inside its folder.
+            if not isinstance(file_name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
+                raise WeightsError(
+                    f"{index_path} says tensor {tensor_name!r} is in {file_name!r}, which is not a file name of weights"
+                )
+
+        return weight_map
+
+    def _check_index(self) -> None:
+        for file_name, reader in self.reader_by_file.items():
+            for tensor_name in reader.tensor_names():
+                if self.file_by_tensor[tensor_name] != file_name:
+                    raise WeightsError(
+                        f"{self.path}: tensor {tensor_name!r} is in both {file_name} and {self.file_by_tensor[tensor_name]}"
+                    )
+        if self.weight_map is None or self.weight_map == self.file_by_tensor:
+            return
+
+        for tensor_name in sorted(self.weight_map.keys() | self.file_by_tensor.keys()):
+            indexed_file = self.weight_map.get(tensor_name, "no file")
+            actual_file = self.file_by_tensor.get(tensor_name, "no file")
+            if indexed_file != actual_file:
+                raise WeightsError(
+                    f"{self.path}: {WEIGHT_INDEX_FILE} says tensor {tensor_name!r} is in {indexed_file}, but it is in {actual_file}"
+                )
+
+    def shape(self, tensor_name: str) -> tuple[int, ...]:
+        return self.reader_by_file[self.file_by_tensor[tensor_name]].shape(tensor_name)
+
+    def dtype(self, tensor_name: str) -> torch.dtype:
+        return self.reader_by_file[self.file_by_tensor[tensor_name]].dtype(tensor_name)
+
+    def dtype_code(self, tensor_name: str) -> str:
+        """The data type of a tensor in safetensors' notation."""
+        return self.reader_by_file[self.file_by_tensor[tensor_name]].dtype_code(tensor_name)
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
+        return self.reader_by_file[self.file_by_tensor[tensor_name]].read_region(tensor_name, region)
+
+    def companion_files(self) -> tuple[list[Path], list[Path]]:
+        """Relative paths of the checkpoint's other files, and of files with weights that are not read.
+
+        The other files include config, tokenizer, processor, chat templates and the index. Version control
+        folders are in neither list.
+
+        Raises:
+            WeightsError: one of the other files is a link to a file outside the folder, which an export would
+                copy.
+        """
+        kept_paths: list[Path] = []
+        weight_paths: list[Path] = []
+        for current_dir, subdirs, file_names in os.walk(self.path):
+            subdirs[:] = [entry_name for entry_name in subdirs if entry_name not in (".git", ".cache")]
+            for entry_name in file_names:
+                relative_path = (Path(current_dir) / entry_name).relative_to(self.path)
+                if str(relative_path) == EXPORT_FACTS_FILE:  # it describes another export
+                    continue
+                holds_weights = (
+                    entry_name.endswith((*WEIGHT_SUFFIXES, ".index.json"))
+                    and str(relative_path) != WEIGHT_INDEX_FILE
+                )
+                (weight_paths if holds_weights else kept_paths).append(relative_path)
+
+        self._check_links(kept_paths)
+        return sorted(kept_paths), sorted(
+            relative_path for relative_path in weight_paths if str(relative_path) not in self.reader_by_file
+        )
+
+    def _check_links(self, companion_paths: Sequence[Path]) -> None:
+        resolved_root = self.path.resolve()
+        # In the cache of huggingface_hub, a snapshot consists of links to files in a folder blobs.
+        allowed_roots = (
+            (resolved_root, resolved_root.parent.parent / "blobs")
+            if resolved_root.parent.name == "snapshots"
+            else (resolved_root,)
+        )
+        for path in companion_paths:
+            link_target = (resolved_root / path).resolve()
+            if not any(link_target.is_relative_to(allowed) for allowed in allowed_roots):
+                raise WeightsError(
+                    f"{self.path / path} is a link to {link_target}, outside the folder; put the file itself there"
+                )
+
+
+def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertStyle:
+    """Finds out from names and shapes how a folder stores its experts.
+
+    Returns the released style if there are no experts, or if their shapes are wrong.
+
+    Square matrices fit both orientations. Only one of the two stacks can be square, but the other one does
+    not decide for it: transformers 5 decides for each stack separately, reads a square stack as output-first,
+    and scrambles it if this is wrong.
+
+    Raises:
+        WeightsError: a stack fits both orientations.
+    """
+    if spec.language.moe is None:
+        return "apart"  # any style will do
+
+    released_style = RELEASED_EXPERT_STYLE[spec.family]
+    ffn_hidden_size = spec.language.moe.ffn_hidden_size
+    hidden_size = spec.language.hidden_size
+    model_tensors = [
+        tensor_name
+        for tensor_name in tensor_folder.file_by_tensor
+        if not is_carried_tensor(spec, tensor_name)
+    ]
+    expert_stacks = {
+        tensor_name: (2 * ffn_hidden_size, hidden_size)
+        if tensor_name.endswith(GATE_UP_STACK)
+        else (hidden_size, ffn_hidden_size)
+        for tensor_name in model_tensors
+        if tensor_name.endswith((GATE_UP_STACK, DOWN_STACK))
+    }
+
+    if not expert_stacks:
+        return (
+            "apart"
+            if any(".mlp.experts." in tensor_name for tensor_name in model_tensors)
+            else released_style
+        )
+    if released_style == "output_first":
+        return released_style  # as in transformers, which supports no other stacks for this family
+    for tensor_name, (row_count, col_count) in expert_stacks.items():
+        if row_count == col_count:
+            raise WeightsError(
+                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} by {col_count}, so it is not known "
+                "whether their inputs or their outputs come first. Store each expert's gate_proj, up_proj "
+                "and down_proj as separate tensors"
+            )
+
+    has_output_first = any(
+        tensor_folder.shape(tensor_name)[1:] == matrix for tensor_name, matrix in expert_stacks.items()
+    )
+    return "output_first" if has_output_first else released_style
+
+
+def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
+    """Whether a stored tensor is not part of the model and is copied unchanged (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
+    carried_prefix = CARRIED_PREFIX_BY_FAMILY.get(spec.family)
+    return carried_prefix is not None and tensor_name.startswith(carried_prefix)
+
+
+class HfCheckpoint:
+    """A HF folder that is read as Megatron weights: the source of a conversion, or the model for an export.
+
+    Attributes:
+        stored_name_by_released: released name -> the name in this folder's files.
+        carried_names: stored names of tensors that are not part of the model, in the order of the files.
+
+    Raises:
+        FileNotFoundError: the folder has no config or no safetensors weights.
+        ConfigError: ``model_type`` is unknown, or a field is impossible.
+        WeightsError: a tensor is missing, unknown, or of a wrong shape or type. The message names it.
+    """
+
+    def __init__(self, hf_dir: str | Path) -> None:
+        self.path = Path(hf_dir)
+        if not (self.path / "config.json").is_file():
+            raise FileNotFoundError(
+                f"{self.path / 'config.json'} is missing; --hf must be a Hugging Face checkpoint folder"
+            )
+        self.spec = _read_spec(self.path / "config.json")
+        self.tensor_folder = TensorFolder(self.path)
+        self.rule_by_name: dict[str, ConversionRule] = {
+            rule.name: rule
+            for rule in make_conversion_rules(self.spec, detect_expert_style(self.spec, self.tensor_folder))
+        }
+        self.carried_names = [
+            name for name in self.tensor_folder.file_by_tensor if is_carried_tensor(self.spec, name)
+        ]
+        self.stored_name_by_released = self._map_released_names()
+        self._check_tensors()
+
+    def _map_released_names(self) -> dict[str, str]:
+        """Released name -> stored name, for all tensors of the model."""
+        stored_by_released: dict[str, str] = {}
+        released_by_short = {
+            short_tensor_name(stored_name): stored_name for stored_name in self.expected_shapes
+        }
+        for stored_name in self.tensor_folder.file_by_tensor:
+            if is_carried_tensor(self.spec, stored_name):
+                continue
+            released_name = released_by_short.get(
+                short_tensor_name(stored_name), short_tensor_name(stored_name)
+            )
+            if released_name in stored_by_released:
+                raise WeightsError(
+                    f"{self.path}: tensors {stored_by_released[released_name]!r} and {stored_name!r} are the same tensor "
+                    "under two names"
+                )
+            stored_by_released[released_name] = stored_name
+        return stored_by_released
+
+    @cached_property
+    def expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Released name -> shape, for all tensors that the config requires."""
+        return {name: shape for rule in self.rule_by_name.values() for name, shape in rule.hf_shapes.items()}
+
+    @property
+    def embedding_name(self) -> str:
+        """The released name of the embedding."""
+        return next(iter(self.rule_by_name[EMBEDDING_TENSOR].hf_shapes))
+
+    def names_in_order(self) -> list[str]:
+        """The released names of this folder's tensors, in model order."""
+        return [*self.expected_shapes, *([HF_OUTPUT] if self.has_tied_output else [])]
+
+    @property
+    def has_tied_output(self) -> bool:
+        """Whether the folder stores an output layer although it is tied to the embedding."""
+        return self.spec.language.tied_embeddings and HF_OUTPUT in self.stored_name_by_released
+
+    def _check_tensors(self) -> None:
+        expected_by_name = dict(self.expected_shapes)
+        if self.has_tied_output:
+            expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
+        for released_name in expected_by_name:
+            if released_name not in self.stored_name_by_released:
+                raise WeightsError(
+                    f"{self.path}: tensor {released_name!r} is missing, but config.json requires it"
+                )
+
+        for released_name, stored_name in self.stored_name_by_released.items():
+            if released_name not in expected_by_name:
+                raise WeightsError(
+                    f"{self.path}: tensor {stored_name!r} is unknown in a {self.spec.family} model "
+                    "with this config.json"
+                )
+            if self.tensor_folder.shape(stored_name) != expected_by_name[released_name]:
+                shapes_text = f"{list(self.tensor_folder.shape(stored_name))}; config.json says {list(expected_by_name[released_name])}"
+                raise WeightsError(f"{self.path}: tensor {stored_name!r} has shape {shapes_text}")
+            self.hf_dtype(released_name)
+
+    def rounded_decays(self) -> str:
+        """A note if the decay rates of linear attention (``A_log``) were rounded; otherwise empty.
+
+        Released Qwen3.5 stores them in float32, like the norm within these layers. Qwen3.6 and 3.8 store them
+        in bfloat16. They are recognised by the ``bos_token_id`` in their text config.
+        """
+        decay_names = [name for name in self.expected_shapes if name.endswith(".linear_attn.A_log")]
+        text_config = self.spec.hf_config.get("text_config") or {}
+        if not decay_names or text_config.get("bos_token_id") is not None:
+            return ""
+
+        narrow_names = [name for name in decay_names if self.hf_dtype(name) != torch.float32]
+        if narrow_names:
+            storage_text = f"{len(narrow_names)} of {len(decay_names)} A_log are stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
+        else:
+            reader_by_file = self.tensor_folder.reader_by_file
+            stored_names = [self.stored_name_by_released[name] for name in decay_names]
+            decay_tensors = [
+                reader_by_file[self.tensor_folder.file_by_tensor[name]].read_tensor(name)
+                for name in stored_names
+            ]
+            if not all(torch.equal(value, value.bfloat16().float()) for value in decay_tensors):
+                return ""
+            storage_text = "every A_log is stored as float32 but holds only values of bfloat16"
+
+        return (
+            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were rounded, as transformers "
+            "does when it loads the model as bfloat16 (or auto) and saves it: decays are up to 1.6 % off. "
+            "Start from the released folder if you can"
+        )
+
+    def check_tied_output(self) -> None:
+        """Raises WeightsError if a stored tied output layer differs from the embedding in any bit."""
+        if not self.has_tied_output:
+            return
+
+        tied_names = [
+            self.stored_name_by_released[HF_OUTPUT],
+            self.stored_name_by_released[self.embedding_name],
+        ]
+        has_same_dtype = self.tensor_folder.dtype_code(tied_names[0]) == self.tensor_folder.dtype_code(
+            tied_names[1]
+        )
+        compared_regions = (
+            row_regions(self.tensor_folder.shape(tied_names[0]), self.hf_dtype(HF_OUTPUT).itemsize)
+            if has_same_dtype
+            else ()
+        )
+        if not has_same_dtype or any(
+            not _are_bitwise_equal(
+                *(self.tensor_folder.read_region(name, compared_region) for name in tied_names)
+            )
+            for compared_region in compared_regions
+        ):
+            raise WeightsError(
+                f"{self.path}: tensor {tied_names[0]!r} differs from {tied_names[1]!r}, but config.json ties them; "
+                "set tie_word_embeddings to false, or remove the tensor"
+            )
+
+    def hf_dtype(self, released_name: str) -> torch.dtype:
+        """The data type of a stored tensor, from its released name."""
+        return self.tensor_folder.dtype(self.stored_name_by_released[released_name])
+
+    # The following methods are the interface of a source of weights, like those of WeightReader.
+
+    def dtype(self, tensor_name: str) -> torch.dtype:
+        """The data type of a canonical tensor, which holds the values of all its HF tensors exactly."""
+        hf_dtypes = [self.hf_dtype(hf_name) for hf_name in self.rule_by_name[tensor_name].hf_shapes]
+        common_dtype = hf_dtypes[0]
+        for dtype in hf_dtypes[1:]:
+            common_dtype = torch.promote_types(common_dtype, dtype)
+        return common_dtype
+
+    def verify_tensor(self, tensor_name: str) -> None:
+        """Does nothing, because HF folders have no hashes. Shapes, types and lengths were checked earlier."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """The config, and each file's header, size and modification time, which are known without reading the
+        weights."""
+        file_facts = {"config.json": _sha256((self.path / "config.json").read_bytes())}
+        for name in self.tensor_folder.reader_by_file:
+            file_stat = (self.path / name).stat()
+            file_facts[name] = (
+                f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, "
+                f"header {_sha256(read_safetensors_header(self.path / name))[:16]}"
+            )
+        return file_facts
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
+        """Reads a region of a full canonical tensor as a matrix."""
+
+        def read_hf_region(released_name: object, region: MatrixRegion) -> Tensor:
+            return self.tensor_folder.read_region(self.stored_name_by_released[str(released_name)], region)
+
+        return gather_region(
+            self.rule_by_name[tensor_name].blocks, region, read_hf_region, self.dtype(tensor_name)
+        )
+
+    def hf_blocks(self, released_name: str) -> Sequence[MatrixBlock]:
+        """The rectangles of a HF tensor in the canonical tensors: the inverse of the rules."""
+        return self._hf_blocks[
+            self.embedding_name if released_name == HF_OUTPUT and self.has_tied_output else released_name
+        ]
+
+    @cached_property
+    def _hf_blocks(self) -> dict[str, list[MatrixBlock]]:
+        blocks_by_hf_name: dict[str, list[MatrixBlock]] = {}
+        for rule in self.rule_by_name.values():
+            for block in rule.blocks:
+                blocks_by_hf_name.setdefault(str(block.part_id), []).append(block.inverse_block(rule.name))
+        return blocks_by_hf_name
+
+
+def _sha256(hashed_bytes: bytes) -> str:
+    return hashlib.sha256(hashed_bytes).hexdigest()
+
+
+def _read_spec(config_path: Path) -> ModelSpec:
+    try:
+        return read_spec(config_path)
+    except ConfigError as error:
+        raise ConfigError(f"{config_path.parent}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        # The file is not JSON, or a field has an unexpected type.
+        raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error
+
+
+def _are_bitwise_equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

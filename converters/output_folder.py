@@ -1,0 +1,313 @@
+"""Manages a conversion's output folder: locks it, continues after a kill, and marks it as finished.
+
+A conversion keeps a journal, ``unfinished.jsonl``, from before its first byte until after its last one. The
+first line describes the conversion. Each further line records one written tensor with its SHA-256. If the
+conversion is started again with the same arguments on the same source, it reads those tensors back, keeps the
+ones whose hash is unchanged, and writes the others. So the result does not depend on when it was killed. With
+other arguments, it is refused.
+
+A folder with a journal is unfinished, and a folder without one is finished. At the end, data files get their
+final names, then the manifest (or a Hugging Face folder's small files) is written, and then the journal is
+deleted. A lock on the journal keeps a second conversion out of the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.journal import JsonLinesJournal
+from megatron_vl.weights.manifest import JOURNAL_FILE, MANIFEST_FILE, WEIGHTS_FORMAT
+from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
+
+MEGATRON_FILE_PATTERN = (
+    r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
+)
+HF_FILE_PATTERN = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
+"""Names of the files that a conversion (above) or an export writes. ``--force`` removes no other files."""
+
+
+class DiskFullError(WeightsError):
+    """The disk has too little space for the remaining files. Written files stay, to continue later."""
+
+
+@dataclass
+class ConversionOutput:
+    """The files of a conversion while they are being written.
+
+    Attributes:
+        kept_tensors: (file, tensor) pairs that an earlier attempt wrote and that need not be written again.
+        sha256_by_tensor: (file, tensor) -> SHA-256, for all tensors written so far.
+    """
+
+    writer_by_file: dict[str, TensorWriter]
+    kept_tensors: frozenset[tuple[str, str]]
+    sha256_by_tensor: dict[tuple[str, str], str]
+    _journal: JsonLinesJournal = field(repr=False)
+
+    def record_tensor(self, file_name: str, tensor_name: str, tensor_sha256: str) -> None:
+        self.sha256_by_tensor[file_name, tensor_name] = tensor_sha256
+        self._journal.append_entry([file_name, tensor_name, tensor_sha256])
+
+    def count_kept_files(self) -> int:
+        """Number of files in which every tensor was kept."""
+        return sum(
+            all((file, name) in self.kept_tensors for name in writer.tensor_names())
+            for file, writer in self.writer_by_file.items()
+        )
+
+    def commit_files(self) -> None:
+        """Gives all files their final names, once their bytes are on the disk."""
+        for writer in self.writer_by_file.values():
+            writer.commit(sync_to_disk=True)
+
+
+@contextmanager
+def open_output(
+    output_dir: Path,
+    input_dirs: Sequence[Path],
+    header_by_file: dict[str, bytes],
+    conversion_facts: dict[str, Any],
+    *,
+    force_overwrite: bool,
+    worker_count: int,
+    is_hf_export: bool = False,
+    print_line: Callable[[str], None] = lambda text: None,
+) -> Iterator[ConversionOutput]:
+    """A context that locks ``output_dir`` and opens a file for each header.
+
+    The caller writes the tensors, commits the files and completes the folder. After a disk error or an
+    interruption, written files stay for the next attempt. If the weights are at fault, all files are removed.
+
+    Args:
+        input_dirs: the folders that are read.
+        header_by_file: file -> its header.
+        conversion_facts: the description of the conversion, in JSON types. If ``output_dir`` is unfinished and its description
+            is equal, the conversion continues.
+        force_overwrite: whether to replace the weights in ``output_dir`` (a HF checkpoint if ``is_hf_export``), or another unfinished
+            conversion there.
+        worker_count: number of threads that read back the tensors of an earlier attempt.
+        is_hf_export: whether ``output_dir`` becomes a Hugging Face folder.
+        print_line: receives a line about the files and tensors that were kept.
+
+    Raises:
+        FileExistsError: ``output_dir`` holds something that is not to be replaced.
+        WeightsError: ``output_dir`` is one of ``input_dirs``.
+        DiskFull: the disk has too little space.
+    """
+    conversion_facts = json.loads(
+        json.dumps({"kind": "Hugging Face" if is_hf_export else "Megatron"} | conversion_facts)
+    )
+    journal, recorded_sha256 = _claim_output_dir(
+        output_dir, input_dirs, conversion_facts, force_overwrite, is_hf_export
+    )
+    writer_by_file: dict[str, TensorWriter] = {}
+    try:
+        _prepare_partial_files(output_dir, header_by_file, bool(recorded_sha256), is_hf_export)
+        for file_name, header in header_by_file.items():
+            writer_by_file[file_name] = TensorWriter(output_dir / file_name, header, keep_partial=True)
+        conversion_output = ConversionOutput(
+            writer_by_file,
+            _verify_kept_tensors(recorded_sha256, writer_by_file, worker_count),
+            recorded_sha256,
+            journal,
+        )
+        _check_disk_space(output_dir, writer_by_file)
+        if recorded_sha256:
+            print_line(_continue_message(conversion_output))
+
+        yield conversion_output
+
+    except BaseException as error:
+        for tensor_writer in writer_by_file.values():
+            tensor_writer.close()
+        remove_files = (
+            not recorded_sha256 or isinstance(error, WeightsError) and not isinstance(error, DiskFullError)
+        )
+        if remove_files:
+            _remove_weights(output_dir, is_hf_export)
+        journal.close(remove_file=remove_files)
+        raise
+
+    journal.close(remove_file=True)
+
+
+def _continue_message(conversion_output: ConversionOutput) -> str:
+    total = sum(len(writer.tensor_names()) for writer in conversion_output.writer_by_file.values())
+    return (
+        f"continuing: {conversion_output.count_kept_files()} of {len(conversion_output.writer_by_file)} files kept, "
+        f"{len(conversion_output.kept_tensors)} of {total} tensors"
+    )
+
+
+def _claim_output_dir(
+    output_dir: Path,
+    input_dirs: Sequence[Path],
+    conversion_facts: dict[str, Any],
+    force_overwrite: bool,
+    is_hf_export: bool,
+) -> tuple[JsonLinesJournal, dict[tuple[str, str], str]]:
+    """Checks that this conversion may write to ``output_dir``, and removes the files that it replaces.
+
+    Returns:
+        The locked journal of the folder, and its (file, tensor) -> SHA-256.
+    """
+    if any(output_dir.resolve() == path.resolve() for path in input_dirs):
+        raise WeightsError(f"--out {output_dir} is the input folder")
+    if output_dir.exists() and not output_dir.is_dir():
+        raise FileExistsError(f"--out {output_dir} is a file")
+
+    if not (output_dir / JOURNAL_FILE).is_file():
+        _check_replaceable(output_dir, force_overwrite, is_hf_export)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    journal = JsonLinesJournal(output_dir / JOURNAL_FILE, _check_journal_entry, is_exclusive=True)
+    earlier_facts, *recorded_tensors = [*journal.known_entries()] or [None]
+    if not isinstance(earlier_facts, dict):  # damaged
+        earlier_facts, recorded_tensors = None, []
+
+    try:
+        if earlier_facts == conversion_facts:
+            return journal, {(file, name): digest for file, name, digest in recorded_tensors}
+
+        if earlier_facts is None:
+            _check_replaceable(output_dir, force_overwrite, is_hf_export)
+        elif not force_overwrite or earlier_facts.get("kind") != conversion_facts["kind"]:
+            raise FileExistsError(_unfinished_message(output_dir, earlier_facts, conversion_facts))
+
+        journal.remove_entries()
+        journal.append_entry(
+            conversion_facts
+        )  # before any removal, so that the folder counts as unfinished from now on
+        earlier_facts = conversion_facts
+        _remove_weights(output_dir, is_hf_export)
+        return journal, {}
+
+    except BaseException:
+        journal.close(remove_file=earlier_facts is None)
+        raise
+
+
+def _check_journal_entry(journal_entry: Any) -> Any:
+    """A line of the journal: the description of the work, or [file, tensor, SHA-256]."""
+    if not isinstance(journal_entry, dict):
+        [_, _, _] = journal_entry
+    return journal_entry
+
+
+def _unfinished_message(
+    output_dir: Path, earlier_facts: dict[str, Any], current_facts: dict[str, Any]
+) -> str:
+    """The message if ``output_dir`` holds an unfinished conversion ``earlier_facts`` that differs from ``current_facts``."""
+    if earlier_facts.get("kind") != current_facts["kind"]:
+        return f"--out {output_dir} holds an unfinished conversion to {earlier_facts.get('kind')} weights; give another --out"
+    return (
+        f"--out {output_dir} holds an unfinished conversion, and {_first_difference(earlier_facts, current_facts)}; repeat "
+        "its command to continue it, give --force to start over, or give another --out"
+    )
+
+
+def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bool) -> None:
+    """Raises FileExistsError unless ``output_dir`` is empty, or holds such weights and ``force_overwrite`` is given."""
+    present_files = (
+        [path for path in output_dir.iterdir() if path.name != JOURNAL_FILE] if output_dir.is_dir() else []
+    )
+    if not present_files:
+        return
+    marker_file = output_dir / ("config.json" if is_hf_export else MANIFEST_FILE)
+    has_only_weights = len(_weight_files(output_dir, is_hf_export)) == len(present_files)
+    if not (has_only_weights or marker_file in present_files and (is_hf_export or _is_manifest(marker_file))):
+        raise FileExistsError(
+            f"--out {output_dir} is not empty and holds no checkpoint of this kind, so nothing in it is replaced; "
+            "give another folder"
+        )
+    if not force_overwrite:
+        raise FileExistsError(
+            f"--out {output_dir} is not empty; give another folder, or --force to replace the checkpoint there"
+        )
+
+
+def _is_manifest(file_path: Path) -> bool:
+    try:
+        parsed_json = json.loads(file_path.read_text())
+    except ValueError:
+        return False
+    return isinstance(parsed_json, dict) and parsed_json.get("format") == WEIGHTS_FORMAT
+
+
+def _weight_files(output_dir: Path, is_hf_export: bool) -> list[Path]:
+    names = re.compile(HF_FILE_PATTERN if is_hf_export else MEGATRON_FILE_PATTERN)
+    return [path for path in output_dir.iterdir() if names.fullmatch(path.name)]
+
+
+def _remove_weights(output_dir: Path, is_hf_export: bool) -> None:
+    """Removes the weights, the manifest first, so that the remaining files do not count as complete."""
+    for path in sorted(_weight_files(output_dir, is_hf_export), key=lambda path: path.name != MANIFEST_FILE):
+        path.unlink()
+
+
+def _first_difference(earlier_value: Any, current_value: Any, field_path: str = "") -> str:
+    """Describes the first field in which two descriptions of a conversion differ."""
+    if isinstance(earlier_value, dict) and isinstance(current_value, dict):
+        for key in [*current_value, *earlier_value]:
+            if earlier_value.get(key) != current_value.get(key):
+                return _first_difference(
+                    earlier_value.get(key), current_value.get(key), f"{field_path} {key}".strip()
+                )
+    return f"{field_path} was {_value_text(earlier_value)}, but is now {_value_text(current_value)}"
+
+
+def _value_text(field_value: Any) -> str:
+    return "absent" if field_value is None else str(field_value)
+
+
+def _prepare_partial_files(
+    output_dir: Path, header_by_file: dict[str, bytes], is_continuing: bool, is_hf_export: bool
+) -> None:
+    """Gives all files their partial names again, and removes those that are not needed.
+
+    The manifest is removed first, so that the remaining files do not count as complete.
+    """
+    for path in sorted(_weight_files(output_dir, is_hf_export), key=lambda path: path.name != MANIFEST_FILE):
+        if path.name in header_by_file and is_continuing and not partial_path(path).exists():
+            os.replace(path, partial_path(path))
+        elif path.name.removesuffix(".partial") not in header_by_file or not path.name.endswith(".partial"):
+            path.unlink()
+
+
+def _verify_kept_tensors(
+    recorded_sha256: dict[tuple[str, str], str], writer_by_file: dict[str, TensorWriter], worker_count: int
+) -> frozenset[tuple[str, str]]:
+    """The (file, tensor) pairs in the journal whose bytes in the files still have the recorded hash."""
+
+    def same(recorded_item: tuple[tuple[str, str], str]) -> bool:
+        (file, name), tensor_sha256 = recorded_item
+        return writer_by_file[file].stored_sha256(name) == tensor_sha256
+
+    recorded_items = [
+        item
+        for item in recorded_sha256.items()
+        if item[0][0] in writer_by_file and item[0][1] in writer_by_file[item[0][0]].tensor_names()
+    ]
+    with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
+        return frozenset(
+            item[0]
+            for item, kept in zip(recorded_items, thread_pool.map(same, recorded_items), strict=True)
+            if kept
+        )
+
+
+def _check_disk_space(output_dir: Path, writer_by_file: Mapping[str, TensorWriter]) -> None:
+    free_bytes = shutil.disk_usage(output_dir).free
+    size = sum(max(0, writer.file_size_bytes - writer.allocated_bytes) for writer in writer_by_file.values())
+    if free_bytes < size:
+        raise DiskFullError(
+            f"{output_dir}: {size / 1e9:.1f} GB must be written, but the disk has {free_bytes / 1e9:.1f} GB free"
+        )

@@ -1,0 +1,212 @@
+"""The canonical conversation that every format is read into, and what must hold for each of them.
+
+Messages are those of ``transformers``: ``role`` (system, user, assistant, tool) and ``content``, which is a
+string, or a list of parts of type text, image and video if it has media. An assistant's message may also
+have ``reasoning_content`` (text), ``tool_calls`` (``{"type": "function", "function": {"name", "arguments"}}``
+with an object of arguments) and ``loss_weight`` (a float; without it the weight is 1).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_vl.errors import UserError
+
+from .. import audio
+
+Message = dict[str, Any]
+MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
+
+
+class RecordError(UserError, ValueError):
+    """An unusable record. ``reason`` is the heading under which it is counted, ``field_path`` its location in the
+    record, and the message gives details."""
+
+    def __init__(self, reason: str, detail: str = "", field_path: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+        self.field_path = field_path
+
+
+@dataclass
+class Conversation:
+    """Messages with typed content; the i-th image or video part belongs to ``media[i]``."""
+
+    messages: list[Message]
+    media_references: list[tuple[str, Any]] = field(default_factory=list)
+    """(kind, reference as written) in the order of the text. A reference is a path, an address, a ``data:``
+    URI, or the bytes of the file."""
+    field_paths: list[str] = field(default_factory=list)
+    """The location in the record that names each medium."""
+    record_identity: str = ""
+    """The record's ``id`` (``str: x`` or ``int: 5``); empty if it has none."""
+    ignored_keys: list[tuple[str, str]] = field(default_factory=list)
+    """(location, key) of each key that has a value and no effect; the location is ``records``, ``turns``,
+    ``content parts``, ``listed media`` or ``tool calls``."""
+    tool_definitions: list[dict[str, Any]] = field(default_factory=list)
+    """The functions that the assistant may call, as the chat template takes them."""
+    format_name: str = ""
+    """Name of the format that the record was read as."""
+
+    @property
+    def answer_media(self) -> int:
+        """Number of images and videos in the assistant's turns; the model sees them but learns
+        nothing from them."""
+        return sum(map(count_media, (message for message in self.messages if message["role"] == "assistant")))
+
+    @property
+    def has_loss_weights(self) -> bool:
+        """Whether a turn has another loss weight than 1."""
+        return any("loss_weight" in message for message in self.messages)
+
+
+def count_media(message: Message) -> int:
+    """Number of images and videos in a message."""
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] != "text" for part in content)
+
+
+def message_text(message: Message) -> str:
+    """The text of a message, without its media."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """Content with neighbouring texts joined; a string if it has no media."""
+    joined_parts: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == "text" and joined_parts and joined_parts[-1]["type"] == "text":
+            joined_parts[-1] = {"type": "text", "text": joined_parts[-1]["text"] + part["text"]}
+        elif part != {"type": "text", "text": ""}:
+            joined_parts.append(part)
+    if all(part["type"] == "text" for part in joined_parts):
+        return "".join(part["text"] for part in joined_parts)
+    return joined_parts
+
+
+def record_identity(id_value: Any) -> str:
+    """The form in which ids are compared: 1 and "1" differ."""
+    return (
+        f"{type(id_value).__name__}: {id_value}"
+        if isinstance(id_value, (str, int)) and id_value != ""
+        else ""
+    )
+
+
+def shorten_value(field_value: Any) -> str:
+    """A value in a message, cut if it is long."""
+    text = repr(field_value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def add_system(messages: list[Message], system_prompt: str, prompt_field: str, turns_field: str) -> None:
+    """Puts a record's system prompt first.
+
+    Args:
+        prompt_field: field of the prompt. place: field of the turns.
+    """
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    elif messages[0]["content"] != system_prompt:
+        raise RecordError("two system prompts", f"'{prompt_field}' and {turns_field}[0] differ", prompt_field)
+
+
+ALLOWED_NEXT_ROLES = {
+    "": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+    "call": ("tool",),
+    "tool": ("assistant", "tool"),
+}
+"""Whose turn may follow; ``call`` is an assistant's turn that calls tools."""
+
+
+def check_role_order(messages: list[Message], turns_field: str, *, is_prompt: bool) -> None:
+    """Raises RecordError if the roles do not follow the order (system,) user, assistant, user, ..., with
+    results of tools after a turn that calls them. A ``is_prompt`` needs no assistant turn."""
+    turns = messages[1:] if messages[0]["role"] == "system" else messages
+    if not is_prompt and not any(message["role"] == "assistant" for message in turns):
+        raise RecordError(
+            "no assistant turn", "without an assistant turn there is nothing to learn", turns_field
+        )
+
+    previous_role = ""
+    for i, message in enumerate(turns, 1):
+        role = message["role"]
+        if role not in ALLOWED_NEXT_ROLES[previous_role]:
+            found_text = f"turn {i} (not counting a system prompt) is the {role}'s"
+            expected_text = " or ".join(f"the {name}'s" for name in ALLOWED_NEXT_ROLES[previous_role])
+            raise RecordError("wrong role order", f"{found_text}, but must be {expected_text}", turns_field)
+        previous_role = "call" if message.get("tool_calls") else role
+
+
+def check_answers(messages: list[Message], turns_field: str) -> None:
+    """From an answer without text or calls, a model would only learn to end the turn at once."""
+    for i, message in enumerate(messages):
+        is_empty = not message_text(message).strip() and not message.get("tool_calls")
+        if message["role"] == "assistant" and is_empty:
+            raise RecordError(
+                "empty answer", f"the assistant's turn {i + 1} holds no text to learn", f"{turns_field}[{i}]"
+            )
+
+
+def check_loss_weights(messages: list[Message], turns_field: str) -> None:
+    """Raises RecordError if every answer has the weight 0."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    if answers and all(message.get("loss_weight") == 0 for message in answers):
+        raise RecordError("no loss", "every assistant turn has the loss weight 0", turns_field)
+
+
+def drop_last_answer(conversation: Conversation) -> None:
+    """Takes the last turn away, with its media, if it is the assistant's."""
+    last_message = conversation.messages[-1]
+    if last_message["role"] == "assistant":
+        conversation.messages.pop()
+        kept_media_count = len(conversation.media_references) - count_media(last_message)
+        conversation.media_references = conversation.media_references[:kept_media_count]
+        conversation.field_paths = conversation.field_paths[:kept_media_count]
+
+
+def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:
+    """Raises RecordError if a record, turn or content part holds a sound. ``field_prefix`` precedes
+    its field names."""
+    key = audio.find_audio_field(json_object)
+    if key is not None:
+        raise unsupported_audio_error(f"{key!r}, {shorten_value(json_object[key])},", f"{field_prefix}{key}")
+
+
+def refuse_audio_in(text: str, field_path: str, match_anywhere: bool) -> None:
+    """Raises RecordError if :func:`data_tools.audio.find_audio_placeholder` finds a placeholder."""
+    placeholder_text = audio.find_audio_placeholder(text, match_anywhere)
+    if placeholder_text is not None:
+        advice = "; if the text is about the tag, write it as code (`<audio>`)"
+        raise unsupported_audio_error(shorten_value(placeholder_text), field_path, advice)
+
+
+def unsupported_audio_error(audio_text: str, field_path: str, advice: str = "") -> RecordError:
+    detail = f"{audio_text} stands for audio, which the models cannot hear{advice}"
+    return RecordError("audio not supported", detail, field_path)
+
+
+def checked_text(text_value: Any, field_path: str) -> str:
+    """A text without placeholder tokens. Raises RecordError if it is something else."""
+    if not isinstance(text_value, str):
+        raise RecordError(
+            "bad text", f"a string is required, but this is a {type(text_value).__name__}", field_path
+        )
+    if MEDIA_PLACEHOLDER.search(text_value):
+        raise RecordError(
+            "placeholder token in text",
+            "the text holds a token that stands for image or video features",
+            field_path,
+        )
+    if audio_token := audio.AUDIO_TOKEN.search(text_value):
+        raise unsupported_audio_error(audio_token[0], field_path)
+    try:
+        text_value.encode()
+    except UnicodeEncodeError as error:
+        raise RecordError("bad text", f"the text is not valid Unicode: {error.reason}", field_path) from error
+    return text_value

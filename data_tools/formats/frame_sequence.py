@@ -1,0 +1,89 @@
+"""Videos that a record gives as pictures: a list of them, or a folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from megatron_vl.data.sample.frame_archive import MAX_FRAME_RATE, MIN_FRAME_RATE, is_frame_rate
+
+from .conversation import RecordError, shorten_value
+
+VIDEO_SUFFIXES = {
+    "mp4",
+    "mov",
+    "mkv",
+    "webm",
+    "avi",
+    "mpg",
+    "mpeg",
+    "m4v",
+    "flv",
+    "wmv",
+    "ts",
+    "gif",
+    "ogv",
+    "3gp",
+}
+FRAME_RATE_KEYS = ("sample_fps", "fps", "raw_fps")
+"""Keys that say how many of the listed pictures there are a second; the first that is there counts. The last
+is the rate of the video that a folder was made of."""
+
+
+@dataclass(frozen=True)
+class FrameSequence:
+    """A video given as pictures."""
+
+    pictures: str | tuple[Any, ...]
+    """The path of a folder; or the pictures in order, each as it is written for a picture."""
+    fps: float | None = None
+    """Pictures a second; None: the record does not say."""
+
+    def __str__(self) -> str:
+        """How messages name it."""
+        if isinstance(self.pictures, str):
+            return self.pictures
+        first_picture = self.pictures[0]
+        name = (
+            first_picture
+            if isinstance(first_picture, str) and first_picture[:5].lower() != "data:"
+            else "pictures in the record"
+        )
+        return f"{name[:120]} and {len(self.pictures) - 1} more" if len(self.pictures) > 1 else name[:120]
+
+
+def may_be_frame_folder(reference: Any) -> bool:
+    """Whether a video's reference may be a folder: a path that does not end like the file of a video."""
+    if not isinstance(reference, str) or reference[:5].lower() == "data:":
+        return False
+    if "://" in reference and not reference.lower().startswith("file://"):
+        return False
+    return PurePosixPath(reference[-64:]).suffix[1:].lower() not in VIDEO_SUFFIXES
+
+
+def read_frame_rate(
+    json_object: dict[str, Any], key_prefix: str, *, is_picture_list: bool
+) -> tuple[str, float] | None:
+    """The key and value of a rate beside a video; None if there is none.
+
+    Args:
+        key_prefix: prefix of the key in messages. listed: the video is a list of pictures.
+
+    Raises:
+        RecordError: it is no rate.
+    """
+    rate_keys = FRAME_RATE_KEYS[:2] if is_picture_list else FRAME_RATE_KEYS[::-1]
+    rate_key = next((rate_key for rate_key in rate_keys if json_object.get(rate_key) not in (None, "")), None)
+    if rate_key is None:
+        return None
+    rate_value = json_object[rate_key]
+    if isinstance(rate_value, str):  # Qwen's own documentation writes '1'
+        try:
+            rate_value = float(rate_value)
+        except ValueError:
+            pass
+    if not is_frame_rate(rate_value):
+        detail = f"{shorten_value(json_object[rate_key])} is no number of frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
+        raise RecordError("bad frame rate", detail, f"{key_prefix}{rate_key}")
+    return rate_key, float(rate_value)

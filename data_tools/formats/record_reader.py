@@ -1,0 +1,454 @@
+"""Reads turns and content, and assigns the media listed beside them, in order, to markers and empty parts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .. import audio
+from . import tool_calls
+from .conversation import (
+    Message,
+    RecordError,
+    checked_text,
+    join_text_parts,
+    refuse_audio_in,
+    refuse_listed_audio,
+    shorten_value,
+    unsupported_audio_error,
+)
+from .frame_sequence import FrameSequence, may_be_frame_folder, read_frame_rate
+from .loss_weights import TURN_WEIGHT_KEYS, apply_turn_weight
+
+ROLE_SPELLINGS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function": "tool",
+    "function_call": "call",
+    "tool_call": "call",
+}
+"""What each spelling of a role stands for; ``call`` is an assistant's turn whose text is a call."""
+MEDIA_MARKER = re.compile("(<image>|<video>)")
+MEDIA_KINDS = ("image", "video")
+CONTENT_PART_TYPES = (
+    "text",
+    "image",
+    "image_url",
+    "video",
+    "video_url",
+    "reasoning",
+    "thinking",
+    "tool_call",
+)
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+ROLE_TURN_KEYS = {
+    "assistant": ("tool_calls", "function_call", "tool_call_id", "name", *REASONING_KEYS, *TURN_WEIGHT_KEYS),
+    "call": ("tool_call_id", "name", *REASONING_KEYS, *TURN_WEIGHT_KEYS),
+    "tool": ("tool_call_id", "name", *TURN_WEIGHT_KEYS),
+}
+"""Keys of a turn, by its role, that are read, or only connect turns with each other."""
+EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
+MAX_SHOWN_KEY = 60
+"""Characters of an ignored key that are shown; keys come from untrusted input."""
+
+
+class RecordReader:
+    """Reads the turns of one record.
+
+    Args:
+        record: the record. place: the field that holds the turns. read: fields of the record that have an
+            effect. strip: remove white space around the user's texts, as Qwen's fine-tuning code does.
+        media_folder: folder of the record's media.
+    """
+
+    def __init__(
+        self,
+        record: dict[str, Any],
+        turns_field: str,
+        read_keys: tuple[str, ...],
+        *,
+        strip_user_text: bool = False,
+        media_folder: str = "",
+    ) -> None:
+        self.turns_field = turns_field
+        self.strip_user_text = strip_user_text
+        self.media_folder = media_folder
+        self.ignored_keys: list[tuple[str, str]] = []
+        self.frame_rate_keys: set[str] = set()
+        """Keys of the record that say how many pictures of a video there are a second."""
+        self.unplaced_media = {
+            kind: [*self.listed_references(record, kind), *self.listed_references(record, kind + "s")]
+            for kind in MEDIA_KINDS
+        }
+        media_ignored_keys = self.ignored_keys
+        self.ignored_keys = []
+        self.note_ignored_keys("records", record, *read_keys, *self.frame_rate_keys)
+        self.ignored_keys += media_ignored_keys
+        self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
+        if record.get("markers") not in (*EMPTY_VALUES, "text"):
+            detail = f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text"
+            raise RecordError("bad markers", detail, "markers")
+        self.markers_are_text = record.get("markers") == "text"
+        self.unlisted_markers: list[str] = []
+        """Markers in the texts of a record that lists no media."""
+        self.marker_counts = dict.fromkeys(MEDIA_KINDS, 0)
+        self.media_references: list[tuple[str, Any]] = []
+        self.field_paths: list[str] = []
+
+    def note_ignored_keys(
+        self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
+    ) -> None:
+        """Notes the keys of an object except those that are ``read_keys`` and those with the empty values that
+        exported tables use for absent keys."""
+        self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
+
+    def listed_references(self, record: dict[str, Any], field_name: str) -> list[tuple[Any, str]]:
+        """Returns (reference, field) of each medium listed in a field; notes keys that have
+        no effect there."""
+        field_value = record.get(field_name)
+        if field_value is None or field_value == "":
+            return []
+        listed_items = [(field_value, field_name)]
+        if isinstance(field_value, list):
+            listed_items = [(listed_item, f"{field_name}[{i}]") for i, listed_item in enumerate(field_value)]
+        located_media = []
+
+        for listed_item, field_path in listed_items:
+            if isinstance(listed_item, dict):
+                medium, rate_key = self.medium_reference(
+                    field_name.removesuffix("s"), listed_item, field_path, listed_item, f"{field_path}."
+                )
+                self.note_ignored_keys("listed media", listed_item, "path", "url", "bytes", rate_key)
+            else:
+                medium, rate_key = self.medium_reference(
+                    field_name.removesuffix("s"), listed_item, field_path, record, ""
+                )
+                self.frame_rate_keys |= {rate_key} if rate_key else set()
+            located_media.append((medium, field_path))
+
+        return located_media
+
+    def medium_reference(
+        self,
+        media_kind: str,
+        media_value: Any,
+        field_path: str,
+        parent_object: dict[str, Any],
+        key_prefix: str,
+    ) -> tuple[Any, str | None]:
+        """The reference of a medium, and the key that says how many pictures it has a second.
+
+        Args:
+            field_path: its field. beside: the object that may have such a key. prefix: of the object's keys.
+        """
+        if media_kind == "video" and isinstance(media_value, list):
+            if not media_value:
+                raise RecordError("bad media reference", "a video of no frames", field_path)
+            picture_references: Any = tuple(
+                self.reference_in_folder(each, f"{field_path}[{i}]") for i, each in enumerate(media_value)
+            )
+            frame_rate = read_frame_rate(parent_object, key_prefix, is_picture_list=True)
+            return FrameSequence(picture_references, frame_rate[1] if frame_rate else None), frame_rate[
+                0
+            ] if frame_rate else None
+
+        located_reference = self.reference_in_folder(media_value, field_path)
+        if media_kind == "video" and may_be_frame_folder(located_reference):
+            frame_rate = read_frame_rate(parent_object, key_prefix, is_picture_list=False)
+            if frame_rate:
+                return FrameSequence(located_reference, frame_rate[1]), frame_rate[0]
+        return located_reference, None
+
+    def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
+        """The reference of a medium, in the record's folder."""
+        written_reference = read_media_reference(media_value, field_path)
+        if (
+            not self.media_folder
+            or not isinstance(written_reference, str)
+            or "://" in written_reference
+            or written_reference[:5].lower() == "data:"
+        ):
+            return written_reference
+        return (
+            f"{self.media_folder.rstrip('/')}/{written_reference}"
+            if not written_reference.startswith("/")
+            else written_reference
+        )
+
+    def read_turns(self, turns: Any) -> list[Message]:
+        """Reads a list of turns; calls that are turns of their own join the answer in front of them."""
+        messages: list[Message] = []
+        for i, turn in enumerate(turns):
+            message = self.read_turn(turn, i)
+            if message.pop("call", False) and tool_calls.merge_calls(messages, message):
+                continue
+            messages.append(message)
+        return messages
+
+    def read_turn(self, turn: Any, turn_index: int) -> Message:
+        field_path = f"{self.turns_field}[{turn_index}]"
+        if not isinstance(turn, dict):
+            raise RecordError(
+                "bad turn", f"turn {turn_index + 1} is a {type(turn).__name__}, not an object", field_path
+            )
+
+        role_field = "role" if "role" in turn else "from"
+        content_field = "content" if "content" in turn else "value"
+        refuse_listed_audio(turn, f"{field_path}.")
+        written_role = turn.get(role_field)
+        canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
+        if canonical_role is None:
+            detail = f"turn {turn_index + 1} has the unknown role {shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
+            raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
+
+        structure_keys = ROLE_TURN_KEYS.get(canonical_role, TURN_WEIGHT_KEYS)
+        self.note_ignored_keys("turns", turn, role_field, content_field, *structure_keys)
+        message: Message = {
+            "role": "assistant" if canonical_role == "call" else canonical_role,
+            "content": "",
+        }
+        turn_content = turn.get(content_field)
+        if canonical_role == "call":
+            tool_calls.refuse_second_calls(
+                turn, content_field, ("tool_calls", "function_call"), f"{field_path}."
+            )
+            reasoning_text, turn_calls = tool_calls.read_text_calls(
+                checked_text(turn_content, f"{field_path}.{content_field}"), field_path
+            )
+            message |= {"content": reasoning_text, "tool_calls": turn_calls, "call": True}
+        else:
+            turn_calls = (
+                tool_calls.read_tool_calls(turn, f"{field_path}.") if canonical_role == "assistant" else []
+            )
+            if turn_content is None and turn_calls:
+                turn_content = ""
+            self.read_content(message, turn_content, f"{field_path}.{content_field}")
+            if turn_calls:
+                message["tool_calls"] = [*message.get("tool_calls", []), *turn_calls]
+        if canonical_role in ("assistant", "call"):
+            self.add_turn_reasoning(message, turn, field_path)
+        if canonical_role == "call" and message["content"] and "reasoning_content" in message:
+            detail = f"the turn has reasoning in its {content_field!r} and beside it"
+            raise RecordError("two reasonings", detail, field_path)
+        apply_turn_weight(turn, message, f"{field_path}.")
+        return message
+
+    def read_content(self, message: Message, turn_content: Any, field_path: str) -> None:
+        """Reads the content of a turn into its message."""
+        if message["role"] != "assistant":
+            self.refuse_audio_content(turn_content, field_path)
+        if not isinstance(turn_content, list):
+            content_text = checked_text(turn_content, field_path)
+            message["content"] = join_text_parts(
+                self.text_parts(content_text, strip_text=self.strip_user_text and message["role"] == "user")
+            )
+            return
+
+        parts: list[dict[str, Any]] = []
+        for i, item in enumerate(turn_content):
+            for part in self.read_part(item, f"{field_path}[{i}]"):
+                part_type = part["type"]
+                if part_type in ("text", *MEDIA_KINDS):
+                    parts.append(part)
+                elif message["role"] != "assistant":
+                    detail = f"a content part of type {part_type!r} in the {message['role']}'s turn"
+                    raise RecordError("unknown content part", detail, f"{field_path}[{i}]")
+                elif part_type == "reasoning":
+                    message["reasoning_content"] = message.get("reasoning_content", "") + part["text"]
+                else:
+                    message.setdefault("tool_calls", []).append(part["call"])
+        message["content"] = join_text_parts(parts)
+
+    def add_turn_reasoning(self, message: Message, turn: dict[str, Any], field_path: str) -> None:
+        """Reads the reasoning that stands beside an answer."""
+        for key in REASONING_KEYS:
+            if turn.get(key) in EMPTY_VALUES:
+                continue
+            reasoning_text = checked_text(turn[key], f"{field_path}.{key}")
+            if message.get("reasoning_content", reasoning_text) != reasoning_text:
+                raise RecordError(
+                    "two reasonings", "the turn holds two different reasonings", f"{field_path}.{key}"
+                )
+            message["reasoning_content"] = reasoning_text
+
+    def refuse_audio_content(self, turn_content: Any, field_path: str) -> None:
+        """Refuses a turn whose text has a placeholder for a sound."""
+        located_texts = [(turn_content, field_path)]
+        if isinstance(turn_content, list):
+            located_texts = [(item, f"{field_path}[{i}]") for i, item in enumerate(turn_content)]
+
+        for item, text_field_path in located_texts:
+            if isinstance(item, dict):
+                key = "text" if item.get("text") is not None else "value"
+                item = item.get(key)
+                text_field_path = f"{text_field_path}.{key}"
+            if isinstance(item, str):
+                refuse_audio_in(item, text_field_path, match_anywhere=any(self.listed_counts.values()))
+
+    def text_parts(self, marked_text: str, strip_text: bool = False) -> list[dict[str, Any]]:
+        """The parts of a text with markers; ``strip_user_text`` removes white space around each text."""
+        if self.markers_are_text or not any(self.listed_counts.values()):
+            self.unlisted_markers += MEDIA_MARKER.findall(marked_text)
+            return [{"type": "text", "text": marked_text.strip() if strip_text else marked_text}]
+        pieces = MEDIA_MARKER.split(marked_text)
+        if strip_text:
+            pieces = [piece.strip() for piece in pieces]
+        return [
+            self.next_listed_medium(piece[1:-1])
+            if MEDIA_MARKER.fullmatch(piece)
+            else {"type": "text", "text": piece}
+            for piece in pieces
+            if piece
+        ]
+
+    def read_part(self, item: Any, field_path: str) -> list[dict[str, Any]]:
+        """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...), in
+        ``value`` (LLaMA-Factory v1), or listed separately. A part without a type has one of the keys
+        ``text_parts``, ``image`` and ``video``, as Qwen's API writes it."""
+        if isinstance(item, str):
+            return self.text_parts(checked_text(item, field_path))
+
+        part_type = item.get("type") if isinstance(item, dict) else None
+        if isinstance(item, dict) and part_type is None:
+            present_keys = [key for key in ("text", *MEDIA_KINDS) if item.get(key) not in EMPTY_VALUES]
+            part_type = present_keys[0] if len(present_keys) == 1 else None
+        if part_type in audio.AUDIO_PART_TYPES:
+            raise unsupported_audio_error(f"a content part of type {part_type!r}", field_path)
+        if isinstance(item, dict):
+            refuse_listed_audio(item, f"{field_path}.")
+        if part_type not in CONTENT_PART_TYPES:
+            detail = (
+                f"a content part of type {shorten_value(part_type)}; valid: {', '.join(CONTENT_PART_TYPES)}"
+            )
+            raise RecordError("unknown content part", detail, field_path)
+
+        if part_type in ("text", "reasoning", "thinking", "tool_call"):
+            return self.read_text_part(item, part_type, field_path)
+        return self.read_media_part(item, part_type, field_path)
+
+    def read_text_part(self, item: dict[str, Any], part_type: str, field_path: str) -> list[dict[str, Any]]:
+        key = next((key for key in (part_type, "text", "value") if item.get(key) is not None), "text")
+        self.note_ignored_keys("content parts", item, "type", key)
+        value = item.get(key)
+        if part_type == "tool_call":
+            return [{"type": "tool_call", "call": tool_calls.read_tool_call(value, f"{field_path}.{key}")}]
+        part_text = checked_text(value, f"{field_path}.{key}")
+        return (
+            self.text_parts(part_text) if part_type == "text" else [{"type": "reasoning", "text": part_text}]
+        )
+
+    def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> list[dict[str, Any]]:
+        media_kind = part_type.removesuffix("_url")
+        other_kind = "video" if media_kind == "image" else "image"
+        if conflicting_key := next(
+            (
+                reference_key
+                for reference_key in (other_kind, f"{other_kind}_url")
+                if item.get(reference_key) not in EMPTY_VALUES
+            ),
+            None,
+        ):
+            detail = (
+                f"a content part of type {part_type!r} that also has {conflicting_key!r}; write two parts"
+            )
+            raise RecordError("two media in a part", detail, f"{field_path}.{conflicting_key}")
+
+        reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
+        reference_key = next(
+            (reference_key for reference_key in reference_keys if item.get(reference_key) is not None), None
+        )
+        media_value = item[reference_key] if reference_key else None
+        ignored_value_keys: list[tuple[str, str]] = []
+        if isinstance(media_value, dict) and "bytes" not in media_value:
+            ignored_value_keys = unread_keys("content parts", media_value, "url")
+            media_value = media_value.get("url")
+        if media_value is None and self.listed_counts[media_kind]:
+            self.ignored_keys += [
+                *unread_keys("content parts", item, "type", reference_key),
+                *ignored_value_keys,
+            ]
+            return [self.next_listed_medium(media_kind)]
+
+        media_field_path = f"{field_path}.{reference_key or media_kind}"
+        medium, rate_key = self.medium_reference(
+            media_kind, media_value, media_field_path, item, f"{field_path}."
+        )
+        self.ignored_keys += [
+            *unread_keys("content parts", item, "type", reference_key, rate_key),
+            *ignored_value_keys,
+        ]
+        self.media_references.append((media_kind, medium))
+        self.field_paths.append(media_field_path)
+        return [{"type": media_kind}]
+
+    def next_listed_medium(self, media_kind: str) -> dict[str, Any]:
+        """Returns the next listed medium of a kind; :meth:`check_media_counts` reports a missing one,
+        with both counts."""
+        self.marker_counts[media_kind] += 1
+        if self.unplaced_media[media_kind]:
+            media_reference, field_path = self.unplaced_media[media_kind].pop(0)
+            self.media_references.append((media_kind, media_reference))
+            self.field_paths.append(field_path)
+        return {"type": media_kind}
+
+    def check_media_counts(self) -> None:
+        """Refuses markers without media, and media without markers.
+
+        In a record whose media are content parts, or which says so, markers are text.
+        """
+        if not self.media_references and not self.markers_are_text:
+            for media_marker in self.unlisted_markers:
+                self.marker_counts[media_marker[1:-1]] += 1
+
+        for media_kind in MEDIA_KINDS:
+            if self.marker_counts[media_kind] != self.listed_counts[media_kind]:
+                detail = (
+                    f"{self.marker_counts[media_kind]} <{media_kind}> in the text, but {self.listed_counts[media_kind]} listed under "
+                    f"'{media_kind}' / '{media_kind}s'"
+                )
+                if (
+                    media_kind == "video"
+                    and 1 <= self.marker_counts[media_kind] < self.listed_counts[media_kind]
+                ):
+                    detail += "; to give one video as pictures, write a list of them in the place of its file"
+                unread_fields = [key for where, key in self.ignored_keys if where == "records"]
+                if self.unlisted_markers and unread_fields:
+                    detail += f"; nothing is read from {shorten_value(', '.join(unread_fields))}"
+                if self.unlisted_markers:
+                    detail += "; if the text is about the marker itself, give the record 'markers': 'text'"
+                raise RecordError("markers and media differ", detail, self.turns_field)
+
+
+def unread_keys(
+    key_location: str, json_object: dict[str, Any], *read_keys: str | None
+) -> list[tuple[str, str]]:
+    """(location, key) of each key of an object that has a value and is not ``read_keys``."""
+    return [
+        (key_location, key[:MAX_SHOWN_KEY])
+        for key, value in json_object.items()
+        if key not in read_keys and value not in EMPTY_VALUES
+    ]
+
+
+def read_media_reference(media_value: Any, field_path: str) -> Any:
+    """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
+    if isinstance(media_value, dict):
+        data = media_value.get("bytes")
+        media_value = (
+            data if isinstance(data, bytes) and data else media_value.get("path", media_value.get("url"))
+        )
+    if isinstance(media_value, bytes) and media_value:
+        return media_value
+    if not isinstance(media_value, str) or not media_value:
+        found_text = "an empty string" if media_value == "" else f"a {type(media_value).__name__}"
+        detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
+        raise RecordError("bad media reference", detail, field_path)
+    return media_value

@@ -1,0 +1,220 @@
+"""Reads the functions that an assistant may call, its calls, and calls written as text."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+from .conversation import Message, RecordError, checked_text, shorten_value
+
+THINK_BLOCK = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+"""Reasoning in front of a call, as LLaMA-Factory has it in a turn of the role function_call."""
+MAX_JSON_DEPTH = 200
+"""Levels of lists and objects in a function or in arguments."""
+
+
+def read_tools(
+    record: dict[str, Any], tool_fields: tuple[str, ...] = ("tools", "functions")
+) -> list[dict[str, Any]]:
+    """The record's functions, each as ``{"type": "function", "function": {...}}``.
+
+    They may be a list or a JSON text of one, and each may be the function alone.
+
+    Raises:
+        RecordError: they are something else.
+    """
+    present_fields = [
+        (key, record[key]) for key in tool_fields if record.get(key) not in (None, "", [], {}, "[]")
+    ]
+    if not present_fields:
+        return []
+    if len(present_fields) > 1:
+        raise RecordError("bad tools", "the record has both 'tools' and 'functions'", present_fields[1][0])
+
+    field_path, field_value = present_fields[0]
+    tools = parse_json_text(field_value, field_path, "bad tools")
+    if isinstance(tools, dict):
+        tools = [tools]
+    if not isinstance(tools, list):
+        raise RecordError(
+            "bad tools", f"a list of functions is required, but this is {shorten_value(tools)}", field_path
+        )
+    return [_read_tool(tool, f"{field_path}[{i}]") for i, tool in enumerate(tools)]
+
+
+def _read_tool(tool: Any, field_path: str) -> dict[str, Any]:
+    if isinstance(tool, str):
+        tool = parse_json_text(tool, field_path, "bad tools")
+    if isinstance(tool, dict) and "function" not in tool and isinstance(tool.get("name"), str):
+        tool = {"type": "function", "function": tool}
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RecordError(
+            "bad tools", f"a function with a name is required, but this is {shorten_value(tool)}", field_path
+        )
+    check_plain_json(tool, field_path, "bad tools")
+    return tool
+
+
+def check_plain_json(json_value: Any, field_path: str, reason: str, depth: int = 0) -> None:
+    """Checks that a value is plain JSON whose texts, also its keys, could stand in a turn.
+
+    Raises:
+        RecordError: it holds something else, for instance a date of a table, or is nested too deeply.
+    """
+    if depth > MAX_JSON_DEPTH:
+        raise RecordError(reason, f"more than {MAX_JSON_DEPTH} levels of lists and objects", field_path)
+    if isinstance(json_value, dict):
+        for object_key, item in json_value.items():
+            checked_text(object_key, field_path)
+            check_plain_json(item, field_path, reason, depth + 1)
+    elif isinstance(json_value, list):
+        for item in json_value:
+            check_plain_json(item, field_path, reason, depth + 1)
+    elif isinstance(json_value, str):
+        checked_text(json_value, field_path)
+    elif isinstance(json_value, float) and not math.isfinite(json_value):
+        raise RecordError(reason, f"{json_value} is not a number of JSON", field_path)
+    elif json_value is not None and not isinstance(json_value, (bool, int, float)):
+        raise RecordError(reason, f"a {type(json_value).__name__} cannot be written as JSON", field_path)
+
+
+def parse_json_text(json_value: Any, field_path: str, reason: str) -> Any:
+    """A value that may be written as JSON text."""
+    if not isinstance(json_value, str):
+        return json_value
+    try:
+        return json.loads(json_value)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(reason, f"{shorten_value(json_value)} is not JSON: {error}", field_path) from error
+
+
+def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
+    """One call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``, with arguments as
+    an object or as JSON text of one.
+
+    Raises:
+        RecordError: it is something else.
+    """
+    call = parse_json_text(call, field_path, "bad tool call")
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if isinstance(call, dict) and call.get("type") not in (None, "function"):
+        raise RecordError(
+            "bad tool call", f"a call of type {shorten_value(call['type'])}; valid: function", field_path
+        )
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RecordError(
+            "bad tool call", f"a call with a name is required, but this is {shorten_value(call)}", field_path
+        )
+
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = (
+        parse_json_text(arguments, f"{field_path}.arguments", "bad tool call") if arguments != "" else {}
+    )
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        detail = f"arguments must be an object, but these are {shorten_value(arguments)}"
+        raise RecordError("bad tool call", detail, f"{field_path}.arguments")
+    checked_text(function["name"], f"{field_path}.name")
+    check_plain_json(arguments, f"{field_path}.arguments", "bad tool call")
+    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+
+
+def drop_null_arguments(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+    """Removes null arguments that belong to another function of the record and not to the one that is called.
+
+    Tables fill them in where calls of several functions share a column, and whoever writes such a table as
+    JSON keeps them. A template would write them into the call.
+    """
+    parameters_by_function = {tool["function"]["name"]: _parameter_names(tool["function"]) for tool in tools}
+    all_parameters = set().union(*parameters_by_function.values())
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            function = call["function"]
+            if (function_parameters := parameters_by_function.get(function["name"])) is not None:
+                function["arguments"] = {
+                    name: value
+                    for name, value in function["arguments"].items()
+                    if value is not None or name not in all_parameters - function_parameters
+                }
+
+
+def _parameter_names(function: dict[str, Any]) -> set[str]:
+    """The names of a function's parameters, as far as it describes them."""
+    parameter_schema = function.get("parameters")
+    properties = parameter_schema.get("properties") if isinstance(parameter_schema, dict) else None
+    return set(properties) if isinstance(properties, dict) else set()
+
+
+def read_tool_calls(turn: dict[str, Any], field_prefix: str) -> list[dict[str, Any]]:
+    """The calls of an assistant's turn: ``tool_calls``, or one ``function_call`` (OpenAI's first form)."""
+    calls = turn.get("tool_calls")
+    refuse_second_calls(turn, "tool_calls", ("function_call",), field_prefix)
+    if calls in (None, "", []):
+        function_call = turn.get("function_call")
+        return (
+            []
+            if function_call in (None, "", {})
+            else [read_tool_call(function_call, f"{field_prefix}function_call")]
+        )
+    calls = parse_json_text(calls, f"{field_prefix}tool_calls", "bad tool call")
+    if not isinstance(calls, list):
+        detail = f"a list of calls is required, but this is {shorten_value(calls)}"
+        raise RecordError("bad tool call", detail, f"{field_prefix}tool_calls")
+    return [read_tool_call(call, f"{field_prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def refuse_second_calls(
+    turn: dict[str, Any], first_field: str, other_fields: tuple[str, ...], field_prefix: str
+) -> None:
+    """Raises RecordError if a turn has calls in a field and in another one, whose order is unknown."""
+    empty_values: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
+    second_field = next((key for key in other_fields if turn.get(key) not in empty_values), None)
+    if second_field and turn.get(first_field) not in empty_values:
+        detail = f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one"
+        raise RecordError("bad tool call", detail, f"{field_prefix}{second_field}")
+
+
+def read_text_calls(turn_text: str, field_path: str) -> tuple[str, list[dict[str, Any]]]:
+    """The reasoning and the calls of a turn whose role says that its text is a call."""
+    think_match = THINK_BLOCK.match(turn_text)
+    think_text = think_match[0] if think_match else ""
+    calls = parse_json_text(turn_text[len(think_text) :], field_path, "bad tool call")
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls:
+        raise RecordError("bad tool call", "the turn holds no call", field_path)
+    return think_text.strip(), [read_tool_call(call, field_path) for call in calls]
+
+
+def merge_calls(messages: list[Message], call_message: Message) -> bool:
+    """Adds the calls of a turn of calls to the assistant's turn in front of it. Returns whether it could."""
+    last_message = messages[-1] if messages else None
+    if (
+        last_message is None
+        or last_message["role"] != "assistant"
+        or (last_message.get("tool_calls") and call_message["content"])
+    ):
+        return False
+    if last_message.get("loss_weight") != call_message.get("loss_weight"):
+        return False
+    call_reasoning = call_message.get("reasoning_content")
+    last_reasoning = last_message.get("reasoning_content")
+    # A thought between two calls, or a second one, has no place in one turn.
+    if (
+        call_reasoning
+        and call_reasoning != last_reasoning
+        and (last_reasoning or last_message.get("tool_calls"))
+    ):
+        return False
+    if isinstance(last_message["content"], str) and call_message["content"]:
+        last_message["content"] = f"{last_message['content']}{call_message['content']}"
+    elif call_message["content"]:
+        return False
+
+    if call_reasoning:
+        last_message["reasoning_content"] = call_reasoning
+    last_message["tool_calls"] = [*last_message.get("tool_calls", []), *call_message["tool_calls"]]
+    return True

@@ -1,0 +1,43 @@
+"""ms-swift's form of ShareGPT: ``conversation``, a list of objects with ``human`` and ``assistant``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .conversation import Message, RecordError, shorten_value
+from .record_format import RecordFormat, listed_turns
+from .record_reader import RecordReader
+
+QUESTION_KEYS = ("human", "user")
+ANSWER_KEYS = ("assistant", "gpt", "bot")
+
+
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    messages: list[Message] = []
+    for i, turn_pair in enumerate(listed_turns(record, "conversation")):
+        field_path = f"conversation[{i}]"
+        if not isinstance(turn_pair, dict):
+            raise RecordError(
+                "bad turn", f"an object is required, but this is {shorten_value(turn_pair)}", field_path
+            )
+        read_keys = []
+        for role, role_keys in (("user", QUESTION_KEYS), ("assistant", ANSWER_KEYS)):
+            text_key = next((name for name in role_keys if turn_pair.get(name) is not None), None)
+            if text_key is None:
+                raise RecordError("bad turn", f"the {role}'s text is missing ({role_keys[0]!r})", field_path)
+            read_keys.append(text_key)
+            message: Message = {"role": role, "content": ""}
+            reader.read_content(message, turn_pair[text_key], f"{field_path}.{text_key}")
+            messages.append(message)
+        reader.note_ignored_keys("turns", turn_pair, *read_keys)
+
+    return messages
+
+
+FORMAT = RecordFormat(
+    "pairs",
+    "conversation",
+    "conversation, a list of objects with human and assistant (ms-swift)",
+    lambda record: record.get("conversation") is not None,
+    _read_messages,
+)

@@ -1,0 +1,303 @@
+"""Finds the files of an input: a file, a folder of ``datasets`` or of files, or LLaMA-Factory's index.
+
+The index, ``dataset_info.json``, names data sets with their file, format and columns. Sets on a hub are
+refused with what to do: nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vl.errors import UserError
+
+from .tables import TABLE_SUFFIXES
+
+TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson")
+COMPRESSION_SUFFIXES = (".gz", ".zst")
+INDEX_FILE = "dataset_info.json"
+REMOTE_KEYS = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+FORMAT_BY_FORMATTING = {"alpaca": "alpaca", "sharegpt": "", "openai": ""}
+"""Our format for each ``formatting``; empty: the record's own."""
+FIELD_BY_COLUMN = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+    "messages": "",
+    "system": "system",
+    "tools": "tools",
+    "images": "images",
+    "videos": "videos",
+    "audios": "audios",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "kto_tag": "kto_tag",
+}
+"""Our field for each entry of ``columns``; that of messages depends on the tags."""
+ROLE_TAGS = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "function_call"),
+    "system_tag": ("system", "system"),
+}
+"""Default of each tag that names a role, and our role for it."""
+SPLIT_PATTERN = re.compile(r"(?i)(?:^|[-_./])(train|test|validation|valid|val|dev)(?:[-_.]|$)")
+
+
+class InputError(UserError, ValueError):
+    """An input that cannot be used; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file of records, and how an index says that they are to be read."""
+
+    path: Path
+    format_name: str = ""
+    field_by_column: dict[str, str] = field(default_factory=dict)
+    """Our field for each field that the index names; the others have no effect. Empty: no index."""
+    role_tags: dict[str, str] = field(default_factory=dict)
+
+    def index_plan(self) -> dict[str, Any]:
+        """What the index says, for comparison with another run."""
+        return {"format": self.format_name, "columns": self.field_by_column, "tags": self.role_tags}
+
+    def rename_fields(self, record: Any) -> Any:
+        """A record with our names of fields, keys and roles."""
+        if not isinstance(record, dict):
+            return record
+        if self.field_by_column:
+            known_fields = {**self.field_by_column, "id": "id"}
+            taken_fields = set(known_fields.values())
+            renamed_record = {
+                known_fields[name]: value for name, value in record.items() if name in known_fields
+            }
+            # A field that the index leaves out must not be read under its own name.
+            renamed_record |= {
+                (
+                    f"{name} (not in the index)" if name in KNOWN_FIELDS or name in taken_fields else name
+                ): value
+                for name, value in record.items()
+                if name not in known_fields
+            }
+            record = renamed_record
+
+        if self.role_tags and isinstance(record.get("conversations"), list):
+            record = {
+                **record,
+                "conversations": [self._rename_turn(turn) for turn in record["conversations"]],
+            }
+        return record
+
+    def _rename_turn(self, turn: Any) -> Any:
+        if not isinstance(turn, dict):
+            return turn
+        role_key, content_key = self.role_tags["role_tag"], self.role_tags["content_tag"]
+        role_by_tag = {self.role_tags[tag]: ours for tag, (_, ours) in ROLE_TAGS.items()}
+        # A field that the tags leave out must not be read as the role or the content.
+        other_fields = {
+            f"{name} (not in the index)" if name in ("role", "content") else name: value
+            for name, value in turn.items()
+            if name not in (role_key, content_key)
+        }
+        written_role = turn.get(role_key)
+        known_role = (
+            role_by_tag.get(written_role, written_role) if isinstance(written_role, str) else written_role
+        )
+        return {**other_fields, "role": known_role, "content": turn.get(content_key)}
+
+
+KNOWN_FIELDS = {
+    *FIELD_BY_COLUMN.values(),
+    "image",
+    "video",
+    "conversations",
+    "messages",
+    "conversation",
+    "weight",
+}
+
+
+def find_input_files(input_paths: list[Path], dataset_names: list[str] | None = None) -> list[InputFile]:
+    """The files of all inputs, in order.
+
+    Args:
+        dataset_names: names in an index; None: all of them.
+
+    Raises:
+        InputError: an input does not exist, or holds what cannot be read here.
+    """
+    input_files: list[InputFile] = []
+    used_names: set[str] = set()
+    known_names: set[str] = set()
+
+    for path in input_paths:
+        if path.is_dir():
+            input_files += [InputFile(file) for file in _folder_files(path)]
+        elif not path.is_file():
+            raise InputError(f"--input {path} is not a file or folder")
+        elif path.suffix.lower() in (".csv", ".tsv"):
+            raise InputError(f"--input {path}: tables of text are not read; write JSON lines or Parquet")
+        elif (index := _read_index(path)) is not None:
+            chosen_names = [name for name in index if dataset_names is None or name in dataset_names]
+            used_names.update(chosen_names)
+            known_names.update(index)
+            input_files += _index_files(path, {name: index[name] for name in chosen_names})
+        else:
+            input_files.append(InputFile(path))
+
+    if unknown_names := [name for name in dataset_names or [] if name not in used_names]:
+        known_text = f"; it has {', '.join(sorted(known_names))}" if known_names else ""
+        raise InputError(
+            f"--dataset {', '.join(unknown_names)}: no {INDEX_FILE} among the inputs has it{known_text}"
+        )
+    if not input_files:
+        raise InputError("the inputs name no file")
+    return input_files
+
+
+def _folder_files(input_dir: Path) -> list[Path]:
+    """The files of a folder: one that ``save_to_disk`` of ``datasets`` wrote, or files of one kind."""
+    if (input_dir / "dataset_dict.json").is_file():
+        split_names = _read_list(input_dir / "dataset_dict.json", "splits", str)
+        raise InputError(
+            f"--input {input_dir} has the splits {', '.join(split_names)}; give the folder of each "
+            "split to use, for instance " + str(input_dir / split_names[0])
+        )
+    if (input_dir / "state.json").is_file():
+        file_entries = _read_list(input_dir / "state.json", "_data_files", dict)
+        files = [input_dir / Path(str(entry.get("filename"))).name for entry in file_entries]
+        if missing_files := [file for file in files if not file.is_file()]:
+            raise InputError(f"--input {input_dir}: {missing_files[0].name} is missing")
+        return files
+
+    record_files = sorted(
+        path
+        for path in input_dir.rglob("*")
+        if path.is_file() and record_suffix(path) and path.name != INDEX_FILE
+    )
+    file_suffixes = {record_suffix(path) for path in record_files}
+    if len(file_suffixes) != 1:
+        suffixes_text = (
+            " and ".join(sorted(file_suffixes)) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
+        )
+        raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
+    found_splits = {
+        split_match[1].lower()
+        for path in record_files
+        if (split_match := SPLIT_PATTERN.search(str(path.relative_to(input_dir))))
+    }
+    if len(found_splits) > 1:
+        raise InputError(
+            f"--input {input_dir} holds the splits {', '.join(sorted(found_splits))}; give the files to use"
+        )
+    return record_files
+
+
+def _read_json(json_path: Path) -> Any:
+    try:
+        return json.loads(json_path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{json_path} is not JSON: {error}") from error
+
+
+def _read_list(json_path: Path, list_key: str, item_type: type) -> list[Any]:
+    """The list under a key of a file that ``datasets`` wrote. Raises InputError if it has no such list."""
+    value = _read_json(json_path)
+    listed = value.get(list_key) if isinstance(value, dict) else None
+    if not isinstance(listed, list) or not listed or not all(isinstance(item, item_type) for item in listed):
+        raise InputError(f"{json_path} is damaged: it has no list {list_key!r}; save the data set again")
+    return listed
+
+
+def record_suffix(file_path: Path) -> str:
+    """The suffix of a file that can be read, without that of its compression; empty for others."""
+    suffix = (
+        file_path.with_suffix("").suffix if file_path.suffix in COMPRESSION_SUFFIXES else file_path.suffix
+    )
+    return suffix if suffix in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) else ""
+
+
+def _read_index(index_path: Path) -> dict[str, dict[str, Any]] | None:
+    """The data sets of LLaMA-Factory's index; None if the file is something else."""
+    if index_path.name != INDEX_FILE:
+        return None
+    index = _read_json(index_path)
+    if not isinstance(index, dict) or not all(isinstance(entry, dict) for entry in index.values()):
+        raise InputError(
+            f"{index_path} is not an index: a name and a description of each data set are required"
+        )
+    return index
+
+
+def _index_files(index_path: Path, index: dict[str, dict[str, Any]]) -> list[InputFile]:
+    remote_names = [name for name, entry in index.items() if any(entry.get(key) for key in REMOTE_KEYS)]
+    if remote_names:
+        name = remote_names[0]
+        hub_location = next(index[name][key] for key in REMOTE_KEYS if index[name].get(key))
+        local_names = [name for name in index if name not in remote_names]
+        advice = (
+            f"choose the local ones with --dataset {' '.join(local_names)}"
+            if local_names
+            else "no other is local"
+        )
+        raise InputError(
+            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} on a hub, and nothing is "
+            f"downloaded here. Download it (hf download --repo-type dataset {hub_location} --local-dir DIR) and put "
+            f'its file or folder under "file_name", or {advice}'
+        )
+    return [source for name, entry in index.items() for source in _index_entry_files(index_path, name, entry)]
+
+
+def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any]) -> list[InputFile]:
+    location = f"{index_path}: {dataset_name}"
+    if entry.get("ranking"):
+        raise InputError(f"{location} has preferences, which supervised training cannot learn")
+    if entry.get("num_samples") is not None:
+        raise InputError(f"{location} asks for num_samples; take it out, and use a mixture's weights instead")
+    formatting = entry.get("formatting", "alpaca")
+    if not isinstance(formatting, str) or formatting not in FORMAT_BY_FORMATTING:
+        raise InputError(
+            f"{location} has the formatting {formatting!r}; valid: {', '.join(FORMAT_BY_FORMATTING)}"
+        )
+    file_name = entry.get("file_name")
+    if not isinstance(file_name, str):
+        raise InputError(f'{location} has no "file_name"')
+
+    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
+    for key, field_names in (("columns", columns), ("tags", tags)):
+        is_valid = isinstance(field_names, dict) and all(
+            isinstance(field_name, str | None) for field_name in field_names.values()
+        )
+        if not is_valid:
+            raise InputError(f"{location}: {key} must give a field's name for each of its keys")
+    if unknown_keys := [key for key in columns if key not in FIELD_BY_COLUMN]:
+        raise InputError(f"{location}: the columns {', '.join(unknown_keys)} are unknown")
+    field_by_column = {
+        theirs: FIELD_BY_COLUMN[key] or "conversations" for key, theirs in columns.items() if theirs
+    }
+    default_tags = {
+        "role_tag": "from",
+        "content_tag": "value",
+        **{tag: default for tag, (default, _) in ROLE_TAGS.items()},
+    }
+    if unknown_keys := [key for key in tags if key not in default_tags]:
+        raise InputError(f"{location}: the tags {', '.join(unknown_keys)} are unknown")
+    if tags and not columns:
+        field_by_column = {"conversations": "conversations"}
+
+    data_path = index_path.parent / file_name
+    files = _folder_files(data_path) if data_path.is_dir() else [data_path]
+    if not files[0].is_file():
+        raise InputError(f"{location}: {data_path} does not exist")
+    return [
+        InputFile(
+            file, FORMAT_BY_FORMATTING[formatting], field_by_column, {**default_tags, **tags} if tags else {}
+        )
+        for file in files
+    ]

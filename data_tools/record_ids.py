@@ -1,0 +1,62 @@
+"""Finds the record that had an ``id`` first, for any number of records in little memory."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from pathlib import Path
+
+CACHE_SIZE_KB = 64 << 10
+"""Memory for the table; the rest of it is in its file."""
+
+
+class RecordIdTable:
+    """The ids so far, in an SQLite table that keeps 64 MiB in memory and the rest in a file.
+
+    Ids are compared by 128 bits of their BLAKE2b digests. Among 1e8 ids, the probability that two different
+    ones count as equal is about 1e-23.
+
+    Args:
+        path: the file, which is useless afterwards: a continued conversion reads all records again and
+            refills the table. It is never synced to the disk.
+    """
+
+    def __init__(self, table_path: Path) -> None:
+        table_path.unlink(missing_ok=True)
+        self.file_names: list[str] = []
+        """Names of the input files; the table stores indices into this list."""
+        self.connection = sqlite3.connect(table_path, isolation_level=None)
+
+        without_journal = ("journal_mode=OFF", "synchronous=OFF", "locking_mode=EXCLUSIVE")
+        for pragma_setting in (*without_journal, f"cache_size=-{CACHE_SIZE_KB}"):
+            self.connection.execute(f"PRAGMA {pragma_setting}")
+        column_definitions = "id BLOB PRIMARY KEY, file INTEGER, record INTEGER"
+        self.connection.execute(f"CREATE TABLE ids ({column_definitions}) WITHOUT ROWID")
+
+        # One transaction that never ends: pages go to the file only when the memory is full.
+        self.connection.execute("BEGIN")
+
+    def first_occurrence(self, record_identity: str, file_name: str, record_number: int) -> tuple[str, int]:
+        """Returns file and number of the first record with this id, which is the given record if the
+        id is new.
+
+        Raises:
+            sqlite3.Error: the file cannot be written.
+        """
+        # A string from JSON may contain single surrogates, which UTF-8 cannot encode.
+        id_digest = hashlib.blake2b(record_identity.encode(errors="surrogatepass"), digest_size=16).digest()
+        if not self.file_names or self.file_names[-1] != file_name:
+            self.file_names.append(file_name)
+
+        table_row = (id_digest, len(self.file_names) - 1, record_number)
+        insert_cursor = self.connection.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, ?)", table_row)
+        if insert_cursor.rowcount:
+            return file_name, record_number
+
+        file_index, first_record = self.connection.execute(
+            "SELECT file, record FROM ids WHERE id = ?", (id_digest,)
+        ).fetchone()
+        return self.file_names[file_index], first_record
+
+    def close(self) -> None:
+        self.connection.close()

@@ -1,0 +1,257 @@
+"""The data sets that a run reads, and single samples of them.
+
+A sample's text can be read alone: the sizes of its pictures are stored there, so that nothing is decoded.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sqlite3
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import EncodedSample, RawSample, RowEncoder, cook_sample
+from megatron_vl.data.source.bad_samples import BadSampleMeter, details_by_reason
+from megatron_vl.data.source.blend import read_blend_sources
+from megatron_vl.data.source.dataset_description import (
+    METADATA_DIR,
+    DatasetDescription,
+    LoaderError,
+    read_description,
+)
+from megatron_vl.data.source.location import Location, resolve_location
+from megatron_vl.data.source.sample_sizes import list_split_datasets
+from megatron_vl.data.source.tolerant_reader import TolerantReader
+from megatron_vl.errors import UserError
+from megatron_vl.spec.families import ModelSpec
+
+TEXT_MEMBER = "json"
+"""Part of a sample that is read; of the others only the names are."""
+
+
+class SourceError(UserError, ValueError):
+    """A sample or a source that is not there. The message says what there is."""
+
+
+@dataclass(frozen=True)
+class SampleSource:
+    """One data set that a run reads, as a list of samples in the order of its shards."""
+
+    name: str
+    """Unique in the blend, as in the log of a run."""
+    dataset: DatasetDescription
+    split: str
+    share: float
+    """Share of the samples that training draws from it."""
+    first_index: int
+    """Index of the first sample that is drawn; 0 unless the metadataset takes a subset."""
+    num_samples: int
+    """Number of samples that are drawn."""
+
+    @staticmethod
+    def whole_split(dataset: DatasetDescription, split: str) -> SampleSource:
+        """All samples of a split."""
+        return SampleSource(
+            split,
+            dataset,
+            split,
+            1.0,
+            0,
+            sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split]),
+        )
+
+    @cached_property
+    def shard_names(self) -> list[str]:
+        return self.dataset.shards_by_split.get(self.split) or []
+
+    @cached_property
+    def shard_starts(self) -> list[int]:
+        """Number of samples before each shard, and at last the number of all."""
+        try:
+            return [
+                0,
+                *itertools.accumulate(self.dataset.samples_by_shard[name] for name in self.shard_names),
+            ]
+        except KeyError as error:
+            raise LoaderError(
+                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not count the samples of {error.args[0]};"
+                " convert the data again"
+            ) from error
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def indices(self) -> range:
+        """The indices of the samples in the data set."""
+        return range(self.first_index, self.first_index + self.num_samples)
+
+    def shard_position(self, sample_index: int) -> tuple[str, int]:
+        """The shard of a sample, and its number there."""
+        shard = bisect_right(self.shard_starts, sample_index) - 1
+        return self.shard_names[shard], sample_index - self.shard_starts[shard]
+
+    def find_sample(self, sample_key: str) -> int | None:
+        """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
+        shard_name, bracket, sample_position = sample_key.rpartition("[")
+        if (
+            bracket
+            and sample_position.endswith("]")
+            and sample_position[:-1].isdigit()
+            and shard_name in self.shard_names
+        ):
+            return self._index_in_source(shard_name, int(sample_position[:-1]))
+
+        if not isinstance(self.dataset.path, Path):
+            raise SourceError(
+                f"{self.dataset.path} is not on a disk of this machine; give the sample's --index"
+            )
+        index_path = self.dataset.path / METADATA_DIR / "index.sqlite"
+        try:
+            with sqlite3.connect(f"file:{index_path.resolve()}?mode=ro", uri=True) as index_database:
+                sample_rows = index_database.execute(
+                    "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?", (sample_key,)
+                ).fetchall()
+        except sqlite3.Error as error:
+            raise SourceError(
+                f"{index_path} cannot be read ({error}); give the sample's --index instead"
+            ) from error
+        all_shard_names = list(self.dataset.samples_by_shard)
+        sample_indices = (
+            self._index_in_source(all_shard_names[tar], sample_position)
+            for tar, sample_position in sample_rows
+            if tar < len(all_shard_names)
+        )
+        return next((place for place in sample_indices if place is not None), None)
+
+    def _index_in_source(self, shard_name: str, sample_position: int) -> int | None:
+        if shard_name not in self.shard_names:
+            return None
+        shard_number = self.shard_names.index(shard_name)
+        index = self.shard_starts[shard_number] + sample_position
+        return index if index < self.shard_starts[shard_number + 1] and index in self.indices else None
+
+
+def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
+    """The data sets that a run reads for a split, with their shares.
+
+    Raises:
+        LoaderError, DescriptionError: as :func:`~megatron_vl.data.source.dataset_description.read_description`; or
+            the split is empty.
+    """
+    description = read_description(dataset_location)
+    sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, dataset_location.name)
+    drawn_sources = [
+        SampleSource(
+            known.source_name, data, part, known.sample_share, known.first_sample, known.sample_count
+        )
+        for known, (data, part) in zip(sized_sources, list_split_datasets(description, split), strict=True)
+        if known.sample_share
+    ]
+    if not sum(source.shard_starts[-1] for source in drawn_sources):
+        raise LoaderError(f"{dataset_location}: the split {split!r} is empty")
+    return drawn_sources
+
+
+class SampleReader:
+    """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
+
+    Args:
+        timeout: ``data.sample_timeout_s``.
+    """
+
+    def __init__(self, sample_source: SampleSource, timeout_seconds: float = 0.0) -> None:
+        from megatron.energon.epathlib import EPath
+        from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+        from megatron.energon.flavors.webdataset.structs import ShardInfo
+
+        dataset_dir = EPath(sample_source.dataset.path)
+        sample_counts = sample_source.dataset.samples_by_shard
+        shard_infos = [
+            ShardInfo(name=name, path=dataset_dir / name, count=sample_counts[name])
+            for name in sample_source.shard_names
+        ]
+        excluded_names = set(sample_source.dataset.excluded_names)
+        self.member_names: list[str] = []
+        # Energon names a sample SHARD/KEY there.
+        self.shard_reader = ShardInfosITarReader(
+            dataset_dir,
+            shard_infos,
+            self._is_member_wanted,
+            sample_filter=lambda name: name not in excluded_names,
+        )
+        self.tolerant_reader = TolerantReader(self.shard_reader, timeout_seconds)
+        self.reads_media = False
+
+    def _is_member_wanted(self, member_name: str) -> bool:
+        self.member_names.append(member_name)
+        return self.reads_media or member_name == TEXT_MEMBER
+
+    def read_sample(self, sample_index: int, *, with_media: bool) -> RawSample | None:
+        """A sample; None if the data set's description excludes it.
+
+        Args:
+            with_media: read the media too; otherwise they are there by name, and empty.
+        """
+        self.member_names.clear()
+        self.reads_media = with_media
+        crude_sample = self.tolerant_reader[sample_index]
+        if crude_sample is None:
+            return None
+        sample = cook_sample(crude_sample)
+        if not with_media:
+            sample.media_bytes |= {name: b"" for name in self.member_names if name != TEXT_MEMBER}
+        return sample
+
+    def close(self) -> None:
+        self.shard_reader.close()
+
+
+def open_encoder(data_config: DataConfig, spec: ModelSpec, hf_dir: str | Path) -> RowEncoder:
+    """The loader's encoder, which neither logs nor stops at unusable samples.
+
+    Raises:
+        ChatError, PixelError, FileNotFoundError: the tokenizer, template or processor cannot be used.
+    """
+    encoder = _QuietEncoder(data_config, spec, hf_dir)
+    encoder.max_consecutive_refusals = 1 << 62
+    return encoder
+
+
+class _QuietEncoder(RowEncoder):
+    """Its caller counts unusable samples."""
+
+    def _log_bad_sample(self, sample: RawSample | EncodedSample, reason: str, detail: str) -> None:
+        pass
+
+
+def estimate_left_out(encoder: RowEncoder, num_samples: int) -> dict[str, BadSampleMeter]:
+    """Reads random samples of each source and counts those that a run would leave out, by reason.
+
+    Args:
+        num_samples: number to read, over all sources, but at least two of each.
+    """
+    meters = {}
+    drawn_sources = read_sources(resolve_location(encoder.data_config.path), "train")
+    for drawn_source in drawn_sources:
+        source_encoder = encoder.copy_for_process()
+        reader = SampleReader(drawn_source, encoder.data_config.sample_timeout_s)
+        sample_count = min(len(drawn_source), max(2, num_samples // len(drawn_sources)))
+        drawn_samples = (
+            reader.read_sample(i, with_media=False)
+            for i in random.Random(0).sample(drawn_source.indices, sample_count)
+        )
+        packed_rows, _ = source_encoder.select_rows(
+            [source_encoder.preencode_sample(sample) for sample in drawn_samples if sample], is_last=True
+        )
+        reader.close()
+        meters[drawn_source.name] = meter = BadSampleMeter(1.0, minimum_samples=1)
+        dropped_facts = (sample.as_json() for sample in source_encoder.dropped_samples)
+        meter.add_counts(
+            sum(map(len, packed_rows)), source_encoder.dropped_counts, details_by_reason(dropped_facts)
+        )
+    return meters

@@ -1,0 +1,234 @@
+"""Packs samples into one :class:`~megatron_vl.data.packing.training_row.TrainingRow`.
+
+Everything that depends on the data is computed here, on the CPU. Nothing is decoded here: samples come with
+their pixel planes (see :mod:`megatron_vl.data.sample.pixels`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from megatron_vl.config import VideoPositions
+from megatron_vl.data.packing.training_row import TrainingRow, VisionBatch
+from megatron_vl.errors import UserError
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.base import text_config
+from megatron_vl.spec.positions import (
+    GridTHW,
+    mrope_positions,
+    patch_positions,
+    placeholder_positions,
+    placeholder_runs,
+    window_order,
+)
+
+
+class PackingError(UserError, ValueError):
+    """The samples do not make a row. The message says which number does not fit."""
+
+
+@dataclass
+class MediaItem:
+    """One image or video: its grid of patches and its pixels."""
+
+    grid_thw: GridTHW
+    planes: Tensor
+    """uint8 [F, h * w, channels * patch * patch]: the frames, with patches in merge-unit order. An image has
+    one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``:
+    the last frame is repeated, as in HF's processors."""
+
+
+@dataclass
+class TokenizedSample:
+    """One tokenized conversation with expanded placeholders."""
+
+    token_ids: Tensor
+    """int64 [n]"""
+    loss_mask: Tensor
+    """[n]: the tokens to learn (not shifted), bool; or float32 if they have weights."""
+    media_items: list[MediaItem] = field(default_factory=list)
+    """In the order of the text."""
+
+    def __len__(self) -> int:
+        return self.token_ids.numel()
+
+
+def padding_token(spec: ModelSpec) -> int:
+    """The token that fills the end of a row.
+
+    It is the config's ``pad_token_id``, else its ``bos_token_id`` (Qwen's ``<|endoftext|>``), else 0. It is
+    never learnt, and no sample attends to it.
+    """
+    fields = {**spec.hf_config, **text_config(spec.hf_config)}
+    for name in ("pad_token_id", "bos_token_id"):
+        value = fields.get(name)
+        if isinstance(value, int) and 0 <= value < spec.language.vocab_size:
+            return value
+    return 0
+
+
+def pack_row(
+    samples: Sequence[TokenizedSample],
+    spec: ModelSpec,
+    seq_len: int,
+    pad_token_id: int | None = None,
+    video_positions: VideoPositions = "released",
+) -> TrainingRow:
+    """Concatenates whole samples into a row of ``seq_len`` tokens. The padded tail is one more segment.
+
+    Args:
+        pad_token_id: token that fills the tail; None: that of the model.
+        video_positions: as in :func:`~megatron_vl.spec.positions.mrope_positions`.
+
+    Raises:
+        PackError: there is no sample, or there are more tokens than ``seq_len``.
+        PositionError: placeholders and media of a sample do not match.
+    """
+    sample_lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
+    token_count = int(sample_lengths.sum())
+    if not len(samples) or token_count > seq_len or bool((sample_lengths == 0).any()):
+        raise PackingError(
+            f"{len(samples)} samples of {sample_lengths.tolist()} tokens do not make a row of {seq_len} tokens"
+        )
+
+    fill_token = padding_token(spec) if pad_token_id is None else pad_token_id
+    padding_length = seq_len - token_count
+    token_ids = pad(
+        torch.cat([sample.token_ids for sample in samples]), (0, padding_length), value=fill_token
+    )
+    labels, loss_mask = _labels_and_mask(samples, seq_len)
+
+    grids_by_sample = [[item.grid_thw for item in sample.media_items] for sample in samples]
+    position_ids = [
+        mrope_positions(sample.token_ids, own, spec, video_positions)
+        for sample, own in zip(samples, grids_by_sample, strict=True)
+    ]
+
+    segment_lengths = (
+        sample_lengths if not padding_length else torch.cat([sample_lengths, torch.tensor([padding_length])])
+    )
+    media_items = [item for sample in samples for item in sample.media_items]
+    return TrainingRow(
+        tokens=token_ids,
+        labels=labels,
+        loss_mask=loss_mask,
+        position_ids=torch.cat([*position_ids, torch.arange(padding_length).expand(3, -1)], dim=1),
+        cu_seqlens=pad(segment_lengths.cumsum(0), (1, 0)).int(),
+        max_seqlen=int(segment_lengths.max()),
+        vision=_pack_vision(media_items, _placeholder_indices(samples, sample_lengths, spec), spec)
+        if media_items
+        else dummy_vision_batch(spec),
+        num_samples=len(samples),
+        num_images=len(media_items),
+        num_patches=sum(item.grid_thw.num_patches for item in media_items),
+    )
+
+
+def _labels_and_mask(samples: Sequence[TokenizedSample], seq_len: int) -> tuple[Tensor, Tensor]:
+    """Labels int64 [S] and loss mask float32 [S].
+
+    A label is the next token of the same sample if it is to be learnt. The mask holds the weight of its loss.
+    """
+    labels = torch.zeros(seq_len, dtype=torch.int64)
+    loss_mask = torch.zeros(seq_len, dtype=torch.float32)
+    first_token = 0
+    for sample in samples:
+        token_slice = slice(first_token, first_token + len(sample) - 1)
+        learnt_weights = sample.loss_mask[1:]
+        loss_mask[token_slice] = learnt_weights.float()
+        labels[token_slice] = sample.token_ids[1:] * (learnt_weights != 0)
+        first_token += len(sample)
+    return labels, loss_mask
+
+
+def _placeholder_indices(
+    samples: Sequence[TokenizedSample], sample_lengths: Tensor, spec: ModelSpec
+) -> Tensor:
+    """int64 [N]: the position in the row of each placeholder, with media in the order of the text."""
+    sample_offsets = pad(sample_lengths.cumsum(0), (1, 0)).tolist()
+    token_indices = []
+    for sample, offset in zip(samples, sample_offsets[:-1], strict=True):
+        sample_grids = [item.grid_thw for item in sample.media_items]
+        placeholder_groups = placeholder_runs(sample_grids, spec)
+        for placeholder_group, start in zip(
+            placeholder_groups, placeholder_positions(sample.token_ids, placeholder_groups, spec), strict=True
+        ):
+            token_indices.append(
+                torch.arange(placeholder_group.num_tokens(spec.vision.spatial_merge_size)) + offset + start
+            )
+    return torch.cat(token_indices)
+
+
+def _pack_vision(
+    media_items: Sequence[MediaItem], placeholder_indices: Tensor, spec: ModelSpec
+) -> VisionBatch:
+    vision_spec = spec.vision
+    media_grids = [media_item.grid_thw for media_item in media_items]
+    patch_order = window_order(media_grids, vision_spec)
+    patch_indices = patch_order.patch_order(vision_spec.merge_unit)
+
+    plane_indices = []
+    first_plane = 0
+    for media_item in media_items:
+        plane_indices.append(_item_plane_index(media_item, vision_spec.temporal_patch_size) + first_plane)
+        first_plane += media_item.planes.shape[0] * media_item.planes.shape[1]
+
+    position_hw = torch.cat([patch_positions(grid, vision_spec.spatial_merge_size) for grid in media_grids])
+    frame_hw = torch.cat(
+        [torch.tensor([[grid.h, grid.w]]).expand(grid.num_patches, 2) for grid in media_grids]
+    )
+    return VisionBatch(
+        planes=torch.cat([media_item.planes.flatten(0, 1) for media_item in media_items]),
+        plane_index=torch.cat(plane_indices)[patch_indices].int(),
+        position_hw=position_hw[patch_indices].int(),
+        frame_hw=frame_hw[patch_indices].int(),
+        cu_seqlens=patch_order.cu_seqlens,
+        cu_window_seqlens=patch_order.cu_window_seqlens,
+        max_seqlen=int(patch_order.cu_seqlens.diff().max()),
+        max_window_seqlen=int(patch_order.cu_window_seqlens.diff().max()),
+        feature_index=placeholder_indices[patch_order.unit_order],
+    )
+
+
+def _item_plane_index(media_item: MediaItem, temporal_patch_size: int) -> Tensor:
+    """int64 [patches, temporal]: the planes of each patch in merge-unit order,
+    counted from the item's first plane."""
+    grid = media_item.grid_thw
+    frames = media_item.planes.shape[0]
+    patches_per_frame = media_item.grid_thw.h * media_item.grid_thw.w
+    if media_item.planes.shape[1] != patches_per_frame:
+        raise PackingError(
+            f"a {grid.kind} of {grid.h} x {grid.w} patches came with {media_item.planes.shape[1]} planes a frame"
+        )
+    time_slices = (
+        torch.arange(grid.t * temporal_patch_size).clamp(max=frames - 1).view(grid.t, 1, temporal_patch_size)
+    )
+    return (time_slices * patches_per_frame + torch.arange(patches_per_frame)[:, None]).reshape(
+        -1, temporal_patch_size
+    )
+
+
+def dummy_vision_batch(spec: ModelSpec) -> VisionBatch:
+    """One black merge unit that has no place in the text.
+
+    It keeps the vision tower's backward pass running in text-only rows.
+    """
+    vision_spec = spec.vision
+    dummy_grid = GridTHW(1, vision_spec.spatial_merge_size, vision_spec.spatial_merge_size)
+    segment_bounds = torch.tensor([0, dummy_grid.num_patches], dtype=torch.int32)
+    return VisionBatch(
+        planes=torch.zeros(1, vision_spec.in_channels * vision_spec.patch_size**2, dtype=torch.uint8),
+        plane_index=torch.zeros(dummy_grid.num_patches, vision_spec.temporal_patch_size, dtype=torch.int32),
+        position_hw=patch_positions(dummy_grid, vision_spec.spatial_merge_size).int(),
+        frame_hw=torch.full((dummy_grid.num_patches, 2), vision_spec.spatial_merge_size, dtype=torch.int32),
+        cu_seqlens=segment_bounds,
+        cu_window_seqlens=segment_bounds.clone(),
+        max_seqlen=dummy_grid.num_patches,
+        max_window_seqlen=dummy_grid.num_patches,
+        feature_index=torch.zeros(0, dtype=torch.int64),
+    )

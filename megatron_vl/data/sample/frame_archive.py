@@ -1,0 +1,126 @@
+"""A video given as pictures, in one file: an uncompressed zip archive of the pictures' original bytes.
+
+The archive's comment says how many pictures there are a second and how they are sampled. The same pictures
+always give the same bytes. Any program for zip archives can open it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
+FRAME_ARCHIVE_FORMAT = "megatron-vl frames"
+MAX_NAME_LENGTH = 60
+MIN_FRAME_RATE, MAX_FRAME_RATE = 1e-3, 1e3
+"""Limits of pictures a second."""
+
+Sampling = Literal["as a file", "whole"]
+"""How frames are taken: by the rule for video files; or all of them, because whoever listed the pictures has
+chosen them."""
+
+
+class FrameArchiveError(ValueError):
+    """An archive that :func:`pack_frames` did not write, or that was damaged since."""
+
+
+@dataclass(frozen=True)
+class FrameArchiveInfo:
+    """What the comment of an archive says."""
+
+    fps: float
+    """Pictures a second."""
+    sampling: Sampling
+    assumed_fps: bool = False
+    """Whether nobody said how many pictures there are a second."""
+
+
+def is_frame_archive(file_bytes: bytes) -> bool:
+    """Whether a file is a zip archive, which no file of a video is."""
+    return file_bytes.startswith(ZIP_MAGIC)
+
+
+def pack_frames(named_pictures: Iterable[tuple[str, bytes]], archive_info: FrameArchiveInfo) -> bytes:
+    """The archive of picture files, in their order.
+
+    Args:
+        named_pictures: file name, for messages, and content of each.
+    """
+    archive_buffer = io.BytesIO()
+    with zipfile.ZipFile(archive_buffer, "w", zipfile.ZIP_STORED) as archive:
+        for picture_number, (file_name, picture_bytes) in enumerate(named_pictures):
+            # The earliest time that the format knows: the time of writing would make the bytes differ.
+            zip_entry = zipfile.ZipInfo(
+                f"{picture_number:09d} {_printable_name(file_name)}".strip(), (1980, 1, 1, 0, 0, 0)
+            )
+            archive.writestr(zip_entry, picture_bytes)
+        archive.comment = json.dumps({"format": FRAME_ARCHIVE_FORMAT, **asdict(archive_info)}).encode()
+    return archive_buffer.getvalue()
+
+
+def _printable_name(file_name: str) -> str:
+    """The end of a file name, in characters that every program can show."""
+    return "".join(
+        character if character.isprintable() and character not in "/\\:" else "_"
+        for character in file_name[-MAX_NAME_LENGTH:]
+    )
+
+
+class FrameArchive:
+    """Reads an archive.
+
+    Raises:
+        FrameFileError: it is not one of :func:`pack_frames`, or it is damaged.
+    """
+
+    def __init__(self, archive_bytes: bytes) -> None:
+        try:
+            self._zip_archive = zipfile.ZipFile(io.BytesIO(archive_bytes))
+            self.archive_info = _read_archive_comment(self._zip_archive.comment)
+        except Exception as error:  # the reader of zip archives raises all kinds of errors
+            raise FrameArchiveError(f"not an archive of frames ({type(error).__name__}: {error})") from error
+        self._zip_entries = self._zip_archive.infolist()
+        # Nothing that is stored here can grow when it is read.
+        is_uncompressed = all(entry.compress_type == zipfile.ZIP_STORED for entry in self._zip_entries)
+        if not is_uncompressed or any(
+            entry.filename[:9] != f"{i:09d}" for i, entry in enumerate(self._zip_entries)
+        ):
+            raise FrameArchiveError("not an archive of frames (its entries are others)")
+
+    def __len__(self) -> int:
+        """Number of pictures."""
+        return len(self._zip_entries)
+
+    def picture_name(self, picture_number: int) -> str:
+        """The name that a picture's file had, or its number counted from 1."""
+        return self._zip_entries[picture_number].filename[10:] or f"frame {picture_number + 1}"
+
+    def read_picture(self, picture_number: int) -> bytes:
+        """The file of a picture, counted from 0. Raises FrameFileError."""
+        try:
+            return self._zip_archive.read(self._zip_entries[picture_number])
+        except Exception as error:
+            error_text = f"{type(error).__name__}: {error}"
+            raise FrameArchiveError(
+                f"{self.picture_name(picture_number)} is damaged ({error_text})"
+            ) from error
+
+
+def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:
+    fields = json.loads(archive_comment)
+    if fields.pop("format") != FRAME_ARCHIVE_FORMAT:
+        raise ValueError("its comment is another")
+    archive_info = FrameArchiveInfo(**fields)
+    if archive_info.sampling not in ("as a file", "whole") or not is_frame_rate(archive_info.fps):
+        raise ValueError(f"its comment is {str(fields)[:200]}")
+    return archive_info
+
+
+def is_frame_rate(candidate_rate: object) -> bool:
+    """Whether a value can be a number of pictures a second."""
+    number = isinstance(candidate_rate, (int, float)) and not isinstance(candidate_rate, bool)
+    return number and MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE  # type: ignore[operator]

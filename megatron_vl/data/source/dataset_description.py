@@ -1,0 +1,674 @@
+"""Reads and checks the description of a data set before Energon acts on it.
+
+Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, calls what is named there, and
+runs Python files beside it (``sample_loader``, ``part_filter``). Names of shards may lead anywhere. A data
+set may come from anybody, and this project's loader needs only plain descriptions, so all others are refused.
+
+Reading is linear in the number of shards and opens none of them: one listing of the folder shows which names
+are links. One rank of a training run reads the description (:func:`read_description`) and sends the others
+what a loader needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+from braceexpand import braceexpand
+
+from megatron_vl.config.parsing import yaml_error_message
+from megatron_vl.data.source.blend import NAME_FIELD, WEIGHTED_KINDS, list_names, read_blend_sources
+from megatron_vl.data.source.location import (
+    Location,
+    location_is_file,
+    location_size_bytes,
+    location_suffix,
+    read_text_file,
+)
+from megatron_vl.errors import UserError
+
+METADATA_DIR = ".nv-meta"
+SIZES_DIR = "sizes"
+"""Folder within it that holds the sizes of the samples (:mod:`megatron_vl.data.source.sample_sizes`)."""
+MAX_SHARDS = 4_000_000
+"""Largest number of shards in a data set; the converter refuses to write more. Energon 7.4.1 keeps about 740
+bytes of memory for each shard on every rank that owns a loader. That is 2.8 GiB at this limit, which a data
+set of a petabyte reaches in shards of 256 MB."""
+MAX_DESCRIPTION_BYTES = 48 * MAX_SHARDS
+"""Largest size of a description file in bytes; the converter writes at most 39 bytes per shard."""
+MAX_YAML_DEPTH = 100
+"""Largest depth of nested mappings and lists."""
+CODE_NAMING_KEYS = ("__module__", "__class__", "__function__")
+PLAIN_DATASET_FIELDS = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+METADATASET_CLASSES = ("Metadataset", "MetadatasetV2")
+METADATASET_KEYS = {
+    *(
+        "path",
+        "blend",
+        "blend_epochized",
+        "datasets",
+        "weight",
+        "repetitions",
+        "split_part",
+        "subflavors",
+    ),
+    *("subset", "range"),
+}
+"""The keys that a split of a metadataset may have. All others (joins, other description files, auxiliary
+data) name code or lead elsewhere."""
+METADATASET_DEFAULTS = {"weight": 1, "repetitions": 1, "subset": None}
+"""Energon's defaults for keys that a metadataset does not set."""
+IDENTITY_KINDS = {
+    "content": "one data set",
+    "mixture": "a metadataset",
+    "data": "a data set or metadataset by its path",
+    "blend": "a blend by weights",
+    "blend_epochized": "a blend by repetitions",
+    "datasets": "a list of datasets",
+}
+"""The kind of a part of an identity, by the field that marks it."""
+MESSAGE_FIELDS = ("name", "called")
+"""Fields of an identity that say nothing about content."""
+MAX_METADATASET_DEPTH = 8
+"""Largest depth of nested metadatasets."""
+MAX_ID_BYTES = 100
+"""Largest size of an id in bytes."""
+
+
+class DescriptionError(UserError, ValueError):
+    """A description that is refused. The message names the file and what is wrong with it."""
+
+
+class LoaderError(UserError, ValueError):
+    """A data set or a setting that cannot be loaded. The message says what to change."""
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    """What a loader needs to know of one split. Its size does not depend on the number of shards."""
+
+    dataset_identity: dict[str, Any]
+    """What determines the order of samples, as JSON values. Compare identities with :func:`difference`."""
+    sample_count: int | None
+    """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
+    largest_shard: int
+    """Number of samples in the largest shard."""
+    datasets_without_sizes: tuple[str, ...] = ()
+    """Data sets whose samples' sizes are not stored for the run's tokenizer and chat template."""
+
+
+@dataclass(frozen=True)
+class DatasetDescription:
+    """A folder of shards."""
+
+    path: Location
+    shards_by_split: dict[str, list[str]]
+    """Names of shards by split, with braces expanded, without excluded shards."""
+    excluded_names: list[str]
+    """Shards and samples (``shard/key``) that are left out."""
+    samples_by_shard: dict[str, int]
+    """Samples of each shard."""
+    content_id: str
+    """An id that the converter makes from the SHA-256 of all shards;
+    empty if the data set was prepared without one."""
+
+    def split_identity(self, split_name: str) -> dict[str, Any]:
+        """The identity by content. It does not contain the path, so that the folder can be moved."""
+        names = self._split_shards(split_name)
+        listed_text = "".join(f"{name} {self.samples_by_shard.get(name)}\n" for name in names)
+        listed_text += "".join(f"-{name}\n" for name in self.excluded_names)
+        list_digest = hashlib.sha256(listed_text.encode()).hexdigest()[:16]
+        return {
+            "content": self.content_id,
+            "split": split_name,
+            "samples": self._split_sample_count(split_name),
+            "shards": len(names),
+            "list": list_digest,
+        }
+
+    def split_facts(self, split_name: str) -> SplitFacts:
+        """The facts of a split. Raises :class:`LoaderError` if it is empty."""
+        names = self._split_shards(split_name)
+        dataset_identity = self.split_identity(split_name)
+        largest_shard = max(self.samples_by_shard.get(name, 0) for name in names)
+        return SplitFacts(dataset_identity, self._split_sample_count(split_name), largest_shard)
+
+    def _split_shards(self, split_name: str) -> list[str]:
+        names = self.shards_by_split.get(split_name) or []
+        if not names:
+            filled_splits = (
+                ", ".join(sorted(name for name, held in self.shards_by_split.items() if held)) or "none"
+            )
+            raise LoaderError(
+                f"{self.path}: the split {split_name!r} is empty; splits with samples: {filled_splits}. Give another one,"
+                " or convert with --val-fraction (makes val), or with more samples"
+            )
+        return names
+
+    def _split_sample_count(self, split_name: str) -> int | None:
+        try:
+            return sum(self.samples_by_shard[name] for name in self.shards_by_split[split_name])
+        except KeyError:  # a data set prepared by hand, which Energon refuses with a message of its own
+            return None
+
+
+@dataclass(frozen=True)
+class MetadatasetDescription:
+    """A file that mixes data sets."""
+
+    path: Location
+    split_fields: dict[str, Any]
+    """The splits as the file has them."""
+    inner_by_path: dict[str, DatasetDescription | MetadatasetDescription]
+    """The data sets that the file names, by their path in it."""
+
+    def split_identity(self, split_name: str) -> dict[str, Any]:
+        """The mixture's structure and weights, and the identity of each part.
+        ``name`` and ``called`` are for messages only."""
+        return {"mixture": self._value_identity(self._split_content(split_name), split_name)}
+
+    def split_facts(self, split_name: str) -> SplitFacts:
+        """The facts of a split.
+
+        Raises:
+            LoaderError: there is no such split, or it is empty in one of the parts.
+            BlendError: its weights or repetitions make no blend.
+        """
+        part_facts = [data.split_facts(part) for data, part in self.split_parts(split_name)]
+        largest_shard = max((part.largest_shard for part in part_facts), default=0)
+        dataset_identity = self.split_identity(split_name)
+        read_blend_sources(
+            dataset_identity, description_path=str(self.path)
+        )  # refuses impossible weights before Energon meets them
+        return SplitFacts(dataset_identity, None, largest_shard)
+
+    def split_parts(self, split_name: str) -> list[tuple[DatasetDescription | MetadatasetDescription, str]]:
+        """The data sets and metadatasets that a split names, each with the split that is read of it."""
+        return list(self._value_parts(self._split_content(split_name), split_name))
+
+    def _split_content(self, split_name: str) -> Any:
+        if split_name not in self.split_fields:
+            existing_splits = ", ".join(sorted(map(str, self.split_fields))) or "none"
+            raise LoaderError(
+                f"{self.path} has no split {split_name!r}; splits that are there: {existing_splits}. Give another one, or"
+                " add it"
+            )
+        return self.split_fields[split_name]
+
+    def _value_identity(self, field_value: Any, split_name: str) -> Any:
+        if isinstance(field_value, list):
+            return [self._value_identity(inner, split_name) for inner in field_value]
+        if not isinstance(field_value, dict):
+            return field_value
+        split_name = field_value.get("split_part") or split_name
+        identity_fields = {
+            key: self._value_identity(inner, split_name)
+            for key, inner in field_value.items()
+            if key not in ("path", "split_part", "subflavors")
+            and not (key in METADATASET_DEFAULTS and inner == METADATASET_DEFAULTS[key])
+        }
+
+        if "path" in field_value:
+            identity_fields |= {
+                "name": field_value["path"],
+                "data": self.inner_by_path[field_value["path"]].split_identity(split_name),
+            }
+            part_subflavors = field_value.get("subflavors")
+            if isinstance(part_subflavors, dict) and part_subflavors.get(NAME_FIELD):
+                identity_fields["called"] = str(part_subflavors[NAME_FIELD])
+
+        return identity_fields
+
+    def _value_parts(
+        self, field_value: Any, split_name: str
+    ) -> Iterator[tuple[DatasetDescription | MetadatasetDescription, str]]:
+        if isinstance(field_value, list):
+            for inner_value in field_value:
+                yield from self._value_parts(inner_value, split_name)
+        elif isinstance(field_value, dict):
+            split_name = field_value.get("split_part") or split_name
+            if "path" in field_value:
+                yield self.inner_by_path[field_value["path"]], split_name
+            for key, inner_value in field_value.items():
+                if key != "subflavors":
+                    yield from self._value_parts(inner_value, split_name)
+
+
+Description = DatasetDescription | MetadatasetDescription
+
+
+def read_description(dataset_path: Location) -> Description:
+    """Reads the description of a data set, or of a metadataset and all data sets that it names.
+
+    Raises:
+        LoaderError: ``dataset_path`` is not such a data set.
+        DescriptionError: a description does more than list shards.
+    """
+    if not location_is_file(dataset_path) and not location_is_file(
+        dataset_path / METADATA_DIR / "split.yaml"
+    ):
+        raise LoaderError(
+            f"data.path {dataset_path} is not a data set; give a folder written by `megatron-vl data convert`"
+        )
+    return _read_cached(dataset_path, 0, {})
+
+
+def _read_cached(
+    description_path: Location, nesting_depth: int, read_descriptions: dict[Location, Description]
+) -> Description:
+    """The description of one folder or file.
+
+    Args:
+        nesting_depth: number of metadatasets around it.
+        read_descriptions: descriptions that were already read, so that each is read only once.
+    """
+    dataset_description = read_descriptions.get(description_path)
+    if dataset_description is None:
+        dataset_description = read_descriptions[description_path] = (
+            _read_metadataset(description_path, nesting_depth, read_descriptions)
+            if location_is_file(description_path)
+            else _read_dataset(description_path)
+        )
+    return dataset_description
+
+
+def _read_dataset(dataset_path: Location) -> DatasetDescription:
+    metadata_dir = dataset_path / METADATA_DIR
+    dataset_fields = _read_description_file(metadata_dir / "dataset.yaml")
+    unknown_fields = {
+        key: value
+        for key, value in dataset_fields.items()
+        if key not in PLAIN_DATASET_FIELDS and key != "subflavors"
+    }
+    if (
+        unknown_fields
+        or {key: dataset_fields.get(key) for key in PLAIN_DATASET_FIELDS} != PLAIN_DATASET_FIELDS
+        or _names_code(dataset_fields.get("subflavors"))
+    ):
+        raise DescriptionError(
+            f"{metadata_dir / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__"
+            " megatron.energon, __class__ CrudeWebdataset, at most subflavors): it could run code. Convert"
+            " the data with `megatron-vl data convert`"
+        )
+
+    split_file = metadata_dir / "split.yaml"
+    split_fields = _read_description_file(metadata_dir / "split.yaml")
+    patterns_by_split = split_fields.get("split_parts")
+    if (
+        split_fields.keys() - {"split_parts", "exclude"}
+        or not isinstance(patterns_by_split, dict)
+        or _names_code(split_fields)
+    ):
+        raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
+    shards_by_split = {
+        name: _expand_shard_names(split_file, shards) for name, shards in patterns_by_split.items()
+    }
+    excluded_names = _expand_shard_names(split_file, split_fields.get("exclude") or [])
+
+    samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
+    samples_by_shard = samples_by_shard if isinstance(samples_by_shard, dict) else {}
+    if not all(type(count) is int and count >= 0 for count in samples_by_shard.values()):
+        raise DescriptionError(
+            f"{metadata_dir / '.info.json'}: shard_counts is not a number of samples for each shard"
+        )
+    _check_shard_names(
+        dataset_path, {name for names in shards_by_split.values() for name in names} | samples_by_shard.keys()
+    )
+
+    excluded_set = set(excluded_names)
+    kept_shards = {
+        part: [name for name in names if name not in excluded_set] for part, names in shards_by_split.items()
+    }
+    return DatasetDescription(
+        dataset_path,
+        kept_shards,
+        excluded_names,
+        samples_by_shard,
+        _read_content_id(metadata_dir / "index.uuid"),
+    )
+
+
+def _read_content_id(id_path: Location) -> str:
+    if not location_is_file(id_path) or location_size_bytes(id_path) > MAX_ID_BYTES:
+        return ""
+    return read_text_file(id_path, errors="replace").strip()
+
+
+def _read_description_file(file_path: Location) -> dict[str, Any]:
+    """A YAML or JSON object as Energon reads it. Tags, aliases and huge files are refused."""
+    if not location_is_file(file_path):
+        raise DescriptionError(f"{file_path} is missing; convert the data with `megatron-vl data convert`")
+    if location_size_bytes(file_path) > MAX_DESCRIPTION_BYTES:
+        raise DescriptionError(
+            f"{file_path} has {location_size_bytes(file_path)} bytes; {MAX_DESCRIPTION_BYTES} are allowed"
+        )
+    # Only the rank that reads a description imports Energon, which takes seconds.
+    from megatron.energon.eyaml import load_yaml
+
+    file_text = ""
+    try:
+        file_text = read_text_file(file_path)
+        if location_suffix(file_path) != ".json":
+            _check_yaml(file_path, file_text)
+            parsed_fields = load_yaml(file_text.encode())
+        else:
+            parsed_fields = json.loads(file_text)
+    except DescriptionError:
+        raise
+    except yaml.MarkedYAMLError as error:
+        raise DescriptionError(yaml_error_message(file_path, file_text, error)) from error
+    except Exception as error:  # parsers raise what they like on foreign bytes
+        raise DescriptionError(f"{file_path} cannot be read: {error}") from error
+
+    if not isinstance(parsed_fields, dict):
+        raise DescriptionError(f"{file_path} does not hold a mapping")
+    return parsed_fields
+
+
+def _check_yaml(file_path: Location, file_text: str) -> None:
+    """Refuses invalid YAML, more than one document, and tags and aliases.
+
+    Energon's own parser is lenient and does not support tags or aliases. PyYAML with libyaml is fast enough.
+    """
+    nesting_depth = document_count = 0
+    for event_number, yaml_event in enumerate(
+        yaml.parse(file_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    ):
+        # With aliases, a few lines can expand to billions of values.
+        if isinstance(yaml_event, yaml.AliasEvent) or getattr(yaml_event, "tag", None):
+            raise DescriptionError(f"{file_path} uses YAML tags or aliases")
+        nesting_depth += isinstance(yaml_event, yaml.CollectionStartEvent) - isinstance(
+            yaml_event, yaml.CollectionEndEvent
+        )
+        document_count += isinstance(yaml_event, yaml.DocumentStartEvent)
+        if nesting_depth > MAX_YAML_DEPTH or document_count > 1 or event_number > 2 * MAX_SHARDS + 1000:
+            raise DescriptionError(
+                f"{file_path} cannot be read: it is nested deeper than {MAX_YAML_DEPTH}, holds more than one"
+                f" document, or more than {MAX_SHARDS} shards"
+            )
+
+
+def _names_code(field_value: Any) -> bool:
+    """Whether a mapping at any depth has one of the keys that tell Energon to load code."""
+    if isinstance(field_value, dict):
+        return any(key in CODE_NAMING_KEYS or _names_code(inner) for key, inner in field_value.items())
+    return isinstance(field_value, list) and any(map(_names_code, field_value))
+
+
+def _expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
+    """The names of shards, with braces expanded."""
+    if not isinstance(shard_patterns, list) or not all(
+        isinstance(shard_pattern, str) for shard_pattern in shard_patterns
+    ):
+        raise DescriptionError(f"{file_path}: a split is a list of shard names")
+
+    shard_names: list[str] = []
+    for shard_pattern in shard_patterns:
+        if not re.search(r"[{}\\]", shard_pattern):
+            shard_names.append(shard_pattern)
+            continue
+        # braceexpand builds each whole range before it returns the first name.
+        for range_start, range_end in re.findall(r"(\d+)\.\.(\d+)", shard_pattern):
+            if abs(int(range_end) - int(range_start)) > MAX_SHARDS:
+                raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
+        shard_names += islice(braceexpand(shard_pattern), MAX_SHARDS + 1 - len(shard_names))
+        if len(shard_names) > MAX_SHARDS:
+            break
+    if len(shard_names) > MAX_SHARDS:
+        raise DescriptionError(f"{file_path}: more than {MAX_SHARDS} shards")
+    return shard_names
+
+
+def _check_shard_names(dataset_dir: Location, shard_names: set[str]) -> None:
+    """Refuses names that do not lie inside the folder, with links resolved. Files need not exist.
+
+    Each folder of shards is listed once to find its links. Only links are resolved one by one.
+    """
+
+    def refuse(refused_name: str) -> DescriptionError:
+        return DescriptionError(
+            f"{dataset_dir / METADATA_DIR}: shard {refused_name[:200]!r} is not inside {dataset_dir}"
+        )
+
+    names_by_folder: dict[str, list[str]] = {}
+    for shard_name in shard_names:
+        parent_path, _, file_name = shard_name.rpartition("/")
+        if (
+            "://" in shard_name
+            or "\0" in shard_name
+            or file_name in ("", ".", "..")
+            or ".." in parent_path.split("/")
+        ):
+            raise refuse(shard_name)
+        names_by_folder.setdefault(
+            "/" if shard_name.startswith("/") and not parent_path else parent_path, []
+        ).append(file_name)
+
+    if not isinstance(dataset_dir, Path):  # an object store has no links
+        if absolute_parent := next(
+            (parent_path for parent_path in names_by_folder if parent_path.startswith("/")), None
+        ):
+            raise refuse(f"{absolute_parent}/{names_by_folder[absolute_parent][0]}")
+        return
+
+    resolved_root = dataset_dir.resolve()
+    for parent_path, folder_names in names_by_folder.items():
+        shard_folder = resolved_root / parent_path
+        if not shard_folder.resolve().is_relative_to(resolved_root):
+            raise refuse(f"{parent_path}/{folder_names[0]}")
+        for file_name in _symlinked_names(shard_folder, folder_names):
+            if not (shard_folder / file_name).resolve().is_relative_to(resolved_root):
+                raise refuse(f"{parent_path}/{file_name}" if parent_path else file_name)
+
+
+def _symlinked_names(shard_folder: Path, shard_names: list[str]) -> list[str]:
+    """The ``shard_names`` that are links in ``shard_folder``."""
+    try:
+        with os.scandir(shard_folder) as entries:
+            link_names = {entry.name for entry in entries if entry.is_symlink()}
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError:  # a folder that can be entered but not listed
+        return [name for name in shard_names if os.path.islink(shard_folder / name)]
+    return [name for name in shard_names if name in link_names]
+
+
+def _read_metadataset(
+    metadataset_path: Location, nesting_depth: int, read_descriptions: dict[Location, Description]
+) -> MetadatasetDescription:
+    if location_suffix(metadataset_path) != ".yaml":
+        raise DescriptionError(f"{metadataset_path} is neither a data set's folder nor a metadataset (.yaml)")
+    if nesting_depth > MAX_METADATASET_DEPTH:
+        raise DescriptionError(
+            f"{metadataset_path}: metadatasets are nested deeper than {MAX_METADATASET_DEPTH}"
+        )
+
+    metadataset_fields = _read_description_file(metadataset_path)
+    if (
+        metadataset_fields.pop("__module__", None) != "megatron.energon"
+        or metadataset_fields.pop("__class__", None) not in METADATASET_CLASSES
+    ):
+        raise DescriptionError(
+            f"{metadataset_path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASET_CLASSES)}"
+        )
+
+    split_fields = metadataset_fields.get("splits")
+    if (
+        metadataset_fields.keys() != {"splits"}
+        or not isinstance(split_fields, dict)
+        or _names_code(metadataset_fields)
+    ):
+        raise DescriptionError(
+            f"{metadataset_path} may only have splits of data sets, and none of {', '.join(CODE_NAMING_KEYS)} in them"
+        )
+
+    named_paths = dict.fromkeys(_referenced_paths(metadataset_path, split_fields, keys_are_splits=True))
+    return MetadatasetDescription(
+        metadataset_path,
+        split_fields,
+        {
+            name: _read_cached(metadataset_path.parent / name, nesting_depth + 1, read_descriptions)
+            for name in named_paths
+        },
+    )
+
+
+def _referenced_paths(
+    metadataset_path: Location, field_value: Any, *, keys_are_splits: bool = False
+) -> list[str]:
+    """Paths of the data sets that a part of a metadataset names.
+
+    Args:
+        keys_are_splits: whether the keys of ``field_value`` are names of splits.
+    """
+    if isinstance(field_value, list):
+        return [
+            found for inner_paths in field_value for found in _referenced_paths(metadataset_path, inner_paths)
+        ]
+    if not isinstance(field_value, dict):
+        return []
+    if not keys_are_splits and (unknown_keys := field_value.keys() - METADATASET_KEYS):
+        raise DescriptionError(
+            f"{metadataset_path}: field {sorted(map(str, unknown_keys))[0]!r} is not supported in a metadataset; leave it out"
+        )
+
+    field_values = [part for key, part in field_value.items() if key != "subflavors"]
+    inner_paths = [found for part in field_values for found in _referenced_paths(metadataset_path, part)]
+    if keys_are_splits or "path" not in field_value:
+        return inner_paths
+    if not isinstance(field_value["path"], str) or "://" in field_value["path"]:
+        raise DescriptionError(f"{metadataset_path}: path {field_value['path']!r} is not a local path")
+    return [*inner_paths, field_value["path"]]
+
+
+# --- Comparing identities
+
+
+def compare_identities(saved_identity: Any, current_identity: Any, part_name: str = "the data set") -> str:
+    """The difference between two identities of :class:`SplitFacts`, as a clause for a message; empty if they
+    are equal. Weights count by their ratios: 1 and 1 are the same blend as 2 and 2.
+
+    Args:
+        part_name: name of the compared part.
+    """
+    if isinstance(saved_identity, dict) and isinstance(current_identity, dict):
+        return _field_difference(
+            saved_identity, current_identity, str(current_identity.get("name", part_name))
+        )
+    if isinstance(saved_identity, list) and isinstance(current_identity, list):
+        return _list_difference(saved_identity, current_identity, part_name)
+    return (
+        ""
+        if saved_identity == current_identity
+        else f"{part_name} was {saved_identity!r}, is {current_identity!r}"
+    )
+
+
+def _field_difference(saved_fields: dict[str, Any], current_fields: dict[str, Any], part_name: str) -> str:
+    saved_kind, current_kind = (
+        next((kind for kind in IDENTITY_KINDS if kind in side), "") for side in (saved_fields, current_fields)
+    )
+    if saved_kind != current_kind:
+        return f"{part_name} was {IDENTITY_KINDS.get(saved_kind, 'unknown')}, is {IDENTITY_KINDS.get(current_kind, 'unknown')}"
+    if current_kind == "content":
+        return _dataset_difference(saved_fields, current_fields, part_name)
+    if (
+        current_kind in WEIGHTED_KINDS
+        and _weight_shares(saved_fields[current_kind])
+        == _weight_shares(current_fields[current_kind])
+        is not None
+    ):
+        saved_fields, current_fields = (
+            {**side, current_kind: _without_weights(side[current_kind])}
+            for side in (saved_fields, current_fields)
+        )
+
+    for field_name in [
+        *current_fields,
+        *(field_name for field_name in saved_fields if field_name not in current_fields),
+    ]:
+        saved_value = saved_fields.get(field_name, METADATASET_DEFAULTS.get(field_name))
+        current_value = current_fields.get(field_name, METADATASET_DEFAULTS.get(field_name))
+        inner_name = f"the {field_name} of {part_name}" if field_name in METADATASET_DEFAULTS else part_name
+        if field_name not in MESSAGE_FIELDS and (
+            found_difference := compare_identities(saved_value, current_value, inner_name)
+        ):
+            return found_difference
+    return ""
+
+
+def _weight_shares(blend_parts: Any) -> list[Fraction] | None:
+    """The part that each data set of a blend has in it, exact; None where that cannot be said.
+
+    Energon 7.4.1 divides weights by their sum too, so weights 1 and 1 make the same order as 2 and 2.
+    """
+    if not isinstance(blend_parts, list) or not all(isinstance(part, dict) for part in blend_parts):
+        return None
+    written_weights = [part.get("weight", METADATASET_DEFAULTS["weight"]) for part in blend_parts]
+    if not all(type(weight) in (int, float) and 0 <= weight < math.inf for weight in written_weights):
+        return None
+    if not any(written_weights):
+        return None
+
+    # By its digits: Fraction(0.1) is not a tenth.
+    exact_weights = [Fraction(str(weight)) for weight in written_weights]
+    total_weight = sum(exact_weights)
+    return [weight / total_weight for weight in exact_weights]
+
+
+def _without_weights(blend_parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in part.items() if key != "weight"} for part in blend_parts]
+
+
+def _dataset_difference(
+    saved_identity: dict[str, Any], current_identity: dict[str, Any], part_name: str
+) -> str:
+    if saved_identity.get("split") != current_identity["split"]:
+        return (
+            f"the split of {part_name} was {saved_identity.get('split')!r}, is {current_identity['split']!r}"
+        )
+    amounts_text = (
+        f"{saved_identity.get('samples')} samples in {saved_identity.get('shards')} shards, is {current_identity['samples']} in"
+        f" {current_identity['shards']}"
+    )
+    if saved_identity["content"] != current_identity["content"]:
+        return f"{part_name} was converted or prepared again (its {current_identity['split']} was {amounts_text})"
+    if saved_identity.get("list") != current_identity["list"]:
+        return (
+            f"{part_name} lists other shards or counts for {current_identity['split']} (was {amounts_text})"
+        )
+    return ""
+
+
+def _list_difference(saved_parts: list[Any], current_parts: list[Any], part_name: str) -> str:
+    saved_names, current_names = _part_names(saved_parts), _part_names(current_parts)
+    mixture_text = f"{part_name} mixed {list_names(saved_names)}, mixes {list_names(current_names)}"
+    if len(saved_parts) != len(current_parts):
+        return mixture_text
+    numbered_pairs = enumerate(zip(saved_parts, current_parts, strict=True))
+    difference_texts = (
+        compare_identities(old, new, f"part {number + 1} of {part_name}")
+        for number, (old, new) in numbered_pairs
+    )
+    first_difference = next(filter(None, difference_texts), "")
+    return (
+        mixture_text
+        if first_difference and saved_names != current_names and sorted(saved_names) == sorted(current_names)
+        else first_difference
+    )
+
+
+def _part_names(blend_parts: list[Any]) -> list[str]:
+    return [
+        str(part.get("name", "a mixture")) if isinstance(part, dict) else str(part) for part in blend_parts
+    ]

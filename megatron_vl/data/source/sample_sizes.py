@@ -1,0 +1,318 @@
+"""Sizes of all samples of a data set, so that batches are planned without reading the samples.
+
+``megatron-vl data index`` writes a folder ``.nv-meta/sizes/ID`` for each way in which text becomes tokens
+(see :func:`compute_tokenization_id`). It holds facts of the data only: the tokens of each sample's text, and the sizes of its
+media as they are stored. Patches and placeholders follow from the settings of the run that reads them.
+
+* ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
+* ``media.npy``: :data:`MEDIUM`, 21 bytes for each picture or video.
+* ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
+  its samples, the assistant's turns in them, and those that cannot be used by reason.
+
+10^8 samples with one picture each take 3.3 GB. The files are mapped into memory, so that a process reads only
+the pages that it needs, and the processes of a node share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_vl.config import DataConfig, video_rule
+from megatron_vl.data.sample.chat import ChatEncoder, read_chat_template
+from megatron_vl.data.sample.frame_archive import Sampling
+from megatron_vl.data.sample.pixels import PixelError, PixelSettings, VideoInfo, image_grid, video_grid
+from megatron_vl.data.source.dataset_description import (
+    METADATA_DIR,
+    SIZES_DIR,
+    DatasetDescription,
+    Description,
+)
+from megatron_vl.data.source.location import Location, location_is_file, read_text_file
+from megatron_vl.errors import UserError
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.positions import GridTHW
+
+SHARDS_FILE = "shards.json"
+SIZES_VERSION = 1
+SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
+"""Tokens of the text (0: the sample cannot be used), and number of media of all samples up to this one."""
+MEDIUM_DTYPE = np.dtype(
+    [("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")]
+)
+"""A picture has no frames. ``whole``: the video is a list of pictures that is taken whole (``VideoInfo``)."""
+
+type MediumFields = tuple[int, int, int, float, int]
+
+Integers = NDArray[np.int64]
+
+
+class SizesError(UserError, ValueError):
+    """Stored sizes that cannot be used. The message says why."""
+
+
+def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig) -> str:
+    """Names the way in which text becomes tokens: tokenizer, chat template, and text written around videos.
+
+    No tokenizer is built for this.
+    """
+    hf_path = Path(hf_dir)
+    hasher = hashlib.sha256(read_chat_template(hf_path).encode())
+    tokenizer_file = hf_path / "tokenizer.json"
+    tokenizer_files = (
+        [tokenizer_file] if tokenizer_file.is_file() else [hf_path / "vocab.json", hf_path / "merges.txt"]
+    )
+    for file_path in tokenizer_files:
+        hasher.update(file_path.read_bytes() if file_path.is_file() else b"")
+    special_token_ids = [
+        spec.image_token_id,
+        spec.video_token_id,
+        spec.vision_start_token_id,
+        spec.vision_end_token_id,
+    ]
+    writes_timestamps = spec.vision.video_timestamps
+    # The other rule is about positions, which do not change the number of tokens.
+    video_prompt_rule = video_rule(data_config, writes_timestamps) if writes_timestamps else {}
+    hasher.update(json.dumps([SIZES_VERSION, special_token_ids, video_prompt_rule]).encode())
+    return hasher.hexdigest()[:16]
+
+
+def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: str) -> bool:
+    """Whether a data set has sizes of its present content.
+
+    Args:
+        tokenization_id: the :func:`compute_tokenization_id` of the run.
+    """
+    path = dataset_description.path / METADATA_DIR / SIZES_DIR / tokenization_id / SHARDS_FILE
+    try:
+        return (
+            location_is_file(path)
+            and json.loads(read_text_file(path))["content"] == dataset_description.content_id
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def find_datasets_without_sizes(
+    description: Description, hf_dir: str | Path, data_config: DataConfig, split_name: str = "train"
+) -> list[DatasetDescription]:
+    """The data sets of a split that have no sizes for this tokenizer and chat template, each once.
+
+    Raises:
+        LoaderError: there is no such split.
+    """
+    name = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
+    dataset_by_path = {str(one.path): one for one, _ in list_split_datasets(description, split_name)}
+    return [one for one in dataset_by_path.values() if not has_stored_sizes(one, name)]
+
+
+def missing_sizes_advice(
+    description: Description, hf_dir: str | Path, data_config: DataConfig, split_name: str = "train"
+) -> str:
+    """Which data set of a split has no sizes, and the command that writes them; empty if all have some.
+
+    Raises:
+        LoaderError: there is no such split.
+    """
+    datasets_lacking_sizes = find_datasets_without_sizes(description, hf_dir, data_config, split_name)
+    if not datasets_lacking_sizes:
+        return ""
+
+    command_options = f"--data {data_config.path} --processor {hf_dir}"
+    writes_timestamps = read_spec(hf_dir).vision.video_timestamps
+    if writes_timestamps and data_config.video_prompt != DataConfig.video_prompt:
+        command_options = "--config RUN.yaml"  # the rule for the text around videos is a field of the run
+    return (
+        f"{datasets_lacking_sizes[0].path} has no sizes for this tokenizer and chat template: run"
+        f" `megatron-vl data index {command_options}`"
+    )
+
+
+def list_all_datasets(description: Description) -> list[DatasetDescription]:
+    """A data set, or all data sets that a metadataset names, each once."""
+    if isinstance(description, DatasetDescription):
+        return [description]
+    inner_datasets = [
+        found for part in description.inner_by_path.values() for found in list_all_datasets(part)
+    ]
+    return list({str(one.path): one for one in inner_datasets}.values())
+
+
+def list_split_datasets(
+    description: Description, split_name: str
+) -> Iterator[tuple[DatasetDescription, str]]:
+    """The data sets that a split reads, each with its own split that is read; in the order of a blend's
+    sources."""
+    if isinstance(description, DatasetDescription):
+        yield description, split_name
+        return
+    for inner_description, inner_split in description.split_parts(split_name):
+        yield from list_split_datasets(inner_description, inner_split)
+
+
+@dataclass(frozen=True)
+class StoredSizes:
+    """The sizes of one data set as they are stored."""
+
+    sample_records: Any
+    medium_records: Any
+    shard_ranges: dict[str, tuple[int, int]]
+    """For each shard, the number of its first sample in ``sample_records``, and how many it has."""
+    content_id: str
+    """Id of the data set's content that they are of."""
+    shard_facts: dict[str, dict[str, Any]]
+    """``sample_records``, ``turns`` (the assistant's, in usable samples) and ``unusable`` (samples by reason) of
+    each shard."""
+
+    def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
+        """The number in ``sample_records`` of the first sample of each of these shards.
+
+        Args:
+            named_shards: name and number of samples.
+
+        Raises:
+            SizesError: the sizes are of other shards.
+        """
+        for name, count in named_shards:
+            if self.shard_ranges.get(name, (0, -1))[1] != count:
+                raise SizesError(f"the sizes are of another data set: they do not hold {count} of {name}")
+        return np.array([self.shard_ranges[name][0] for name, _ in named_shards], np.int64)
+
+    def media_ranges(self, sample_numbers: Integers) -> tuple[Integers, Integers]:
+        """Numbers in ``medium_records`` of the first medium of samples and of the one after their last, int64 [n]."""
+        media_ends = self.sample_records["media_end"][sample_numbers].astype(np.int64)
+        media_starts = self.sample_records["media_end"][np.maximum(sample_numbers - 1, 0)].astype(np.int64)
+        return np.where(sample_numbers > 0, media_starts, 0), media_ends
+
+
+def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSizes:
+    """Opens the sizes of a data set. Those in an object store are copied into memory.
+
+    Raises:
+        SizesError: they are missing or damaged.
+    """
+    sizes_dir = metadata_dir / SIZES_DIR / tokenization_id
+    try:
+        json_fields = json.loads(read_text_file(sizes_dir / SHARDS_FILE))
+        shard_facts, content_id = json_fields["shards"], str(json_fields["content"])
+        sample_counts = [(tokenization_id, one["samples"]) for tokenization_id, one in shard_facts.items()]
+        sample_records, medium_records = (
+            _load_array(sizes_dir / f"{part}.npy") for part in ("samples", "media")
+        )
+        shard_ends = np.cumsum([0, *(count for _, count in sample_counts)])
+        shard_ranges = {
+            shard: (int(start), count)
+            for (shard, count), start in zip(sample_counts, shard_ends[:-1], strict=True)
+        }
+        media_count = int(sample_records[-1]["media_end"]) if len(sample_records) else 0
+        is_consistent = (
+            sample_records.dtype == SAMPLE_DTYPE
+            and medium_records.dtype == MEDIUM_DTYPE
+            and media_count == len(medium_records)
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        EOFError,
+        zipfile.BadZipFile,
+    ) as error:
+        raise SizesError(
+            f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node can"
+            " read it"
+        ) from error
+    if not is_consistent or shard_ends[-1] != len(sample_records):
+        raise SizesError(
+            f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data index`"
+        )
+    return StoredSizes(sample_records, medium_records, shard_ranges, content_id, shard_facts)
+
+
+def _load_array(array_path: Location) -> Any:
+    if isinstance(array_path, Path):
+        return np.load(array_path, mmap_mode="r", allow_pickle=False)
+    return np.load(io.BytesIO(array_path.read_bytes()), allow_pickle=False)
+
+
+class SampleSizeCounter:
+    """Counts tokens and patches of samples from their stored sizes, as the loader does.
+
+    Args:
+        chat_encoder: counts the tokens that a medium adds to a text.
+        pixel_settings: of the run.
+    """
+
+    def __init__(self, chat_encoder: ChatEncoder, pixel_settings: PixelSettings) -> None:
+        self.chat_encoder, self.pixel_settings = chat_encoder, pixel_settings
+        self._cached_media_sizes: dict[bytes, int] = {}
+        """For each medium as it is stored, its tokens x 2^32 + patches."""
+
+    def count_samples(self, stored_sizes: StoredSizes, sample_numbers: Integers) -> tuple[Integers, Integers]:
+        """Tokens and patches int64 [n] of samples; 0 tokens if one cannot be used.
+
+        Args:
+            sample_numbers: int64 [n], numbers in ``stored.samples``.
+        """
+        token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
+        media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
+        media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
+        owner_samples = np.repeat(np.arange(len(sample_numbers)), media_counts)
+        index_in_sample = np.arange(len(owner_samples)) - np.repeat(
+            np.cumsum(media_counts) - media_counts, media_counts
+        )
+        media_tokens, media_patches = np.divmod(
+            self._count_media(
+                stored_sizes.medium_records[np.repeat(media_starts, media_counts) + index_in_sample]
+            ),
+            1 << 32,
+        )
+        # No other medium makes a sample usable again.
+        media_tokens[media_tokens == 0] = -(1 << 40)
+        np.add.at(token_counts, owner_samples, media_tokens)
+        is_usable = token_counts > 0
+        patch_counts = np.zeros_like(token_counts)
+        np.add.at(patch_counts, owner_samples, media_patches)
+        return np.where(is_usable, token_counts, 0), np.where(is_usable, patch_counts, 0)
+
+    def _count_media(self, medium_records: NDArray[np.void]) -> Integers:
+        """Tokens x 2^32 + patches of media, int64 [n]; 0 if one cannot be used."""
+        if len(self._cached_media_sizes) > MAX_CACHED_MEDIA:
+            self._cached_media_sizes.clear()
+        keys = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
+        uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
+        for number, medium_fields in zip(
+            uncached_media, medium_records[uncached_media].tolist(), strict=True
+        ):
+            try:
+                grid = self._medium_grid(*medium_fields)
+                self._cached_media_sizes[keys[number]] = (
+                    self.chat_encoder.media_token_count(grid) << 32
+                ) + grid.num_patches
+            except PixelError:
+                self._cached_media_sizes[keys[number]] = 0
+        return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
+
+    def _medium_grid(
+        self, medium_height: int, medium_width: int, frame_count: int, fps: float, takes_all_frames: int
+    ) -> GridTHW:
+        if not frame_count:
+            return image_grid(medium_height, medium_width, self.pixel_settings)
+        frame_sampling: Sampling = "whole" if takes_all_frames else "as a file"
+        return video_grid(
+            VideoInfo(frame_count, fps, medium_height, medium_width, frame_sampling), self.pixel_settings
+        )
+
+
+MAX_CACHED_MEDIA = 1 << 20
+"""Number of different media whose counts are remembered, about 150 bytes each."""

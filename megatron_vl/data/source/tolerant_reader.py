@@ -1,0 +1,208 @@
+"""Reads samples from shards that may have changed since conversion.
+
+Energon 7.4.1 reads tar files inside a generator that does not handle errors: one missing file ends the epoch
+of a worker. Here every index of the data set yields a sample or a description of what is wrong with it, so
+that the order of samples and saved states stay valid.
+"""
+
+from __future__ import annotations
+
+import copy
+import errno
+import queue
+import threading
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.energon.epathlib import EPath
+from megatron.energon.errors import FatalSampleError
+from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader
+from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
+from megatron.energon.metadataset.loader_interface import LoadedDataset
+
+BROKEN_FIELD = "__broken__"
+"""Field of a crude sample that could not be read; its value is (reason, detail)."""
+CRC_FIELD = b', "crc32": '
+
+
+class StalledReadError(Exception):
+    """A file system that does not answer."""
+
+
+class TolerantReader:
+    """Wraps an Energon reader. If reading fails, it returns a crude sample with the field :data:`BROKEN_FIELD`.
+
+    Args:
+        timeout_seconds: seconds to wait for a sample; 0: without end.
+    """
+
+    def __init__(self, shard_reader: Any, timeout_seconds: float = 0.0) -> None:
+        self.shard_reader = shard_reader
+        self.timeout_seconds = timeout_seconds
+        self.reading_thread: _ReadingThread | None = None
+        self.stalled_threads: dict[str, _ReadingThread] = {}
+        """The threads that still wait for a shard."""
+
+    def __len__(self) -> int:
+        return len(self.shard_reader)
+
+    def __getitem__(self, sample_index: int) -> dict[str, Any] | None:
+        try:
+            return self._read_freeing_files(sample_index)
+        except FatalSampleError:
+            raise
+        except StalledReadError as error:
+            failure_reason = "reading takes too long"
+            failure_detail = str(error)
+        except FileNotFoundError as error:
+            failure_reason = "shard missing"
+            failure_detail = f"{error.filename or error} does not exist"
+        except OSError as error:
+            # A handle that failed once may keep failing (for instance
+            # after a network file system was down): reopen it.
+            self.shard_reader.close()
+            failure_reason = "shard unreadable"
+            failure_detail = str(error)
+        except Exception as error:  # tarfile, struct and Energon raise all kinds of errors on a damaged tar
+            failure_reason = "shard damaged"
+            failure_detail = f"{type(error).__name__}: {error}"
+
+        shard_name, index_in_shard = self._shard_position(sample_index)
+        return {
+            "__key__": f"{shard_name}[{index_in_shard}]",
+            "__shard__": shard_name,
+            "__restore_key__": ("Webdataset", sample_index),
+            "__sources__": (),
+            BROKEN_FIELD: (failure_reason, f"sample {index_in_shard} of {shard_name}: {failure_detail}"),
+        }
+
+    def _read_freeing_files(self, sample_index: int) -> dict[str, Any] | None:
+        """Reads a sample. If this process or machine may open no more files, it first closes its own.
+
+        Raises:
+            FatalSampleError: no file can be opened even then. That is no fault of the sample.
+        """
+        for has_closed in (False, True):
+            try:
+                return (
+                    self._read_with_timeout(sample_index)
+                    if self.timeout_seconds
+                    else self.shard_reader[sample_index]
+                )
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE):
+                    raise
+                if has_closed:
+                    raise FatalSampleError(
+                        f"{error.strerror} ({error.filename}): raise the limit of open files (`ulimit -n`)"
+                        " where the run is started, or lower data.num_workers"
+                    ) from error
+                self._close_files()
+        raise AssertionError  # the second turn returns or raises
+
+    def _close_files(self) -> None:
+        """Closes the files that are kept open."""
+        self.shard_reader.close()
+        if isinstance(self.shard_reader, ShardInfosITarReader):
+            offset_readers = self.shard_reader.cached_offset_reader.tar_index_reader_cache
+            for entry in offset_readers.values():
+                entry.tar_index_reader.close()
+            offset_readers.clear()
+        self.shard_reader = _reopen_reader(self.shard_reader)
+        if self.reading_thread is not None:
+            self.reading_thread.task_queue.put(-1)
+            self.reading_thread = None
+
+    def _read_with_timeout(self, sample_index: int) -> dict[str, Any] | None:
+        """Reads in a thread, because nothing else can give up a read that does not return."""
+        shard_name, _ = self._shard_position(sample_index)
+        stalled_thread = self.stalled_threads.get(shard_name)
+        if stalled_thread is not None and stalled_thread.is_busy:
+            raise StalledReadError("an earlier read of the shard has not returned yet")
+        self.stalled_threads.pop(shard_name, None)
+
+        if self.reading_thread is None:
+            self.reading_thread = _ReadingThread(self.shard_reader)
+        try:
+            return self.reading_thread.read_sample(sample_index, self.timeout_seconds)
+        except StalledReadError:
+            # The thread keeps its reader; the next read has its own.
+            self.stalled_threads[shard_name], self.reading_thread = self.reading_thread, None
+            self.shard_reader = _reopen_reader(self.shard_reader)
+            raise
+
+    def _shard_position(self, sample_index: int) -> tuple[str, int]:
+        """The shard, and the sample's number in it, counted from 0."""
+        if not isinstance(self.shard_reader, ShardInfosITarReader):
+            return "data set", sample_index
+        shard_starts = self.shard_reader.shard_count_cumsum
+        shard = min(bisect_right(shard_starts, sample_index) - 1, len(self.shard_reader.shard_infos) - 1)
+        return self.shard_reader.shard_infos[shard].name, sample_index - shard_starts[shard]
+
+
+def _reopen_reader(shard_reader: Any) -> Any:
+    """A reader of the same files with handles of its own."""
+    new_reader = copy.copy(shard_reader)
+    new_reader.itar_files_cache = {}
+    if isinstance(shard_reader, ShardInfosITarReader):
+        new_reader.cached_offset_reader = CachedItarOffsetReader(cache_size=shard_reader.itar_cache_size)
+    return new_reader
+
+
+class _ReadingThread:
+    """Reads samples one by one. It does not keep the process from ending."""
+
+    def __init__(self, shard_reader: Any) -> None:
+        self.shard_reader = shard_reader
+        self.task_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.result_queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.is_busy = False
+        threading.Thread(target=self._run_reads, daemon=True, name="read samples").start()
+
+    def read_sample(self, sample_index: int, timeout_seconds: float) -> Any:
+        """Raises what the reader raises, or :class:`StalledReadError`."""
+        self.is_busy = True
+        self.task_queue.put(sample_index)
+        try:
+            read_result = self.result_queue.get(timeout=min(timeout_seconds, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            self.task_queue.put(-1)  # ends the thread if the read ever returns
+            raise StalledReadError(f"it took longer than data.sample_timeout_s {timeout_seconds:g}") from None
+        if isinstance(read_result, BaseException):
+            raise read_result
+        return read_result
+
+    def _run_reads(self) -> None:
+        while (index := self.task_queue.get()) >= 0:
+            try:
+                read_result = self.shard_reader[index]
+            except BaseException as error:  # raised again by the thread that asked
+                read_result = error
+            self.is_busy = False
+            self.result_queue.put(read_result)
+
+
+def reconnect_stores(loaded_datasets: Iterable[LoadedDataset]) -> None:
+    """Gives a forked process connections of its own to object stores.
+
+    Two processes that share one would read each other's answers.
+    """
+    for loaded_dataset in loaded_datasets:
+        for path in (loaded_dataset.dataset.path, *(shard.path for shard in loaded_dataset.dataset.shards)):
+            if not path.is_local():
+                path.fs = EPath(str(path)).fs
+
+
+def append_crc32(json_bytes: bytes) -> bytes:
+    """Adds the CRC-32 of the bytes of a non-empty JSON object to it as its last field."""
+    return json_bytes[:-1] + CRC_FIELD + str(zlib.crc32(json_bytes)).encode() + b"}"
+
+
+def is_crc32_wrong(json_bytes: bytes) -> bool:
+    """Whether a text written by :func:`append_crc32` has changed; False for a text without CRC-32."""
+    json_body, crc_mark, number = json_bytes.rpartition(CRC_FIELD)
+    if not crc_mark or not number[:-1].isdigit():
+        return False
+    return zlib.crc32(json_body + b"}") != int(number[:-1])

@@ -1,0 +1,113 @@
+"""Files that survive a power failure.
+
+Two rules: a file's bytes are on the disk before it gets its name, and a name is on the disk before anything
+refers to it. On POSIX this takes ``fsync`` of the file, a rename, and ``fsync`` of the folder that holds the
+new name. Each of these functions returns when all of this is done. At any moment, a file has either its old
+content or its new content.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+from pathlib import Path
+
+from megatron_vl import progress
+
+PARTIAL_SUFFIX = ".partial"
+"""The end of a file's name until the file is complete."""
+FLUSH_PIECE_BYTES = 256 << 20
+"""Bytes that are flushed between two signs of progress."""
+_SYNC_FILE_RANGE_FLAGS = 1 | 2 | 4
+"""Linux's flags of sync_file_range: wait for earlier writes of the range, write it, and wait for that."""
+
+
+def fsync_path(synced_path: Path) -> None:
+    """Flushes the content of a file, or the names in a folder, to the disk."""
+    file_descriptor = os.open(synced_path, os.O_RDONLY)
+    try:
+        fsync_file(file_descriptor, synced_path)
+    finally:
+        os.close(file_descriptor)
+
+
+def fsync_file(file_descriptor: int, file_path: Path) -> None:
+    """Flushes an open file or folder to the disk. The pieces of a large file count as progress.
+
+    Args:
+        file_file_path: the name of the file in the message of a run that ends because its disk does not answer.
+    """
+    with progress.waiting_for_disk(file_path):
+        _flush_in_pieces(file_descriptor, file_path)
+        os.fsync(
+            file_descriptor
+        )  # of what is flushed already, the size and the place on the disk are missing
+
+
+def _flush_in_pieces(file_descriptor: int, file_path: Path) -> None:
+    """Writes the content of a file to the disk piece by piece, where the system can do that."""
+    sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
+    file_status = os.fstat(file_descriptor)
+    if (
+        sync_file_range is None
+        or not stat.S_ISREG(file_status.st_mode)
+        or file_status.st_size <= FLUSH_PIECE_BYTES
+    ):
+        return
+
+    c_int64 = ctypes.c_int64
+    for piece_start in range(0, file_status.st_size, FLUSH_PIECE_BYTES):
+        if sync_file_range(
+            file_descriptor, c_int64(piece_start), c_int64(FLUSH_PIECE_BYTES), _SYNC_FILE_RANGE_FLAGS
+        ):
+            error_number = ctypes.get_errno()
+            if error_number in (errno.EINVAL, errno.ENOSYS, errno.ESPIPE):
+                return  # the file system has no such call
+            # A failed write is reported once, so a later fsync would not raise it.
+            raise OSError(error_number, os.strerror(error_number), str(file_path))
+        progress.note_progress()
+
+
+def fsync_tree(dir_path: Path) -> None:
+    """Flushes a folder and everything in it to the disk."""
+    for path in dir_path.iterdir():
+        if path.is_dir():
+            fsync_tree(path)
+        else:
+            fsync_path(path)
+    fsync_path(dir_path)
+
+
+def rename_path(old_path: Path, new_path: Path) -> None:
+    """Renames a file or folder that is already on the disk, replacing whatever has the new name."""
+    os.replace(old_path, new_path)
+    fsync_path(new_path.parent)
+
+
+def publish_file(partial_path: Path, final_path: Path) -> None:
+    """Flushes a file that was just written and gives it its final name."""
+    fsync_path(partial_path)
+    rename_path(partial_path, final_path)
+
+
+def write_file(final_path: Path, file_content: bytes) -> None:
+    """Writes a file as ``PART_FILE_NAME.partial``, then gives it its final name."""
+    partial_path = final_path.with_name(final_path.name + PARTIAL_SUFFIX)
+
+    with partial_path.open("wb") as file:
+        file.write(file_content)
+        file.flush()
+        fsync_file(file.fileno(), partial_path)
+
+    rename_path(partial_path, final_path)
+
+
+def make_dirs(dir_path: Path) -> None:
+    """Creates a folder and the missing ones above it."""
+    if dir_path.is_dir():
+        return
+    make_dirs(dir_path.parent)
+    dir_path.mkdir(exist_ok=True)
+    fsync_path(dir_path.parent)

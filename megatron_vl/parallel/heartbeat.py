@@ -1,0 +1,628 @@
+"""Detects ranks that are dead or hang: every rank regularly reports its progress to rank 0.
+
+A rank that is killed cannot write a message. Neither does a rank that is stopped, or whose file system hangs.
+So a thread of each rank holds a connection to rank 0. When the connection ends, rank 0 knows at once that
+the process has ended, on any node and however it was started. Over the connection, the rank sends lines with
+its progress (see :mod:`megatron_vl.progress`): one per second in small jobs, and fewer in large jobs, so that
+rank 0 reads at most :data:`MAX_LINES_PER_S` lines per second. Neither the store nor collectives are involved.
+
+A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch, no part of a file. A rank
+that waits for another one is not at fault. The diagnosis names the ranks that sent no lines, because they are
+stopped or their node is lost. If there are none, it names the ranks with the least progress, because the
+others wait for them. Until the first step is done, the limit is :data:`SLOW_START_FACTOR` times as long, and at
+least :data:`MIN_SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training waits
+for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does not
+run while the main thread of a rank is in a Python debugger.
+
+The other ranks watch rank 0 in the same way: it sends its own lines to all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from megatron_vl import progress
+from megatron_vl.core_fixes.default_store import default_store
+from megatron_vl.progress import RankProgress
+
+MAX_LINES_PER_S = 128
+"""Largest number of lines per second that rank 0 reads: 4,096 ranks send one line every 32 seconds."""
+SLOW_START_FACTOR, MIN_SLOW_START_S = 3, 300.0
+"""The factor by which the limit is longer until the first step is done or while a disk confirms a file, and
+its least value in seconds."""
+CONNECT_TIMEOUT_S = 60.0
+"""Seconds for which a rank tries to reach rank 0."""
+_GATHER_LOST_S = 0.3
+"""Seconds to wait for more ranks to be lost, because the ranks of a node are lost together."""
+_MAX_LINE_BYTES = 1 << 14
+"""Largest number of bytes in a line."""
+_MAX_NAMED_RANKS = 8
+"""Largest number of ranks that a message names one by one."""
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A process, identified so that it cannot be confused with a later one of the same id."""
+
+    host_name: str
+    pid: int
+    machine_id: str
+    """The boot of the machine and the namespace of process ids. Where it is equal, ``pid`` means the same."""
+    start_time: float
+    """When the process started, in seconds since the epoch."""
+
+    def is_local(self) -> bool:
+        """Whether the process runs on the machine of the current process."""
+        return self.machine_id == _machine_id()
+
+    def kill_tree(self) -> None:
+        """Kills the process and its children, if it runs on this machine.
+
+        It sends SIGKILL, because a stopped process does not react to SIGTERM.
+        """
+        if not self.is_local():
+            return
+        with contextlib.suppress(psutil.Error):
+            system_process = psutil.Process(self.pid)
+            if abs(system_process.create_time() - self.start_time) > 1:
+                return
+            for killed_process in [*system_process.children(recursive=True), system_process]:
+                with contextlib.suppress(psutil.Error):
+                    killed_process.kill()
+
+    def system_state(self) -> str:
+        """The system's name of the process's state, if it runs on this machine; otherwise empty."""
+        if not self.is_local():
+            return ""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).status()
+        return "gone"
+
+
+def own_process() -> RankProcess:
+    system_process = psutil.Process()
+    return RankProcess(socket.gethostname(), system_process.pid, _machine_id(), system_process.create_time())
+
+
+def _machine_id() -> str:
+    id_parts = []
+    with contextlib.suppress(OSError):
+        id_parts = [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
+    return " ".join([*id_parts, socket.gethostname()])
+
+
+@dataclass
+class Heartbeat:
+    """The latest line of a rank, and when it arrived."""
+
+    rank: int
+    rank_process: RankProcess
+    rank_progress: RankProgress
+    is_debugged: bool = False
+    """Whether the main thread is in a debugger."""
+    received_at: float = field(default_factory=time.monotonic)
+    """When the line arrived, by this process's monotonic clock in seconds."""
+
+    def to_line(self) -> bytes:
+        fields = {
+            "rank": self.rank,
+            "process": asdict(self.rank_process),
+            "progress": asdict(self.rank_progress),
+        }
+        return json.dumps(fields | {"debugged": self.is_debugged}).encode() + b"\n"
+
+    @staticmethod
+    def from_line(heartbeat_line: bytes) -> Heartbeat:
+        """The inverse of :meth:`to_line`.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``to_line`` is not such a line.
+        """
+        fields = json.loads(heartbeat_line)
+        rank_process, rank_progress = RankProcess(**fields["process"]), RankProgress(**fields["progress"])
+        return Heartbeat(int(fields["rank"]), rank_process, rank_progress, bool(fields["debugged"]))
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Why the run ends."""
+
+    rank: int
+    """The first of the ranks at fault."""
+    position_text: str
+    """The rank's coordinates in the layout, its step, and its phase."""
+    message: str
+    silent: tuple[int, ...] = ()
+    """Ranks that are dead or stopped. No rank needs to wait for them."""
+    processes: tuple[RankProcess, ...] = ()
+    """The processes of the ranks at fault, as far as they are known."""
+    has_died: bool = False
+    """Whether the rank ended without a message."""
+    is_hanging: bool = False
+    """Whether the rank is alive but makes no progress."""
+
+
+def heartbeat_interval_s(world_size: int, timeout_s: float) -> float:
+    """Seconds between two lines of a rank, in a run of ``world_size`` ranks."""
+    full_interval_s = max(1.0, world_size / MAX_LINES_PER_S)
+    return min(full_interval_s, max(0.2, timeout_s / 4)) if timeout_s else full_interval_s
+
+
+def slow_start_timeout_s(timeout_s: float) -> float:
+    """Seconds without progress that are allowed before the first step is done, and while a disk confirms a
+    file."""
+    return max(SLOW_START_FACTOR * timeout_s, MIN_SLOW_START_S)
+
+
+class HeartbeatMonitor:
+    """The thread of this rank that sends and receives lines. The constructor starts it.
+
+    The constructor is collective, because the other ranks need rank 0's address.
+
+    Args:
+        store_key: prefix of the keys in the store under which rank 0 publishes its address.
+        timeout_s: seconds without progress after which the run hangs; 0: never.
+        on_diagnosis: called once, in the thread, with the verdict.
+    """
+
+    def __init__(self, store_key: str, timeout_s: float, on_diagnosis: Callable[[Diagnosis], None]) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.timeout_s, self.on_diagnosis = timeout_s, on_diagnosis
+        self.interval_s = heartbeat_interval_s(self.world_size, timeout_s)
+        self.silence_limit_s = min(3 * self.interval_s + 5, self.interval_s + timeout_s / 2)
+        """Seconds without a line after which a rank is considered stopped."""
+        self.rank_process = own_process()
+        self.end_event = threading.Event()
+        self.diagnosis: Diagnosis | None = None
+        self.diagnosis_ready = threading.Event()
+        """Set when there is a diagnosis."""
+
+        thread_target: Callable[[], None]
+        if self.world_size == 1:
+            thread_target = self._watch_own_progress
+        elif self.rank == 0:
+            server_socket, auth_token = _open_server(self.world_size), secrets.token_hex(16)
+            default_store().set(
+                f"{store_key}/address", json.dumps([server_socket.getsockname()[1], auth_token])
+            )
+            thread_target = _Rank0Listener(self, server_socket, auth_token).listen_to_ranks
+        else:
+            server_port, auth_token = json.loads(default_store().get(f"{store_key}/address"))
+            thread_target = _RankReporter(self, server_port, auth_token).report_to_rank_0
+        self.heartbeat_thread = threading.Thread(target=thread_target, name="signs-of-life", daemon=True)
+        self.heartbeat_thread.start()
+
+    def own_heartbeat(self) -> Heartbeat:
+        """The current heartbeat of this rank."""
+        return Heartbeat(
+            self.rank, self.rank_process, dataclasses.replace(progress.current_progress), is_in_debugger()
+        )
+
+    def report_diagnosis(self, diagnosis: Diagnosis | None) -> bool:
+        """Reports a diagnosis, if there is one and this rank has not ended. Returns whether it did so."""
+        if diagnosis is None or self.end_event.is_set():
+            return False
+        self.diagnosis = diagnosis
+        self.diagnosis_ready.set()
+        self.on_diagnosis(diagnosis)
+        return True
+
+    def wait_for_diagnosis(self, wait_s: float) -> None:
+        """Waits until there is a diagnosis, at most ``loader_wait_s``."""
+        self.diagnosis_ready.wait(wait_s)
+
+    def _watch_own_progress(self) -> None:
+        """The thread of a run of one rank, which watches only its own progress."""
+        progress_clock = _ProgressClock(self.timeout_s)
+        while not self.end_event.wait(self.interval_s):
+            own_heartbeat = self.own_heartbeat()
+            seconds = progress_clock.seconds_idle([own_heartbeat], self.interval_s + 1)
+            if progress_clock.has_timed_out(seconds, [own_heartbeat]):
+                self.report_diagnosis(
+                    diagnose_hang({0: own_heartbeat}, seconds, self.silence_limit_s, self.timeout_s)
+                )
+                return
+
+    def stop_monitor(self) -> None:
+        """From now on, the connections of this rank may end."""
+        self.end_event.set()
+
+
+def _open_server(world_size: int) -> socket.socket:
+    is_dual_stack = socket.has_dualstack_ipv6()
+    address_family = socket.AF_INET6 if is_dual_stack else socket.AF_INET
+    try:
+        return socket.create_server(
+            ("", 0), family=address_family, backlog=world_size, dualstack_ipv6=is_dual_stack
+        )
+    except OSError:
+        return socket.create_server(("", 0), backlog=world_size)
+
+
+class _ProgressClock:
+    """Measures how long none of some ranks has made progress."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.progress_counts: dict[int, int] = {}
+        self.last_progress = self.last_look = time.monotonic()
+
+    def seconds_idle(self, heartbeats: Iterable[Heartbeat], max_pause_s: float) -> float:
+        """Seconds since a rank last made progress. Call it at least every ``max_pause_s`` seconds.
+
+        If it was not called for longer, the whole job was stopped, and the clock starts again from 0.
+        """
+        current_time = time.monotonic()
+        was_paused = current_time - self.last_look > max_pause_s + max(5.0, self.timeout_s / 4)
+        self.last_look = current_time
+        for rank_heartbeat in heartbeats:
+            progress_count = rank_heartbeat.rank_progress.progress_count
+            if self.progress_counts.get(rank_heartbeat.rank) != progress_count or rank_heartbeat.is_debugged:
+                self.progress_counts[rank_heartbeat.rank] = progress_count
+                self.last_progress = current_time
+        if was_paused:
+            self.last_progress = current_time
+        return current_time - self.last_progress
+
+    def has_timed_out(self, idle_s: float, heartbeats: Iterable[Heartbeat]) -> bool:
+        if not self.timeout_s:
+            return False
+        # All ranks take part in a step. One that was stopped at once has not reported its first step yet.
+        known_progress = [sign.rank_progress for sign in heartbeats]
+        first_step_done = any(p.steps_done > 0 for p in known_progress)
+        waits_for_disk = any(p.syncing_file for p in known_progress) and any(
+            p.phase == progress.SAVING_CHECKPOINT for p in known_progress
+        )
+        return idle_s > (
+            self.timeout_s if first_step_done and not waits_for_disk else slow_start_timeout_s(self.timeout_s)
+        )
+
+
+class _Rank0Listener:
+    """The thread of rank 0: listens to all other ranks."""
+
+    def __init__(
+        self, heartbeat_monitor: HeartbeatMonitor, server_socket: socket.socket, auth_token: str
+    ) -> None:
+        self.heartbeat_monitor, self.server_socket, self.auth_token = (
+            heartbeat_monitor,
+            server_socket,
+            auth_token,
+        )
+        self.heartbeats: dict[int, Heartbeat] = {}
+        self.receive_buffers: dict[socket.socket, bytes] = {}
+        self.rank_by_connection: dict[socket.socket, int] = {}
+        self.lost_ranks: list[int] = []
+
+    def listen_to_ranks(self) -> None:
+        heartbeat_monitor, progress_clock = (
+            self.heartbeat_monitor,
+            _ProgressClock(self.heartbeat_monitor.timeout_s),
+        )
+        selector = selectors.DefaultSelector()
+        selector.register(self.server_socket, selectors.EVENT_READ)
+        next_send = time.monotonic()
+
+        while not heartbeat_monitor.end_event.is_set():
+            for selector_key, _ in selector.select(
+                0.1 if self.lost_ranks else min(heartbeat_monitor.interval_s, 1.0)
+            ):
+                self._serve_socket(selector, selector_key.fileobj)
+            if self.lost_ranks:
+                self._gather_lost_ranks(selector)
+                heartbeat_monitor.report_diagnosis(diagnose_dead_ranks(self.lost_ranks, self.heartbeats))
+                return
+            if time.monotonic() < next_send:
+                continue
+
+            next_send = time.monotonic() + heartbeat_monitor.interval_s
+            self.heartbeats[0] = heartbeat_monitor.own_heartbeat()
+            self._send_to_all(self.heartbeats[0].to_line())
+            idle_s = progress_clock.seconds_idle(self.heartbeats.values(), heartbeat_monitor.interval_s + 1)
+            if progress_clock.has_timed_out(idle_s, self.heartbeats.values()):
+                heartbeat_monitor.report_diagnosis(
+                    diagnose_hang(
+                        self.heartbeats,
+                        idle_s,
+                        heartbeat_monitor.silence_limit_s,
+                        heartbeat_monitor.timeout_s,
+                    )
+                )
+                return
+
+    def _serve_socket(self, selector: selectors.BaseSelector, ready_socket: Any) -> None:
+        if ready_socket is self.server_socket:
+            with contextlib.suppress(OSError):
+                new_connection, _ = self.server_socket.accept()
+                new_connection.setblocking(False)
+                self.receive_buffers[new_connection] = b""
+                selector.register(new_connection, selectors.EVENT_READ)
+            return
+
+        received_bytes = _receive_bytes(ready_socket)
+        if received_bytes is None:
+            selector.unregister(ready_socket)
+            ready_socket.close()
+            del self.receive_buffers[ready_socket]
+            if ready_socket in self.rank_by_connection:
+                self.lost_ranks.append(self.rank_by_connection.pop(ready_socket))
+            return
+
+        *rank_lines, self.receive_buffers[ready_socket] = (
+            self.receive_buffers[ready_socket] + received_bytes
+        ).split(b"\n")
+        for rank_line in rank_lines:
+            self._accept_line(ready_socket, rank_line)
+        if len(self.receive_buffers[ready_socket]) > _MAX_LINE_BYTES:
+            self.receive_buffers[ready_socket] = b""  # no rank sends such a long line
+
+    def _accept_line(self, rank_connection: socket.socket, rank_line: bytes) -> None:
+        token, _, fields = rank_line.partition(b" ")
+        if token != self.auth_token.encode():
+            return
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            rank_heartbeat = Heartbeat.from_line(fields)
+            self.rank_by_connection[rank_connection] = rank_heartbeat.rank
+            self.heartbeats[rank_heartbeat.rank] = rank_heartbeat
+
+    def _gather_lost_ranks(self, selector: selectors.BaseSelector) -> None:
+        """Waits for more lost ranks: those of a node, or those that a launcher ends, are lost together."""
+        end_time = time.monotonic() + _GATHER_LOST_S
+        while (remaining_s := end_time - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                self._serve_socket(selector, key.fileobj)
+
+    def _send_to_all(self, heartbeat_line: bytes) -> None:
+        for rank_connection in self.rank_by_connection:
+            # If a rank does not read, its buffer fills, and the line is dropped.
+            with contextlib.suppress(OSError):
+                rank_connection.send(heartbeat_line)
+
+
+class _RankReporter:
+    """The thread of any other rank: reports its progress to rank 0, and listens to it."""
+
+    def __init__(self, heartbeat_monitor: HeartbeatMonitor, server_port: int, auth_token: str) -> None:
+        self.heartbeat_monitor, self.server_port, self.auth_token = heartbeat_monitor, server_port, auth_token
+        self.rank_0_heartbeat: Heartbeat | None = None
+        self.unsent_bytes = b""
+
+    def report_to_rank_0(self) -> None:
+        heartbeat_monitor, progress_clock = (
+            self.heartbeat_monitor,
+            _ProgressClock(self.heartbeat_monitor.timeout_s),
+        )
+        rank_0_connection = self._connect_to_rank_0()
+        if rank_0_connection is None:
+            return
+        rank_0_connection.setblocking(False)
+        next_send, last_received, receive_buffer = time.monotonic(), time.monotonic(), b""
+        selector = selectors.DefaultSelector()
+        selector.register(rank_0_connection, selectors.EVENT_READ)
+
+        while not heartbeat_monitor.end_event.is_set():
+            ready_keys = selector.select(min(heartbeat_monitor.interval_s, 1.0))
+            if ready_keys:
+                received_bytes = _receive_bytes(rank_0_connection)
+                if received_bytes is None:
+                    # The last line says where rank 0 was.
+                    heartbeat_monitor.report_diagnosis(
+                        diagnose_dead_ranks([0], {0: self.rank_0_heartbeat} if self.rank_0_heartbeat else {})
+                    )
+                    return
+                last_received = time.monotonic()
+                *rank_0_lines, receive_buffer = (receive_buffer + received_bytes).split(b"\n")
+                for rank_0_line in rank_0_lines[-1:]:
+                    with contextlib.suppress(ValueError, KeyError, TypeError):
+                        self.rank_0_heartbeat = Heartbeat.from_line(rank_0_line)
+            if time.monotonic() < next_send:
+                continue
+
+            next_send = time.monotonic() + heartbeat_monitor.interval_s
+            own_heartbeat = heartbeat_monitor.own_heartbeat()
+            self._send_heartbeat(rank_0_connection, own_heartbeat)
+            idle_s = min(
+                progress_clock.seconds_idle([own_heartbeat], heartbeat_monitor.interval_s + 1),
+                time.monotonic() - last_received,
+            )
+            if self.rank_0_heartbeat is not None and progress_clock.has_timed_out(
+                idle_s, [own_heartbeat, self.rank_0_heartbeat]
+            ):
+                heartbeats = {0: self.rank_0_heartbeat, heartbeat_monitor.rank: own_heartbeat}
+                heartbeat_monitor.report_diagnosis(
+                    diagnose_hang(
+                        heartbeats, idle_s, heartbeat_monitor.silence_limit_s, heartbeat_monitor.timeout_s
+                    )
+                )
+                return
+
+    def _connect_to_rank_0(self) -> socket.socket | None:
+        rank_0_host, end_time, connect_error = (
+            os.environ.get("MASTER_ADDR", "127.0.0.1"),
+            time.monotonic() + CONNECT_TIMEOUT_S,
+            "",
+        )
+        while time.monotonic() < end_time and not self.heartbeat_monitor.end_event.is_set():
+            try:
+                return socket.create_connection((rank_0_host, self.server_port), timeout=10)
+            except OSError as refused_error:
+                connect_error = str(refused_error)
+                time.sleep(1)
+
+        if not self.heartbeat_monitor.end_event.is_set():
+            print(
+                f"NOTE: rank {self.heartbeat_monitor.rank} does not reach rank 0 at {rank_0_host}:{self.server_port} ({connect_error}). If this"
+                " rank dies or hangs, only the timeout of the collectives will show it. Open the ports"
+                " between nodes",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+
+    def _send_heartbeat(self, rank_0_connection: socket.socket, own_heartbeat: Heartbeat) -> None:
+        """Sends a line, or the rest of an earlier line that did not fit the buffer."""
+        line = self.unsent_bytes or self.auth_token.encode() + b" " + own_heartbeat.to_line()
+        try:
+            self.unsent_bytes = line[rank_0_connection.send(line) :]
+        except OSError:
+            self.unsent_bytes = line
+
+
+def _receive_bytes(rank_connection: socket.socket) -> bytes | None:
+    """The bytes that have arrived; None if the connection has ended."""
+    try:
+        return rank_connection.recv(1 << 16) or None
+    except (BlockingIOError, InterruptedError):
+        return b""
+    except OSError:
+        return None
+
+
+def diagnose_dead_ranks(dead_ranks: list[int], heartbeats: dict[int, Heartbeat]) -> Diagnosis:
+    """The diagnosis of ranks whose connections have ended."""
+    dead_ranks = sorted(dead_ranks)
+    known_heartbeats = [heartbeats[rank] for rank in dead_ranks if rank in heartbeats]
+    first_heartbeat = heartbeats.get(dead_ranks[0])
+    process_text = (
+        f"process {first_heartbeat.rank_process.pid} on {first_heartbeat.rank_process.host_name}"
+        if first_heartbeat
+        else "the process"
+    )
+    message = (
+        f"{process_text} ended without a message: it was killed from outside (SIGKILL), or crashed in native"
+        f" code{_other_ranks_text(dead_ranks)}"
+    )
+    rank_processes = tuple(sign.rank_process for sign in known_heartbeats)
+    position_text = progress.describe_progress(first_heartbeat.rank_progress) if first_heartbeat else ""
+    return Diagnosis(dead_ranks[0], position_text, message, tuple(dead_ranks), rank_processes, has_died=True)
+
+
+def diagnose_hang(
+    heartbeats: dict[int, Heartbeat], idle_s: float, silence_limit_s: float, timeout_s: float
+) -> Diagnosis:
+    """The diagnosis of a run in which no rank has made progress for ``idle_s``.
+
+    Args:
+        heartbeats: the latest sign of each known rank.
+        silence_limit_s: a rank whose latest sign is older is considered stopped.
+        timeout_s: the limit, for the message.
+    """
+    current_time = time.monotonic()
+    silent_ranks = sorted(
+        rank for rank, sign in heartbeats.items() if current_time - sign.received_at > silence_limit_s
+    )
+    limit_hint = f"If the run did not hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
+    if silent_ranks:
+        first_heartbeat = heartbeats[silent_ranks[0]]
+        process_state = first_heartbeat.rank_process.system_state()
+        state_text = (
+            f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
+        )
+        message = (
+            f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process {first_heartbeat.rank_process.pid} on"
+            f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
+        )
+        rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)
+        return Diagnosis(
+            silent_ranks[0],
+            progress.describe_progress(first_heartbeat.rank_progress),
+            message,
+            tuple(silent_ranks),
+            rank_processes,
+        )
+
+    def progress_order(rank: int) -> tuple[int, int, bool, bool]:
+        far_progress = heartbeats[rank].rank_progress
+        phase_order = (
+            progress.PHASES.index(far_progress.phase) if far_progress.phase in progress.PHASES else 0
+        )
+        return (
+            far_progress.step,
+            phase_order,
+            not far_progress.syncing_file,
+            far_progress.background_task != progress.WRITING_CHECKPOINT,
+        )
+
+    least_progress = min(map(progress_order, heartbeats))
+    slowest_ranks = sorted(rank for rank in heartbeats if progress_order(rank) == least_progress)
+    first_heartbeat = heartbeats[slowest_ranks[0]]
+    rank_progress = first_heartbeat.rank_progress
+    if len(slowest_ranks) == len(heartbeats):
+        same_phase_text = ", and all ranks are in the same phase" if len(heartbeats) > 1 else ""
+        waiting_text = f"no rank has made progress for {idle_s:.0f} s{same_phase_text}"
+    else:
+        waiting_text = f"it has made no progress for {idle_s:.0f} s, and the others wait for it{_other_ranks_text(slowest_ranks)}"
+    process_text = f"process {first_heartbeat.rank_process.pid} on {first_heartbeat.rank_process.host_name}"
+    disk_text = (
+        f"The disk has not confirmed {rank_progress.syncing_file} (fsync). "
+        if rank_progress.syncing_file
+        else ""
+    )
+    message = f"{waiting_text} ({process_text}). {disk_text}{_ADVICE_BY_PHASE.get(rank_progress.phase, '')}{limit_hint}"
+    rank_processes = (
+        tuple(heartbeats[rank].rank_process for rank in slowest_ranks)
+        if len(slowest_ranks) < len(heartbeats)
+        else ()
+    )
+    return Diagnosis(
+        slowest_ranks[0],
+        progress.describe_progress(rank_progress),
+        message,
+        processes=rank_processes,
+        is_hanging=True,
+    )
+
+
+_ADVICE_BY_PHASE = {
+    progress.SETTING_UP: "Look at the file systems of model.hf, model.checkpoint and checkpoint.dir. ",
+    progress.LOADING_ROWS: "Look at the file system of data.path and at the loader's worker processes. ",
+    progress.SHARING_ROWS: "Look at the network between the ranks. ",
+    progress.FORWARD_BACKWARD: (
+        "Look at the GPUs (dmesg shows Xid errors) and the network; NCCL_DEBUG=INFO shows its connections. "
+    ),
+    progress.UPDATING_WEIGHTS: "Look at the GPUs (dmesg shows Xid errors) and the network. ",
+    progress.SAVING_CHECKPOINT: "Look at the file system of checkpoint.dir. ",
+    progress.RUNNING_EVALUATION: "Look at the GPUs and the network; eval.interval 0 turns evaluations off. ",
+}
+
+
+def _other_ranks_text(affected_ranks: list[int]) -> str:
+    """Text about all ranks but the first, such as ``; the same holds for rank 4, 5 and 6 more``, or empty."""
+    other_ranks = affected_ranks[1:]
+    if not other_ranks:
+        return ""
+    more_text = (
+        f" and {len(other_ranks) - _MAX_NAMED_RANKS} more" if len(other_ranks) > _MAX_NAMED_RANKS else ""
+    )
+    return f"; the same holds for rank {', '.join(map(str, other_ranks[:_MAX_NAMED_RANKS]))}{more_text}"
+
+
+def is_in_debugger() -> bool:
+    """Whether the main thread is in a Python debugger."""
+    frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(("/bdb.py", "/pdb.py")) or "pydevd" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,225 @@
+"""The process grid: each rank's coordinates in tensor, context, pipeline and data parallelism.
+
+Ranks are ordered as in Megatron-core (``tp`` fastest, then ``cp``, ``dp``, ``pp``), so that tensor-parallel
+peers share a node. For experts, the same ``tp * cp * dp`` ranks of a stage have ``etp`` fastest, then
+``ep``, then expert-data-parallel. Training uses core's global groups. This module adds the groups that the
+loader needs.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_vl.parallel import failures, tp_overlap
+from megatron_vl.parallel.open_file_limit import raise_open_file_limit
+from megatron_vl.parallel.process_groups import (
+    cache_core_groups,
+    cached_group,
+    destroy_groups,
+    keep_replica_group,
+)
+from megatron_vl.platform import Platform
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import Sharding, TensorInfo
+
+
+@dataclass(frozen=True)
+class ProcessGrid:
+    """This rank's coordinates, and the groups over which rows are sent."""
+
+    tp_rank: int
+    cp_rank: int
+    pp_rank: int
+    dp_rank: int
+    """The number of this rank's replica."""
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    vpp: int
+    sharding: Sharding
+    """The numbers of parts into which tensors are cut."""
+    ep_rank: int
+    etp_rank: int
+    edp_rank: int
+    """This rank's number among the ranks that hold the same experts."""
+    rank: int
+    world_size: int
+    replica_group: dist.ProcessGroup
+    """All tp x cp x pp ranks of this data-parallel replica."""
+    replica_source_rank: int
+    """Global rank of this replica's owner: the rank (stage 0, cp 0, tp 0) that owns the loader."""
+    replica_gloo_group: dist.ProcessGroup
+    """The same ranks over gloo, for small host-side messages."""
+    stage_group: dist.ProcessGroup
+    """The tp x cp ranks of this replica on this pipeline stage."""
+    tp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    """The ranks with the same part of the model and of their rows, one of each replica."""
+
+    def shard_index(self, tensor_info: TensorInfo) -> int:
+        """The part of a tensor that this rank holds (see :meth:`Sharding.part`)."""
+        return self.sharding.shard_index(
+            tensor_info, tp_rank=self.tp_rank, ep_rank=self.ep_rank, etp_rank=self.etp_rank
+        )
+
+    def is_first_copy(self, tensor_info: TensorInfo) -> bool:
+        """Whether this rank is the first of the ranks that hold the same part of a tensor."""
+        if self.sharding.is_on_every_rank(tensor_info):
+            return self.rank == 0
+        return self.edp_rank == 0 if tensor_info.num_experts else self.is_first_dense_copy
+
+    @property
+    def is_first_dense_copy(self) -> bool:
+        """Whether this rank is the first of the ranks that hold the same parts of the dense tensors."""
+        return self.dp_rank == 0 and self.cp_rank == 0
+
+    @property
+    def replica_size(self) -> int:
+        """Number of ranks of a replica."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def owns_loader(self) -> bool:
+        return self.rank == self.replica_source_rank
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether this rank holds the vision tower."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp - 1
+
+
+_collective_timeout = timedelta(minutes=30)
+"""How long a collective may wait, in every group."""
+
+
+def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
+    """Joins the process group that torchrun's environment describes, or makes a group of one process.
+
+    Args:
+        timeout_minutes: how long a collective may wait for a rank, in this group and in those of a grid.
+    """
+    global _collective_timeout
+    if dist.is_initialized():
+        return
+
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # Port 0 is any free one, so that two processes on their own do not meet.
+    os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")
+
+    raise_open_file_limit()
+    if platform.name == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    _collective_timeout = timedelta(minutes=timeout_minutes)
+    dist.init_process_group(
+        platform.distributed_backend, rank=rank, world_size=world_size, timeout=_collective_timeout
+    )
+
+
+def end_distributed() -> None:
+    """Ends all process groups. Collective.
+
+    No rank leaves while another one still communicates, because with gloo, that would abort the other rank.
+    """
+    dist.barrier()
+    failures.stop_watching()
+    destroy_groups()
+
+
+def make_grid(layout: Layout) -> ProcessGrid:
+    """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid. Collective over all
+    ranks."""
+    from megatron.core import parallel_state as mpu
+
+    _initialize_core_groups(layout)
+    cp = layout.cp
+    replica_group = _replica_group(layout) if cp > 1 else mpu.get_model_parallel_group()
+    keep_replica_group(replica_group)
+    rank = dist.get_rank()
+    dp = mpu.get_data_parallel_world_size()
+
+    return ProcessGrid(
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        cp_rank=mpu.get_context_parallel_rank(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        dp_rank=mpu.get_data_parallel_rank(),
+        tp=layout.tp,
+        cp=cp,
+        pp=layout.pp,
+        dp=dp,
+        vpp=layout.vpp,
+        sharding=layout.sharding,
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+        edp_rank=mpu.get_expert_data_parallel_rank(),
+        rank=rank,
+        world_size=dist.get_world_size(),
+        replica_group=replica_group,
+        replica_source_rank=min(dist.get_process_group_ranks(replica_group)),
+        replica_gloo_group=_replica_gloo_group(layout) or replica_group,
+        stage_group=mpu.get_tensor_and_context_parallel_group()
+        if cp > 1
+        else mpu.get_tensor_model_parallel_group(),
+        tp_group=mpu.get_tensor_model_parallel_group(),
+        dp_group=mpu.get_data_parallel_group(),
+    )
+
+
+def _initialize_core_groups(layout: Layout) -> None:
+    """Makes core's groups for ``layout``, or reuses those of earlier layouts. Collective over all ranks."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        tp_overlap.stop_overlap()
+        mpu.destroy_model_parallel()  # drops core's references to groups
+    with cache_core_groups():  # all ranks start a layout together
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.cp,
+            # Only core's distributed checkpoints need these groups, and they are not used.
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=int(_collective_timeout.total_seconds() // 60),
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+        )
+
+
+def _replica_gloo_group(layout: Layout) -> dist.ProcessGroup | None:
+    """The gloo group of this rank's replica; None if the other group serves. Collective over all ranks."""
+    if layout.replica_ranks == 1 or dist.get_backend() in ("gloo", "fake"):
+        return None
+    return _replica_group(layout, "gloo")
+
+
+def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGroup:
+    """The group of the tp x cp x pp ranks of this rank's replica. Collective over all ranks.
+
+    Megatron-core's group of a replica leaves out the context-parallel ranks.
+
+    Args:
+        backend: None: that of the default group.
+    """
+    stage_ranks = layout.tp * layout.cp
+    dp = dist.get_world_size() // layout.replica_ranks
+    purpose = "REPLICA_GLOO" if backend == "gloo" else "REPLICA"
+
+    mine: dist.ProcessGroup
+    for replica in range(dp):  # every rank must take part in the creation of every group
+        firsts = [(stage * dp + replica) * stage_ranks for stage in range(layout.pp)]
+        members = [first + number for first in firsts for number in range(stage_ranks)]
+        group = cached_group(members, backend, purpose, timeout=_collective_timeout)
+        if dist.get_rank() in members:
+            mine = group
+    return mine

@@ -1,0 +1,204 @@
+"""The planned split: how many decoder layers each entry of a pipeline gets.
+
+It follows from the fields of a run, the model and the number of ranks alone, by plain arithmetic, so that all
+ranks and all commands find the same one. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.planning.cost import PassTime, StepCosts
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, stage_memories
+from megatron_vl.planning.pipeline_timeline import pipeline_seconds
+from megatron_vl.planning.predict import chunk_times
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, make_layout
+
+MAX_SIMULATED_PASSES = 1500
+"""Up to so many passes, a split is judged by its timeline; above, by the times of its stages."""
+MAX_LAYER_MOVES = 60
+"""Most improvements of a split by moving layers."""
+
+
+def planned_layers(
+    step_costs: StepCosts, *, max_row_patches: int | None = None, skip_timelines: bool = False
+) -> tuple[int, ...]:
+    """The split with the shortest step among those that fit the calibration's GPU.
+
+    If none fits, it is the one that lacks least.
+
+    Args:
+        step_costs: their layout gives the sizes; its ``layers`` are not read.
+        max_row_patches: patches of the fullest row, for memory; None: as many as a row can hold.
+        skip_timelines: judge splits by the times of their stages, without timelines.
+    """
+    return _SplitSearch(step_costs, max_row_patches, skip_timelines).improve_split(
+        balanced_layers(step_costs)
+    )
+
+
+def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
+    """The layout of a run whose split is still to be found: all layers are in the last entry.
+
+    Raises:
+        LayoutError: the sizes are impossible.
+    """
+    parallel_config = config.parallel
+    layers = [0] * (parallel_config.pp * parallel_config.vpp - 1) + [spec.language.num_layers]
+    is_decoupled = config.vision.placement == "decoupled"
+    return make_layout(
+        spec,
+        parallel_config.tp,
+        parallel_config.pp,
+        parallel_config.vpp,
+        layers,
+        parallel_config.ep,
+        parallel_config.etp,
+        is_decoupled,
+        parallel_config.cp,
+    )
+
+
+def balanced_layers(step_costs: StepCosts) -> tuple[int, ...]:
+    """A split whose entries all take about equally long, whatever memory they take."""
+    layout = step_costs.layout
+    entries = layout.pp * layout.vpp
+    if entries == 1:
+        return (step_costs.spec.language.num_layers,)
+    empty_layout = dataclasses.replace(layout, layers_per_chunk=(0,) * entries)
+    first_seconds = chunk_times(step_costs, empty_layout, 0)[0].total_seconds
+    last_seconds = chunk_times(step_costs, empty_layout, layout.pp - 1)[-1].total_seconds
+    # What every pass takes says nothing about where layers should be.
+    pass_overhead = 2 * step_costs.calibration.pass_s
+    layers = [
+        step_costs.decoder_layer_time(i).total_seconds for i in range(step_costs.spec.language.num_layers)
+    ]
+    return balance_layers(layers, first_seconds - pass_overhead, last_seconds - pass_overhead, entries)
+
+
+def balance_layers(
+    layer_seconds: Sequence[float], first_seconds: float, last_seconds: float, entry_count: int
+) -> tuple[int, ...]:
+    """Splits layers so that all entries take about equally long.
+
+    Args:
+        layer_seconds: of each layer.
+        first_seconds, last: what the first and the last entry take besides.
+    """
+    layers_per_entry = []
+    assigned_layers = 0
+    remaining_seconds = sum(layer_seconds) + first_seconds + last_seconds
+    fixed_seconds = [first_seconds, *[0.0] * (entry_count - 1)]
+    fixed_seconds[-1] += last_seconds
+
+    for entry_index in range(entry_count - 1):
+        target_seconds = remaining_seconds / (entry_count - entry_index)
+        entry_seconds = fixed_seconds[entry_index]
+        layer_count = 0
+        # A layer belongs to the entry that it fits better.
+        while (
+            assigned_layers + layer_count < len(layer_seconds)
+            and entry_seconds + layer_seconds[assigned_layers + layer_count] / 2 <= target_seconds
+        ):
+            entry_seconds += layer_seconds[assigned_layers + layer_count]
+            layer_count += 1
+        layers_per_entry.append(layer_count)
+        assigned_layers += layer_count
+        remaining_seconds -= entry_seconds
+
+    return (*layers_per_entry, len(layer_seconds) - assigned_layers)
+
+
+@dataclass
+class _SplitSearch:
+    """Improves a split by moving single layers from one entry to another."""
+
+    step_costs: StepCosts
+    max_row_patches: int | None
+    skip_timelines: bool
+
+    def improve_split(self, initial_layers: tuple[int, ...]) -> tuple[int, ...]:
+        best_layers, best_score = initial_layers, self.split_score(initial_layers)
+        for _ in range(MAX_LAYER_MOVES // 6 if self.skip_timelines else MAX_LAYER_MOVES):
+            best_neighbour = min(
+                ((self.split_score(other), other) for other in self._neighbour_splits(best_layers)),
+                default=None,
+            )
+            if best_neighbour is None or best_neighbour[0] >= best_score:
+                break
+            best_score, best_layers = best_neighbour
+        return best_layers
+
+    def _neighbour_splits(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Splits with one layer of the slowest or fullest entries elsewhere, and nearby ones."""
+        entry_count = len(layers)
+        entry_pairs = itertools.permutations(range(entry_count), 2)
+
+        if entry_count > 6:
+            # With many entries, layers of the ends and of the longest entry move to the shortest ones.
+            longest_entry = max(range(entry_count), key=lambda i: layers[i])
+            shortest_entries = sorted(range(1, entry_count - 1), key=lambda i: layers[i])[:2]
+            movable_entries = {0, entry_count - 1, longest_entry, *shortest_entries}
+            entry_pairs = itertools.permutations(sorted(movable_entries), 2)
+
+        neighbour_splits = []
+        for source_entry, target_entry in entry_pairs:
+            if layers[source_entry]:
+                moved_layers = list(layers)
+                moved_layers[source_entry] -= 1
+                moved_layers[target_entry] += 1
+                neighbour_splits.append(tuple(moved_layers))
+
+        return neighbour_splits
+
+    def split_score(self, layers: tuple[int, ...]) -> tuple[float, float]:
+        """GiB that are lacking, then seconds: smaller is better."""
+        step_costs = self.step_costs
+        layout = dataclasses.replace(step_costs.layout, layers_per_chunk=layers)
+        stage_memory_list = stage_memories(
+            step_costs.config, step_costs.spec, layout, step_costs.data_parallel_size, self.max_row_patches
+        )
+        fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
+        times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
+        micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
+        return max(
+            0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib
+        ), self._pipeline_seconds(times_by_stage, micro_batches)
+
+    def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
+        pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
+        if (
+            not self.skip_timelines
+            and 2
+            * pipeline_parallel_size
+            * virtual_pipeline_size
+            * min(micro_batches, 8 * pipeline_parallel_size)
+            <= MAX_SIMULATED_PASSES
+        ):
+            return pipeline_seconds(times_by_stage, micro_batches, self.step_costs.stage_message_seconds())
+        return quick_pipeline_seconds(times_by_stage, micro_batches, self.step_costs.stage_message_seconds())
+
+
+def quick_pipeline_seconds(
+    times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float
+) -> float:
+    """The pipeline's time without a timeline: the slowest stage all the time, the others once.
+
+    With virtual chunks, a stage also waits where its chunks take unequally long.
+    """
+    virtual_pipeline_size = len(times_by_stage[0])
+    stages = [sum(chunk.total_seconds for chunk in stage) for stage in times_by_stage]
+    slowest_seconds = max(stages)
+    uneven_seconds = (
+        max(max(chunk.total_seconds for chunk in stage) for stage in times_by_stage) * virtual_pipeline_size
+        - slowest_seconds
+    )
+    fill_seconds = (sum(stages) - slowest_seconds) / virtual_pipeline_size + 2 * message_seconds * (
+        len(times_by_stage) - 1
+    )
+    return micro_batches * slowest_seconds + fill_seconds + max(0.0, uneven_seconds) * micro_batches / 4

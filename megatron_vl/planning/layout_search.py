@@ -1,0 +1,635 @@
+"""Searches the layouts of a run for the fastest that fits.
+
+All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow are combined with a ladder of
+recompute (and offload). They are taken in the order of a quick estimate of their time; for each, memory is
+computed, and the split improved where a balanced one does not fit, until enough have been found. Sizes whose
+shortest possible step is longer than what has been found are not combined with anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl.config import RunConfigError, TrainConfig, validate_config
+from megatron_vl.errors import UserError
+from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.cost import Network, StepCosts
+from megatron_vl.planning.layer_split import (
+    balanced_layers,
+    planned_layers,
+    quick_pipeline_seconds,
+    unsplit_layout,
+)
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded_fraction, parameter_bytes, stage_memories
+from megatron_vl.planning.predict import (
+    RunPrediction,
+    chunk_times,
+    predict_layout,
+    seconds_outside_pipeline,
+    tower_and_step_overhead,
+)
+from megatron_vl.planning.row_statistics import RowStatistics
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout
+from megatron_vl.spec.tensors import LayoutError
+
+LARGEST_TP = 8
+LARGEST_PP = 64
+LARGEST_VPP = 4
+LARGEST_EP = 64
+NARROWEST_EXPERT_WIDTH = 768
+"""Experts are not cut into narrower matrices, which costs more than it saves."""
+RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
+    {"language": "none", "vision": "none"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
+    {"language": "selective", "language_modules": ["activation"], "vision": "full"},
+    {"language": "full", "vision": "activation"},
+    {"language": "full", "vision": "full"},
+)
+"""Recompute in the order of what it costs."""
+SEARCH_MARGIN = 1.1
+"""Layouts whose quick estimate is so many times the best found are not looked at any more."""
+LEAST_OFFLOAD_GIB = 4.0
+"""Offload that frees less of a GPU is not looked at: with many replicas, each owns little state."""
+MAX_TRIED_LAYOUTS = 40
+"""Most layouts whose memory is computed after the first that fits, for each layout to return."""
+UNCHANGED_RUN_TEXT = "the run as it is"
+"""What stands for the options if none is needed."""
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """What the search may choose, and the rates and rows that it predicts with."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    world_size: int
+    calibration: Calibration
+    row_statistics: RowStatistics
+    network: Network = Network()
+    max_row_patches: int | None = None
+    """Patches of the fullest row, for memory; None: as many as a row can hold."""
+    result_count: int = 8
+    """Number of layouts to return."""
+    keep_parallel_sizes: bool = False
+    """Keep TP, PP, VPP, EP and ETP of the run."""
+
+
+@dataclass(frozen=True)
+class RejectedLayout:
+    """A layout that was not chosen."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search."""
+
+    fitting_layouts: tuple[RunPrediction, ...]
+    """Layouts that fit, fastest first."""
+    slowdown_reasons: tuple[str, ...]
+    """Of each of them but the first, why it is slower."""
+    rejected_layouts: tuple[RejectedLayout, ...]
+    """Layouts that would be faster and do not fit, fastest first."""
+    combination_count: int
+    """Number of combinations of sizes, recompute and offload."""
+
+
+@dataclass(frozen=True)
+class _SizeGroup:
+    """Parallel sizes and the tower's place: the combinations that differ in recompute and offload alone."""
+
+    least_seconds: float
+    """No combination has a shorter step by the quick estimate."""
+    group_number: int
+    combination_count: int
+    """Number of combinations."""
+    config: TrainConfig
+
+
+@dataclass(frozen=True)
+class _LayoutCandidate:
+    """A combination with its quick estimate."""
+
+    least_seconds: float
+    candidate_number: int
+    config: TrainConfig
+    layout: Layout
+    step_costs: StepCosts
+
+
+def search_layouts(search_request: SearchRequest) -> SearchResult:
+    """Finds the fastest layouts that fit.
+
+    Raises:
+        RunConfigError: no combination of sizes is possible at all, for instance because
+            ``global_batch_size`` has no divisor in common with the number of GPUs.
+    """
+    if search_request.config.optimizer.offload_fraction == "auto":
+        resident_optimizer = dataclasses.replace(search_request.config.optimizer, offload_fraction=0.0)
+        search_request = dataclasses.replace(
+            search_request, config=dataclasses.replace(search_request.config, optimizer=resident_optimizer)
+        )
+
+    size_groups = list(_size_groups(search_request))
+    priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
+        (g.least_seconds, g.group_number, g) for g in size_groups
+    ]
+
+    if not size_groups:
+        raise RunConfigError(
+            f"no layout of {search_request.world_size} GPUs is possible with global_batch_size"
+            f" {search_request.config.global_batch_size}: the data-parallel size must divide it"
+        )
+
+    heapq.heapify(priority_queue)
+    predictions_by_size: dict[tuple, RunPrediction] = {}
+    rejected_by_size: dict[tuple, RejectedLayout] = {}
+    tried_count = 0
+
+    while priority_queue:
+        _, _, candidate = heapq.heappop(priority_queue)
+        seconds_limit = (
+            SEARCH_MARGIN * _slowest_kept_step(predictions_by_size, search_request.result_count)
+            if predictions_by_size
+            else math.inf
+        )
+        if (
+            candidate.least_seconds > seconds_limit
+            or tried_count > MAX_TRIED_LAYOUTS * search_request.result_count
+        ):
+            break
+
+        if isinstance(candidate, _SizeGroup):
+            # None of a group's combinations is faster than the group, so they are still taken in order.
+            for group_member in _group_candidates(search_request, candidate):
+                heapq.heappush(
+                    priority_queue, (group_member.least_seconds, group_member.candidate_number, group_member)
+                )
+            continue
+
+        size_key = _size_key(candidate)
+        # More recompute under the same sizes is slower: one that fits is enough.
+        if size_key in predictions_by_size:
+            continue
+        tried_count += bool(predictions_by_size)
+        prediction, required_gib = _predict_if_fits(search_request, candidate)
+
+        if prediction is not None:
+            predictions_by_size[size_key] = prediction
+        elif size_key not in rejected_by_size:
+            layout_text = describe_layout(
+                candidate.config, candidate.layout, candidate.step_costs.data_parallel_size
+            )
+            rejected_by_size[size_key] = RejectedLayout(
+                layout_text, f"{required_gib:.0f} GiB on the fullest GPU"
+            )
+
+    best_predictions = sorted(predictions_by_size.values(), key=_sort_key)[: search_request.result_count]
+    best_predictions = sorted(
+        (_refine_split(search_request, prediction) for prediction in best_predictions), key=_sort_key
+    )
+    slowdown_reasons = tuple(explain_slowdown(best_predictions[0], other) for other in best_predictions[1:])
+    combination_count = sum(group.combination_count for group in size_groups)
+
+    return SearchResult(
+        tuple(best_predictions),
+        slowdown_reasons,
+        tuple(rejected_by_size.values())[: search_request.result_count],
+        combination_count,
+    )
+
+
+def _slowest_kept_step(predictions_by_size: dict[tuple, RunPrediction], result_count: int) -> float:
+    """The step of the last layout that would be returned; infinite while there are too few."""
+    steps = sorted(prediction.step_seconds for prediction in predictions_by_size.values())
+    return steps[result_count - 1] if len(steps) >= result_count else 2 * steps[0]
+
+
+def _sort_key(prediction: RunPrediction) -> tuple:
+    """Fastest first; of equally fast ones, the simplest."""
+    layout = prediction.layout
+    return round(prediction.step_seconds, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
+
+
+def _size_key(candidate: _LayoutCandidate) -> tuple:
+    layout = candidate.layout
+    offload_share = offloaded_fraction(candidate.config)
+    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, offload_share, layout.decoupled
+
+
+# --- Combinations -------------------------------------------------------------------------------------------
+
+
+def _size_groups(search_request: SearchRequest) -> Iterator[_SizeGroup]:
+    """All parallel sizes that the fields of a run allow, with each place of the tower."""
+    size = len(RECOMPUTE_LADDER) * (1 + len(offload_variants(search_request.config)))
+    number = 0
+    for parallel_config in _parallel_configs(search_request):
+        base_config = dataclasses.replace(search_request.config, parallel=parallel_config)
+        try:
+            validate_config(base_config, search_request.world_size)
+        except RunConfigError:
+            continue
+        for placed_config in _tower_placements(base_config):
+            number += size + 1
+            yield _SizeGroup(step_lower_bound(search_request, placed_config), number, size, placed_config)
+
+
+def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> float:
+    """Less than any quick estimate of these parallel sizes: the stages share all work without a rest, nothing
+    is computed twice, and all communication at the end of the step hides. Infinite if they are impossible."""
+    bare_recompute = dataclasses.replace(search_request.config.recompute, **RECOMPUTE_LADDER[0])
+    config = dataclasses.replace(config, recompute=bare_recompute)
+    try:
+        layout = unsplit_layout(config, search_request.spec)
+    except LayoutError:
+        return math.inf
+    data_parallel_size = search_request.world_size // layout.replica_ranks
+    step_costs = StepCosts(
+        config,
+        search_request.spec,
+        layout,
+        data_parallel_size,
+        search_request.row_statistics,
+        search_request.calibration,
+        search_request.network,
+    )
+    micro_batches = config.global_batch_size // data_parallel_size
+    end_times = [step_costs.embedding_time(), step_costs.output_layer_time()] + (
+        [] if layout.decoupled else [step_costs.vision_tower_time()]
+    )
+    wait_seconds = 2 * search_request.calibration.pass_s * layout.vpp * (layout.pp > 1)
+    all_layers_seconds = step_costs.decoder_layers_time(
+        range(search_request.spec.language.num_layers)
+    ).total_seconds
+    mean_stage_seconds = (all_layers_seconds + sum(end.total_seconds for end in end_times)) / layout.pp
+    longest_end_seconds = max(end.total_seconds for end in end_times)  # one stage holds it
+    return micro_batches * (
+        max(mean_stage_seconds, longest_end_seconds) + wait_seconds
+    ) + tower_and_step_overhead(step_costs, micro_batches)
+
+
+def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Iterator[_LayoutCandidate]:
+    """The combinations of a group that the model allows and whose states fit."""
+    combined_configs = []
+    for recompute_fields in RECOMPUTE_LADDER:
+        recompute_config = dataclasses.replace(search_request.config.recompute, **recompute_fields)
+        config = dataclasses.replace(group.config, recompute=recompute_config)
+        combined_configs.append(config)
+        combined_configs += [
+            dataclasses.replace(config, optimizer=optimizer) for optimizer in offload_variants(config)
+        ]
+    for number, config in enumerate(combined_configs, group.group_number + 1):
+        candidate = _make_candidate(search_request, number, config)
+        if candidate is not None:
+            yield candidate
+
+
+def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
+    parallel_config, language_spec, world_size = (
+        search_request.config.parallel,
+        search_request.spec.language,
+        search_request.world_size,
+    )
+    if search_request.keep_parallel_sizes:
+        yield dataclasses.replace(parallel_config, layers=None)
+        return
+
+    tensor_sizes = [
+        size
+        for size in _powers_of_two(min(LARGEST_TP, search_request.network.gpus_per_node, world_size))
+        if world_size % size == 0
+    ]
+    pipeline_sizes = [
+        size
+        for size in range(1, min(LARGEST_PP, language_spec.num_layers, world_size) + 1)
+        if world_size % size == 0
+    ]
+    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
+
+    for tensor_size, pipeline_size, expert_size in itertools.product(
+        tensor_sizes, pipeline_sizes, expert_sizes
+    ):
+        has_wide_experts = (
+            language_spec.moe is not None
+            and language_spec.moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tensor_size
+        )
+        expert_tensor_sizes = [1, tensor_size] if has_wide_experts and tensor_size > 1 else [1]
+        virtual_sizes = [
+            size
+            for size in range(1, LARGEST_VPP + 1)
+            if size == 1 or pipeline_size > 1 and pipeline_size * size <= language_spec.num_layers
+        ]
+        for virtual_size, expert_tensor_size in itertools.product(virtual_sizes, expert_tensor_sizes):
+            parallel_sizes: dict[str, Any] = {
+                "tp": tensor_size,
+                "pp": pipeline_size,
+                "vpp": virtual_size,
+                "ep": expert_size,
+                "etp": expert_tensor_size,
+            }
+            overlaps_tensor_parallel = parallel_config.tp_comm_overlap and tensor_size > 1
+            yield dataclasses.replace(
+                parallel_config,
+                **parallel_sizes,
+                layers=None,
+                sequence_parallel=tensor_size > 1,
+                tp_comm_overlap=overlaps_tensor_parallel,
+            )
+
+
+def _powers_of_two(largest: int) -> list[int]:
+    return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
+
+
+def _tower_placements(config: TrainConfig) -> list[TrainConfig]:
+    """The run with the vision tower on the first stage and on every rank, where both make a difference."""
+    is_single_rank = config.parallel.pp * config.parallel.cp * config.parallel.tp == 1
+    names: list[Any] = (
+        ["first_stage"] if is_single_rank or config.fp8.vision else ["first_stage", "decoupled"]
+    )
+    return [
+        dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=name))
+        for name in names
+    ]
+
+
+def offload_variants(config: TrainConfig) -> list[Any]:
+    """The optimizer's section with more of its state in host memory."""
+    optimizer = config.optimizer
+    larger_fractions = [share for share in (0.5, 1.0) if share > offloaded_fraction(config)]
+    return [dataclasses.replace(optimizer, offload_fraction=share) for share in larger_fractions]
+
+
+def _make_candidate(
+    search_request: SearchRequest, candidate_number: int, config: TrainConfig
+) -> _LayoutCandidate | None:
+    """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
+    spec, parallel_config = search_request.spec, config.parallel
+    data_parallel_size = search_request.world_size // (
+        parallel_config.tp * parallel_config.cp * parallel_config.pp
+    )
+    try:
+        layout = unsplit_layout(config, spec)
+    except LayoutError:
+        return None
+
+    # The parameters alone, evenly spread, are the least that any split needs.
+    state_gib = parameter_bytes(config, spec, layout, data_parallel_size) / parallel_config.pp / GIB
+    if state_gib + RESERVE_GIB > search_request.calibration.memory_gib:
+        return None
+    if offloaded_fraction(config) > offloaded_fraction(search_request.config):
+        resident_state_gib = (
+            parameter_bytes(with_requested_offload(search_request, config), spec, layout, data_parallel_size)
+            / parallel_config.pp
+            / GIB
+        )
+        if resident_state_gib - state_gib < LEAST_OFFLOAD_GIB:
+            return None
+
+    step_costs = StepCosts(
+        config,
+        spec,
+        layout,
+        data_parallel_size,
+        search_request.row_statistics,
+        search_request.calibration,
+        search_request.network,
+    )
+    layout = dataclasses.replace(layout, layers_per_chunk=balanced_layers(step_costs))
+    times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(parallel_config.pp)]
+    micro_batches = config.global_batch_size // data_parallel_size
+    quick_step_seconds = quick_pipeline_seconds(
+        times_by_stage, micro_batches, step_costs.stage_message_seconds()
+    ) + seconds_outside_pipeline(step_costs, layout, times_by_stage)
+
+    return _LayoutCandidate(quick_step_seconds, candidate_number, config, layout, step_costs)
+
+
+def with_requested_offload(search_request: SearchRequest, config: TrainConfig) -> TrainConfig:
+    """A combination with no more state in host memory than the run asks for."""
+    return dataclasses.replace(config, optimizer=search_request.config.optimizer)
+
+
+def _predict_if_fits(
+    search_request: SearchRequest, candidate: _LayoutCandidate
+) -> tuple[RunPrediction | None, float]:
+    """The prediction of a combination that fits; otherwise None and the GiB that it would take."""
+    config, spec, layout, step_costs = (
+        candidate.config,
+        search_request.spec,
+        candidate.layout,
+        candidate.step_costs,
+    )
+    stage_memory_list = stage_memories(
+        config, spec, layout, step_costs.data_parallel_size, search_request.max_row_patches
+    )
+    limit_gib = search_request.calibration.memory_gib - RESERVE_GIB
+    mean_stage_gib = sum(memory.total_bytes for memory in stage_memory_list) / len(stage_memory_list) / GIB
+    fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
+    if fullest_stage_gib > limit_gib and (layout.pp == 1 or mean_stage_gib > limit_gib):
+        return None, fullest_stage_gib
+    if fullest_stage_gib > limit_gib:
+        layout = dataclasses.replace(
+            layout,
+            layers_per_chunk=planned_layers(
+                step_costs, max_row_patches=search_request.max_row_patches, skip_timelines=True
+            ),
+        )
+    prediction = _predict_candidate(search_request, config, layout)
+    return (prediction, 0.0) if prediction.fits_memory else (None, prediction.peak_gib)
+
+
+def _predict_candidate(search_request: SearchRequest, config: TrainConfig, layout: Layout) -> RunPrediction:
+    return predict_layout(
+        config,
+        search_request.spec,
+        search_request.world_size,
+        layout,
+        row_statistics=search_request.row_statistics,
+        calibration=search_request.calibration,
+        network=search_request.network,
+        patch_count=search_request.max_row_patches,
+    )
+
+
+def _refine_split(search_request: SearchRequest, original_prediction: RunPrediction) -> RunPrediction:
+    """The same sizes with the split that a run without ``parallel.layers`` gets."""
+    if original_prediction.layout.pp == 1:
+        return original_prediction
+    step_costs = StepCosts(
+        original_prediction.config,
+        original_prediction.spec,
+        original_prediction.layout,
+        original_prediction.data_parallel_size,
+        original_prediction.row_statistics,
+        original_prediction.calibration,
+        original_prediction.network,
+    )
+    layers = planned_layers(step_costs, max_row_patches=search_request.max_row_patches)
+    if layers == original_prediction.layout.layers_per_chunk:
+        return original_prediction
+    refined_prediction = _predict_candidate(
+        search_request,
+        original_prediction.config,
+        dataclasses.replace(original_prediction.layout, layers_per_chunk=layers),
+    )
+    return refined_prediction if refined_prediction.fits_memory else original_prediction
+
+
+# --- Words --------------------------------------------------------------------------------------------------
+
+
+def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
+    """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
+    dense_sizes = {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "vpp": layout.vpp,
+        "dp": data_parallel_size,
+    }
+    dense_text = " ".join(f"{name}{size}" for name, size in dense_sizes.items() if size > 1) or "one GPU"
+    expert_sizes = {"ep": layout.ep, "etp": layout.etp}
+    further_parts = [" ".join(f"{name}{size}" for name, size in expert_sizes.items() if size > 1)]
+    recompute_config = config.recompute
+    language_mode = (
+        "activation"
+        if recompute_config.language == "selective" and recompute_config.language_modules == ["activation"]
+        else recompute_config.language
+    )
+    if (language_mode, recompute_config.vision) != ("none", "none"):
+        further_parts.append(f"recompute {language_mode}/{recompute_config.vision}")
+    if offload_share := offloaded_fraction(config):
+        further_parts.append(f"offload {offload_share:g}")
+    if layout.decoupled:
+        further_parts.append("tower on every rank")
+    return ", ".join([dense_text, *[word for word in further_parts if word]])
+
+
+def explain_slowdown(best_prediction: RunPrediction, slower_prediction: RunPrediction) -> str:
+    """The causes that make a layout slower than the best, the largest first."""
+    seconds_by_cause = {
+        name: theirs - ours
+        for (name, theirs), ours in zip(
+            _seconds_by_cause(slower_prediction).items(),
+            _seconds_by_cause(best_prediction).values(),
+            strict=True,
+        )
+    }
+    total = slower_prediction.step_seconds - best_prediction.step_seconds
+    relevant_causes = [
+        (seconds, name) for name, seconds in seconds_by_cause.items() if seconds > 0.1 * max(total, 1e-9)
+    ]
+    cause_texts = [
+        f"{name} {1e3 * seconds:+,.0f} ms" for seconds, name in sorted(relevant_causes, reverse=True)[:2]
+    ]
+    return f"{100 * total / best_prediction.step_seconds:+.1f} %" + (
+        f": {', '.join(cause_texts)}" if cause_texts else ""
+    )
+
+
+def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
+    """Seconds of a step by cause, of the mean stage."""
+    config = prediction.config
+    stage_plans = prediction.stage_plans
+    bare_config = dataclasses.replace(
+        config, recompute=dataclasses.replace(config.recompute, language="none", vision="none")
+    )
+    instant_network = dataclasses.replace(
+        prediction.calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0
+    )
+
+    def computing(run_config: TrainConfig, calibration: Calibration) -> float:
+        layout = prediction.layout
+        step_costs = StepCosts(
+            run_config,
+            prediction.spec,
+            layout,
+            prediction.data_parallel_size,
+            prediction.row_statistics,
+            calibration,
+            prediction.network,
+        )
+        times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
+        row = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
+        return prediction.micro_batches * row / layout.pp
+
+    all_seconds = computing(config, prediction.calibration)
+    seconds_without_recompute = computing(bare_config, prediction.calibration)
+    compute_seconds = computing(bare_config, instant_network)
+    stage_end_seconds = max(
+        stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans
+    )
+    return {
+        "pipeline waits": prediction.timeline_seconds - all_seconds,
+        "recompute": all_seconds - seconds_without_recompute,
+        "collectives": seconds_without_recompute - compute_seconds,
+        "computing": compute_seconds,
+        "gradients and update": stage_end_seconds,
+        "tower on every rank": prediction.decoupled_tower_seconds,
+    }
+
+
+def changed_options_text(config: TrainConfig, found_prediction: RunPrediction) -> str:
+    """The options that turn a run into a found one: ``--parallel.pp 2 --parallel.layers [8,20]``."""
+    return " ".join(changed_sections(config, found_prediction)) or UNCHANGED_RUN_TEXT
+
+
+def changed_sections(config: TrainConfig, found_prediction: RunPrediction) -> list[str]:
+    """The options of each section in which a found run differs from a run."""
+    section_texts = []
+    found_config = with_split(found_prediction.config, found_prediction.layout)
+    for section_name in ("parallel", "recompute", "optimizer", "vision"):
+        section_before, section_after = (
+            getattr(config, section_name, None),
+            getattr(found_config, section_name, None),
+        )
+        if section_before is not None and section_after is not None and section_before != section_after:
+            section_texts.append(section_option_text(section_name, section_before, section_after))
+    return section_texts
+
+
+def section_option_text(section_name: str, section_before: Any, section_after: Any) -> str:
+    """``--section.field value`` for the fields of a section that differ."""
+    names = [field.name for field in dataclasses.fields(section_after)]
+    changed_names = [name for name in names if getattr(section_after, name) != getattr(section_before, name)]
+    return " ".join(
+        f"--{section_name}.{name} {_command_line_value(getattr(section_after, name))}"
+        for name in changed_names
+    )
+
+
+def _command_line_value(option_value: Any) -> str:
+    """A value as it is written on a command line."""
+    if option_value is None or isinstance(option_value, bool):
+        return {None: "null", True: "true", False: "false"}[option_value]
+    return str(option_value).replace(" ", "").replace("'", "")
+
+
+def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
+    """The run with its split written out."""
+    layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
+
+
+def search_fastest_fit(
+    search_request: SearchRequest, *, keep_parallel_sizes: bool = False
+) -> RunPrediction | None:
+    """The fastest layout that fits; None if there is none."""
+    try:
+        search_result = search_layouts(
+            dataclasses.replace(search_request, result_count=1, keep_parallel_sizes=keep_parallel_sizes)
+        )
+    except (UserError, ValueError):
+        return None
+    return search_result.fitting_layouts[0] if search_result.fitting_layouts else None

@@ -1,0 +1,199 @@
+"""The timeline of a step's pipeline: when each stage computes which micro-batch of which chunk.
+
+The order of passes on a stage is Megatron-core's (:func:`megatron_vl.planning.memory.in_flight_by_pass` counts
+what it holds; :func:`passes` lists it). A pass begins when the stage's previous pass has ended and its input
+has arrived: a forward pass waits for the same micro-batch of the chunk before, a backward pass for that of
+the chunk after.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_vl.planning.cost import PassTime
+from megatron_vl.planning.memory import warmup_forward_passes
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePass:
+    """One pass in the order of a stage."""
+
+    forward: bool
+    chunk_index: int
+    """Virtual chunk of the stage."""
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PassSpan:
+    """One pass with its times in seconds."""
+
+    pipeline_stage: int
+    pipeline_pass: PipelinePass
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class PipelineTimeline:
+    """All passes of a pipeline in one step."""
+
+    pass_spans: tuple[PassSpan, ...]
+    stage_count: int
+
+    @property
+    def total_seconds(self) -> float:
+        """From the first pass to the end of the last."""
+        return max(span.end_seconds for span in self.pass_spans)
+
+    def busy_seconds(self, pipeline_stage: int) -> float:
+        """Seconds in which a stage computes."""
+        return sum(
+            span.end_seconds - span.start_seconds
+            for span in self.pass_spans
+            if span.pipeline_stage == pipeline_stage
+        )
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the stages' time in which they wait."""
+        available_seconds = self.stage_count * self.total_seconds
+        return (
+            1 - sum(self.busy_seconds(stage) for stage in range(self.stage_count)) / available_seconds
+            if available_seconds
+            else 0.0
+        )
+
+
+@functools.lru_cache(maxsize=512)
+def stage_passes(
+    pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
+) -> tuple[PipelinePass, ...]:
+    """The passes of a stage in the order in which Megatron-core runs them."""
+    pass_count = micro_batches * virtual_pipeline_size
+
+    def nth(i: int, is_forward: bool) -> PipelinePass:
+        if virtual_pipeline_size == 1:
+            return PipelinePass(is_forward, 0, i)
+        chunk = (i // pipeline_parallel_size) % virtual_pipeline_size
+        micro_batch = (
+            i // (pipeline_parallel_size * virtual_pipeline_size) * pipeline_parallel_size
+            + i % pipeline_parallel_size
+        )
+        return PipelinePass(
+            is_forward, chunk if is_forward else virtual_pipeline_size - 1 - chunk, micro_batch
+        )
+
+    warmup_passes = warmup_forward_passes(
+        pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches
+    )
+    pass_order = [nth(i, True) for i in range(warmup_passes)]
+    for i in range(pass_count - warmup_passes):
+        pass_order += [nth(warmup_passes + i, True), nth(i, False)]
+    return (*pass_order, *[nth(i, False) for i in range(pass_count - warmup_passes, pass_count)])
+
+
+def simulate_pipeline(
+    times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float = 0.0
+) -> PipelineTimeline:
+    """The timeline of one step.
+
+    Args:
+        times_by_stage: of each stage, of each of its chunks.
+        message_seconds: seconds that a tensor takes from a stage to another.
+    """
+    pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
+    pass_orders = [
+        stage_passes(pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches)
+        for pipeline_stage in range(pipeline_parallel_size)
+    ]
+    last_entry = pipeline_parallel_size * virtual_pipeline_size - 1
+    end_by_pass: dict[tuple[bool, int, int], float] = {}
+    stage_clocks = [0.0] * pipeline_parallel_size
+    next_positions = [0] * pipeline_parallel_size
+    pass_spans: list[PassSpan] = []
+    # Stages that may have become able to go on. A pass that has to wait is tried again after its neighbours.
+    ready_stages = list(range(pipeline_parallel_size))
+
+    while ready_stages:
+        pipeline_stage = ready_stages.pop()
+        has_advanced = False
+
+        while next_positions[pipeline_stage] < len(pass_orders[pipeline_stage]):
+            pipeline_pass = pass_orders[pipeline_stage][next_positions[pipeline_stage]]
+            entry_index = pipeline_pass.chunk_index * pipeline_parallel_size + pipeline_stage
+            arrival_seconds = _input_arrival(
+                end_by_pass,
+                pipeline_pass,
+                entry_index,
+                last_entry,
+                message_seconds if pipeline_parallel_size > 1 else 0.0,
+            )
+            if arrival_seconds is None:
+                break
+            start_seconds = max(stage_clocks[pipeline_stage], arrival_seconds)
+            chunk_time = times_by_stage[pipeline_stage][pipeline_pass.chunk_index]
+            end_seconds = start_seconds + (
+                chunk_time.forward if pipeline_pass.forward else chunk_time.backward
+            )
+            end_by_pass[pipeline_pass.forward, entry_index, pipeline_pass.micro_batch] = end_seconds
+            pass_spans.append(PassSpan(pipeline_stage, pipeline_pass, start_seconds, end_seconds))
+            stage_clocks[pipeline_stage] = end_seconds
+            next_positions[pipeline_stage] += 1
+            has_advanced = True
+
+        if has_advanced:
+            ready_stages += [
+                near % pipeline_parallel_size
+                for near in (pipeline_stage - 1, pipeline_stage + 1)
+                if near % pipeline_parallel_size != pipeline_stage
+            ]
+
+    return PipelineTimeline(tuple(pass_spans), pipeline_parallel_size)
+
+
+def _input_arrival(
+    end_by_pass: dict[tuple[bool, int, int], float],
+    pipeline_pass: PipelinePass,
+    entry_index: int,
+    last_entry: int,
+    message_seconds: float,
+) -> float | None:
+    """When the input of a pass is there; None if it is not known yet."""
+    if pipeline_pass.forward:
+        if entry_index == 0:
+            return 0.0
+        previous_end = end_by_pass.get((True, entry_index - 1, pipeline_pass.micro_batch))
+        return None if previous_end is None else previous_end + message_seconds
+    if entry_index == last_entry:
+        return end_by_pass.get((True, entry_index, pipeline_pass.micro_batch))
+    following_end = end_by_pass.get((False, entry_index + 1, pipeline_pass.micro_batch))
+    return None if following_end is None else following_end + message_seconds
+
+
+SIMULATED_PERIODS = 4
+"""Rounds of micro-batches after which a schedule repeats itself exactly enough."""
+
+
+def pipeline_seconds(
+    times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float = 0.0
+) -> float:
+    """The length of the timeline. Long steps are simulated in part, as their middle repeats itself."""
+    pipeline_parallel_size = len(times_by_stage)
+    if pipeline_parallel_size == 1:
+        return micro_batches * sum(chunk.total_seconds for chunk in times_by_stage[0])
+    simulated_micro_batches = SIMULATED_PERIODS * pipeline_parallel_size
+    if micro_batches <= simulated_micro_batches + pipeline_parallel_size:
+        return simulate_pipeline(times_by_stage, micro_batches, message_seconds).total_seconds
+    shorter_seconds, longer_seconds = (
+        simulate_pipeline(times_by_stage, micro_batch_count, message_seconds).total_seconds
+        for micro_batch_count in (simulated_micro_batches - pipeline_parallel_size, simulated_micro_batches)
+    )
+    return (
+        longer_seconds
+        + (micro_batches - simulated_micro_batches)
+        * (longer_seconds - shorter_seconds)
+        / pipeline_parallel_size
+    )

@@ -1,0 +1,137 @@
+"""A run's own layout, memory and speed: what ``train``, ``doctor``, ``plan`` and ``bench`` all ask here."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from megatron_vl.config import TrainConfig, validate_config
+from megatron_vl.planning.calibration import Calibration, shipped_calibration
+from megatron_vl.planning.cost import Network, StepCosts
+from megatron_vl.planning.layer_split import planned_layers, unsplit_layout
+from megatron_vl.planning.memory import StageMemory, stage_memories
+from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel, make_layout
+
+
+def run_layout(
+    config: TrainConfig,
+    spec: ModelSpec,
+    world_size: int,
+    *,
+    calibration: Calibration | None = None,
+    row_statistics: RowStatistics | None = None,
+    network: Network | None = None,
+    saved_layout: Layout | None = None,
+) -> Layout:
+    """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split, or an even one
+    where no rates say how to plan it (:func:`rates_apply`).
+
+    The split depends on the arguments alone, so that every rank and every command finds the same one.
+
+    Args:
+        saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has the same
+            stages and chunks, and the vision tower the same place.
+
+    Raises:
+        RunConfigError, LayoutError: the layout is impossible.
+    """
+    data_parallel_size = validate_config(config, world_size)
+    parallel_config = config.parallel
+    check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
+    stated_layers = parallel_config.layers if isinstance(parallel_config.layers, list) else None
+    is_decoupled = config.vision.placement == "decoupled"
+    if stated_layers is not None or parallel_config.pp == 1:
+        return make_layout(
+            spec,
+            parallel_config.tp,
+            parallel_config.pp,
+            parallel_config.vpp,
+            stated_layers,
+            parallel_config.ep,
+            parallel_config.etp,
+            is_decoupled,
+            parallel_config.cp,
+        )
+
+    if saved_layout is not None and keeps_saved_split(config, saved_layout):
+        return make_layout(
+            spec,
+            parallel_config.tp,
+            parallel_config.pp,
+            parallel_config.vpp,
+            saved_layout.layers_per_chunk,
+            parallel_config.ep,
+            parallel_config.etp,
+            is_decoupled,
+            parallel_config.cp,
+        )
+
+    calibration = calibration or shipped_calibration()
+    if not rates_apply(config, calibration):
+        return make_layout(
+            spec,
+            parallel_config.tp,
+            parallel_config.pp,
+            parallel_config.vpp,
+            None,
+            parallel_config.ep,
+            parallel_config.etp,
+            is_decoupled,
+            parallel_config.cp,
+        )
+
+    layout = unsplit_layout(config, spec)
+    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
+    step_costs = StepCosts(
+        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+    )
+    return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
+
+
+def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
+    """Whether a run without ``parallel.layers`` keeps the split of a checkpoint's layout."""
+    parallel_config = config.parallel
+    is_decoupled = config.vision.placement == "decoupled"
+    return (saved_layout.pp, saved_layout.vpp, saved_layout.decoupled) == (
+        parallel_config.pp,
+        parallel_config.vpp,
+        is_decoupled,
+    )
+
+
+def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
+    """Whether a calibration's rates say how fast a run is. Those of a GPU say nothing about a run on CPU."""
+    return config.platform != "cpu" or calibration.gpu == "cpu"
+
+
+def split_source(
+    config: TrainConfig, layout: Layout, saved_layout: Layout | None, calibration: Calibration
+) -> Literal["given", "saved", "planned", "even"]:
+    """Where a run's split comes from."""
+    if layout.pp == 1 or isinstance(config.parallel.layers, list):
+        return "given"
+    if saved_layout is not None and keeps_saved_split(config, saved_layout):
+        return "saved"
+    return "planned" if rates_apply(config, calibration) else "even"
+
+
+def estimate_stage_memory(
+    config: TrainConfig,
+    spec: ModelSpec,
+    world_size: int,
+    patch_count: int | None = None,
+    calibration: Calibration | None = None,
+) -> list[StageMemory]:
+    """Estimates the peak memory of each pipeline stage of a run, first stage first.
+
+    Args:
+        patch_count: vision patches of the fullest row; None: as many as a row can hold.
+        calibration: with what a split is planned; None: that of H200.
+
+    Raises:
+        RunConfigError, LayoutError: the run is impossible.
+    """
+    layout = run_layout(config, spec, world_size, calibration=calibration)
+    return stage_memories(config, spec, layout, validate_config(config, world_size), patch_count)

@@ -1,0 +1,19 @@
+"""Numbers with their nouns, for messages."""
+
+from __future__ import annotations
+
+
+def pluralize(shown_count: int | str, singular_noun: str) -> str:
+    """``1 file`` or ``3 files``; ``1 micro-batch`` or ``2 micro-batches``.
+
+    Args:
+        shown_count: as it is to be shown; ``unknown`` takes the plural.
+        singular_singular_noun: in the singular.
+    """
+    if str(shown_count) == "1":
+        return f"{shown_count} {singular_noun}"
+    return (
+        f"{shown_count} {singular_noun}es"
+        if singular_noun.endswith("ch")
+        else f"{shown_count} {singular_noun}s"
+    )

@@ -1,0 +1,275 @@
+"""Where a run's numbers go beside its printed lines: JSON lines, TensorBoard, Weights & Biases.
+
+Each is a :class:`MetricsSink`; :func:`open_metrics_sinks` opens those that a run asks for, on rank 0. Another one is a
+further subclass and a line there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vl.config import TrainConfig
+from megatron_vl.errors import UserError
+from megatron_vl.json_files import write_json
+from megatron_vl.training.evaluation import ValidationResult
+
+WANDB_RUN_FILE = "wandb.json"
+"""In the folder of the checkpoints: which W&B run this is."""
+WANDB_FINISH_TIMEOUT_S = 60
+"""Longest wait in seconds, at the end of a run, for what W&B has not sent yet."""
+
+
+class MetricsSink:
+    """One place that numbers go to. A sink ignores what it does not show."""
+
+    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
+        """The numbers of a printed line; ``write_step`` is among them."""
+
+    def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
+        """Layer -> tokens of each of its experts over the layer's mean, [E]."""
+
+    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
+        """Validation loss and answers."""
+
+    def close(self, has_failed: bool = False) -> None:
+        """The end. ``has_failed``: the run ends with an error, which the other ranks do not know of yet."""
+
+
+def open_metrics_sinks(config: TrainConfig) -> list[MetricsSink]:
+    """The sinks of a run; on rank 0.
+
+    Raises:
+        OSError: a folder cannot be written.
+        UserError: W&B refuses the run.
+    """
+    metrics_sinks: list[MetricsSink] = []
+    if config.checkpoint.dir:
+        metrics_sinks.append(JsonLinesSink(Path(config.checkpoint.dir)))
+    if config.log.tensorboard:
+        metrics_sinks.append(TensorBoardSink(config.log.tensorboard))
+    if config.wandb.project:
+        metrics_sinks.append(WandbSink(config))
+    return metrics_sinks
+
+
+class JsonLinesSink(MetricsSink):
+    """``metrics.jsonl`` and ``eval.jsonl`` beside the checkpoints."""
+
+    def __init__(self, run_dir: Path) -> None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.run_dir = run_dir
+        self.metrics_file = (run_dir / "metrics.jsonl").open("a")
+
+    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
+        self.metrics_file.write(_json_line(logged_metrics))
+        self.metrics_file.flush()
+
+    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
+        evaluation_record = {
+            "step": step,
+            "loss": validation_result.loss,
+            "loss_tokens": validation_result.loss_tokens,
+            "seconds": validation_result.elapsed_s,
+            "answers": [asdict(answer) for answer in validation_result.answers],
+        }
+        with (self.run_dir / "eval.jsonl").open("a") as file:
+            file.write(_json_line(evaluation_record))
+
+    def close(self, has_failed: bool = False) -> None:
+        self.metrics_file.close()
+
+
+def _without_nan(json_value: Any) -> Any:
+    if isinstance(json_value, Mapping):
+        return {name: _without_nan(inner) for name, inner in json_value.items()}
+    if isinstance(json_value, list | tuple):
+        return [_without_nan(inner) for inner in json_value]
+    return None if isinstance(json_value, float) and not math.isfinite(json_value) else json_value
+
+
+def _json_line(json_record: Mapping[str, Any]) -> str:
+    """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
+    finite_record = _without_nan(json_record)
+    return json.dumps(finite_record, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+class TensorBoardSink(MetricsSink):
+    """Events of ``log.tensorboard``."""
+
+    def __init__(self, tensorboard_dir: str) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.summary_writer = SummaryWriter(tensorboard_dir)
+
+    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
+        for name, value in scalar_metrics(logged_metrics).items():
+            self.summary_writer.add_scalar(name, value, logged_metrics["step"])
+        self.summary_writer.flush()
+
+    def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
+        for layer, layer_load in relative_loads.items():
+            self.summary_writer.add_scalar(_expert_load_tag(layer), float(layer_load.max()), step)
+        self.summary_writer.add_histogram("expert_load/all", torch.cat(list(relative_loads.values())), step)
+
+    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
+        self.summary_writer.add_scalar("validation_loss", validation_result.loss, step)
+        for number, answer in enumerate(validation_result.answers):
+            text = "\n\n".join(f"**{name}**: {value}" for name, value in asdict(answer).items())
+            self.summary_writer.add_text(f"answer_{number}", text, step)
+        self.summary_writer.flush()
+
+    def close(self, has_failed: bool = False) -> None:
+        self.summary_writer.close()
+
+
+class WandbSink(MetricsSink):
+    """A run of Weights & Biases, the same one after a resume.
+
+    ``write_step`` is a metric, and the axis of all others: W&B's own counter never goes back, and would drop the
+    steps that a killed or rolled-back run repeats.
+
+    Losing W&B in the middle of a run costs its curves and nothing else.
+
+    Raises:
+        UserError: W&B refuses to begin the run, as without a login.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        import wandb
+
+        wandb_config, run_dir = config.wandb, config.checkpoint.dir
+        self.wandb_module = wandb
+        self.is_disconnected = False
+
+        earlier_run_id = _earlier_wandb_run(config)
+        finish_settings = (
+            {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": WANDB_FINISH_TIMEOUT_S}
+        )
+        try:
+            self.wandb_run = wandb.init(
+                project=wandb_config.project,
+                entity=wandb_config.entity or None,
+                name=wandb_config.name or (Path(run_dir).resolve().name if run_dir else None),
+                mode=wandb_config.mode,
+                dir=wandb_config.dir or run_dir or None,
+                id=earlier_run_id,
+                resume="allow",
+                config=asdict(config),
+                allow_val_change=True,
+                # Forked loader workers inherit it, and what it does there raises: samples would be dropped.
+                settings=wandb.Settings(console="off", **finish_settings),
+            )
+            # Its hooks on imports report to its service, which raises in forked loader workers too.
+            sys.meta_path[:] = [
+                path_finder
+                for path_finder in sys.meta_path
+                if not type(path_finder).__module__.startswith("wandb.")
+            ]
+            self.wandb_run.define_metric("step")
+            self.wandb_run.define_metric("*", step_metric="step")
+        except Exception as error:
+            raise UserError(_wandb_refusal_message(error, config, earlier_run_id)) from error
+        if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
+            run_record = {
+                "id": self.wandb_run.id,
+                "project": wandb_config.project,
+                "entity": wandb_config.entity,
+            }
+            write_json(Path(run_dir) / WANDB_RUN_FILE, run_record)
+
+    def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
+        self._log_metrics(lambda: {"step": logged_metrics["step"], **scalar_metrics(logged_metrics)})
+
+    def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
+        def make_metrics() -> dict[str, Any]:
+            busiest_by_layer = {
+                _expert_load_tag(layer): float(share.max()) for layer, share in relative_loads.items()
+            }
+            all_loads = torch.cat(list(relative_loads.values())).numpy()
+            return {
+                "step": step,
+                **busiest_by_layer,
+                "expert_load/all": self.wandb_module.Histogram(all_loads),
+            }
+
+        self._log_metrics(make_metrics)
+
+    def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
+        def make_metrics() -> dict[str, Any]:
+            evaluation_metrics: dict[str, Any] = {"step": step, "validation_loss": validation_result.loss}
+            rows = [asdict(answer) for answer in validation_result.answers]
+            if rows:
+                data = [[str(value) for value in row.values()] for row in rows]
+                evaluation_metrics["answers"] = self.wandb_module.Table(columns=list(rows[0]), data=data)
+            return evaluation_metrics
+
+        self._log_metrics(make_metrics)
+
+    def close(self, has_failed: bool = False) -> None:
+        # Sending what is left may take a while. Without it, W&B marks the run as crashed, which it is.
+        if not has_failed and not self.is_disconnected:
+            self._try_wandb_call(self.wandb_run.finish)
+
+    def _log_metrics(self, make_metrics: Callable[[], dict[str, Any]]) -> None:
+        if not self.is_disconnected:
+            self._try_wandb_call(lambda: self.wandb_run.log(make_metrics()))
+
+    def _try_wandb_call(self, wandb_call: Callable[[], Any]) -> None:
+        try:
+            wandb_call()
+        except Exception as error:  # of whatever kind: a service that is gone is no reason to lose a training
+            self.is_disconnected = True
+            error_text = " ".join(f"{type(error).__name__}: {error}".split())
+            print(f"NOTE: nothing more is sent to W&B ({error_text})", file=sys.stderr, flush=True)
+
+
+def scalar_metrics(logged_metrics: Mapping[str, Any]) -> dict[str, int | float]:
+    """The numbers that can be plotted over the steps, without ``step`` itself."""
+    return {
+        name: value
+        for name, value in logged_metrics.items()
+        if isinstance(value, int | float) and name != "step"
+    }
+
+
+def _expert_load_tag(layer_number: int) -> str:
+    return f"expert_load/layer_{layer_number:02d}"
+
+
+def _earlier_wandb_run(config: TrainConfig) -> str | None:
+    """Id of the W&B run that this run continues; None: it starts a new one.
+
+    Raises:
+        UserError: the file that says it is damaged.
+    """
+    run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
+    if not (config.checkpoint.dir and config.checkpoint.resume and run_file.is_file()):
+        return None
+    try:
+        run_record = json.loads(run_file.read_text())
+        is_same_project = (
+            run_record["project"] == config.wandb.project and run_record["entity"] == config.wandb.entity
+        )
+        return str(run_record["id"]) if is_same_project else None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
+
+
+def _wandb_refusal_message(error: Exception, config: TrainConfig, earlier_run_id: str | None) -> str:
+    error_text = " ".join(str(error).split()) or type(error).__name__
+    path = Path(config.checkpoint.dir) / WANDB_RUN_FILE
+    new_run_hint = f"; delete {path} to begin another W&B run" if earlier_run_id else ""
+    return (
+        f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or $WANDB_API_KEY),"
+        f" give --wandb.mode offline, or leave wandb.project empty{new_run_hint}"
+    )

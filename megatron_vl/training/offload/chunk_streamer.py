@@ -1,0 +1,167 @@
+"""Copies of offloaded state to the device ahead of its update, and back after it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
+from megatron_vl.training.offload.state_chunks import AdamStateViews, StateChunk
+
+MAX_SLOTS = 32
+"""Largest number of chunks on the device at once."""
+FREE_MEMORY_SHARE = 0.125
+"""Share of the peak that copies outside of the update leave free, for what is used before they look again."""
+_FETCH_PRIORITY, _WRITE_PRIORITY = -2, -1
+"""Priorities of the two streams of copies. Streams of different priorities have different queues on the GPU.
+With CUDA_DEVICE_MAX_CONNECTIONS=1, those of one priority share a queue, where a copy would wait for kernels,
+and kernels for copies."""
+
+
+@dataclass(eq=False)
+class DeviceSlot:
+    """Device memory for a chunk on its way."""
+
+    device_buffer: Tensor
+    fetched_event: Any
+    """Event: the state has arrived."""
+    updated_event: Any
+    written_event: Any
+    """Event: it is back in host memory."""
+
+
+class ChunkStreamer:
+    """Copies chunks to the device in their order, ahead of their update, and back after it.
+
+    Copies begin in the last backward pass of a step and end in the first forward pass of the next, as far as
+    the device has memory that the activations of this moment do not use: the peak so far is never exceeded.
+
+    Args:
+        state_state_chunks: in the order of the update.
+        memory_usage: (bytes in use on the device, most bytes that were in use).
+    """
+
+    def __init__(
+        self,
+        state_chunks: list[StateChunk],
+        device: torch.device,
+        memory_usage: Callable[[], tuple[int, int]],
+    ) -> None:
+        self.state_chunks, self.device, self.memory_usage = state_chunks, device, memory_usage
+        self.slot_bytes = max((chunk.size_bytes for chunk in state_chunks), default=0)
+        self.fetch_stream = torch.cuda.Stream(priority=_FETCH_PRIORITY)
+        self.write_stream = torch.cuda.Stream(priority=_WRITE_PRIORITY)
+        self.overlaps_passes = False
+        """Whether copies may go on after the update, because :meth:`release_slots` will be called."""
+        self._next_chunk = 0
+        self._slots_by_chunk: dict[int, DeviceSlot] = {}
+        """Fetched chunks by number."""
+        self._leaving_slots: deque[DeviceSlot] = deque()
+        """Slots whose chunks are on their way back, oldest first."""
+
+    @property
+    def num_chunks_on_device(self) -> int:
+        """Number of chunks on the device."""
+        return len(self._slots_by_chunk) + len(self._leaving_slots)
+
+    def fetch_chunks(self, min_slots: int = 0) -> None:
+        """Begins to copy the next chunks, as far as there is room.
+
+        Args:
+            min_slots: number of slots that may be used whether there is room or not.
+        """
+        while self._next_chunk < len(self.state_chunks):
+            if (
+                self.num_chunks_on_device < min_slots
+                or self.num_chunks_on_device < MAX_SLOTS
+                and self._has_room()
+            ):
+                device_slot = self._new_slot()
+            elif self._leaving_slots:
+                device_slot = self._leaving_slots.popleft()
+            else:
+                return
+
+            if self._next_chunk == 0:
+                self.fetch_stream.wait_stream(
+                    self.write_stream
+                )  # which may still write what is now to be read
+            self.fetch_stream.wait_event(device_slot.written_event)
+            state_chunk = self.state_chunks[self._next_chunk]
+            with torch.cuda.stream(self.fetch_stream):
+                device_slot.device_buffer[: state_chunk.size_bytes].copy_(
+                    state_chunk.home_buffer[: state_chunk.size_bytes], non_blocking=True
+                )
+                device_slot.fetched_event.record(self.fetch_stream)
+
+            self._slots_by_chunk[self._next_chunk] = device_slot
+            self._next_chunk += 1
+
+    def _has_room(self) -> bool:
+        used_bytes, peak_bytes = self.memory_usage()
+        return used_bytes + self.slot_bytes + FREE_MEMORY_SHARE * peak_bytes <= peak_bytes
+
+    def _new_slot(self) -> DeviceSlot:
+        device_slot = DeviceSlot(
+            torch.empty(self.slot_bytes, dtype=torch.uint8, device=self.device),
+            *(torch.cuda.Event() for _ in range(3)),
+        )
+        self.fetch_stream.wait_stream(torch.cuda.current_stream())  # which may still use this memory
+        return device_slot
+
+    @contextlib.contextmanager
+    def chunk_on_device(self, chunk_number: int) -> Iterator[AdamStateViews]:
+        """The state of a chunk on the device; it goes back to host memory at the end of the block."""
+        self.fetch_chunks(STATE_CHUNKS_ON_GPU)
+        device_slot, state_chunk = self._slots_by_chunk[chunk_number], self.state_chunks[chunk_number]
+        compute_stream = torch.cuda.current_stream()
+        compute_stream.wait_event(device_slot.fetched_event)
+        yield state_chunk.state_views(device_slot.device_buffer)
+
+        device_slot.updated_event.record(compute_stream)
+        self.write_stream.wait_event(device_slot.updated_event)
+        with torch.cuda.stream(self.write_stream):
+            state_chunk.home_buffer[: state_chunk.size_bytes].copy_(
+                device_slot.device_buffer[: state_chunk.size_bytes], non_blocking=True
+            )
+            device_slot.written_event.record(self.write_stream)
+        del self._slots_by_chunk[chunk_number]
+        self._leaving_slots.append(device_slot)
+        self.fetch_chunks(STATE_CHUNKS_ON_GPU)
+        if chunk_number + 1 == len(self.state_chunks):
+            self._next_chunk = 0
+            if not self.overlaps_passes:
+                self.drop_slots()
+
+    def release_slots(self) -> None:
+        """Frees the slots whose chunks are back in host memory, and waits for others if memory gets tight.
+
+        The host does not wait: the device does, before it uses the memory.
+        """
+        while self._leaving_slots:
+            if not self._leaving_slots[0].written_event.query():
+                used_bytes, peak_bytes = self.memory_usage()
+                if used_bytes + FREE_MEMORY_SHARE * peak_bytes <= peak_bytes:
+                    return
+            torch.cuda.current_stream().wait_event(self._leaving_slots.popleft().written_event)
+
+    def drop_slots(self) -> None:
+        """Frees all slots; what was fetched and not updated is still in host memory."""
+        compute_stream = torch.cuda.current_stream()
+        for device_slot in (*self._slots_by_chunk.values(), *self._leaving_slots):
+            compute_stream.wait_event(device_slot.fetched_event)
+            compute_stream.wait_event(device_slot.written_event)
+        self._slots_by_chunk.clear()
+        self._leaving_slots.clear()
+        self._next_chunk = 0
+
+    def wait_for_host_state(self) -> None:
+        """Waits until host memory holds the state of the last update."""
+        self.drop_slots()
+        self.write_stream.synchronize()

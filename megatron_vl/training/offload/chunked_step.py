@@ -1,0 +1,223 @@
+"""The step of an optimizer, some of whose state is in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vl.kernels.adam import (
+    AdamCoefficients,
+    LaunchTables,
+    ParameterSlice,
+    StepCoefficients,
+    adam_step,
+)
+from megatron_vl.kernels.master_halves import join_master, split_master
+from megatron_vl.kernels.sizes import STATE_CHUNKS_ON_GPU
+from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
+from megatron_vl.training.offload.state_chunks import AdamStateViews, ChunkedParameter, ChunkSlice, StateChunk
+
+
+class ChunkedStep:
+    """Replaces ``optimizer_step`` of one optimizer, some of whose parameters have their state in chunks.
+
+    Chunks whose moments are fp32 take the optimizer's own step, so that they have the bits of a run without
+    chunks. The optimizers know no moments in bf16; :mod:`megatron_vl.kernels.adam` does.
+
+    Args:
+        adam_optimizer: Transformer Engine's FusedAdam, or torch's AdamW.
+        device_chunks: this optimizer's chunks that stay on the device.
+        chunk_chunk_numbers: of this optimizer's chunks that are streamed.
+    """
+
+    def __init__(
+        self,
+        adam_optimizer: Any,
+        chunked_parameters: list[ChunkedParameter],
+        device_chunks: list[StateChunk],
+        chunk_streamer: ChunkStreamer,
+        chunk_numbers: range,
+    ) -> None:
+        self.adam_optimizer, self.chunked_parameters, self.device_chunks = (
+            adam_optimizer,
+            chunked_parameters,
+            device_chunks,
+        )
+        self.chunk_streamer, self.chunk_numbers = chunk_streamer, chunk_numbers
+        self.optimizer_step: Callable[[], Any] = adam_optimizer.step
+        self.has_group_counts = counts_steps_by_group(adam_optimizer)
+        self._chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
+        self._tables_by_chunk: dict[int, LaunchTables] = {}
+        """By the id of a chunk."""
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        param_groups = self.adam_optimizer.param_groups
+        params_by_group = [param_group["params"] for param_group in param_groups]
+        step_counts = [param_group.get("step", 0) for param_group in param_groups]
+        self.chunk_streamer.fetch_chunks(STATE_CHUNKS_ON_GPU)
+        try:
+            unchunked_params = [[p for p in one if id(p) not in self._chunked_ids] for one in params_by_group]
+            self._step_optimizer(param_groups, unchunked_params, step_counts)
+            step_coefficients = self._step_coefficients()
+            for state_chunk in self.device_chunks:
+                self._update_chunk(
+                    param_groups,
+                    step_counts,
+                    step_coefficients,
+                    state_chunk,
+                    state_chunk.state_views(state_chunk.home_buffer),
+                )
+            for chunk_number in self.chunk_numbers:
+                with self.chunk_streamer.chunk_on_device(chunk_number) as chunk_state:
+                    self._update_chunk(
+                        param_groups,
+                        step_counts,
+                        step_coefficients,
+                        self.chunk_streamer.state_chunks[chunk_number],
+                        chunk_state,
+                    )
+        finally:
+            self.adam_optimizer.param_groups = param_groups
+            for param_group, original_params in zip(param_groups, params_by_group, strict=True):
+                param_group["params"] = original_params
+
+        for chunked_parameter in self.chunked_parameters:
+            chunked_parameter.step_count += 1
+        if self.has_group_counts:
+            for param_group, step_count in zip(param_groups, step_counts, strict=True):
+                if param_group["params"]:
+                    param_group["step"] = step_count + 1
+
+    def _step_optimizer(
+        self, param_groups: list[dict[str, Any]], chosen_params: list[list[Tensor]], step_counts: list[int]
+    ) -> None:
+        """One step of the optimizer for some tensors of each group."""
+        for group, tensors, count in zip(param_groups, chosen_params, step_counts, strict=True):
+            group["params"] = tensors
+            if self.has_group_counts and tensors:
+                group["step"] = count
+        self.adam_optimizer.param_groups = [group for group in param_groups if group["params"]]
+        if self.adam_optimizer.param_groups:
+            self.optimizer_step()
+
+    def _step_coefficients(self) -> StepCoefficients | None:
+        """The rates of all parameters by group and step count; None if no moments are bf16."""
+        bf16_parameters = [
+            p
+            for p in self.chunked_parameters
+            if p.chunk_slices and p.chunk_slices[0].state_chunk.moments_dtype != torch.float32
+        ]
+        coefficients_by_key = {
+            (id(p.param_group), p.step_count): AdamCoefficients.from_param_group(
+                p.param_group, p.step_count + 1
+            )
+            for p in bf16_parameters
+        }
+        return (
+            StepCoefficients(coefficients_by_key, self.chunk_streamer.device) if coefficients_by_key else None
+        )
+
+    def _update_chunk(
+        self,
+        param_groups: list[dict[str, Any]],
+        step_counts: list[int],
+        step_coefficients: StepCoefficients | None,
+        state_chunk: StateChunk,
+        chunk_state: AdamStateViews,
+    ) -> None:
+        """Updates a chunk on the device."""
+        if step_coefficients is None:
+            self._update_with_optimizer(param_groups, step_counts, state_chunk, chunk_state)
+            return
+        parameter_slices = [
+            make_parameter_slice(piece, step_coefficients) for piece in state_chunk.chunk_slices
+        ]
+        launch_tables = self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables())
+        adam_step(
+            parameter_slices,
+            step_coefficients,
+            chunk_state.exp_avg,
+            chunk_state.exp_avg_sq,
+            chunk_state.low_bits,
+            launch_tables,
+        )
+
+    def _update_with_optimizer(
+        self,
+        param_groups: list[dict[str, Any]],
+        step_counts: list[int],
+        state_chunk: StateChunk,
+        chunk_state: AdamStateViews,
+    ) -> None:
+        """Joins a chunk's master weights, takes the optimizer's step, and splits them again."""
+        master_scratch = torch.empty(
+            state_chunk.num_elements if state_chunk.has_split_master else 0, device=chunk_state.exp_avg.device
+        )
+        group_numbers = {id(group): number for number, group in enumerate(param_groups)}
+        masters_by_group: list[list[Tensor]] = [[] for _ in param_groups]
+        master_weights = []
+        for chunk_slice in state_chunk.chunk_slices:
+            chunked_parameter, slice_state = chunk_slice.parameter, chunk_slice.slice_of_state(chunk_state)
+            if chunked_parameter.model_weight is None:
+                master_weight = chunk_slice.slice_of_shard(chunked_parameter.main_param)
+            else:
+                master_weight = master_scratch[
+                    chunk_slice.chunk_offset : chunk_slice.chunk_offset + chunk_slice.end - chunk_slice.start
+                ]
+                join_master(
+                    chunk_slice.slice_of_shard(chunked_parameter.model_weight),
+                    slice_state.low_bits,
+                    slice_state.exp_avg_sq,
+                    master_weight,
+                )
+
+            assert chunked_parameter.main_param.grad is not None
+            master_weight.grad = chunk_slice.slice_of_shard(chunked_parameter.main_param.grad)
+            self.adam_optimizer.state[master_weight] = {
+                "exp_avg": slice_state.exp_avg,
+                "exp_avg_sq": slice_state.exp_avg_sq,
+            }
+            if not self.has_group_counts:
+                self.adam_optimizer.state[master_weight]["step"] = torch.tensor(
+                    float(chunked_parameter.step_count)
+                )
+            masters_by_group[group_numbers[id(chunked_parameter.param_group)]].append(master_weight)
+            master_weights.append(master_weight)
+
+        self._step_optimizer(param_groups, masters_by_group, step_counts)
+        for chunk_slice, master_weight in zip(state_chunk.chunk_slices, master_weights, strict=True):
+            del self.adam_optimizer.state[master_weight]
+            if chunk_slice.parameter.model_weight is not None:
+                slice_state = chunk_slice.slice_of_state(chunk_state)
+                split_master(
+                    master_weight,
+                    chunk_slice.slice_of_shard(chunk_slice.parameter.model_weight),
+                    slice_state.low_bits,
+                    slice_state.exp_avg_sq,
+                )
+
+
+def make_parameter_slice(chunk_slice: ChunkSlice, step_coefficients: StepCoefficients) -> ParameterSlice:
+    """A piece with its weight and gradient."""
+    parameter = chunk_slice.parameter
+    weight = parameter.main_param if parameter.model_weight is None else parameter.model_weight
+    assert parameter.main_param.grad is not None
+    index = step_coefficients.index_by_key[id(parameter.param_group), parameter.step_count]
+    return ParameterSlice(
+        weight,
+        parameter.main_param.grad,
+        chunk_slice.start,
+        chunk_slice.end - chunk_slice.start,
+        chunk_slice.chunk_offset,
+        index,
+    )
+
+
+def counts_steps_by_group(adam_optimizer: Any) -> bool:
+    """Whether an optimizer counts its steps for each group, as Transformer Engine's does, and not for each
+    parameter, as torch's do."""
+    return type(adam_optimizer).__name__ == "FusedAdam"

@@ -1,0 +1,65 @@
+"""Memory for chunks of state."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_vl import progress
+from megatron_vl.training.offload.state_chunks import StateChunk
+
+
+def allocate_device_chunks(state_chunks: list[StateChunk], device: torch.device) -> None:
+    """Allocates the memory of chunks that stay on the device, all zero."""
+    for chunk in state_chunks:
+        chunk.home_buffer = torch.zeros(chunk.size_bytes, dtype=torch.uint8, device=device)
+
+
+def allocate_host_chunks(state_chunks: list[StateChunk], is_pinned: bool) -> None:
+    """Allocates the chunks' host memory, all zero; on the GPU's own NUMA node if it is known."""
+    with run_near_gpu() if is_pinned else contextlib.nullcontext():
+        for state_chunk in state_chunks:
+            try:
+                state_chunk.home_buffer = torch.empty(
+                    state_chunk.size_bytes, dtype=torch.uint8, pin_memory=is_pinned
+                )
+            except RuntimeError as error:
+                total_gib = sum(state_chunk.size_bytes for state_chunk in state_chunks) / 2**30
+                raise MemoryError(
+                    f"{total_gib:.1f} GiB of host memory could not be pinned for optimizer.offload_fraction:"
+                    f" {error}"
+                ) from error
+            state_chunk.home_buffer.zero_()
+            progress.note_progress()
+
+
+@contextlib.contextmanager
+def run_near_gpu() -> Iterator[None]:
+    """Runs on the cores of the GPU's NUMA node, so that memory comes from there, where that is known."""
+    previous_affinity = os.sched_getaffinity(0)
+    try:
+        device_properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        pci_address = f"{device_properties.pci_domain_id:04x}:{device_properties.pci_bus_id:02x}:{device_properties.pci_device_id:02x}.0"
+        numa_node = int(Path(f"/sys/bus/pci/devices/{pci_address}/numa_node").read_text())
+        cpu_list = Path(f"/sys/devices/system/node/node{numa_node}/cpulist").read_text()
+        os.sched_setaffinity(0, parse_cpu_list(cpu_list) & previous_affinity or previous_affinity)
+    except (OSError, ValueError, AttributeError):
+        pass  # one node, or a container that hides it
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, previous_affinity)
+
+
+def parse_cpu_list(cpu_list: str) -> set[int]:
+    """``0-3,8`` -> {0, 1, 2, 3, 8}."""
+    cpu_numbers: set[int] = set()
+    for cpu_range in filter(None, cpu_list.strip().split(",")):
+        first_cpu, _, last_cpu = cpu_range.partition("-")
+        cpu_numbers |= set(range(int(first_cpu), int(last_cpu or first_cpu) + 1))
+    return cpu_numbers

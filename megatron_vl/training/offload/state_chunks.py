@@ -1,0 +1,204 @@
+"""State in chunks: parameters, the pieces of them, and the chunks that pieces lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vl.kernels.master_halves import join_master, split_master
+
+SLICE_ALIGNMENT = 64
+"""Elements of which each piece of a chunk begins at a multiple."""
+
+
+@dataclass(eq=False)
+class ChunkedParameter:
+    """A rank's shard of a parameter, whose optimizer state is in chunks."""
+
+    main_param: Tensor
+    """The fp32 tensor in the optimizer's groups. Without storage, unless it is the model's weight itself."""
+    model_weight: Tensor | None
+    """bf16 [N], its place in the model; None if ``main_param`` is the model's weight."""
+    param_group: dict[str, Any]
+    step_count: int = 0
+    """Adam's step count."""
+    chunk_slices: list[ChunkSlice] = field(default_factory=list)
+    wait_for_host_state: Callable[[], None] = lambda: None
+    """Waits until the chunks hold the state of the last update."""
+
+    def read_state(self, state_kind: str) -> Tensor | None:
+        """A host copy [N] of ``main_param``, in fp32, or of ``exp_avg`` or ``exp_avg_sq``, in the moments' dtype.
+
+        None for moments before the first step, when there are none.
+        """
+        if state_kind != "main" and not self.step_count:
+            return None
+        if state_kind == "main" and self.model_weight is None:
+            return self.main_param.detach().to("cpu", copy=True).view(-1)
+
+        self.wait_for_host_state()
+        dtype = torch.float32 if state_kind == "main" else self.chunk_slices[0].state_chunk.moments_dtype
+        output_tensor = torch.empty(self.main_param.numel(), dtype=dtype)
+        for chunk_slice in self.chunk_slices:
+            slice_state = chunk_slice.resting_state()
+            output_part = output_tensor[chunk_slice.start : chunk_slice.end]
+            if state_kind == "main":
+                weight_slice = chunk_slice.slice_of_shard(self.model_weight).cpu()  # type: ignore[arg-type]
+                join_master(
+                    weight_slice,
+                    slice_state.low_bits.cpu(),
+                    host_float32_copy(slice_state.exp_avg_sq),
+                    output_part,
+                )
+            elif state_kind == "exp_avg":
+                output_part.copy_(slice_state.exp_avg)
+            else:
+                output_part.copy_(slice_state.exp_avg_sq).abs_()  # its sign belongs to the master weight
+        return output_tensor
+
+    def write_state(self, state_kind: str, new_value: Tensor) -> None:
+        """Replaces ``main_param``, ``exp_avg`` or ``exp_avg_sq`` with fp32 [N] in host memory.
+
+        Moments are rounded to the nearest number of their dtype. With ``main_param``, this rank's shard of the
+        model's weight is replaced too.
+        """
+        new_value = new_value.view(-1)
+        if state_kind == "main" and self.model_weight is None:
+            self.main_param.copy_(new_value.view_as(self.main_param))
+            return
+
+        self.wait_for_host_state()
+        for chunk_slice in self.chunk_slices:
+            slice_state = chunk_slice.resting_state()
+            value_part = new_value[chunk_slice.start : chunk_slice.end]
+            if state_kind == "main":
+                weight_slice, low_bits = (
+                    torch.empty(len(value_part), dtype=dtype) for dtype in (torch.bfloat16, torch.int16)
+                )
+                second_moment = host_float32_copy(slice_state.exp_avg_sq).abs_()
+                split_master(value_part.contiguous(), weight_slice, low_bits, second_moment)
+                chunk_slice.slice_of_shard(self.model_weight).copy_(weight_slice)  # type: ignore[arg-type]
+                slice_state.low_bits.copy_(low_bits)
+                slice_state.exp_avg_sq.copy_(second_moment)
+            elif state_kind == "exp_avg":
+                slice_state.exp_avg.copy_(value_part)
+            else:
+                slice_state.exp_avg_sq.copy_(
+                    torch.copysign(value_part, host_float32_copy(slice_state.exp_avg_sq))
+                )
+
+
+def host_float32_copy(tensor: Tensor) -> Tensor:
+    """A copy in host memory."""
+    return tensor.to("cpu", torch.float32, copy=True)
+
+
+@dataclass(frozen=True, eq=False)
+class AdamStateViews:
+    """The state of some elements; views of a chunk's bytes."""
+
+    exp_avg: Tensor
+    """fp32 or bf16 [N]."""
+    exp_avg_sq: Tensor
+    """fp32 or bf16 [N]."""
+    low_bits: Tensor
+    """int16 [N]; empty if the model's weights are fp32."""
+
+    def slice_range(self, start: int, end: int) -> AdamStateViews:
+        return AdamStateViews(self.exp_avg[start:end], self.exp_avg_sq[start:end], self.low_bits[start:end])
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkSlice:
+    """Elements ``start:end`` of a parameter's shard, in a chunk from ``chunk_offset`` on."""
+
+    parameter: ChunkedParameter
+    start: int
+    end: int
+    state_chunk: StateChunk
+    chunk_offset: int
+
+    def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
+        """The state of these elements in that of their chunk."""
+        return chunk_state.slice_range(self.chunk_offset, self.chunk_offset + self.end - self.start)
+
+    def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
+        """These elements of a tensor that has those of the parameter's shard."""
+        return shard_tensor.detach().view(-1)[self.start : self.end]
+
+    def resting_state(self) -> AdamStateViews:
+        """The state of these elements where it lies between two updates."""
+        return self.slice_of_state(self.state_chunk.state_views(self.state_chunk.home_buffer))
+
+
+@dataclass(eq=False)
+class StateChunk:
+    """State that is copied and updated at once: uint8 bytes of ``num_elements`` elements."""
+
+    has_split_master: bool
+    """Whether it holds halves of master weights."""
+    moments_dtype: torch.dtype
+    num_elements: int = 0
+    home_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    """Where it lies between two updates: host memory if it is offloaded, otherwise the device's."""
+    chunk_slices: list[ChunkSlice] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_elements * bytes_per_element(self.has_split_master, self.moments_dtype)
+
+    def state_views(self, byte_buffer: Tensor) -> AdamStateViews:
+        """Views of a buffer that begins with this chunk's bytes."""
+        n = self.num_elements
+        moments_bytes = n * bytes_per_element(False, self.moments_dtype)
+        low_bits = (
+            byte_buffer[moments_bytes : moments_bytes + 2 * n] if self.has_split_master else byte_buffer[:0]
+        )
+        moment_values = byte_buffer[:moments_bytes].view(self.moments_dtype)
+        return AdamStateViews(moment_values[:n], moment_values[n:], low_bits.view(torch.int16))
+
+
+def bytes_per_element(has_split_master: bool, moments_dtype: torch.dtype) -> int:
+    return 2 * moments_dtype.itemsize + (2 if has_split_master else 0)
+
+
+def lay_out_chunks(
+    parameters: list[ChunkedParameter], chunk_bytes: int, moments_dtype: torch.dtype
+) -> list[StateChunk]:
+    """Lays the parameters out in chunks of up to ``chunk_bytes``, one after the other."""
+    state_chunks: list[StateChunk] = []
+    for has_split_master in (True, False):
+        max_elements = (
+            chunk_bytes
+            // bytes_per_element(has_split_master, moments_dtype)
+            // SLICE_ALIGNMENT
+            * SLICE_ALIGNMENT
+        )
+        for parameter in parameters:
+            if (parameter.model_weight is not None) != has_split_master:
+                continue
+            slice_start = 0
+            while slice_start < parameter.main_param.numel():
+                if (
+                    not state_chunks
+                    or state_chunks[-1].has_split_master != has_split_master
+                    or state_chunks[-1].num_elements == max_elements
+                ):
+                    state_chunks.append(StateChunk(has_split_master, moments_dtype))
+                state_chunk = state_chunks[-1]
+                slice_end = min(
+                    parameter.main_param.numel(), slice_start + max_elements - state_chunk.num_elements
+                )
+                chunk_slice = ChunkSlice(
+                    parameter, slice_start, slice_end, state_chunk, state_chunk.num_elements
+                )
+                state_chunk.chunk_slices.append(chunk_slice)
+                parameter.chunk_slices.append(chunk_slice)
+                state_chunk.num_elements += -(-(slice_end - slice_start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+                slice_start = slice_end
+
+    return state_chunks

@@ -1,0 +1,216 @@
+"""Sends the pictures of a step to the ranks that encode them, if every rank holds the vision tower.
+
+The frames of all rows are cut into one contiguous share for each rank of the replica
+(:mod:`megatron_vl.models.frame_shares`). All ranks compute the same cuts from the sizes of the frames. The
+owner sends each rank one message of pixels and one of indices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.models.batch import DeviceRow
+from megatron_vl.models.decoupled import StepVision, exchange_with_first
+from megatron_vl.models.frame_shares import (
+    Array,
+    TowerFrames,
+    cumulative_starts,
+    frame_flops,
+    make_tower_frames,
+    split_by_cost,
+)
+from megatron_vl.spec.families import VisionSpec
+
+PATCH_INT_FIELDS = ("plane_index", "position_hw", "frame_hw")
+"""The integers that a rank needs for each patch, in addition to its planes."""
+
+
+def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list[list[int]]:
+    """For each frame of a row, its first plane and the one after its last.
+
+    Args:
+        plane_index: int [P, temporal_patch_size], the planes of each patch of the row.
+        patches_per_frame: number of patches of each frame.
+    """
+    if not patches_per_frame:
+        return []
+    first_patches = cumulative_starts(np.array(patches_per_frame))[:-1]
+    first_planes = np.minimum.reduceat(plane_index.min(1), first_patches)
+    plane_ends = np.maximum.reduceat(plane_index.max(1), first_patches) + 1
+    return np.stack((first_planes, plane_ends), 1).tolist()
+
+
+class PictureShares:
+    """How the frames of a step are divided among the ranks of a replica. It is the same on all of them.
+
+    Args:
+        vision_lengths: for each row, the numbers of patches of its frames and of its windows.
+        plane_plane_bounds_by_row: for each row, the result of :func:`plane_bounds`.
+        num_ranks: number of ranks.
+    """
+
+    def __init__(
+        self,
+        vision_spec: VisionSpec,
+        vision_lengths: list[tuple[list[int], list[int]]],
+        plane_bounds_by_row: list[list[list[int]]],
+        num_ranks: int,
+    ) -> None:
+        self.frames = make_tower_frames(vision_lengths)
+        self.plane_bounds = np.array(
+            [pair for row in plane_bounds_by_row for pair in row], dtype=np.int64
+        ).reshape(-1, 2)
+        self.frame_cuts = split_by_cost(frame_flops(vision_spec, self.frames), num_ranks)
+        self.features_of_rank = self._merged_features(self.frame_cuts, vision_spec)
+        self.row_cuts = np.searchsorted(self.frames.row_of_frame, np.arange(len(vision_lengths) + 1))
+        self.features_of_row = self._merged_features(self.row_cuts, vision_spec)
+
+    def _merged_features(self, frame_cuts: Array, vision_spec: VisionSpec) -> list[int]:
+        return (np.diff(self.frames.first_patch[frame_cuts]) // vision_spec.merge_unit).tolist()
+
+    def frame_runs(self, rank: int) -> list[tuple[int, int, int]]:
+        """A rank's frames by row: (row, first frame, one after the last frame), numbered over all rows."""
+        share_start, end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
+        rank_runs = []
+        for row in range(len(self.row_cuts) - 1):
+            run_start, run_end = max(share_start, self.row_cuts[row]), min(end, self.row_cuts[row + 1])
+            if run_start < run_end:
+                rank_runs.append((row, int(run_start), int(run_end)))
+        return rank_runs
+
+    def plane_range(self, frame_run: tuple[int, int, int]) -> tuple[int, int]:
+        """The planes of the row that a run needs: (first, one after the last)."""
+        run_bounds = self.plane_bounds[frame_run[1] : frame_run[2]]
+        return int(run_bounds[:, 0].min()), int(run_bounds[:, 1].max())
+
+    def patch_slice(self, frame_run: tuple[int, int, int]) -> slice:
+        """The patches of the run, counted within the row."""
+        first_patch = self.frames.first_patch
+        row_start = first_patch[self.row_cuts[frame_run[0]]]
+        return slice(int(first_patch[frame_run[1]] - row_start), int(first_patch[frame_run[2]] - row_start))
+
+    def share_of_rank(self, rank: int) -> tuple[TowerFrames, Array, int]:
+        """A rank's frames, their bounds among the planes that it receives, and the number of these planes."""
+        share_start, share_end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
+        first_window = self.frames.first_window
+        rank_frames = TowerFrames(
+            self.frames.patches_per_frame[share_start:share_end],
+            self.frames.patches_per_window[first_window[share_start] : first_window[share_end]],
+            self.frames.row_of_frame[share_start:share_end],
+        )
+
+        bounds_by_run, plane_count = [np.zeros((0, 2), dtype=np.int64)], 0
+        for frame_run in self.frame_runs(rank):
+            first_plane, plane_end = self.plane_range(frame_run)
+            bounds_by_run.append(self.plane_bounds[frame_run[1] : frame_run[2]] - first_plane + plane_count)
+            plane_count += plane_end - first_plane
+        return rank_frames, np.concatenate(bounds_by_run), plane_count
+
+
+def scatter_pictures(
+    picture_shares: PictureShares,
+    replica_group: dist.ProcessGroup,
+    rows: list[DeviceRow],
+    host_tensors: list[dict[str, Tensor]],
+    planes_by_row: list[Tensor],
+    device: torch.device,
+    vision_spec: VisionSpec,
+) -> StepVision:
+    """Sends each rank of a replica its share of the pictures. Collective over the group.
+
+    Args:
+        replica_replica_group: the replica; its first rank has the pictures.
+        rows: the rows of the step on this rank.
+        host_tensors: on the first rank, the tensors of each row on the host.
+        planes_by_row: on the first rank, the planes of each row on the device.
+    """
+    num_ranks, rank = replica_group.size(), replica_group.rank()
+    rank_shares = [picture_shares.share_of_rank(share_rank) for share_rank in range(num_ranks)]
+    rank_frames, plane_bounds, _ = rank_shares[rank]
+    plane_width = vision_spec.in_channels * vision_spec.patch_size**2
+    ints_per_patch = vision_spec.temporal_patch_size + 4
+
+    plane_pixels = torch.empty(0, plane_width, dtype=torch.uint8, device=device)
+    patch_ints = torch.empty(0, dtype=torch.int32)
+    if rank == 0 and len(picture_shares.frames.patches_per_frame):
+        plane_pixels, patch_ints = _concatenated_shares(
+            picture_shares, num_ranks, host_tensors, planes_by_row
+        )
+
+    patches_per_rank = [int(part.patches_per_frame.sum()) for part, _, _ in rank_shares]
+    if sum(patches_per_rank):
+        plane_pixels = exchange_with_first(
+            plane_pixels, [count for _, _, count in rank_shares], replica_group, should_gather=False
+        )
+        # All integers of a patch are in one message, because its latency costs more than its bytes.
+        patch_ints = exchange_with_first(
+            patch_ints.to(device, non_blocking=True),
+            [ints_per_patch * patch_count for patch_count in patches_per_rank],
+            replica_group,
+            should_gather=False,
+        )
+
+    int_widths = [vision_spec.temporal_patch_size, 2, 2]
+    ints_by_field = patch_ints.to(device).split([patches_per_rank[rank] * size for size in int_widths])
+    plane_index, position_hw, frame_hw = (
+        part.view(-1, size) for part, size in zip(ints_by_field, int_widths, strict=True)
+    )
+    return StepVision(
+        device_rows=rows,
+        features_per_rank=picture_shares.features_of_rank,
+        features_per_row=picture_shares.features_of_row,
+        local_frames=rank_frames,
+        plane_bounds=plane_bounds,
+        planes=plane_pixels,
+        plane_index=plane_index,
+        position_hw=position_hw,
+        frame_hw=frame_hw,
+        frame_cu_seqlens=cumulative(rank_frames.patches_per_frame, device),
+        window_cu_seqlens=cumulative(rank_frames.patches_per_window, device),
+    )
+
+
+def cumulative(sizes: Array, device: torch.device) -> Tensor:
+    """int32 [N + 1] on the device: the bounds of segments of the given sizes."""
+    bounds = torch.from_numpy(cumulative_starts(sizes).astype(np.int32))
+    return _pin_memory(bounds).to(device, non_blocking=True)
+
+
+def _pin_memory(tensor: Tensor) -> Tensor:
+    return tensor.pin_memory() if torch.cuda.is_available() else tensor
+
+
+def _concatenated_shares(
+    picture_shares: PictureShares,
+    num_ranks: int,
+    host_tensors: list[dict[str, Tensor]],
+    planes_by_row: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The parts of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each rank's patches."""
+    plane_pixels: list[Tensor] = []
+    patch_ints: list[Tensor] = []
+
+    for rank in range(num_ranks):
+        rank_ints: dict[str, list[Tensor]] = {name: [] for name in PATCH_INT_FIELDS}
+        plane_count = 0
+        for frame_run in picture_shares.frame_runs(rank):
+            first_plane, plane_end = picture_shares.plane_range(frame_run)
+            patch_slice = picture_shares.patch_slice(frame_run)
+            row_tensors: dict[str, Any] = host_tensors[frame_run[0]]
+            rank_ints["plane_index"].append(
+                row_tensors["plane_index"][patch_slice] - first_plane + plane_count
+            )
+            rank_ints["position_hw"].append(row_tensors["position_hw"][patch_slice])
+            rank_ints["frame_hw"].append(row_tensors["frame_hw"][patch_slice])
+            plane_pixels.append(planes_by_row[frame_run[0]][first_plane:plane_end])
+            plane_count += plane_end - first_plane
+        patch_ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
+
+    return torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0], _pin_memory(
+        torch.cat(patch_ints)
+    )

@@ -1,0 +1,255 @@
+"""Cuts tensors into shards and joins them again, by copying rectangles between matrices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_vl.spec.tensors import Sharding, TensorInfo
+from megatron_vl.weights.tensor_files import (
+    MatrixRegion,
+    matrix_shape,
+)
+
+
+class MatrixBlock(NamedTuple):
+    """A rectangle of ``rows`` x ``cols`` that a whole matrix and one of its parts have in common."""
+
+    part_id: str | int
+    """The name or number of the part."""
+    rows: int
+    cols: int
+    row: int = 0
+    """First row in the whole matrix. ``col`` is the first column there; ``part_row`` and ``part_col`` are the
+    first row and column in the part."""
+    col: int = 0
+    part_row: int = 0
+    part_col: int = 0
+    is_transposed: bool = False
+    """Whether the part holds the rectangle transposed, as ``cols`` x ``rows``."""
+
+    def inverse_block(self, whole_id: str | int) -> MatrixBlock:
+        """The same rectangle with the roles swapped: ``whole_id`` becomes the part."""
+        if self.is_transposed:
+            return MatrixBlock(
+                whole_id, self.cols, self.rows, self.part_row, self.part_col, self.row, self.col, True
+            )
+        return MatrixBlock(whole_id, self.rows, self.cols, self.part_row, self.part_col, self.row, self.col)
+
+
+def gather_region(
+    blocks: Sequence[MatrixBlock],
+    region: MatrixRegion,
+    read_part: Callable[[str | int, MatrixRegion], Tensor],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Reads a region of a matrix that consists of ``blocks``. Elements that no block covers are zero.
+
+    Args:
+        read_part: returns a region of a part as a matrix.
+
+    Returns:
+        ``[rows, cols]`` of ``dtype``. It is not a copy if one block covers the region and has that type.
+    """
+    gathered: Tensor | None = None
+    for block in blocks:
+        first_row = max(region.row, block.row)
+        end_row = min(region.row_end, block.row + block.rows)
+        first_col = max(region.col, block.col)
+        end_col = min(region.col_end, block.col + block.cols)
+        if first_row >= end_row or first_col >= end_col:
+            continue
+
+        block_data = _read_block(block, MatrixRegion(first_row, end_row, first_col, end_col), read_part)
+        if (
+            (first_row, end_row, first_col, end_col) == region
+            and block_data.dtype == dtype
+            and not block.is_transposed
+        ):
+            return block_data
+        if gathered is None:
+            gathered = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
+        target_view = gathered[
+            first_row - region.row : end_row - region.row, first_col - region.col : end_col - region.col
+        ]
+        _copy_matrix(block_data, target_view, block.is_transposed)
+
+    if gathered is None:
+        return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
+    return gathered
+
+
+def _copy_matrix(source_matrix: Tensor, target_matrix: Tensor, is_transposed: bool) -> None:
+    """Copies a matrix. A transposed matrix is copied in strips that fit the cache, which is 4x faster."""
+    strip_width = 64 if is_transposed else max(1, source_matrix.shape[1])
+    for col in range(0, source_matrix.shape[1], strip_width):
+        target_matrix[:, col : col + strip_width] = source_matrix[:, col : col + strip_width]
+
+
+def _read_block(
+    block: MatrixBlock, region: MatrixRegion, read_part: Callable[[str | int, MatrixRegion], Tensor]
+) -> Tensor:
+    """Reads a region, given in the whole matrix and within ``block``, from the part."""
+    if block.is_transposed:
+        row_offset, col_offset = block.part_row - block.col, block.part_col - block.row
+        transposed_region = MatrixRegion(
+            region.col + row_offset,
+            region.col_end + row_offset,
+            region.row + col_offset,
+            region.row_end + col_offset,
+        )
+        return read_part(block.part_id, transposed_region).t()
+    row_offset, col_offset = block.part_row - block.row, block.part_col - block.col
+    return read_part(
+        block.part_id,
+        MatrixRegion(
+            region.row + row_offset,
+            region.row_end + row_offset,
+            region.col + col_offset,
+            region.col_end + col_offset,
+        ),
+    )
+
+
+@lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
+def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlock, ...]:
+    """The blocks that make up the full matrix. :attr:`MatrixBlock.part` is a part's number (see :meth:`Sharding.part`).
+
+    A replicated tensor is read from part 0.
+    """
+    row_count, col_count = matrix_shape(tensor_info.shape)
+    if tensor_info.num_experts:
+        return tuple(_expert_blocks(tensor_info, sharding))
+    if tensor_info.parallel_style == "replicated":
+        return (MatrixBlock(0, row_count, col_count),)
+
+    shard_count = sharding.tensor_parallel_ways(tensor_info)
+    if tensor_info.parallel_style == "row":
+        shard_cols = col_count // shard_count
+        return tuple(
+            MatrixBlock(shard_index, row_count, shard_cols, col=shard_index * shard_cols)
+            for shard_index in range(shard_count)
+        )
+    if tensor_info.parallel_style == "column":
+        shard_rows = row_count // shard_count
+        return tuple(
+            MatrixBlock(shard_index, shard_rows, col_count, row=shard_index * shard_rows)
+            for shard_index in range(shard_count)
+        )
+
+    blocks = []
+    first_row = shard_row = 0
+    for section_rows in _section_rows(tensor_info, row_count):
+        shard_rows = section_rows // shard_count
+        blocks += [
+            MatrixBlock(
+                shard_index,
+                shard_rows,
+                col_count,
+                row=first_row + shard_index * shard_rows,
+                part_row=shard_row,
+            )
+            for shard_index in range(shard_count)
+        ]
+        first_row += section_rows
+        shard_row += shard_rows
+    return tuple(blocks)
+
+
+def _section_rows(tensor_info: TensorInfo, row_count: int) -> tuple[int, ...]:
+    """Number of rows of each section. Each section is cut separately."""
+    return (
+        (row_count // 2, row_count // 2)
+        if tensor_info.parallel_style == "gated"
+        else tensor_info.section_rows
+    )
+
+
+def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBlock]:
+    """Repeats the blocks of one expert for each expert. Adjacent blocks of one part are joined."""
+    single_expert = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
+    expert_rows = single_expert.shape[0]
+    expert_shard_rows = single_expert.shard_shape(Sharding(sharding.etp))[0]
+    experts_per_rank = tensor_info.num_experts // sharding.ep
+
+    blocks = [
+        block._replace(
+            part_id=expert // experts_per_rank * sharding.etp + int(block.part_id),
+            row=block.row + expert * expert_rows,
+            part_row=block.part_row + expert % experts_per_rank * expert_shard_rows,
+        )
+        for expert in range(tensor_info.num_experts)
+        for block in shard_blocks(single_expert, Sharding(sharding.etp))
+    ]
+
+    joined_blocks: list[MatrixBlock] = []
+    for block in sorted(blocks, key=lambda block: (block.part_id, block.part_row)):
+        if joined_blocks and (last_block := joined_blocks[-1])._replace(rows=0) == block._replace(
+            rows=0, row=block.row - last_block.rows, part_row=block.part_row - last_block.rows
+        ):
+            joined_blocks[-1] = last_block._replace(rows=last_block.rows + block.rows)
+        else:
+            joined_blocks.append(block)
+    return joined_blocks
+
+
+def blocks_of_shard(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> list[MatrixBlock]:
+    """The blocks of the full matrix that make up one part: the inverse of :func:`shard_blocks`."""
+    source = 0 if tensor_info.parallel_style == "replicated" else shard_index
+    return [
+        block.inverse_block(tensor_info.name)
+        for block in shard_blocks(tensor_info, sharding)
+        if block.part_id == source
+    ]
+
+
+def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> Tensor:
+    """One part (see :meth:`Sharding.part`) of a full tensor. It is a view if the cut allows it."""
+    split_axis = 1 if tensor_info.parallel_style == "row" else 0
+    shard_count = sharding.tensor_parallel_ways(tensor_info)
+    if tensor_info.num_experts:
+        full_tensor = full_tensor.chunk(sharding.ep)[shard_index // sharding.etp]
+        split_axis += 1
+        shard_count = sharding.etp
+        shard_index = shard_index % sharding.etp
+
+    if tensor_info.parallel_style == "replicated" or shard_count == 1:
+        return full_tensor
+    if tensor_info.parallel_style in ("gated", "sections"):
+        sections = full_tensor.split(_section_rows(tensor_info, full_tensor.shape[split_axis]), split_axis)
+        return torch.cat(
+            [section.chunk(shard_count, split_axis)[shard_index] for section in sections], split_axis
+        )
+    return full_tensor.chunk(shard_count, split_axis)[shard_index]
+
+
+def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, sharding: Sharding) -> Tensor:
+    """Joins all parts, in order, to the full tensor: the inverse of :func:`shard`."""
+    if tensor_info.num_experts:
+        single_expert = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
+        expert_groups = [
+            zip(*shard_tensors[first_shard : first_shard + sharding.etp], strict=True)
+            for first_shard in range(0, len(shard_tensors), sharding.etp)
+        ]
+        return torch.stack(
+            [
+                join_shards(shard_sections, single_expert, Sharding(sharding.etp))
+                for run in expert_groups
+                for shard_sections in run
+            ]
+        )
+    if tensor_info.parallel_style == "replicated" or sharding.tensor_parallel_ways(tensor_info) == 1:
+        return shard_tensors[0]
+    if tensor_info.parallel_style in ("gated", "sections"):
+        sizes = [
+            row_count // sharding.tp
+            for row_count in _section_rows(tensor_info, len(shard_tensors) * shard_tensors[0].shape[0])
+        ]
+        shard_sections = [part.split(sizes) for part in shard_tensors]
+        return torch.cat([part[i] for i in range(len(sizes)) for part in shard_sections])
+    return torch.cat(list(shard_tensors), dim=1 if tensor_info.parallel_style == "row" else 0)

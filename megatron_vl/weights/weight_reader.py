@@ -1,0 +1,316 @@
+"""Reads tensors, or any parts of them, from weights of any layout."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_vl.spec.families import ConfigError, read_spec
+from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, check_sharding, tensor_table
+from megatron_vl.weights import run_folder
+from megatron_vl.weights.manifest import (
+    JOURNAL_FILE,
+    MANIFEST_FILE,
+    check_tensor_table,
+    describe_rank,
+    read_manifest,
+    read_manifest_layout,
+    shard_index_in_file,
+)
+from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region, shard_blocks
+from megatron_vl.weights.tensor_files import (
+    DTYPE_BY_NAME,
+    MatrixRegion,
+    TensorReader,
+    WeightsError,
+    matrix_shape,
+    row_regions,
+)
+
+
+def find_weights_dir(given_path: str | Path) -> Path:
+    """Finds the folder of weights for ``given_path``, which may be that folder, a step folder, or a run folder.
+
+    For a run folder, it is the folder of the latest checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no folder of weights. The message says which files were looked for.
+        WeightsError: it is not known which checkpoint of a run is the latest.
+    """
+    given_path = Path(given_path)
+    for candidate_dir in (given_path, given_path / "weights"):
+        if (candidate_dir / MANIFEST_FILE).is_file():
+            return candidate_dir
+
+    if (given_path / JOURNAL_FILE).is_file() and not (given_path / run_folder.LATEST_FILE).is_file():
+        raise FileNotFoundError(
+            f"{given_path} holds a conversion that is not finished; run it again to continue it"
+        )
+
+    try:
+        latest_checkpoint = run_folder.find_latest_checkpoint(given_path)
+    except run_folder.StepMissingError as error:
+        raise FileNotFoundError(str(error)) from error
+    except run_folder.CheckpointError as error:
+        raise WeightsError(str(error)) from error
+
+    if latest_checkpoint is None:
+        problem_text = f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
+        if (given_path / "config.json").is_file():
+            problem_text = (
+                "is a Hugging Face folder, not a folder of Megatron weights; write one with"
+                f" `megatron-vl convert --hf {given_path} --out DIR`"
+            )
+        raise FileNotFoundError(f"{given_path} {problem_text}")
+
+    weights_dir = latest_checkpoint.path / "weights"
+    if not (weights_dir / MANIFEST_FILE).is_file():
+        raise FileNotFoundError(
+            f"{weights_dir / MANIFEST_FILE} is missing, although step {latest_checkpoint.step} is the latest of {given_path}"
+        )
+
+    return weights_dir
+
+
+class WeightReader:
+    """Reads weights of any layout as if they had any other layout.
+
+    Args:
+        verify_tensor: whether to compare each stored tensor with its SHA-256 before any part of it is first
+            returned. This reads the whole stored tensor, even for a slice (1 to 2 GB/s per core).
+
+    Attributes:
+        path: the folder of weights, found from a run or step folder.
+        manifest: the content of the manifest.
+        spec: the model.
+        layout: the layout of the weights; None for unsplit weights.
+        sharding: how the layout cuts the tensors of a stage.
+        tensor_infos: canonical name -> :class:`TensorInfo`.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        WeightsError: the manifest or a file is invalid. The message names it.
+    """
+
+    def __init__(self, path: str | Path, *, should_verify: bool = True) -> None:
+        self.path = find_weights_dir(path)
+        self.manifest = read_manifest(self.path / MANIFEST_FILE)
+        try:
+            self.spec = read_spec(self.manifest["hf_config"])
+            self.layout = read_manifest_layout(self.spec, self.manifest)
+            self.sharding = self.layout.sharding if self.layout else UNSHARDED
+            self.tensor_infos = tensor_table(self.spec)
+            self._file_by_shard = self._locate_shards()
+            self._check_step()
+        except (WeightsError, FileNotFoundError):
+            raise
+        except (ConfigError, LayoutError) as error:
+            raise WeightsError(f"{self.path / MANIFEST_FILE}: {error}") from error
+        except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field has an unexpected type
+            raise WeightsError(
+                f"{self.path / MANIFEST_FILE} is damaged: {type(error).__name__}: {error}"
+            ) from error
+
+        self._should_verify = should_verify
+        self._open_readers: dict[str, TensorReader] = {}
+        self._verified_tensors: set[tuple[str, str]] = set()
+        self._verify_locks: dict[tuple[str, str], threading.Lock] = {}
+        self._files_lock = threading.Lock()
+
+    def _locate_shards(self) -> dict[tuple[int, str], str]:
+        """(part, tensor) -> file, after checking that the manifest describes the whole model."""
+        manifest_path = self.path / MANIFEST_FILE
+        check_tensor_table(manifest_path, self.manifest, self.tensor_infos)
+        file_by_shard: dict[tuple[int, str], str] = {}
+        for file_name, file_entry in self.manifest["files"].items():
+            # A manifest may come from an untrusted source, so its names must stay inside its folder.
+            if not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
+                raise WeightsError(f"{manifest_path}: {file_name!r} is not a file name of weights")
+            if not (self.path / file_name).is_file():
+                raise WeightsError(f"{self.path / file_name} is missing, although {MANIFEST_FILE} names it")
+
+            for tensor_name in file_entry["tensors"]:
+                if (
+                    tensor_name not in self.tensor_infos
+                    or self._pipeline_stage(tensor_name) != file_entry["pp"]
+                ):
+                    raise WeightsError(
+                        f"{manifest_path}: tensor {tensor_name!r} does not belong in {file_name}, pipeline rank {file_entry['pp']}"
+                    )
+                shard_index = shard_index_in_file(self.tensor_infos[tensor_name], file_entry, self.layout)
+                if shard_index is None:
+                    raise WeightsError(
+                        f"{manifest_path}: tensor {tensor_name!r} does not belong in {file_name}"
+                    )
+                if file_by_shard.setdefault((shard_index, tensor_name), file_name) != file_name:
+                    raise WeightsError(
+                        f"{manifest_path}: tensor {tensor_name!r} of {describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)} is in two"
+                        " files"
+                    )
+
+        for tensor_name, tensor_info in self.tensor_infos.items():
+            for shard_index in range(self.sharding.num_shards(tensor_info)):
+                if (shard_index, tensor_name) not in file_by_shard:
+                    raise WeightsError(
+                        f"{manifest_path}: no file holds tensor {tensor_name!r} ({tensor_info.parallel_style}) of"
+                        f" {describe_rank(tensor_info, shard_index, self.sharding)}"
+                    )
+
+        if len(file_by_shard) != sum(
+            self.sharding.num_shards(tensor_info) for tensor_info in self.tensor_infos.values()
+        ):
+            raise WeightsError(
+                f"{manifest_path} names files of more ranks than its layout {self.sharding} has"
+            )
+        return file_by_shard
+
+    def _pipeline_stage(self, tensor_name: str) -> int:
+        """The pipeline rank that holds a tensor."""
+        return self.layout.owning_pipeline_rank(self.tensor_infos[tensor_name]) if self.layout else 0
+
+    def _check_step(self) -> None:
+        """Checks that the step in the weights' origin, if there is one, is the step of their folder."""
+        step = (self.manifest.get("origin") or {}).get("step")
+        folder = self.path.parent
+        if (
+            step is not None
+            and self.path.name == "weights"
+            and run_folder.step_of_dir(folder) not in (None, step)
+        ):
+            raise WeightsError(
+                f"{self.path / MANIFEST_FILE}: the weights belong to step {step}, but they are in {folder.name}"
+            )
+
+    def tensor_names(self) -> list[str]:
+        """Canonical names, in model order."""
+        return list(self.tensor_infos)
+
+    def dtype(self, tensor_name: str) -> torch.dtype:
+        """The type of a stored tensor."""
+        return DTYPE_BY_NAME[self.manifest["tensors"][tensor_name]["dtype"]]
+
+    def _open_shard(self, shard_index: int, tensor_name: str) -> TensorReader:
+        """The file that holds one part of a tensor.
+
+        Each file is opened and checked once, and each tensor in it is verified once.
+        """
+        file_name = self._file_by_shard[shard_index, tensor_name]
+        with self._files_lock:
+            if file_name not in self._open_readers:
+                self._open_readers[file_name] = self.open_file(file_name)
+            verify_lock = self._verify_locks.setdefault((file_name, tensor_name), threading.Lock())
+
+        tensor_reader = self._open_readers[file_name]
+        if self._should_verify and (file_name, tensor_name) not in self._verified_tensors:
+            with verify_lock:  # only threads that read this tensor wait
+                expected_sha256 = self.manifest["files"][file_name]["tensors"][tensor_name]
+                if (file_name, tensor_name) not in self._verified_tensors and tensor_reader.sha256(
+                    tensor_name
+                ) != expected_sha256:
+                    raise WeightsError(
+                        f"{tensor_reader.path} is damaged: tensor {tensor_name!r} is not what was written (SHA-256 differs"
+                        f" from {MANIFEST_FILE}); fetch or write the weights again"
+                    )
+                self._verified_tensors.add((file_name, tensor_name))
+
+        return tensor_reader
+
+    def open_file(self, file_name: str) -> TensorReader:
+        """Opens one of the manifest's files and checks that it holds the manifest's tensors.
+
+        Raises:
+            WeightsError: the file is damaged, or a tensor is missing or has another shape or type.
+        """
+        tensor_reader = TensorReader(self.path / file_name)
+        stored_names = set(tensor_reader.tensor_names())
+        for tensor_name in self.manifest["files"][file_name]["tensors"]:
+            expected_shape = self.tensor_infos[tensor_name].shard_shape(self.sharding)
+            if (
+                tensor_name not in stored_names
+                or tensor_reader.shape(tensor_name) != expected_shape
+                or tensor_reader.dtype(tensor_name) != self.dtype(tensor_name)
+            ):
+                raise WeightsError(
+                    f"{tensor_reader.path}: tensor {tensor_name!r} is missing or differs from {MANIFEST_FILE}"
+                )
+        return tensor_reader
+
+    def verify_tensor(self, tensor_name: str) -> None:
+        """Verifies now all parts of this tensor that :meth:`read_region` reads.
+
+        Raises:
+            WeightsError: the tensor is damaged.
+        """
+        for shard_index in {
+            block.part_id for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        }:
+            self._open_shard(int(shard_index), tensor_name)
+
+    def fingerprint(self) -> dict[str, str]:
+        """A value that changes if any of these weights changes."""
+        return {MANIFEST_FILE: self.manifest["digest"]}
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
+        """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
+        tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        return gather_region(
+            tensor_blocks,
+            region,
+            lambda part, w: self._open_shard(int(part), tensor_name).read_region(tensor_name, w),
+            self.dtype(tensor_name),
+        )
+
+    def read_shard(
+        self,
+        tensor_name: str,
+        shard_index: int = 0,
+        sharding: Sharding = UNSHARDED,
+        expert_index: int | None = None,
+    ) -> Tensor:
+        """Reads a copy of one part of a tensor, whatever layout is on disk.
+
+        Args:
+            shard_index: number of the part, out of ``cut.parts(info)`` (see :meth:`Cut.part`).
+            sharding: how to cut the model. By default, the part is the full tensor.
+            expert_index: for an expert tensor, the index within the part of the only expert to return, without the
+                leading dimension; None: all experts of the part.
+
+        Raises:
+            LayoutError: the model cannot be cut in this way.
+            WeightsError: the stored tensor is damaged.
+        """
+        check_sharding(self.spec, sharding)
+        tensor_info = self.tensor_infos[tensor_name]
+        dtype = self.dtype(tensor_name)
+        shard_shape = tensor_info.shard_shape(sharding)
+        first_row = 0
+        if expert_index is not None:
+            first_row = range(shard_shape[0])[expert_index] * shard_shape[1]
+            shard_shape = shard_shape[1:]
+
+        has_stored_sharding = (
+            sharding[1:3] == self.sharding[1:3]
+            if tensor_info.num_experts
+            else sharding.tensor_parallel_ways(tensor_info) == self.sharding.tensor_parallel_ways(tensor_info)
+        )
+        shard_blocks_list = blocks_of_shard(tensor_info, shard_index, sharding)
+        shard_tensor = torch.empty(matrix_shape(shard_shape), dtype=dtype)
+        for region in row_regions(shard_shape, dtype.itemsize):
+            source_region = region._replace(row=region.row + first_row, row_end=region.row_end + first_row)
+            if has_stored_sharding:
+                region_data = self._open_shard(shard_index, tensor_name).read_region(
+                    tensor_name, source_region
+                )
+            else:
+                region_data = gather_region(
+                    shard_blocks_list,
+                    source_region,
+                    lambda _, full: self.read_region(tensor_name, full),
+                    dtype,
+                )
+            shard_tensor[region.row : region.row_end] = region_data
+        return shard_tensor.view(shard_shape)

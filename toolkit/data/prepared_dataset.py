@@ -1,0 +1,75 @@
+"""The input of ``megatron-vl data index | stats | inspect``: a prepared data set and a run's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from data_tools.sample_sources import open_encoder
+from data_tools.statistics import DatasetStatistics, count_statistics
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config
+from megatron_vl.data.loader import RowEncoder
+from megatron_vl.data.source.location import Location, resolve_location
+from megatron_vl.errors import UsageError
+from megatron_vl.spec.families import ModelSpec, read_spec
+
+from .options import PreparedOptions
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A data set, and the settings with which a run makes rows from it."""
+
+    config: TrainConfig
+    spec: ModelSpec
+    split: str
+
+    @property
+    def dataset_location(self) -> Location:
+        return resolve_location(self.config.data.path)
+
+    @property
+    def processor_dir(self) -> Path:
+        return Path(self.config.model.hf)
+
+    @cached_property
+    def row_encoder(self) -> RowEncoder:
+        return open_encoder(self.config.data, self.spec, self.processor_dir)
+
+    def read_statistics(self, show_progress: Callable[[str], None] | None = None) -> DatasetStatistics:
+        return count_statistics(self.row_encoder, self.processor_dir, self.split, show_progress)
+
+
+def open_prepared(options: PreparedOptions) -> PreparedDataset:
+    """Reads the settings of the run and finds the data set.
+
+    Raises:
+        UsageError: no data set or no processor is given, or a field is invalid.
+        RunConfigError: ``data.path`` is not a data set.
+        ConfigError: the processor's ``config.json`` cannot be used.
+    """
+    from megatron_vl.training.preflight import check_data_path
+
+    config_arguments = [*options.fields]
+    config_arguments += ["--data.path", str(options.data)] if options.data else []
+    config_arguments += ["--model.hf", str(options.processor)] if options.processor else []
+    try:
+        config = parse_config(config_arguments)
+    except RunConfigError as error:
+        raise UsageError(str(error)) from error
+
+    missing_options = [
+        f"{name} (or {field} of a run)"
+        for name, field, value in (
+            ("--data", "data.path", config.data.path),
+            ("--processor", "model.hf", config.model.hf),
+        )
+        if not value
+    ]
+    if missing_options:
+        raise UsageError(f"give {' and '.join(missing_options)}")
+
+    check_data_path(config.data.path)
+    return PreparedDataset(config, read_spec(config.model.hf), options.split)

@@ -1,0 +1,447 @@
+"""Checks a run, a data set or a checkpoint as far as possible without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_vl import host_memory
+from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
+from megatron_vl.errors import UserError
+from megatron_vl.planning.gpus import calibration_for_platform
+from megatron_vl.planning.memory import (
+    GPU_MEMORY_GIB,
+    RESERVE_GIB,
+    StageMemory,
+    peak_stage_gib,
+    stage_memories,
+)
+from megatron_vl.planning.predict import RunPrediction, predict_layout
+from megatron_vl.planning.run_layout import rates_apply
+from megatron_vl.plurals import pluralize
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families.base import text_config
+from megatron_vl.spec.tensors import tensor_table
+from megatron_vl.training.preflight import check_data_path, check_start_weights, config_remarks
+from megatron_vl.training.resolve import MachineMemory, read_split_facts, resolve_run
+from megatron_vl.training.resolved_run import ResolvedRun
+from megatron_vl.weights.weight_reader import WeightReader
+from toolkit.doctor import Finding, broken_finding, note_finding, ok_finding
+from toolkit.doctor.family_checks import check_family
+from toolkit.doctor.machine_checks import GpuInfo, check_disk
+
+MAX_LEFT_OUT_SHARE = 0.5
+"""Share of a source's samples above which it is a fault that they are left out."""
+NUM_SAMPLES_READ = 200
+"""Number of samples that are read for it where no sizes are stored."""
+
+
+@dataclass
+class RunReport:
+    """Findings about a run and, if the run is possible, its memory by stage."""
+
+    findings: list[Finding] = field(default_factory=list)
+    memory_by_stage: list[StageMemory] = field(default_factory=list)
+
+
+def check_data(dataset_dir: Path, show_progress: Callable[[str], None] | None = None) -> Finding:
+    """Compares every byte of a data set with its recorded hashes."""
+    from data_tools.verify import verify_dataset
+
+    try:
+        shards, problems = verify_dataset(dataset_dir, show_progress)
+    except (ValueError, OSError) as error:
+        return broken_finding("data set", str(error), "convert it with `megatron-vl data convert`")
+    if problems:
+        return broken_finding(
+            "data set", "; ".join(problems[:5]), "copy these shards again, or convert the data again"
+        )
+    return ok_finding(
+        "data set", f"{pluralize(shards, 'shard')} of {dataset_dir} {'is' if shards == 1 else 'are'} intact"
+    )
+
+
+def check_checkpoint(checkpoint_dir: Path) -> Finding:
+    """Compares every byte of weights, or of a run's latest (or the given) checkpoint, with its hashes."""
+    from converters.compare import verify_checkpoint_hashes
+    from toolkit.checkpoint.contents import find_step_dir, verify_checkpoint
+
+    try:
+        is_run = (
+            (checkpoint_dir / "run.json").is_file()
+            or (checkpoint_dir / "latest.json").is_file()
+            or any(checkpoint_dir.glob("step_*"))
+        )
+        verified_dir = find_step_dir(checkpoint_dir) if is_run else checkpoint_dir
+        if is_run:
+            problems = verify_checkpoint(verified_dir)
+        else:
+            problems = [
+                f"{difference.name} {difference.how}"
+                for difference in verify_checkpoint_hashes(verified_dir).differences
+            ]
+    except (ValueError, OSError, RuntimeError) as error:
+        return broken_finding(
+            "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
+        )
+
+    if problems:
+        return broken_finding(
+            "checkpoint",
+            "; ".join(problems[:5]),
+            "copy or write it again, or resume the run from another step with --checkpoint.step",
+        )
+
+    return ok_finding("checkpoint", f"{verified_dir} is intact")
+
+
+def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuInfo]) -> RunReport:
+    """Checks a run's YAML and overrides.
+
+    Args:
+        run_arguments: ``--config RUN.yaml`` and ``--section.field value``, as the trainer takes them.
+        world_size: GPUs of the whole run; None: those of this machine or, without GPUs, as few as
+            the layout needs.
+    """
+    report = RunReport()
+    add_finding = report.findings.append
+    try:
+        config = parse_config(run_arguments)
+    except RunConfigError as error:
+        add_finding(broken_finding("config", str(error), "megatron-vl train --help explains every field"))
+        return report
+
+    parallel = config.parallel
+    if world_size is None:
+        world_size = len(gpus) or parallel.tp * parallel.cp * parallel.pp
+    try:
+        dp_size = validate_config(config, world_size)
+    except RunConfigError as error:
+        add_finding(
+            broken_finding(
+                "config", str(error), "change the field, or give the number of GPUs with --world-size"
+            )
+        )
+        return report
+
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    experts = f", experts ep {parallel.ep} x etp {parallel.etp}" if parallel.ep * parallel.etp > 1 else ""
+    add_finding(
+        ok_finding(
+            "config",
+            f"{pluralize(world_size, 'rank')}: tp {parallel.tp}{context} x pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
+        )
+    )
+    refusal_message = ""
+    gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
+    host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
+    machine = MachineMemory(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
+    try:
+        run = resolve_run(config, world_size, machine)
+    except (ValueError, OSError, RuntimeError) as error:
+        refusal_message = str(error)
+        add_finding(
+            broken_finding("model and layout", refusal_message, _refusal_advice(config, refusal_message))
+        )
+        # A damaged folder of the run says nothing against the rest.
+        fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
+        try:
+            run = resolve_run(
+                dataclasses.replace(config, checkpoint=fresh_checkpoint), world_size, machine, show_only=True
+            )
+        except (ValueError, OSError, RuntimeError):
+            return report
+    else:
+        layers = f"decoder layers {list(run.layout.layers_per_chunk)} on {parallel.pp} stages"
+        add_finding(ok_finding("model and layout", f"{run.spec.family}, {layers}"))
+
+    report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, dp_size)
+    report.findings += _check_memory(run.config, report.memory_by_stage, gpus)
+    speed_calibration = calibration_for_platform(config.platform)
+    if rates_apply(config, speed_calibration):
+        prediction = predict_layout(
+            run.config, run.spec, world_size, run.layout, calibration=speed_calibration
+        )
+        report.findings.append(_estimate_speed(prediction))
+    report.findings += [
+        _check_positions(config, run.spec),
+        _check_build(run_arguments, config, world_size),
+        *_check_resume(run),
+    ]
+    on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
+    report.findings += check_family(config, run.spec, on_gpus)
+    inputs = [_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)]
+    # An input that is not there was already reported with the layout.
+    report.findings += [
+        finding for finding in inputs if not refusal_message or finding.found != refusal_message
+    ]
+    report.findings += [
+        note_finding("run", remark, "") for remark in config_remarks(config, not gpus, run.is_resumed)
+    ]
+    return report
+
+
+def _refusal_advice(config: TrainConfig, refusal_message: str) -> str:
+    """What to do about a run that was refused with the message ``refusal_message``."""
+    if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
+        return _convert_command(config)
+    return "correct the field or path that the message names"
+
+
+def _convert_command(config: TrainConfig) -> str:
+    """The command that writes the weights of a run."""
+    weights_dir = "DIR" if Path(config.model.checkpoint).exists() else config.model.checkpoint
+    return f"megatron-vl convert --hf {config.model.hf} --out {weights_dir} writes them"
+
+
+def _check_memory(
+    config: TrainConfig, memory_by_stage: list[StageMemory], gpus: list[GpuInfo]
+) -> list[Finding]:
+    peak_memory_gib = peak_stage_gib(memory_by_stage)
+    if config.platform == "cpu":
+        finding_text = (
+            f"{peak_memory_gib:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs"
+        )
+        return [ok_finding("memory", finding_text)]
+    estimate_text = f"{peak_memory_gib:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} GiB more should stay free"
+    advice = (
+        "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
+        "data.max_patches"
+    )
+    findings = []
+    if gpus:
+        smallest_gpu_gib = min(gpu.total_memory_mib for gpu in gpus) / 1024
+        fits = peak_memory_gib + RESERVE_GIB <= smallest_gpu_gib
+        finding_text = f"{estimate_text}; the GPUs here have {smallest_gpu_gib:.1f}"
+        findings.append(
+            ok_finding("memory", finding_text) if fits else broken_finding("memory", finding_text, advice)
+        )
+    else:
+        fitting_gpus = [name for name, gib in GPU_MEMORY_GIB.items() if peak_memory_gib + RESERVE_GIB <= gib]
+        finding_text = (
+            f"{estimate_text}: fits {', '.join(fitting_gpus) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}"
+        )
+        findings.append(
+            ok_finding("memory", finding_text)
+            if fitting_gpus
+            else note_finding("memory", finding_text, advice)
+        )
+
+    if config.fp8.recipe != "none":
+        findings.append(
+            note_finding(
+                "memory",
+                "this is the estimate for bf16; fp8 stores smaller inputs and extra copies of the weights",
+                "",
+            )
+        )
+
+    return findings
+
+
+def _estimate_speed(prediction: RunPrediction) -> Finding:
+    """The planner's estimate of the run's speed."""
+    speed = prediction
+    speed_text = f"{speed.step_seconds:.2f} s a step, {speed.tokens_per_second:,.0f} tokens/s at {speed.mfu:.0%} MFU estimated on"
+    speed_text += f" {speed.calibration.gpu}" + (
+        f", stages wait {speed.bubble_share:.0%} of the time" if speed.layout.pp > 1 else ""
+    )
+    return ok_finding(
+        "speed", f"{speed_text} ({speed.calibration.source}); megatron-vl plan compares it with other layouts"
+    )
+
+
+def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
+    max_positions = text_config(spec.hf_config).get("max_position_embeddings")
+    if max_positions and config.data.seq_len > max_positions:
+        text = f"data.seq_len {config.data.seq_len} exceeds the {max_positions} positions that the model supports"
+        return note_finding(
+            "positions",
+            text,
+            f"the model will not understand longer samples; lower data.seq_len to {max_positions}",
+        )
+    return ok_finding(
+        "positions",
+        f"rows of {config.data.seq_len} tokens; the model supports {max_positions or 'any number of'} positions",
+    )
+
+
+def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int) -> Finding:
+    """Builds the real modules on the meta device, in a separate process because the CPU platform
+    changes torch globally."""
+    command = [
+        sys.executable,
+        "-m",
+        "toolkit.plan.dry_build",
+        "--world-size",
+        str(world_size),
+        *run_arguments,
+    ]
+    completed = subprocess.run(command, capture_output=True, text=True)
+    if completed.returncode:
+        last_line = (
+            completed.stderr.strip().splitlines()[-1]
+            if completed.stderr.strip()
+            else f"exit code {completed.returncode}"
+        )
+        return broken_finding(
+            "model is built", last_line, "correct what the message names; without one, report a bug"
+        )
+    facts = json.loads(completed.stdout.strip().splitlines()[-1])
+    sizes = ", ".join(f"{n / 1e9:.2f}" for n in facts["parameters"])
+    return ok_finding(
+        "model is built", f"{sizes} B parameters on a rank of each stage, with the checkpoints' shapes"
+    )
+
+
+def _check_first_row(run: ResolvedRun) -> Finding:
+    """Reads one row from the run's own loader of rank 0, without worker processes."""
+    config = run.config
+    try:
+        check_data_path(config.data.path)
+    except RunConfigError as error:
+        return broken_finding("rows", str(error), "correct data.path")
+    from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
+    from megatron_vl.data.source.blend import read_blend_sources
+
+    row_loader: Any = None
+    try:
+        split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
+        drawn_sources = [
+            source for source in read_blend_sources(split_facts.dataset_identity) if source.sample_share
+        ]
+        loader_config = dataclasses.replace(config.data, num_workers=0)
+        if split_facts.datasets_without_sizes:
+            row_iterator = validation_rows(loader_config, run.spec, config.model.hf, "train", split_facts)
+        else:
+            loader_arguments: dict[str, Any] = {"dp_size": run.dp, "rows_per_step": config.global_batch_size}
+            row_iterator = row_loader = build_loader(
+                loader_config, run.spec, config.model.hf, split_facts=split_facts, **loader_arguments
+            )
+        start_time = time.perf_counter()
+        first_row = next(row_iterator, None)
+        elapsed_seconds = time.perf_counter() - start_time
+        if first_row is None:
+            raise LoaderError("no sample can be used, for the reasons above; correct the data set")
+    except UserError as error:
+        # The message says what to change after the last semicolon.
+        fault_text, _, advised_change = str(error).rpartition("; ")
+        return broken_finding(
+            "rows",
+            fault_text or advised_change,
+            advised_change if fault_text else "correct what the message names",
+        )
+    except (ValueError, OSError, RuntimeError, KeyError, TypeError) as error:
+        advice = (
+            "model.hf must hold config.json, tokenizer, chat template and preprocessor; "
+            "`megatron-vl data verify` checks the data"
+        )
+        return broken_finding("rows", f"{type(error).__name__}: {error}", advice)
+    finally:
+        if row_loader is not None:
+            row_loader.close()
+
+    samples_text = pluralize(sum(source.sample_count for source in drawn_sources), "sample")
+    blend_text = f" of {len(drawn_sources)} sources" if len(drawn_sources) > 1 else ""
+    finding_text = f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} s): {pluralize(first_row.num_samples, 'sample')}, "
+    loss_tokens = int(first_row.loss_mask.count_nonzero())
+    finding_text += f"{first_row.num_images} pictures, {first_row.num_patches} patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+    if split_facts.datasets_without_sizes:
+        return note_finding(
+            "rows",
+            f"{finding_text}; the sizes of the samples of {', '.join(split_facts.datasets_without_sizes)} are not known for this"
+            " tokenizer and chat template",
+            "the first start writes them; megatron-vl data index does it now",
+        )
+    if first_row.dropped_counts:
+        return note_finding(
+            "rows",
+            f"{finding_text}; refused {dict(first_row.dropped_counts)}",
+            "quarantine.jsonl of the data set and of the run give the reasons",
+        )
+
+    return ok_finding("rows", finding_text)
+
+
+def _check_left_out(run: ResolvedRun) -> list[Finding]:
+    """A finding for each source of which the loader would leave out most samples: of all if their sizes are
+    stored, else of some that are read."""
+    from data_tools.sample_sources import estimate_left_out, open_encoder
+    from data_tools.statistics import count_statistics
+    from megatron_vl.data.source.sample_sizes import SizesError
+
+    hf_dir, samples_phrase = run.config.model.hf, "samples of"
+    try:
+        encoder = open_encoder(run.config.data, run.spec, hf_dir)
+        try:
+            meters = {one.source.name: one.meter for one in count_statistics(encoder, hf_dir).sources}
+        except SizesError:
+            meters, samples_phrase = estimate_left_out(encoder, NUM_SAMPLES_READ), "samples drawn from"
+    except (ValueError, OSError, RuntimeError):
+        return []  # the check of the rows reports it
+    return [
+        broken_finding(
+            "samples",
+            f"{meter.bad_count} of {meter.used_count + meter.bad_count} {samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
+            meter.advice_text(),
+        )
+        for name, meter in meters.items()
+        if meter.bad_share > MAX_LEFT_OUT_SHARE
+    ]
+
+
+def _check_start_weights(run: ResolvedRun) -> list[Finding]:
+    weights_path = run.config.model.checkpoint
+    if not weights_path:
+        return []
+    if run.is_resumed and not Path(weights_path).exists():
+        reason_text = "does not exist and is not needed: the run continues from its own checkpoint"
+        return [ok_finding("start weights", f"{weights_path} {reason_text}")]
+
+    try:
+        check_start_weights(run.config, run.spec)
+        weight_reader = WeightReader(weights_path)
+        for weights_file in weight_reader.manifest["files"]:
+            weight_reader.open_file(weights_file)
+    except (ValueError, OSError, RuntimeError) as error:
+        return [broken_finding("start weights", str(error), _convert_command(run.config))]
+
+    layout_text = f"layout {weight_reader.layout.as_dict()}" if weight_reader.layout else "unsplit"
+    return [
+        ok_finding(
+            "start weights",
+            f"{weight_reader.path}: {len(weight_reader.tensor_infos)} tensors of this model, {layout_text}",
+        )
+    ]
+
+
+def _check_resume(run: ResolvedRun) -> list[Finding]:
+    """Checks the disk space for new checkpoints, and says where the run goes on."""
+    config, checkpoint, source = run.config, run.config.checkpoint, run.run_start.source_checkpoint
+    if not checkpoint.dir:
+        return []
+
+    num_parameters = sum(math.prod(info.shape) for info in tensor_table(run.spec).values())
+    checkpoint_bytes = num_parameters * (2 + 12 if config.dtype == "bfloat16" else 4 + 8)
+
+    # The new checkpoint is complete before the oldest one is deleted.
+    findings = [
+        check_disk(Path(checkpoint.dir), checkpoint_bytes * (checkpoint.keep + 1 if checkpoint.keep else 2))
+    ]
+    if source is None:
+        return findings
+    if source.step >= config.steps:
+        done = f"{checkpoint.dir} holds step {source.step} of {config.steps}: nothing is left to do"
+        return [*findings, note_finding("resume", done, "raise steps")]
+    return [
+        *findings,
+        ok_finding("resume", f"{checkpoint.dir} holds step {source.step}; the run continues from there"),
+    ]

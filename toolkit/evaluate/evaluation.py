@@ -1,0 +1,512 @@
+"""Runs one evaluation: hashes, gates, worker processes, scores."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from huggingface_hub import constants
+
+from megatron_vl.data.sample.chat import read_chat_template
+from megatron_vl.data.sample.thinking import has_thinking_switch
+from megatron_vl.errors import UsageError, UserError
+from megatron_vl.spec.families import read_spec
+from megatron_vl.weights.video_rule import exported_video_rule
+from toolkit.evaluate import gates
+from toolkit.evaluate.gates import ConversionGate
+from toolkit.evaluate.options import EvaluateOptions
+from toolkit.evaluate.sandbox import choose_sandbox, copy_data, process_variables
+from toolkit.evaluate.vlmevalkit_adapter import (
+    NO_JUDGE,
+    QUESTION_COUNT_FILE,
+    UNUSABLE_EXIT_CODE,
+    read_answers,
+)
+from toolkit.hf_loading import check_hf_folder
+from toolkit.trained_video_rules import resolve_video_rules
+
+MARKER_FILE = ".megatron-vl-evaluate"
+VLMEVALKIT_VERSION = "0.0.20"
+REPORTED_PACKAGES = ("ms-vlmeval", "transformers", "torch")
+MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS = 256, 32768
+"""Default largest number of tokens of an answer, without and with thinking."""
+MAX_PICTURE_PIXELS = 128_000_000
+"""Pixels of the largest picture that is read."""
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Host names of this machine."""
+
+
+@dataclass
+class EvaluationResult:
+    """The results of an evaluation."""
+
+    data: str
+    questions: int
+    settings: dict[str, Any]
+    checkpoints: dict[str, dict[str, Any]]
+    """Role -> folder, hash, metrics, problem, and the number of questions that were not answered because the
+    model was still thinking."""
+    gates: list[ConversionGate] = field(default_factory=list)
+    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Role -> the lines that :mod:`vlmevalkit_adapter` wrote."""
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        return all(gate.passed is not False for gate in self.gates)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything except the answers."""
+        json_fields = {name: value for name, value in asdict(self).items() if name != "answers"}
+        return {"passed": self.passed} | json_fields
+
+
+def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None]) -> EvaluationResult:
+    """Evaluates all checkpoints of ``options`` and judges the conversion.
+
+    Raises:
+        UsageError: a folder, table or number is invalid.
+        UserError: a process of VLMEvalKit failed; the message ends with the last lines of its log.
+        ConfigError, WeightsError: a checkpoint is invalid.
+    """
+    start_time = time.monotonic()
+    _check_output_dir(options.out)
+    for hf_dir in options.checkpoints.values():
+        check_hf_folder(hf_dir)
+        if options.thinking and not has_thinking_switch(read_chat_template(hf_dir)):
+            raise UsageError(
+                f"--thinking {options.thinking}: the chat template of {hf_dir} has no switch for it"
+                " (enable_thinking); leave out --thinking"
+            )
+    model_settings = _choose_settings(options)
+    model_settings["video_rules"] = video_rules_by_folder(options, show_progress)
+
+    facts_by_role: dict[str, dict[str, Any]] = {}
+    for role, hf_dir in options.checkpoints.items():
+        show_progress(f"{role}: reading {hf_dir}")
+        facts = {"folder": str(hf_dir), "sha256": folder_hash(hf_dir)}
+        facts_by_role[role] = facts | {"metrics": {}, "problem": "", "unanswered": 0}
+
+    result = EvaluationResult(options.data, 0, model_settings, facts_by_role)
+    result.gates.append(
+        gates.compare_tensors(options.checkpoints["original"], options.checkpoints["converted"])
+    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / MARKER_FILE).touch()
+    if result.passed or options.keep_going:
+        _answer_and_score(options, result, show_progress)
+    else:
+        skip_reason = "not run: an earlier gate failed; --keep-going runs it"
+        result.gates += [ConversionGate(name, None, skip_reason) for name in gates.GATE_ORDER[1:]]
+
+    result.seconds = round(time.monotonic() - start_time, 1)
+    return result
+
+
+def _answer_and_score(
+    options: EvaluateOptions, result: EvaluationResult, show_progress: Callable[[str], None]
+) -> None:
+    work_dir = (options.out / "work").resolve()
+    answer_folders = _prepare_work_dir(options, work_dir, result)
+    sandbox_words, result.settings["isolation"] = choose_sandbox(
+        work_dir, with_network=bool(options.judge_base_url)
+    )
+    show_progress(f"VLMEvalKit runs {result.settings['isolation']}")
+    show_progress(f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute")
+
+    progress = _AnswerProgress(work_dir, answer_folders, show_progress)
+    num_processes = result.settings["processes"]
+    if num_processes > 1:
+        _run_processes(options, work_dir, sandbox_words, list(range(num_processes)), progress)
+    if num_processes == 1 or not options.no_scores:
+        _run_processes(options, work_dir, sandbox_words, [None], progress)
+
+    result.answers = {
+        role: read_answers(work_dir / folder_name) for role, folder_name in answer_folders.items()
+    }
+    result.questions = int((work_dir / QUESTION_COUNT_FILE).read_text())
+    for role, folder_name in answer_folders.items():
+        facts = result.checkpoints[role]
+        facts["unanswered"] = sum(line["unanswered"] for line in result.answers[role])
+        if not options.no_scores:
+            facts["metrics"], facts["problem"] = read_scores(
+                work_dir / "results_all" / folder_name, options.data
+            )
+
+    original, converted = result.answers["original"], result.answers["converted"]
+    result.gates += [
+        gates.compare_logits(
+            original, converted, work_dir / answer_folders["original"], work_dir / answer_folders["converted"]
+        ),
+        gates.compare_answers(original, converted, result.questions),
+        gates.compare_scores(
+            {role: facts["metrics"] for role, facts in result.checkpoints.items()},
+            {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
+        )
+        if not options.no_scores
+        else ConversionGate("scores", None, "not asked for: --no-scores"),
+    ]
+
+
+def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: EvaluationResult) -> dict[str, str]:
+    """Clears the work folder, except for the answers of an interrupted evaluation that was the same.
+
+    Returns:
+        Role -> name of its folder in ``work_dir``, which VLMEvalKit takes for the name of a model.
+    """
+    work_dir.mkdir(exist_ok=True)
+    for work_path in work_dir.iterdir():
+        if work_path.is_file():
+            work_path.unlink()
+        elif "-" not in work_path.name:  # not the answers of a checkpoint
+            shutil.rmtree(work_path)
+    model_settings = result.settings
+    num_processes = model_settings["processes"]
+    tables = [copy_data(options.data, options.tables, work_dir, rank) for rank in range(num_processes)][0]
+    model_settings["tables"] = {
+        work_path.name: hashlib.md5(work_path.read_bytes()).hexdigest() for work_path in tables
+    }
+
+    # Evaluations with the same key have the same answers, and pictures in the same folders.
+    answer_settings = {
+        entry_name: value for entry_name, value in model_settings.items() if entry_name != "judge"
+    }
+    answer_settings |= {
+        "data": options.data,
+        "limit": options.limit,
+        "logit_questions": options.logit_questions,
+    }
+    answer_folders = {}
+    for role, facts in result.checkpoints.items():
+        answers_key = json.dumps([facts["sha256"], answer_settings], sort_keys=True)
+        answer_folders[role] = f"{role}-{hashlib.sha256(answers_key.encode()).hexdigest()[:16]}"
+    for work_path in work_dir.glob("*-*"):
+        if work_path.name not in answer_folders.values():
+            shutil.rmtree(work_path)
+    for entry_name in ("tmp", *answer_folders.values()):
+        (work_dir / entry_name).mkdir(exist_ok=True)
+
+    job = {
+        "data": options.data,
+        "work": str(work_dir),
+        "checkpoints": {
+            answer_folders[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()
+        },
+        "settings": model_settings,
+        "roots": [str(work_dir), str(options.tables), constants.HF_HUB_CACHE],
+        "limit": options.limit,
+        "judge": options.judge,
+        "judge_url": options.judge_base_url,
+        "scores": not options.no_scores,
+        "processes": num_processes,
+        "logit_questions": options.logit_questions,
+    }
+    (work_dir / "job.json").write_text(json.dumps(job, indent=1))
+    return answer_folders
+
+
+def _run_processes(
+    options: EvaluateOptions,
+    work_dir: Path,
+    sandbox_words: list[str],
+    ranks: list[int | None],
+    progress: _AnswerProgress,
+) -> None:
+    """Runs processes of VLMEvalKit to their end; none of them survives.
+
+    Raises:
+        UsageError: one cannot use the data set.
+        UserError: one failed.
+    """
+    process_by_log: dict[Path, subprocess.Popen[bytes]] = {}
+    try:
+        for rank in ranks:
+            process_environment = process_variables(work_dir, rank or 0)
+            if options.device != "cpu" and (
+                visible_gpus := _process_gpus(options.gpus_per_process, rank or 0)
+            ):
+                process_environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus)
+            adapter_command = [
+                *sandbox_words,
+                sys.executable,
+                "-P",
+                "-m",
+                "toolkit.evaluate.vlmevalkit_adapter",
+                str(work_dir / "job.json"),
+            ]
+            log_path = work_dir / f"vlmevalkit_{'all' if rank is None else rank}.log"
+            with log_path.open("wb") as log_file:
+                process_by_log[log_path] = subprocess.Popen(
+                    adapter_command + ([] if rank is None else [str(rank)]),
+                    env=process_environment,
+                    cwd=process_environment["LMUData"],  # tables may name pictures relative to it
+                    stdin=subprocess.DEVNULL,
+                    stdout=log_file,
+                    stderr=subprocess.STDOUT,
+                )
+
+        while any(process.poll() is None for process in process_by_log.values()):
+            _check_processes(process_by_log)
+            time.sleep(0.2)
+            progress.show_counts()
+        _check_processes(process_by_log)
+    finally:
+        for process in process_by_log.values():
+            process.kill()
+            process.wait()
+
+
+def _check_processes(process_by_log: dict[Path, subprocess.Popen[bytes]]) -> None:
+    for log_path, process in process_by_log.items():
+        if process.poll():
+            lines = log_path.read_text(errors="replace").strip().splitlines()[-12:]
+            if process.returncode == UNUSABLE_EXIT_CODE:
+                raise UsageError(lines[-1])
+            exit_message = f"VLMEvalKit ended with exit code {process.returncode}; see {log_path}:\n"
+            raise UserError(exit_message + "\n".join(lines))
+
+
+def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float], str]:
+    """The metrics that VLMEvalKit wrote for a checkpoint, and its message if it wrote none."""
+    status_path = results_dir / "status.json"
+    if not status_path.is_file():
+        return {}, "VLMEvalKit wrote no status.json"
+    status_fields = json.loads(status_path.read_text()).get("datasets", {}).get(dataset_name, {})
+    numeric_metrics = {
+        name: value
+        for name, value in status_fields.get("metrics", {}).items()
+        if isinstance(value, (int, float))
+    }
+    # A metric is NaN if no question of its kind was asked.
+    finite_metrics = {name: value for name, value in numeric_metrics.items() if value == value}
+    skip_reason = status_fields.get("error_message") or status_fields.get("skip_reason") or ""
+    return (
+        ({}, skip_reason)
+        if skip_reason
+        else (
+            finite_metrics,
+            "" if finite_metrics else f"VLMEvalKit stopped at {status_fields.get('status')!r}",
+        )
+    )
+
+
+def folder_hash(hf_dir: Path) -> str:
+    """SHA-256 of everything that determines a checkpoint's answers: its weights and all other
+    files, by name."""
+    tensors = check_hf_folder(hf_dir)
+    state = hashlib.sha256()
+    for name in sorted([*tensors.reader_by_file, *map(str, tensors.companion_files()[0])]):
+        with (hf_dir / name).open("rb") as file:
+            state.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return state.hexdigest()
+
+
+def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
+    """The settings of all checkpoints; chooses those that were not given. Raises UsageError."""
+    import torch
+
+    if options.judge_base_url and urlsplit(options.judge_base_url).hostname not in LOCAL_HOSTS:
+        raise UsageError(
+            f"--judge-base-url {options.judge_base_url}: the judge must be on this machine"
+            f" ({', '.join(LOCAL_HOSTS)})"
+        )
+    if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
+        raise UsageError(
+            "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
+        )
+
+    positive_options = (
+        "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
+    )
+    positive_options += "video_max_frames"
+    for option_name in positive_options.split():
+        if getattr(options, option_name) is not None and getattr(options, option_name) < 1:
+            raise UsageError(
+                f"--{option_name.replace('_', '-')} {getattr(options, option_name)} must be at least 1"
+            )
+
+    if options.video_fps is not None and not options.video_fps > 0:
+        raise UsageError(f"--video-fps {options.video_fps} must be above 0")
+    num_gpus = torch.cuda.device_count()
+    device = options.device or ("cuda" if num_gpus else "cpu")
+    if device == "cuda" and num_gpus < options.gpus_per_process:
+        raise UsageError(
+            f"--gpus-per-process {options.gpus_per_process}, but this machine has {num_gpus} GPUs"
+        )
+
+    num_processes = options.processes or (num_gpus // options.gpus_per_process if device == "cuda" else 1)
+    if device == "cuda" and num_processes * options.gpus_per_process > num_gpus:
+        raise UsageError(
+            f"--processes {num_processes} of {options.gpus_per_process} GPUs each: this machine has {num_gpus} GPUs"
+        )
+
+    check_vlmevalkit()
+    return {
+        "dtype": options.dtype or _weights_dtype(options.checkpoints["original"]),
+        "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
+        "processes": num_processes,
+        "gpus_per_process": options.gpus_per_process if device == "cuda" else 0,
+        "min_pixels": options.min_pixels,
+        "max_pixels": options.max_pixels,
+        "largest_picture": MAX_PICTURE_PIXELS,
+        "video_fps": options.video_fps,
+        "video_max_frames": options.video_max_frames,
+        "thinking": options.thinking,
+        "max_new_tokens": options.max_new_tokens or MAX_ANSWER_TOKENS,
+        "max_new_tokens_thinking": options.max_new_tokens or MAX_THINKING_TOKENS,
+        "judge": options.judge,
+        "versions": {package: version(package) for package in REPORTED_PACKAGES}
+        | {"python": platform.python_version()},
+    }
+
+
+def check_vlmevalkit() -> None:
+    """Raises UsageError if VLMEvalKit is missing or has another version."""
+    try:
+        installed_version = version("ms-vlmeval")
+    except PackageNotFoundError:
+        installed_version = ""
+    if installed_version != VLMEVALKIT_VERSION:
+        state = f"is installed as version {installed_version}" if installed_version else "is missing"
+        raise UsageError(
+            f"VLMEvalKit {state}; version {VLMEVALKIT_VERSION} is needed, so install the eval extra:"
+            " pip install 'megatron-vl[eval]'"
+        )
+
+
+def video_rules_by_folder(
+    options: EvaluateOptions, show_progress: Callable[[str], None]
+) -> dict[str, dict[str, str]]:
+    """The rules for videos that each folder follows: its own where ``megatron_vl.json`` names one, and those
+    asked for.
+
+    The original and the converted checkpoint are one model: a rule that one of them names holds for both.
+
+    Returns:
+        Resolved folder -> fields of ``DataConfig``.
+
+    Raises:
+        UsageError: the original and the converted checkpoint name different rules, or one was asked for that
+            contradicts a folder's.
+        UserError: a folder names a rule that this version does not know.
+    """
+    rule_by_role = {
+        role: exported_video_rule(hf_dir, read_spec(hf_dir)) for role, hf_dir in options.checkpoints.items()
+    }
+    original_rule, converted_rule = rule_by_role.get("original", {}), rule_by_role.get("converted", {})
+    if original_rule and converted_rule and original_rule != converted_rule:
+        raise UsageError(
+            f"{options.checkpoints['original']} was trained under {original_rule}, but"
+            f" {options.checkpoints['converted']} under {converted_rule}: they are not one model;"
+            " compare a folder with what was exported from it"
+        )
+    shared_rule = original_rule or converted_rule
+
+    rules_by_folder = {}
+    for role, hf_dir in options.checkpoints.items():
+        folder_rule = rule_by_role[role] if role == "trained" else shared_rule
+        rules_by_folder[str(hf_dir.resolve())] = resolve_video_rules(
+            hf_dir, folder_rule, options.asked_rules(), show_progress
+        )
+    return rules_by_folder
+
+
+def _weights_dtype(hf_dir: Path) -> str:
+    """The data type of most weights of a folder, by torch's name."""
+    from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
+
+    tensors = check_hf_folder(hf_dir)
+    dtype_codes = [tensors.dtype_code(name) for name in tensors.file_by_tensor]
+    return dtype_name(
+        DTYPE_BY_CODE.get(max(set(dtype_codes), key=dtype_codes.count), next(iter(DTYPE_BY_CODE.values())))
+    )
+
+
+def _check_output_dir(output_dir: Path) -> None:
+    """Raises UsageError if ``--out`` holds something else than an earlier evaluation."""
+    if output_dir.exists() and (
+        not output_dir.is_dir() or (any(output_dir.iterdir()) and not (output_dir / MARKER_FILE).exists())
+    ):
+        raise UsageError(
+            f"--out {output_dir} is not empty and was not written by an earlier evaluation; give another folder"
+        )
+
+
+def _process_gpus(gpus_per_process: int, rank: int) -> list[str]:
+    """The GPUs of one process, named as in this process' CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = (
+        visible_devices.split(",") if visible_devices else [str(i) for i in range(torch.cuda.device_count())]
+    )
+    return names[rank * gpus_per_process : (rank + 1) * gpus_per_process]
+
+
+class _AnswerProgress:
+    """Number of answers so far, their rate and the time left, from the files that workers write."""
+
+    def __init__(
+        self, work_dir: Path, answer_folders: dict[str, str], show_progress: Callable[[str], None]
+    ) -> None:
+        self.work_dir = work_dir
+        self.answer_folders = answer_folders
+        self.show_progress = show_progress
+        self.first_measurement: tuple[float, int] | None = None
+        self.is_judging = False
+        self.last_shown_time = time.monotonic()
+        self.interval_seconds = 2.0 if sys.stderr.isatty() else 15.0
+
+    def show_counts(self) -> None:
+        current_time = time.monotonic()
+        if current_time - self.last_shown_time < self.interval_seconds:
+            return
+
+        self.last_shown_time = current_time
+        files_by_role = {
+            role: (self.work_dir / name).glob("answers_*.jsonl") for role, name in self.answer_folders.items()
+        }
+        counts = {role: sum(map(_count_lines, some)) for role, some in files_by_role.items()}
+        num_answers = sum(counts.values())
+        questions = (
+            (self.work_dir / QUESTION_COUNT_FILE).read_text()
+            if (self.work_dir / QUESTION_COUNT_FILE).is_file()
+            else ""
+        )
+        if not num_answers or not questions:
+            return
+
+        total_answers = len(self.answer_folders) * int(questions)
+        if num_answers == total_answers:
+            if not self.is_judging:
+                self.show_progress(f"all {total_answers} questions are answered; VLMEvalKit is judging")
+            self.is_judging = True
+            return
+
+        counts_text = ", ".join(f"{role} {count}" for role, count in counts.items())
+        if self.first_measurement is None:  # loading the model is not part of the rate
+            self.first_measurement = (current_time, num_answers)
+        rate = (
+            (num_answers - self.first_measurement[1]) / (current_time - self.first_measurement[0])
+            if current_time > self.first_measurement[0]
+            else 0.0
+        )
+        time_left = f"; {rate:.1f}/s, {(total_answers - num_answers) / rate:.0f} s left" if rate else ""
+        self.show_progress(f"answers of {total_answers}: {counts_text}{time_left}")
+
+
+def _count_lines(file_path: Path) -> int:
+    with file_path.open("rb") as file:
+        return sum(1 for _ in file)

@@ -1,0 +1,199 @@
+"""Opens Hugging Face folders in ``transformers`` without executing or unpickling anything in them.
+
+A checkpoint may come from an untrusted source. By default, transformers 5.17 asks at the terminal whether to
+run the code that ``auto_map`` names, falls back to ``torch.load`` if there are no safetensors, follows
+``adapter_config.json`` to another model, and downloads kernels that ``config.json`` names as its attention.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from converters.hf_checkpoint import TensorFolder
+from megatron_vl.config import VideoPositions, VideoPrompt
+from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
+from megatron_vl.spec.positions import GridTHW, mrope_positions
+
+SAFE_LOADING_ARGUMENTS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+"""Arguments of every ``from_pretrained`` in this project."""
+
+
+def check_hf_folder(hf_dir: str | Path) -> TensorFolder:
+    """Checks a checkpoint folder before anything opens it.
+
+    Returns:
+        Its safetensors files.
+
+    Raises:
+        FileNotFoundError: there is no config or no safetensors weights.
+        ConfigError: ``model_type`` is unknown, or a field is impossible or names other weights.
+        WeightsError: index and files disagree, or a name leaves the folder.
+    """
+    hf_dir = Path(hf_dir)
+    if not (hf_dir / "config.json").is_file():
+        raise FileNotFoundError(f"{hf_dir / 'config.json'} is missing; give a Hugging Face checkpoint folder")
+
+    spec = read_spec(hf_dir)
+    if (hf_dir / "adapter_config.json").exists():
+        raise ConfigError(
+            f"{hf_dir} holds an adapter (adapter_config.json) for another model; merge the two first"
+        )
+    if "transformers_weights" in spec.hf_config:
+        raise ConfigError(
+            f"{hf_dir / 'config.json'}: field 'transformers_weights' names other weights; remove it"
+        )
+    return TensorFolder(hf_dir)
+
+
+def load_hf_processor(hf_dir: str | Path) -> Any:
+    """Loads the folder's tokenizer, image processor and chat template (rendered in transformers' sandbox)."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(hf_dir, **SAFE_LOADING_ARGUMENTS)
+
+
+def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None = None) -> Any:
+    """Loads the folder's model from its safetensors, in evaluation mode with SDPA attention.
+
+    Args:
+        device_map: None loads it into this machine's memory; ``auto`` distributes it over the GPUs, which
+            needs accelerate.
+
+    Raises:
+        Like :func:`check_folder`.
+    """
+    from transformers import AutoModelForImageTextToText
+
+    check_hf_folder(hf_dir)
+    if device_map is None:
+        use_torch_for_linear_attention(read_spec(hf_dir))
+    model = AutoModelForImageTextToText.from_pretrained(
+        hf_dir,
+        dtype=dtype,
+        attn_implementation="sdpa",
+        use_safetensors=True,
+        device_map=device_map,
+        **SAFE_LOADING_ARGUMENTS,
+    )
+    return model.eval()
+
+
+def use_torch_for_linear_attention(spec: ModelSpec) -> None:
+    """Makes transformers compute linear attention in plain torch in this process, whatever is installed.
+
+    If flash-linear-attention is installed, transformers would use its kernels even on CPU, where they fail,
+    and in float32, where they round products to TF32.
+    """
+    if spec.language.linear_attention is None:
+        return
+    module = importlib.import_module(f"transformers.models.{spec.family}.modeling_{spec.family}")
+    for name, kernel_function in vars(module).copy().items():
+        if name.startswith(("torch_chunk_", "torch_recurrent_", "causal_conv1d_")):
+            setattr(module, name, inspect.unwrap(kernel_function))
+
+
+# --- Videos as the models were trained ----------------------------------------------------------------------
+
+
+def apply_video_prompt(
+    rendered_text: str, processor: Any, spec: ModelSpec, video_prompt: VideoPrompt = "released"
+) -> str:
+    """Prepares a rendered conversation so that the processor writes videos according to ``video_prompt``.
+
+    Since transformers 5.10, Qwen3-VL's processor replaces only the placeholder with frame groups. With the
+    rule ``released``, the pair of tokens around it is removed first, as in transformers 4.57.
+    """
+    if not spec.vision.video_timestamps or video_prompt != "released":
+        return rendered_text
+    video_token = processor.video_token
+    return rendered_text.replace(
+        f"{processor.vision_start_token}{video_token}{processor.vision_end_token}", video_token
+    )
+
+
+def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPositions = "released") -> Any:
+    """Makes a transformers model use our positions instead of its own, in ``forward`` and in ``generate``.
+
+    In transformers 5.3 to 5.23, the positions of text continue within a video (their issue 45381). Up to
+    5.17, the seconds of a frame group are truncated. Qwen3-VL has the same rule in all versions and is not
+    changed.
+
+    Args:
+        model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned.
+    """
+
+    def get_rope_index(
+        input_ids: Tensor,
+        mm_token_type_ids: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Iterable[Any] | None = None,
+        attention_mask: Tensor | None = None,
+        **unused: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """The positions, int64 [3, B, S], and a new token's position minus its index, int64 [B, 1]."""
+        image_grids = iter(_media_grids("image", image_grid_thw, None))
+        video_grids = iter(_media_grids("video", video_grid_thw, second_per_grid_ts))
+        position_ids = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
+        rope_deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
+
+        for sample_index, row_token_ids in enumerate(input_ids.cpu()):
+            row_mask = (
+                torch.ones_like(row_token_ids)
+                if attention_mask is None
+                else attention_mask[sample_index].cpu()
+            )
+            is_real_token = row_mask.bool()
+            real_token_ids = row_token_ids[is_real_token]
+
+            row_position_ids = mrope_positions(
+                real_token_ids,
+                _grids_in_text_order(real_token_ids, image_grids, video_grids, spec),
+                spec,
+                video_positions,
+            )
+            position_ids[:, sample_index, is_real_token] = row_position_ids
+            rope_deltas[sample_index] = row_position_ids[:, -1].max() + 1 - len(real_token_ids)
+
+        return position_ids.to(input_ids.device), rope_deltas.to(input_ids.device)
+
+    if not spec.vision.video_timestamps:
+        model.model.get_rope_index = get_rope_index
+    return model
+
+
+def _media_grids(
+    media_kind: Any, grid_thw: Tensor | None, seconds_per_grid: Iterable[Any] | None
+) -> list[GridTHW]:
+    """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
+    shapes = [] if grid_thw is None else grid_thw.tolist()
+    seconds_of_media = (
+        [1.0] * len(shapes) if seconds_per_grid is None else [float(value) for value in seconds_per_grid]
+    )
+    return [
+        GridTHW(t, h, w, media_kind, second)
+        for (t, h, w), second in zip(shapes, seconds_of_media, strict=True)
+    ]
+
+
+def _grids_in_text_order(
+    token_ids: Tensor, image_grids: Iterator[GridTHW], video_grids: Iterator[GridTHW], spec: ModelSpec
+) -> list[GridTHW]:
+    """The grids of the media in the order of the text ``token_ids`` [S]."""
+    ordered_grids: list[GridTHW] = []
+    placeholders_left = 0
+    for token_id in token_ids.tolist():
+        if token_id not in (spec.image_token_id, spec.video_token_id):
+            continue
+        if not placeholders_left:
+            ordered_grids.append(next(image_grids if token_id == spec.image_token_id else video_grids))
+            placeholders_left = ordered_grids[-1].num_tokens(spec.vision.spatial_merge_size)
+        placeholders_left -= 1
+    return ordered_grids

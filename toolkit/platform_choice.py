@@ -1,0 +1,21 @@
+"""Chooses the platform that a command runs on."""
+
+from __future__ import annotations
+
+from megatron_vl.errors import UserError
+
+
+def choose_platform(requested_platform: str, option_flag: str = "--platform") -> str:
+    """Returns ``cuda`` or ``cpu``: ``requested_platform``, or for ``auto`` the one that this machine has.
+
+    Raises:
+        UserError: ``requested_platform`` is ``cuda``, but torch sees no GPU. The message names ``option_flag``.
+    """
+    import torch
+
+    cuda_is_available = torch.cuda.is_available()
+    if requested_platform == "cuda" and not cuda_is_available:
+        raise UserError(
+            f"{option_flag} cuda: torch sees no GPU here; leave it out, or give cpu (see megatron-vl doctor)"
+        )
+    return ("cuda" if cuda_is_available else "cpu") if requested_platform == "auto" else requested_platform

@@ -1,0 +1,130 @@
+"""Turns conversations with media into samples and prompts, with the loader's own functions but
+no data set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from data_tools.media import inspect_medium
+from megatron_vl.config import DataConfig
+from megatron_vl.data.loader import decode_media_planes, stored_media_grid
+from megatron_vl.data.packing.assemble_row import MediaItem, TokenizedSample
+from megatron_vl.data.sample.chat import ChatEncoder
+from megatron_vl.data.sample.pixels import DEFAULT_MAX_PIXELS, read_pixel_settings
+from megatron_vl.data.sample.thinking import ThinkingRule, opens_thinking
+from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.positions import GridTHW
+
+PROMPT_TAIL_TOKENS = 32
+"""More tokens than the header of an assistant's turn has, in any vocabulary."""
+
+
+class SampleEncoder:
+    """Encodes conversations for one Hugging Face folder.
+
+    Args:
+        hf_dir: folder of config, tokenizer, chat template and image processor.
+        data: limits of pictures and videos that replace the folder's own, the rule for text at videos, and
+            what is learnt of thinking.
+
+    Raises:
+        FileNotFoundError, ChatError, PixelError, ConfigError: the folder is unusable.
+    """
+
+    def __init__(self, hf_dir: str | Path, data_config: DataConfig | None = None) -> None:
+        self.spec = read_spec(hf_dir)
+        self.pixel_settings = read_pixel_settings(hf_dir, data_config)
+        data_config = data_config or DataConfig()
+        self.chat_encoder = ChatEncoder(
+            hf_dir, self.spec, data_config.video_prompt, ThinkingRule.from_data_config(data_config)
+        )
+
+    def encode_sample(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[tuple[str, str, bytes]],
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> TokenizedSample:
+        """Encodes a conversation as it is trained on.
+
+        Args:
+            messages: HF messages; the parts ``{"type": "image"}`` and ``{"type": "video"}`` stand for
+                ``media`` in order.
+            media: (kind, name for messages, file content).
+            tools: the functions that the assistant may call.
+
+        Raises:
+            RecordError: a medium does not decode. ChatError: the text and its media disagree.
+        """
+        media_items = [self._encode_medium(*medium) for medium in media]
+        token_ids, loss_mask = self.chat_encoder.encode(
+            messages, [item.grid_thw for item in media_items], tools
+        )
+        return TokenizedSample(token_ids, loss_mask, media_items)
+
+    def encode_prompt(
+        self,
+        messages: Sequence[dict[str, Any]],
+        media: Sequence[tuple[str, str, bytes]],
+        tools: Sequence[dict[str, Any]] = (),
+        think: bool | None = None,
+    ) -> TokenizedSample:
+        """Encodes a conversation up to the header of the assistant's next turn, without loss.
+
+        ``think`` is that of :meth:`ChatEncoder.encode_prompt`. Raises like :meth:`encode_sample`."""
+        items = [self._encode_medium(*medium) for medium in media]
+        token_ids = self.chat_encoder.encode_prompt(messages, [item.grid_thw for item in items], tools, think)
+        return TokenizedSample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
+
+    def begins_by_thinking(self, prompt_sample: TokenizedSample) -> bool:
+        """Whether what is generated after ``encode_prompt`` begins within a block of thinking."""
+        return opens_thinking(
+            self.chat_encoder.tokenizer.decode(prompt_sample.token_ids[-PROMPT_TAIL_TOKENS:])
+        )
+
+    def _encode_medium(self, media_kind: str, media_name: str, file_content: bytes) -> MediaItem:
+        record = inspect_medium(media_kind, media_name, file_content, DEFAULT_MAX_PIXELS).loader_record(
+            media_name
+        )
+        grid = stored_media_grid(record, self.pixel_settings)
+        return MediaItem(grid, decode_media_planes(record, file_content, grid, self.pixel_settings))
+
+
+def write_samples(samples: Sequence[TokenizedSample], samples_path: Path) -> None:
+    """Writes samples as one safetensors file."""
+    tensors: dict[str, Tensor] = {}
+    grids_by_sample: list[list[dict[str, Any]]] = []
+    for i, sample in enumerate(samples):
+        tensors |= {f"{i}.token_ids": sample.token_ids, f"{i}.loss_mask": sample.loss_mask}
+        tensors |= {f"{i}.{j}.planes": item.planes.contiguous() for j, item in enumerate(sample.media_items)}
+        grids_by_sample.append([vars(item.grid_thw) for item in sample.media_items])
+    save_file(tensors, samples_path, metadata={"grids": json.dumps(grids_by_sample)})
+
+
+def read_samples(samples_path: Path) -> list[TokenizedSample]:
+    """Reads what :func:`write_samples` wrote."""
+    samples = []
+    with safe_open(samples_path, framework="pt") as samples_file:
+        for i, sample_grids in enumerate(json.loads(samples_file.metadata()["grids"])):
+            media_items = [
+                MediaItem(
+                    GridTHW(**grid | {"timestamps": tuple(grid["timestamps"])}),
+                    samples_file.get_tensor(f"{i}.{j}.planes"),
+                )
+                for j, grid in enumerate(sample_grids)
+            ]
+            samples.append(
+                TokenizedSample(
+                    samples_file.get_tensor(f"{i}.token_ids"),
+                    samples_file.get_tensor(f"{i}.loss_mask"),
+                    media_items,
+                )
+            )
+    return samples

@@ -1,0 +1,432 @@
+"""Writes small Hugging Face checkpoints with the real architecture, for the demo, the tests and dry runs.
+
+A folder has the files of a released checkpoint: a config (flat, or nested since Qwen3-VL), sharded
+safetensors with the released names, a trained byte-level BPE tokenizer with Qwen's special tokens, a chat
+template, an image processor and generation settings. Only the sizes are small. Structural oddities are kept:
+grouped queries, window and full vision layers, a vision FFN width that no tensor parallel size divides,
+M-RoPE sections of different lengths, more embedding rows than tokens, and stacks of experts with their input
+dimension first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+TINY_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families for which a tiny checkpoint can be written."""
+NESTED_CONFIG_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families released with a nested config, and with the tensor names that transformers uses in memory."""
+HYBRID_FAMILIES = ("qwen3_5", "qwen3_5_moe")
+"""Families with linear attention."""
+FLOAT32_SUFFIXES = (".linear_attn.A_log", ".linear_attn.norm.weight")
+"""Suffixes of the names of Qwen3.5's float32 tensors; the other tensors may have another type."""
+
+SPECIAL_TOKENS = (
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
+    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+).split()
+"""Added tokens of Qwen2-VL in the order of their ids (from 151643 in the released vocabulary)."""
+
+# Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+DEFAULT_TEXTS = (
+    "A cat sits on a table next to a cup of coffee and looks at the camera.",
+    "What is in this picture? Describe the image in one sentence. How many people are there?",
+    "The first image shows a rocket on its launch pad, the second one shows an astronaut in a space suit.",
+    "user assistant system You are a helpful assistant. The video shows a road. 0 1 2 3 4 5 6 7 8 9",
+)
+"""Text on which the tokenizer is trained if none is given."""
+
+
+@dataclass(frozen=True)
+class TinySizes:
+    """Sizes of a tiny model; the defaults keep every structural oddity of the released models."""
+
+    hidden_size: int = 64
+    layers: int = 4
+    ffn_hidden_size: int = 176
+    heads: int = 4
+    kv_heads: int = 2
+    mrope_section: tuple[int, int, int] = (2, 3, 3)
+    """The sum must be half of the head dimension ``hidden_size / heads``."""
+    vision_hidden_size: int = 80
+    """Head dimension 20 with four heads: like the released 80, a multiple of 4 but not a power of two."""
+    vision_layers: int = 4
+    vision_heads: int = 4
+    vision_ffn_hidden_size: int = 107
+    """Qwen2.5-VL only; odd, so that no tensor parallel size divides it (released: 3420). In Qwen2-VL, this is
+    4 * ``vision_hidden_size``."""
+    full_attention_layers: tuple[int, ...] = (1, 3)
+    """Qwen2.5-VL only: vision layers that do not attend in windows."""
+    head_dim: int = 24
+    """Qwen3-VL only: head dimension of the language model, not ``hidden_size / heads`` as in the others."""
+    interleaved_section: tuple[int, int, int] = (6, 3, 3)
+    """Qwen3-VL only: the sum must be half of ``head_dim``."""
+    position_table_side: int = 6
+    """Qwen3-VL only: smaller than some grids and larger than others (released: 48)."""
+    deepstack_layers: tuple[int, ...] = (0, 1, 3)
+    """Qwen3-VL only: vision layers whose output goes to the first decoder layers."""
+    experts: int = 8
+    """Qwen3-VL-MoE only, like the fields below."""
+    experts_per_token: int = 2
+    expert_ffn_hidden_size: int = 48
+    """Neither ``hidden_size`` nor half of it: a square matrix does not show the order of its dimensions."""
+    dense_layers: tuple[int, ...] = ()
+    """Decoder layers without experts (released: none)."""
+    shared_ffn_hidden_size: int = 40
+    """Qwen3.5-MoE only: width of the shared expert (released: that of the others)."""
+    hybrid_head_dim: int = 32
+    """Qwen3.5 only, like the fields below: head dimension of softmax attention; a quarter of it rotates."""
+    hybrid_section: tuple[int, int, int] = (2, 1, 1)
+    """The sum must be an eighth of ``hybrid_head_dim``."""
+    linear_key_heads: int = 4
+    linear_value_heads: int = 8
+    linear_key_dim: int = 24
+    linear_value_dim: int = 12
+    """Unlike the released models, different from ``linear_key_dim``: a transposed square state would go
+    unnoticed."""
+    full_attention_layers_of: int = 4
+    """One decoder layer in this many has softmax attention: the last of each group."""
+    text_vocab_size: int = 400
+    """Largest number of byte-pair tokens. Special tokens are added, and the embedding is rounded up to a
+    multiple of 128."""
+    min_pixels: int = 3136
+    max_pixels: int = 12845056
+
+
+def write_tiny_checkpoint(
+    checkpoint_dir: str | Path,
+    family: str = "qwen2_5_vl",
+    *,
+    tied: bool = False,
+    released_style: bool = True,
+    memory_names: bool = False,
+    seed: int = 0,
+    texts: Iterable[str] = DEFAULT_TEXTS,
+    dtype: torch.dtype = torch.bfloat16,
+    shards: int = 2,
+    sizes: TinySizes | None = None,
+    **size_overrides: Any,
+) -> Path:
+    """Writes a small checkpoint of ``family`` with random weights and returns its folder.
+
+    Args:
+        tied: input and output embeddings are one tensor, as in the 2B and 3B models; there is no
+            ``lm_head.weight``.
+        released_style: flat config, preprocessor and tokenizer files, and stacks of experts with the input
+            dimension first, as in the released folders; False: the files that ``save_pretrained`` of the
+            installed transformers writes (5.x nests the config but keeps the released names, and puts the
+            experts' output dimension first).
+        memory_names: name tensors ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52
+            holds them in memory and some tools save them; False: ``visual.*`` and ``model.*``.
+        texts: texts to train the tokenizer on.
+        shards: number of safetensors files.
+        sizes, overrides: a :class:`TinySizes`, or its fields by name.
+
+    Raises:
+        ValueError: the family is unknown.
+        FileExistsError: the folder already holds a checkpoint.
+    """
+    if family not in TINY_FAMILIES:
+        raise ValueError(
+            f"there is no tiny checkpoint of family {family!r}; valid: {', '.join(TINY_FAMILIES)}"
+        )
+
+    checkpoint_dir = Path(checkpoint_dir)
+    if (checkpoint_dir / "config.json").exists():
+        raise FileExistsError(f"{checkpoint_dir} already holds a checkpoint; give another folder")
+
+    checkpoint_dir.mkdir(parents=True, exist_ok=True)
+    sizes = sizes or TinySizes(**size_overrides)
+    vocabulary, bpe_merges = train_bpe(tuple(texts), sizes.text_vocab_size)
+    released_contents = released_files(family, sizes, len(vocabulary), tied, dtype)
+    config = released_contents["config.json"]
+    model = random_model(config, seed, dtype)
+
+    processor_dir = checkpoint_dir if released_style else Path(tempfile.mkdtemp())
+    _write_tokenizer(processor_dir, vocabulary, bpe_merges)
+    for name, file_content in released_contents.items():
+        _write_json(processor_dir / name, file_content)
+    if not released_style:
+        _save_pretrained(checkpoint_dir, model, processor_dir)
+        shutil.rmtree(processor_dir)
+
+    tensors = {
+        name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
+    }
+    if not (
+        memory_names or family in NESTED_CONFIG_FAMILIES
+    ):  # the released Qwen3-VL uses the in-memory names
+        tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
+    if released_style and family == "qwen3_vl_moe":
+        tensors = {
+            name: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
+            for name, tensor in tensors.items()
+        }
+    if released_style and family in HYBRID_FAMILIES:
+        tensors |= prediction_tensors(config, seed)
+
+    _write_shards(checkpoint_dir, tensors, shards)
+    return checkpoint_dir
+
+
+def released_files(
+    family: str, sizes: TinySizes, text_token_count: int, tied_embeddings: bool, dtype: torch.dtype
+) -> dict[str, dict[str, Any]]:
+    """The released JSON files of a tiny checkpoint: name -> content, without those of the tokenizer.
+
+    They are those of ``resources/tiny/FAMILY.json``, in which ``$PART_FILE_NAME`` stands for a field of
+    :class:`TinySizes`, for what follows from it, or for the id of a special token.
+    """
+    special_token_ids = {token: text_token_count + i for i, token in enumerate(SPECIAL_TOKENS)}
+    full_attention_interval = sizes.full_attention_layers_of
+    template_values = dataclasses.asdict(sizes) | special_token_ids
+    template_values |= {
+        "tied": tied_embeddings,
+        "dtype": str(dtype).removeprefix("torch."),
+        "vocab_size": ((text_token_count + len(special_token_ids)) // 128 + 1) * 128,
+        "position_embeddings": sizes.position_table_side**2,
+        "video_max_pixels": 2 * sizes.max_pixels,  # an area of all frames together
+        "layer_types": [
+            "linear_attention" if (i + 1) % full_attention_interval else "full_attention"
+            for i in range(sizes.layers)
+        ],
+    }
+    filled_files = _fill_template(_read_resource(f"tiny/{family}.json"), template_values)
+    if tied_embeddings and family in NESTED_CONFIG_FAMILIES:
+        filled_files["config.json"]["text_config"]["tie_word_embeddings"] = True
+    return filled_files
+
+
+def _read_resource(resource_name: str) -> Any:
+    return json.loads(files("toolkit").joinpath("resources", resource_name).read_text())
+
+
+def _fill_template(json_template: Any, template_values: dict[str, Any]) -> Any:
+    """A JSON value with ``values["PART_FILE_NAME"]`` in the place of each string ``$PART_FILE_NAME``."""
+    if isinstance(json_template, dict):
+        return {name: _fill_template(value, template_values) for name, value in json_template.items()}
+    if isinstance(json_template, list):
+        return [_fill_template(value, template_values) for value in json_template]
+    if isinstance(json_template, str) and json_template.startswith("$"):
+        value = template_values[json_template[1:]]
+        return list(value) if isinstance(value, tuple) else value
+    return json_template
+
+
+def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
+    """Makes some tensors of multi-token prediction, which released Qwen3.5 has in addition to the model."""
+    width = config["text_config"]["hidden_size"]
+    generator = torch.Generator().manual_seed(seed + 1)
+    shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
+    return {
+        f"mtp.{name}": torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
+    }
+
+
+def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
+    """Makes the transformers model of a config with random parameters.
+
+    Biases and norms are random too, so that a test notices if one is lost.
+    """
+    import transformers
+
+    model_class = getattr(transformers, config["architectures"][0])
+    config_fields = {
+        name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
+    }
+    # transformers gives all parameters the config's type, even those that are released in float32.
+    model = model_class(model_class.config_class(**config_fields)).float()
+    generator = torch.Generator().manual_seed(seed)
+    is_hybrid = config["model_type"] in HYBRID_FAMILIES
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("A_log"):
+                parameter.copy_(noise.sub(4.0))  # memories of a few to a few hundred tokens
+            elif (
+                is_hybrid
+                and name.endswith("norm.weight")
+                and "visual" not in name
+                and "linear_attn" not in name
+            ):
+                parameter.copy_(0.1 * noise)  # these norms multiply by 1 + weight
+            elif parameter.dim() == 1:
+                # Norm weights lie around one, biases around zero.
+                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise)
+            elif "embed_tokens" in name:
+                parameter.copy_(0.1 * noise if config["tie_word_embeddings"] else noise)
+            else:
+                # Unit gain, so that signals of a small model neither vanish nor explode. A patch embedding
+                # has five dimensions; a stack of experts has three, with the inputs last.
+                fan_in = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+                parameter.copy_(noise / fan_in**0.5)
+
+        if is_hybrid:
+            _relate_keys_to_queries(model, config["text_config"])
+
+    float32_parameters = {
+        name: kept_parameter.detach().clone()
+        for name, kept_parameter in model.named_parameters()
+        if name.endswith(FLOAT32_SUFFIXES)
+    }
+    model = model.to(dtype)
+    for name, value in float32_parameters.items():
+        model.get_parameter(name).data = value
+    return model
+
+
+def _relate_keys_to_queries(model: torch.nn.Module, text_config: dict[str, Any]) -> None:
+    """Makes the queries and keys of linear attention similar, as training does.
+
+    At the first token of a sequence, the output of the delta rule is the value times the product of query and
+    key. The norm that follows keeps only the sign of that product, and near zero rounding decides the sign.
+    """
+    keys = text_config["linear_num_key_heads"] * text_config["linear_key_head_dim"]
+    for name, parameter in model.named_parameters():
+        if name.endswith(("in_proj_qkv.weight", "linear_attn.conv1d.weight")):
+            parameter[keys : 2 * keys].mul_(0.4).add_(0.9 * parameter[:keys])
+
+
+@cache
+def train_bpe(
+    training_texts: tuple[str, ...], vocab_size: int
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Trains a byte-level BPE with Qwen2's normalizer and pre-tokenizer: (token -> id, merges in order)."""
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes]
+    )
+    byte_alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe_trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, initial_alphabet=byte_alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(training_texts, bpe_trainer)
+    bpe_model = json.loads(tokenizer.to_str())["model"]
+    return bpe_model["vocab"], [tuple(merge) for merge in bpe_model["merges"]]
+
+
+def chat_template() -> str:
+    """The chat template of the released Qwen2-VL and Qwen2.5-VL checkpoints."""
+    return files("toolkit").joinpath("resources/qwen2_vl.chat_template.jinja").read_text()
+
+
+def _save_pretrained(checkpoint_dir: Path, model: Any, released_dir: Path) -> None:
+    """Writes all but the tensors as the installed transformers does.
+
+    The config is nested, the tensors have transformers' names, and there is a ``processor_config.json``.
+    """
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(released_dir, trust_remote_code=False, local_files_only=True)
+    processor.save_pretrained(checkpoint_dir)
+    model.save_pretrained(checkpoint_dir)
+    for file in checkpoint_dir.glob("*.safetensors"):
+        file.unlink()
+
+
+def _write_tokenizer(
+    checkpoint_dir: Path, vocabulary: dict[str, int], bpe_merges: list[tuple[str, str]]
+) -> None:
+    """Writes the tokenizer's files and the chat template in the released form."""
+    from tokenizers import AddedToken
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=bpe_merges)
+    # Added one by one and in order, so that each token gets the id in the config.
+    tokenizer.add_tokens(
+        [AddedToken(special_token, normalized=False, special=True) for special_token in SPECIAL_TOKENS]
+    )
+    for i, special_token in enumerate(SPECIAL_TOKENS):
+        if (assigned_id := tokenizer.convert_tokens_to_ids(special_token)) != len(vocabulary) + i:
+            raise AssertionError(
+                f"special token {special_token} has id {assigned_id}, not {len(vocabulary) + i}"
+            )
+
+    tokenizer.backend_tokenizer.save(str(checkpoint_dir / "tokenizer.json"))
+    _write_json(checkpoint_dir / "vocab.json", vocabulary)
+    (checkpoint_dir / "merges.txt").write_text(
+        "#version: 0.2\n" + "".join(f"{left_token} {right_token}\n" for left_token, right_token in bpe_merges)
+    )
+    tokens_by_id = {str(len(vocabulary) + i): special_token for i, special_token in enumerate(SPECIAL_TOKENS)}
+    token_flags = {
+        "lstrip": False,
+        "normalized": False,
+        "rstrip": False,
+        "single_word": False,
+        "special": True,
+    }
+    template_values = {
+        "added_tokens_decoder": {
+            i: {"content": special_token} | token_flags for i, special_token in tokens_by_id.items()
+        },
+        "additional_special_tokens": SPECIAL_TOKENS[1:],
+        "chat_template": chat_template(),
+    }
+    for file_name, file_content in _fill_template(
+        _read_resource("tiny/tokenizer.json"), template_values
+    ).items():
+        _write_json(checkpoint_dir / file_name, file_content)
+
+
+def _released_name(tensor_name: str) -> str:
+    """Returns the released name of a tensor.
+
+    transformers >= 4.52 names it ``model.visual.*`` or ``model.language_model.*``.
+    """
+    return (
+        tensor_name.removeprefix("model.")
+        if tensor_name.startswith("model.visual.")
+        else tensor_name.replace("model.language_model.", "model.", 1)
+    )
+
+
+def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor], shard_count: int) -> None:
+    """Writes safetensors files of roughly equal size in model order, with their index."""
+    total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    tensors_by_shard: list[dict[str, Tensor]] = [{} for _ in range(shard_count)]
+    assigned_bytes = 0
+    for tensor_name, tensor in tensors.items():
+        tensors_by_shard[min(shard_count - 1, assigned_bytes * shard_count // total_bytes)][tensor_name] = (
+            tensor.contiguous()
+        )
+        assigned_bytes += tensor.numel() * tensor.element_size()
+
+    if shard_count == 1:
+        save_file(tensors_by_shard[0], checkpoint_dir / "model.safetensors", metadata={"format": "pt"})
+        return
+
+    weight_map: dict[str, str] = {}
+    for i, shard_tensors in enumerate(tensors_by_shard):
+        shard_name = f"model-{i + 1:05d}-of-{shard_count:05d}.safetensors"
+        save_file(shard_tensors, checkpoint_dir / shard_name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard_tensors, shard_name)
+
+    weight_index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    _write_json(checkpoint_dir / "model.safetensors.index.json", weight_index)
+
+
+def _write_json(json_path: Path, json_value: Any) -> None:
+    json_path.write_text(json.dumps(json_value, indent=2, ensure_ascii=False) + "\n")
