@@ -37,7 +37,7 @@ def fsync_file(file_descriptor: int, file_path: Path) -> None:
     """Flushes an open file or folder to the disk. The pieces of a large file count as progress.
 
     Args:
-        file_file_path: the name of the file in the message of a run that ends because its disk does not answer.
+        file_path: the name of the file in the message of a run that ends because its disk does not answer.
     """
     with progress.waiting_for_disk(file_path):
         _flush_in_pieces(file_descriptor, file_path)

@@ -8,7 +8,7 @@ def pluralize(shown_count: int | str, singular_noun: str) -> str:
 
     Args:
         shown_count: as it is to be shown; ``unknown`` takes the plural.
-        singular_singular_noun: in the singular.
+        singular_noun: in the singular.
     """
     if str(shown_count) == "1":
         return f"{shown_count} {singular_noun}"

@@ -15,13 +15,13 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILT_IN = {"Exception", "ValueError", "RuntimeError", "OSError", "KeyError", "TypeError"}
 NOT_SHOWN = {
     "PositionError": "of one sample: the loader counts it as unusable",
-    "UnusableError": "of one sample: the loader goes on with the next",
-    "_NotSaved": "the caller names what a checkpoint lacks",
-    "FrameFileError": "of one sample: who reads pictures raises PixelError in its place",
-    "OutOfTimeError": "of one sample: the loader counts it as unusable",
-    "StalledError": "of one sample: the loader counts it as unusable",
-    "_UnsureError": "of a seek in a video: the video is decoded as a whole",
-    "_Stopped": "tells a thread to end",
+    "UnusableSampleError": "of one sample: the loader goes on with the next",
+    "_StateNotSaved": "the caller names what a checkpoint lacks",
+    "FrameArchiveError": "of one sample: who reads pictures raises PixelError in its place",
+    "SampleTimeoutError": "of one sample: the loader counts it as unusable",
+    "StalledReadError": "of one sample: the loader counts it as unusable",
+    "_SeekMismatchError": "of a seek in a video: the video is decoded as a whole",
+    "_StoppedError": "tells a thread to end",
 }
 """Exceptions that never reach a user, and why."""
 

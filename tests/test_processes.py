@@ -94,10 +94,10 @@ def test_the_launcher_kills_a_child_that_stays_stopped_and_no_other() -> None:
     """In a process of its own, because it looks at all children."""
     program = (
         "import signal, subprocess, threading, time\n"
-        "from megatron_vl.launch import kill_stopped\n"
+        "from megatron_vl.launch import kill_stopped_ranks\n"
         "stopped, running = (subprocess.Popen(['sleep', '60']) for _ in range(2))\n"
         "stopped.send_signal(signal.SIGSTOP)\n"
-        "threading.Thread(target=kill_stopped, args=(0.5, 0.1), daemon=True).start()\n"
+        "threading.Thread(target=kill_stopped_ranks, args=(0.5, 0.1), daemon=True).start()\n"
         "start = time.monotonic()\n"
         "print(stopped.wait(30), time.monotonic() - start > 0.5, running.poll())\n"
         "running.kill()\n"

@@ -639,6 +639,18 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         removal_condition="torch's iterator has a close()",
         guarding_test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
     ),
+    DependencyFix(
+        fix_location="megatron_vl.data.source.store_reading:StoreReader",
+        touched_names=(
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
+        ),
+        fix_reason="Energon reads each sample with requests of its own; batches that are planned ahead let us read blocks.",
+        written_for=_ENERGON,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="Energon's reader takes the bytes of a sample from its caller",
+        guarding_test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
+    ),
     # Commands
     DependencyFix(
         fix_location="toolkit.plan.dry_build:_build_rank",

@@ -128,7 +128,7 @@ class EncodedSample(Sample):
     grids: list[GridTHW] = dataclasses.field(default_factory=list)
     media: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     data: list[bytes] = dataclasses.field(default_factory=list)
-    shard: str = ""
+    shard_name: str = ""
     source: str = ""
     refused: tuple[str, str] | None = None
     """Reason and detail if the sample is unusable."""
@@ -237,7 +237,7 @@ class RowEncoder:
         self._log_bad_sample(raw_sample, *refusal)
         return EncodedSample.derive_from(
             raw_sample,
-            shard=raw_sample.shard_name,
+            shard_name=raw_sample.shard_name,
             source=_source_text(raw_sample.json_bytes),
             refused=refusal,
             refused_size=oversize,
@@ -278,7 +278,7 @@ class RowEncoder:
             grids=media_grids,
             media=media_records,
             data=[raw_sample.media_bytes[item["key"]] for item in media_records],
-            shard=raw_sample.shard_name,
+            shard_name=raw_sample.shard_name,
             source=_source_text(raw_sample.json_bytes),
         )
         self._check_size(*encoded_sample.token_and_patch_count)
@@ -336,7 +336,7 @@ class RowEncoder:
             self.dropped_samples.append(
                 DroppedSample(
                     sample.__key__,
-                    sample.shard,
+                    sample.shard_name,
                     sample.source,
                     self._dataset_name(sample),
                     drop_reason,

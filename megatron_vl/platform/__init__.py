@@ -68,7 +68,7 @@ def get_platform(platform_name: str = "auto") -> Platform:
     """The platform of this process. The first call decides.
 
     Args:
-        platform_platform_name: ``auto`` (CUDA if there is a GPU), ``cuda`` or ``cpu``.
+        platform_name: ``auto`` (CUDA if there is a GPU), ``cuda`` or ``cpu``.
 
     Raises:
         CoreVersionError: this version of Megatron-core was never tested with this toolkit.

@@ -152,7 +152,7 @@ class BatchBroadcast:
     """Gives each rank of a replica its part of the next ``num_micro_batches`` rows.
 
     Args:
-        data_data_loader: an iterator of rows on the rank that owns the loader; None elsewhere.
+        data_loader: an iterator of rows on the rank that owns the loader; None elsewhere.
         vision_spec: the tower, needed if every rank holds it, and under context parallelism.
     """
 
@@ -361,7 +361,7 @@ def _row_header(row: TrainingRow, tensor_shapes: dict[str, tuple[int, ...]]) -> 
     """What the other ranks must know of a row before its tensors arrive.
 
     Args:
-        tensor_tensor_shapes: shape of each tensor by field.
+        tensor_shapes: shape of each tensor by field.
     """
     row_vision = row.vision
     item_counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}

@@ -208,7 +208,7 @@ class CheckpointSaver:
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
         lineage: lineage of the checkpoints to save (see :func:`megatron_vl.weights.run_folder.choose_start_point`);
             None: a new branch.
-        hf_hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
+        hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
 
     Raises:
         CheckpointError: another run is writing to the folder, or the folder's checkpoints cannot be read.

@@ -75,7 +75,7 @@ def generate_greedily(
     """Decodes an answer to each prompt greedily. Collective over all ranks.
 
     Args:
-        model_model_chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
+        model_chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
         prompt_rows: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
             may have different prompts, but the same number of them.
         stop_token_ids: tokens that end an answer.
@@ -180,7 +180,7 @@ def _next_tokens(
     """The most likely successor of each requested token, on every rank of the replica.
 
     Args:
-        token_token_count: number of requested tokens.
+        token_count: number of requested tokens.
     """
     # The interleaved schedule needs a multiple of the number of stages. Results of this padding are not used.
     padded_requests = list(decode_requests)

@@ -118,7 +118,7 @@ class MetricsLog:
         """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
 
         Args:
-            learning_learning_rates: learning rate of each part.
+            learning_rates: learning rate of each part.
             skipped_steps: the run's skipped steps so far, by reason.
         """
         current_time = time.perf_counter()

@@ -45,7 +45,7 @@ def build_model(
     Args:
         grid: the grid of ``layout``, whose process groups must exist.
         weight_reader: weights in any layout, of which each rank reads its own slices; None: random weights.
-        pixel_pixel_norm: statistics of pixels; None: those of ``model.hf``.
+        pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Raises:
         RuntimeError: the modules do not match the tensor table.

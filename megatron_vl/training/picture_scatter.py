@@ -50,7 +50,7 @@ class PictureShares:
 
     Args:
         vision_lengths: for each row, the numbers of patches of its frames and of its windows.
-        plane_plane_bounds_by_row: for each row, the result of :func:`plane_bounds`.
+        plane_bounds_by_row: for each row, the result of :func:`plane_bounds`.
         num_ranks: number of ranks.
     """
 
@@ -124,7 +124,7 @@ def scatter_pictures(
     """Sends each rank of a replica its share of the pictures. Collective over the group.
 
     Args:
-        replica_replica_group: the replica; its first rank has the pictures.
+        replica_group: the replica; its first rank has the pictures.
         rows: the rows of the step on this rank.
         host_tensors: on the first rank, the tensors of each row on the host.
         planes_by_row: on the first rank, the planes of each row on the device.

@@ -145,7 +145,7 @@ def check_output_dir(field_name: str, output_path: str) -> None:
 
     Args:
         field_name: the field that names the folder, for the message.
-        output_output_path: the folder; empty: there is none.
+        output_path: the folder; empty: there is none.
 
     Raises:
         RunConfigError: it cannot be used. The message names the field and the folder or file.

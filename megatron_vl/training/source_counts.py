@@ -29,7 +29,7 @@ class SourceCounts:
 
         Args:
             rows: (source, loss tokens) of each row's samples.
-            num_num_sources: number of sources.
+            num_sources: number of sources.
         """
         row_counts = cls.all_zero(num_sources)
         for row in rows:
@@ -64,7 +64,7 @@ class SourceMeter:
     """Adds up the counts of a run. Equal on all ranks.
 
     Args:
-        blend_blend_sources: the blend; a run without one has none.
+        blend_sources: the blend; a run without one has none.
     """
 
     def __init__(self, blend_sources: Sequence[BlendSource] = ()) -> None:

@@ -219,7 +219,7 @@ def train_step(
     """Runs one step over this rank's micro-batches. Collective over all ranks.
 
     Args:
-        has_has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
+        has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
         stop_requested: whether this rank was asked to stop. All ranks receive this flag too.
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
     """

@@ -86,7 +86,9 @@ class Reading:
             data.seed,
             is_shuffled=self.shuffled,
             source_keys=[key],
-            shards=[np.array([described.samples_by_shard[shard] for shard in described.splits["train"]])],
+            shards=[
+                np.array([described.samples_by_shard[shard] for shard in described.shards_by_split["train"]])
+            ],
             block=data.shuffle_block,
         )
         indices = order.sample_indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,6 +142,6 @@ def test_the_loss_is_divided_by_the_number_of_learnt_tokens():
     assert row.loss_mask.tolist() == [0.0, 0.5, 2.0, 1.0, 0, 0, 0, 0]
     assert row.labels.tolist() == [0, 7, 8, 9, 0, 0, 0, 0]
     losses = torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0, 9.0, 9.0, 9.0]])
-    total, tokens, report = token_loss(row, losses)
+    total, tokens, report = token_loss(SimpleNamespace(loss_mask=row.loss_mask, segment_sources=None), losses)
     assert (total.item(), tokens.item()) == (11.0, 3) and tokens.dtype == torch.int
     assert report["loss"].tolist() == [11.0, 3.0]

@@ -144,7 +144,7 @@ def test_sizes_from_the_index_are_those_of_the_loader(plain, family, tmp_path):
     reader = source.open_reader(0.0, None)
     for number in range(len(source)):
         encoded = encoder.preencode_sample(cook_sample(reader[number]))
-        assert encoded.size == (tokens[number], patches[number]), encoded.__key__
+        assert encoded.token_and_patch_count == (tokens[number], patches[number]), encoded.__key__
     assert (patches > 0).sum() > 30
 
 
@@ -162,7 +162,9 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, mon
 
     seen = Counter(key for rows, _ in whole for keys in rows for key in keys)
     held = {key for rows, _ in whole for keys in rows for key in keys}
-    assert len(held) == len(read_keys(dataset)) - 1 and max(seen.values()) - min(seen.values()) <= 2
+    assert len(held) == len(read_keys(dataset)) - 1
+    # Samples of several passes wait at once. That each is drawn once a pass is tested in test_changed_blend.py.
+    assert max(seen.values()) - min(seen.values()) <= 3
     assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
 
 
@@ -208,7 +210,11 @@ def test_a_planner_that_was_killed_ends_the_run(dataset):
 
 def read_keys(path: Path) -> set[str]:
     counts = read_description(path)
-    return {f"{shard}/{i}" for shard in counts.splits["train"] for i in range(counts.samples_by_shard[shard])}
+    return {
+        f"{shard}/{i}"
+        for shard in counts.shards_by_split["train"]
+        for i in range(counts.samples_by_shard[shard])
+    }
 
 
 def test_ranks_have_equal_patches(dataset):

@@ -95,11 +95,11 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
         {"path": "ships", "weight": 2},
     ]
     rows = loader(write(tmp_path, train={"blend": parts}), shuffle_block=5)
-    order = rows._planning_context.make_planner().order
+    order = rows._planning_context.make_planner().sample_order
     assert [each._starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
     for source, (first, end) in enumerate([(30, 60), (0, 33)]):
         size = end - first
-        found = order.indices(np.full(3 * size, source), np.arange(3 * size)).reshape(3, size)
+        found = order.sample_indices(np.full(3 * size, source), np.arange(3 * size)).reshape(3, size)
         assert np.array_equal(np.sort(found, axis=1), np.tile(np.arange(first, end), (3, 1)))
         assert len(set(map(tuple, found.tolist()))) == 3
 

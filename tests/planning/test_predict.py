@@ -44,32 +44,39 @@ EP2 = f"--parallel.ep 2 {LEAN}"
 NARROW, AWAY = "--optimizer.moments_dtype bfloat16", "--optimizer.offload_fraction"
 B7, B3, B8 = "Qwen2.5-VL-7B-Instruct", "Qwen2.5-VL-3B-Instruct", "Qwen3-VL-8B-Instruct"
 A3, B9, A35 = "Qwen3-VL-30B-A3B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
-QUARTER = {"language": 12, "vision": 7}
+QUARTER = {"num_language_layers": 12, "num_vision_layers": 7}
 
 TEXT = RowStatistics("documents of 300 to 700 tokens", (RowShape((500,) * 16, loss_tokens=8000),))
 
 MEASURED = [
-    ("DP2, 20 layers, images", 2543, B7, {"language": 20}, 2, f"--global_batch_size 8 {LEAN}"),
-    ("DP2, 20 layers, text", 1858, B7, {"language": 20}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("DP2, 20 layers, images", 2543, B7, {"num_language_layers": 20}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("DP2, 20 layers, text", 1858, B7, {"num_language_layers": 20}, 2, f"--global_batch_size 8 {LEAN}"),
     ("DP4, whole", 3279, B7, {}, 4, f"--global_batch_size 16 {LEAN}"),
-    ("DP2, 10 layers", 3386, B7, {"language": 10}, 2, f"--global_batch_size 16 {LEAN}"),
+    ("DP2, 10 layers", 3386, B7, {"num_language_layers": 10}, 2, f"--global_batch_size 16 {LEAN}"),
     ("3B, images", 1978, B3, {}, 1, "--global_batch_size 4"),
     ("3B, text", 1215, B3, {}, 1, "--global_batch_size 4"),
-    ("TP2, images", 2649, B7, {"language": 16}, 2, f"--global_batch_size 8 {TP2}"),
-    ("TP2, text", 484, B7, {"language": 8, "vision": 8}, 2, f"--global_batch_size 4 {TP2}"),
-    ("8B, images", 883, B8, {"language": 9, "vision": 7}, 1, "--global_batch_size 4"),
-    ("8B, text", 853, B8, {"language": 9, "vision": 7}, 1, "--global_batch_size 4"),
+    ("TP2, images", 2649, B7, {"num_language_layers": 16}, 2, f"--global_batch_size 8 {TP2}"),
+    (
+        "TP2, text",
+        484,
+        B7,
+        {"num_language_layers": 8, "num_vision_layers": 8},
+        2,
+        f"--global_batch_size 4 {TP2}",
+    ),
+    ("8B, images", 883, B8, {"num_language_layers": 9, "num_vision_layers": 7}, 1, "--global_batch_size 4"),
+    ("8B, text", 853, B8, {"num_language_layers": 9, "num_vision_layers": 7}, 1, "--global_batch_size 4"),
     ("PP2", 3647, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
     ("PP2, text", 3713, B7, {}, 2, f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.layers [8,20]"),
     (
         "PP2 x VPP2",
         2643,
         B7,
-        {"language": 16},
+        {"num_language_layers": 16},
         2,
         f"--global_batch_size 8 {LEAN} --parallel.pp 2 --parallel.vpp 2 --parallel.layers [0,5,2,9]",
     ),
-    ("DP2, 4 rows a GPU", 1717, B7, {"language": 10}, 2, f"--global_batch_size 8 {LEAN}"),
+    ("DP2, 4 rows a GPU", 1717, B7, {"num_language_layers": 10}, 2, f"--global_batch_size 8 {LEAN}"),
     ("tower on every rank", 3701, B7, {}, 2, DECOUPLED),
     ("tower on every rank, kept", 3682, B7, {}, 2, f"{DECOUPLED} --vision.keep_patches 16384"),
     ("tower on every rank, text", 2930, B7, {}, 2, DECOUPLED),
@@ -77,27 +84,34 @@ MEASURED = [
     ("PP4, planned", 3691, B7, {}, 4, f"{PP4} --parallel.layers [0,9,9,10]"),
     ("EP2, rows of 32768", 1253, A3, QUARTER, 2, f"--global_batch_size 4 {EP2} --data.seq_len 32768"),
     ("EP2, rows of 8192", 2267, A3, QUARTER, 2, f"--global_batch_size 16 {EP2}"),
-    ("7B on one GPU", 3374, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("moments in bf16", 3384, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN} {NARROW}"),
+    ("7B on one GPU", 3374, B7, {"num_language_layers": 10}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("moments in bf16", 3384, B7, {"num_language_layers": 10}, 1, f"--global_batch_size 8 {LEAN} {NARROW}"),
     (
         "all computed again",
         4404,
         B7,
-        {"language": 10},
+        {"num_language_layers": 10},
         1,
         "--global_batch_size 8 --recompute.language full --recompute.vision full",
     ),
-    ("offload 1", 4050, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN} {AWAY} 1"),
-    ("offload 1, bf16", 3770, B7, {"language": 10}, 1, f"--global_batch_size 8 {LEAN} {AWAY} 1 {NARROW}"),
+    ("offload 1", 4050, B7, {"num_language_layers": 10}, 1, f"--global_batch_size 8 {LEAN} {AWAY} 1"),
+    (
+        "offload 1, bf16",
+        3770,
+        B7,
+        {"num_language_layers": 10},
+        1,
+        f"--global_batch_size 8 {LEAN} {AWAY} 1 {NARROW}",
+    ),
     ("3B whole, 8 rows", 3858, B3, {}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("8B, 12 layers", 3164, B8, {"language": 12}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("30B-A3B on one GPU", 2015, A3, {"language": 6}, 1, f"--global_batch_size 8 {LEAN}"),
-    ("linear attention", 3508, B9, {"language": 12}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("8B, 12 layers", 3164, B8, {"num_language_layers": 12}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("30B-A3B on one GPU", 2015, A3, {"num_language_layers": 6}, 1, f"--global_batch_size 8 {LEAN}"),
+    ("linear attention", 3508, B9, {"num_language_layers": 12}, 1, f"--global_batch_size 8 {LEAN}"),
     (
         "linear attention, experts, bf16",
         2225,
         A35,
-        {"language": 4, "vision": 3},
+        {"num_language_layers": 4, "num_vision_layers": 3},
         1,
         f"--global_batch_size 8 --data.seq_len 32768 {LEAN} {NARROW}",
     ),
@@ -147,8 +161,8 @@ def test_a_step_takes_what_was_measured(name, measured, size, layers, world, opt
 def test_offload_takes_as_much_longer_as_measured(world: int, options: str, ratio: float) -> None:
     """Both steps of a ratio ran on the same machine."""
     shape = f"--global_batch_size {8 * world} {LEAN}"
-    without = run(B7, world, shape, language=10)
-    found = run(B7, world, f"{shape} {AWAY} {options}", language=10)
+    without = run(B7, world, shape, num_language_layers=10)
+    found = run(B7, world, f"{shape} {AWAY} {options}", num_language_layers=10)
     assert found.step_seconds / without.step_seconds == pytest.approx(ratio, rel=0.03)
 
 
@@ -174,7 +188,7 @@ def test_an_empty_split_and_auto_are_the_planned_one() -> None:
 
 
 def test_a_run_on_cpu_is_split_evenly_unless_rates_of_a_cpu_are_known() -> None:
-    spec = spec_of(B7, language=6)
+    spec = spec_of(B7, num_language_layers=6)
     options = "--global_batch_size 8 --parallel.pp 2 --data.seq_len 1024"
     assert run_layout(config(options), spec, 2).layers_per_chunk == (0, 6)
     on_cpu = config(f"{options} --platform cpu")
@@ -379,7 +393,9 @@ def test_one_factor_makes_predicted_steps_the_measured_ones() -> None:
 
     def steps(c):
         return [
-            predict_run(config(options), spec_of(B7, language=20), 2, calibration=c, rows=r).step_seconds
+            predict_run(
+                config(options), spec_of(B7, num_language_layers=20), 2, calibration=c, rows=r
+            ).step_seconds
             for r in (None, TEXT)
         ]
 

@@ -193,9 +193,9 @@ def test_every_from_pretrained_forbids_remote_code():
                     word.arg: getattr(word.value, "value", getattr(word.value, "id", None))
                     for word in call.keywords
                 }
-                assert given.get("trust_remote_code") is False or given.get(None) == "SAFE", (
-                    f"{path}:{call.lineno}"
-                )
+                assert (
+                    given.get("trust_remote_code") is False or given.get(None) == "SAFE_LOADING_ARGUMENTS"
+                ), f"{path}:{call.lineno}"
                 seen += 1
     assert seen >= 3
 

@@ -95,7 +95,7 @@ def by_transformers(config: dict[str, Any]) -> dict[str, Any]:
             "language.linear_attention.key_dim": text.linear_key_head_dim,
             "language.linear_attention.value_dim": text.linear_value_head_dim,
             "language.linear_attention.conv_width": text.linear_conv_kernel_dim,
-            "language.linear_attention.layers": tuple(
+            "language.linear_attention.linear_layers": tuple(
                 i for i, kind in enumerate(text.layer_types) if kind == "linear_attention"
             ),
         }

@@ -24,9 +24,9 @@ class KnownMachine(KernelTimer):
     def dtype(self) -> torch.dtype:
         return torch.bfloat16
 
-    def random_tensor(self, *shape: int, grad: bool = False) -> torch.Tensor:
+    def random_tensor(self, *shape: int, requires_grad: bool = False) -> torch.Tensor:
         type(self).width = shape[-1]
-        return torch.empty(*shape, device="meta", dtype=self.dtype, requires_grad=grad)
+        return torch.empty(*shape, device="meta", dtype=self.dtype, requires_grad=requires_grad)
 
     def mean_seconds(self, work: Any) -> float:
         with FlopCounterMode(display=False) as counter:

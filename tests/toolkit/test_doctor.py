@@ -285,7 +285,7 @@ def test_all_reduce_over_two_processes():
 
 def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
-    print_findings([], SimpleNamespace(memory=[StageMemory(pipeline_stage=0)]))
+    print_findings([], SimpleNamespace(memory_by_stage=[StageMemory(pipeline_stage=0)]))
     out = capsys.readouterr().out
     assert all(
         word in out for word in ("in flight", "gradients", "optimizer", "activations", "workspace", "total")
@@ -294,7 +294,7 @@ def test_headings_of_the_memory_table_are_whole_in_a_narrow_terminal(monkeypatch
     print_findings(
         [],
         SimpleNamespace(
-            memory=[StageMemory(pipeline_stage=0, host_bytes=2.0**30), StageMemory(pipeline_stage=1)]
+            memory_by_stage=[StageMemory(pipeline_stage=0, host_bytes=2.0**30), StageMemory(pipeline_stage=1)]
         ),
     )
     heading, first = (

@@ -133,7 +133,7 @@ def test_help_and_overview_import_no_torch():
     code = """
 import sys, time
 start = time.perf_counter()
-from toolkit.cli import main, read
+from toolkit.cli import main, read_command_line
 for words in (["--help"], ["train", "--help"], ["bench", "--help"], ["data", "--help"], ["parity", "--help"]):
     try:
         main(words)

@@ -99,7 +99,7 @@ FUSED = [
         "Qwen2.5-VL-7B",
         1,
         "--global_batch_size 4",
-        {"language": 7, "vision": 8},
+        {"num_language_layers": 7, "num_vision_layers": 8},
         23844,
     ),
     (
@@ -108,7 +108,7 @@ FUSED = [
         "Qwen3-VL-8B",
         1,
         "--global_batch_size 4",
-        {"language": 9, "vision": 7},
+        {"num_language_layers": 9, "num_vision_layers": 7},
         20000,
     ),
     (
@@ -117,7 +117,7 @@ FUSED = [
         "Qwen3-VL-30B-A3B",
         1,
         "--global_batch_size 2",
-        {"language": 4, "vision": 3},
+        {"num_language_layers": 4, "num_vision_layers": 3},
         20000,
     ),
 ]

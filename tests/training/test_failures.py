@@ -151,15 +151,15 @@ def test_an_error_stays_the_one_that_is_told_when_the_log_cannot_be_closed(monke
     def report(error: Exception) -> None:
         order.append(f"reported {error}")
 
-    def close(failed: bool) -> None:
+    def close(has_failed: bool) -> None:
         order.append("closed")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(failures, "report_failure", report)
     loader = SimpleNamespace(close=lambda: order.append("loader closed"))
-    profiler = SimpleNamespace(drop=lambda: order.append("trace dropped"))
-    run = SimpleNamespace(loader=loader, exporter=None, saver=None, profiler=profiler)
-    run.log, run.grid = SimpleNamespace(close=close), SimpleNamespace(world_size=1)
+    profiler = SimpleNamespace(drop_trace=lambda: order.append("trace dropped"))
+    run = SimpleNamespace(data_loader=loader, hf_exporter=None, checkpoint_saver=None, step_profiler=profiler)
+    run.metrics_log, run.grid = SimpleNamespace(close=close), SimpleNamespace(world_size=1)
     with pytest.raises(TrainingStopped, match="the reason"), close_on_failure(run):
         raise TrainingStopped("the reason")
     assert order == [

@@ -19,7 +19,7 @@ from tests.training.programs import (
     weights_copied_together,
 )
 
-SHAPE = {"peak": 3e-4, "final": 3e-5, "steps": 100, "warmup": 10}
+SHAPE = {"peak_rate": 3e-4, "final_rate": 3e-5, "total_steps": 100, "warmup_steps": 10}
 
 
 def test_cosine_reaches_peak_and_final() -> None:

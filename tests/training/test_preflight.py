@@ -103,9 +103,9 @@ def test_a_file_in_a_folders_place_is_reported_with_the_field(
 
 READ_ONLY = """
 import sys
-from megatron_vl.training.preflight import check_folder
+from megatron_vl.training.preflight import check_output_dir
 
-check_folder("checkpoint.dir", sys.argv[1])
+check_output_dir("checkpoint.dir", sys.argv[1])
 """
 
 
@@ -119,7 +119,7 @@ def test_a_read_only_folder_is_reported_with_the_field(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    if "check_folder" not in done.stderr:
+    if "check_output_dir" not in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr}")
     cannot = f"checkpoint.dir {tmp_path}/runs/mine cannot be written, because {tmp_path} is read-only"
     assert cannot in done.stderr

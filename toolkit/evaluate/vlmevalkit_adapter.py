@@ -109,8 +109,8 @@ class VlmEvalKitModel:
             "images": [str(part["value"]) for part in last_content if part["type"] == "image"],
             "videos": [str(part["value"]) for part in last_content if part["type"] == "video"],
             "expected": str(self.dataset_rows[self.row_number].get("answer", "")),
-            "answer": model_reply.answer,
-            "thinking": model_reply.thinking,
+            "answer": model_reply.answer_text,
+            "thinking": model_reply.thinking_text,
             "unanswered": int(not model_reply.is_block_closed),
         }
         if self.question_number < self.evaluation_job["logit_questions"]:

@@ -78,7 +78,7 @@ def move_state_to_chunks(
     optimizer.
 
     Args:
-        offload_offload_fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to
+        offload_fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to
             it
             from below.
 

@@ -43,7 +43,7 @@ class ChunkStreamer:
     the device has memory that the activations of this moment do not use: the peak so far is never exceeded.
 
     Args:
-        state_state_chunks: in the order of the update.
+        state_chunks: in the order of the update.
         memory_usage: (bytes in use on the device, most bytes that were in use).
     """
 

@@ -30,7 +30,7 @@ class ChunkedStep:
     Args:
         adam_optimizer: Transformer Engine's FusedAdam, or torch's AdamW.
         device_chunks: this optimizer's chunks that stay on the device.
-        chunk_chunk_numbers: of this optimizer's chunks that are streamed.
+        chunk_numbers: of this optimizer's chunks that are streamed.
     """
 
     def __init__(
