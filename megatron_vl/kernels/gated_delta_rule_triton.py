@@ -981,9 +981,9 @@ def _key_gradients_kernel(
             tl.float32
         )
         beta_grad += tl.sum(value_tile * tile_again, 1)
-        offsets = token[:, None] * dv_stride + head * V + n[None, :]
+        value_offsets = token[:, None] * dv_stride + head * V + n[None, :]
         tl.store(
-            value_grad_pointer + offsets,
+            value_grad_pointer + value_offsets,
             (tile_again * beta_tile[:, None]).to(input_dtype),
             mask=is_inside[:, None],
         )

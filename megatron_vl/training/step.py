@@ -178,7 +178,7 @@ def run_schedule(
     states_per_message = 1 + get_attr_wrapped_model(model_chunks[0], "message_levels")
     decoupled_tower = get_attr_wrapped_model(model_chunks[0], "decoupled")
     if decoupled_tower is not None:
-        decoupled_tower.encode(rows, train=not forward_only)
+        decoupled_tower.encode(rows, is_training=not forward_only)
 
     row_reports = get_forward_backward_func()(
         forward_step_func=forward_step_func,

@@ -23,7 +23,7 @@ def shared_facts(path: str, hf: str) -> list[Any]:
         reads.append(1)
         return read_split_facts(config)
 
-    identity = broadcast_from_rank_0(lambda: read(config))["train"].identity
+    identity = broadcast_from_rank_0(lambda: read(config))["train"].dataset_identity
     evaluated = dataclasses.replace(config, eval=EvalConfig(interval=1, split="test"))
     try:
         message = str(broadcast_from_rank_0(lambda: read(evaluated)))

@@ -537,7 +537,7 @@ class Bench:
         from megatron_vl.training.preflight import data_order_metadata
 
         run = self.run
-        parameters = saved.collect_live_tensors(self.run.chunks, self.run.layout, self.run.grid)
+        parameters = saved.collect_live_tensors(self.run.model_chunks, self.run.layout, self.run.grid)
         torch.manual_seed(0)
         with torch.no_grad():
             for tensor in [live.parameter for live in parameters] + [
@@ -554,7 +554,7 @@ class Bench:
                 raise Refused("None: the run would start anew")
             step = newest.step
             facts = {
-                "chunks": run.chunks,
+                "model_chunks": run.model_chunks,
                 "optimizer": run.optimizer,
                 "spec": run.spec,
                 "layout": run.layout,

@@ -35,7 +35,7 @@ def padding_under_training(hf: str) -> list[list[float]]:
 
     before = sums()
     for number in range(3):
-        assert trainer.step(number).updated
+        assert trainer.step(number).is_updated
     return [before, sums()]
 
 

@@ -51,7 +51,7 @@ def moved(hf: str, weights: str, folder: str) -> dict[str, list[str]]:
                 set_learning_rates(live.optimizer, live.config, step)
                 train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, SEQ_LEN)
         else:
-            parts = {"chunks": live.ddp_chunks, "optimizer": live.optimizer}
+            parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
             source = step_dir_path(Path(folder) / str(number - 1), 2)
             load_checkpoint(source, **parts, **place, run_metadata={}, restart_data=True)

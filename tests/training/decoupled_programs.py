@@ -43,7 +43,7 @@ def _move(
             for step in range(2):
                 _step(live, platform, step)
         else:
-            parts = {"chunks": live.ddp_chunks, "optimizer": live.optimizer}
+            parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
             load_checkpoint(
                 step_dir_path(folder / "0", 2), **parts, **place, run_metadata={}, restart_data=True
@@ -101,16 +101,16 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
 
 
 def _step(live: Any, platform: Any, number: int) -> Any:
-    data = live.feed(draw_samples(ROWS, live.spec, number), platform, 512)
+    data = live.make_step_data(draw_samples(ROWS, live.spec, number), platform, 512)
     set_learning_rates(live.optimizer, live.config, number)
-    return train_step(live.wrapped, live.optimizer, data.rows, live.grid, 512)
+    return train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, 512)
 
 
 def saved_tensors(live: Any, folder: Path) -> dict[str, Tensor]:
     """Saves; on rank 0, returns every weight, master weight and moment in the files, and Adam's counts."""
     saver = CheckpointSaver(folder, live.spec, live.layout, live.grid, num_latest_kept=0)
     place = {"spec": live.spec, "layout": live.layout, "grid": live.grid}
-    parts = {"chunks": live.wrapped, "optimizer": live.optimizer}
+    parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
     saver.start_save(
         lambda: take_snapshot(2, **parts, **place, loader_state=None, run_metadata={"dp": live.grid.dp}), 2
     )

@@ -167,7 +167,7 @@ def test_a_loader_that_hangs_is_told_as_such_and_ended(prepared: dict[str, Path]
     said = r"train: rank 0 \(tp 0, pp 0, dp 0; step \d+, loading rows\): it has made no progress for"
     assert re.search(said, ended.message)
     assert "the loader's worker processes" in ended.message
-    assert "feed.py" in ended.stderr and "_next_row" in ended.stderr
+    assert "batch_broadcast.py" in ended.stderr and "_next_row" in ended.stderr
 
 
 @pytest.mark.parametrize("moment", ["step", pytest.param("0.1", marks=pytest.mark.full)])

@@ -258,7 +258,7 @@ def profile_communication(platform: Platform, run_step: Callable[[], None]) -> d
         platform.synchronize()
 
     collective_spans, other_spans = [], []
-    for kineto_event in step_profile.step_profiler.kineto_results.events():
+    for kineto_event in step_profile.profiler.kineto_results.events():
         event_span = (kineto_event.start_ns(), kineto_event.start_ns() + kineto_event.duration_ns())
         if kineto_event.name().startswith(("nccl", "gloo:")):
             collective_spans.append(event_span)
