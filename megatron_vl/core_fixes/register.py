@@ -635,6 +635,18 @@ FIXES: tuple[Fix, ...] = (
         goes_when="torch's iterator has a close()",
         test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
     ),
+    Fix(
+        ours="megatron_vl.data.source.store_reading:StoreReader",
+        touches=(
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
+        ),
+        why="Energon reads each sample with requests of its own; planned batches let us read blocks ahead.",
+        written_for=_ENERGON,
+        upstream=NOT_REPORTED,
+        goes_when="Energon's reader takes the bytes of a sample from its caller",
+        test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
+    ),
     # Commands
     Fix(
         ours="toolkit.plan.dry_build:_build_rank",

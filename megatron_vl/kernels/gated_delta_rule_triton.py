@@ -886,8 +886,8 @@ def _key_gradients(
         values = _tile(v, chunk, v_stride, head, length, C, V).to(tl.float32)
         again = tl.load(e + (here * C + i[:, None]) * V + n[None, :]).to(tl.float32)
         of_beta += tl.sum(values * again, 1)
-        at = token[:, None] * dv_stride + head * V + n[None, :]
-        tl.store(dv + at, (again * b[:, None]).to(kind), mask=inside[:, None])
+        value_offsets = token[:, None] * dv_stride + head * V + n[None, :]
+        tl.store(dv + value_offsets, (again * b[:, None]).to(kind), mask=inside[:, None])
         of_g = tl.sum(tl.where(keep, of_c[:, None], 0.0), 0)
         tl.store(dg + token * heads + head, of_g.to(dg.dtype.element_ty), mask=inside)
         tl.store(dbeta + token * heads + head, of_beta.to(dbeta.dtype.element_ty), mask=inside)
