@@ -30,7 +30,7 @@ def validate(config: TrainConfig, world_size: int) -> int:
 def _check_parallel(config: TrainConfig, world_size: int) -> int:
     """The sizes of process groups, and the options that need them. Returns the data-parallel size."""
     p = config.parallel
-    ranks = p.tp * p.cp * p.pp
+    ranks = p.replica_ranks
     sizes = f"tp {p.tp} x cp {p.cp} x pp {p.pp}" if p.cp > 1 else f"tp {p.tp} x pp {p.pp}"
     if world_size % ranks:
         change = "parallel.tp, parallel.cp or parallel.pp" if p.cp > 1 else "parallel.tp or parallel.pp"

@@ -271,7 +271,7 @@ def _powers(largest: int) -> list[int]:
 
 def _placements(config: TrainConfig) -> list[TrainConfig]:
     """The run with the vision tower on the first stage and on every rank, where both make a difference."""
-    alone = config.parallel.pp * config.parallel.cp * config.parallel.tp == 1
+    alone = config.parallel.replica_ranks == 1
     names: list[Any] = ["first_stage"] if alone or config.fp8.vision else ["first_stage", "decoupled"]
     return [
         dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=name))
@@ -289,7 +289,7 @@ def offloads(config: TrainConfig) -> list[Any]:
 def _candidate(wanted: Wanted, number: int, config: TrainConfig) -> _Candidate | None:
     """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
     spec, p = wanted.spec, config.parallel
-    dp = wanted.world // (p.tp * p.cp * p.pp)
+    dp = wanted.world // p.replica_ranks
     try:
         layout = layout_of_sizes(config, spec)
     except LayoutError:

@@ -86,7 +86,7 @@ class Evaluator:
                 failure, cause = describe(error), error
 
         counts: list[Any] = [(failure, len(self.rows), len(self.prompts), self.stop)]
-        if grid.replica_size > 1:
+        if grid.replica_ranks > 1:
             dist.broadcast_object_list(counts, src=grid.replica_source, group=grid.replica_gloo)
         failure, self.row_count, self.prompt_count, self.stop = counts[0]
         if failure:

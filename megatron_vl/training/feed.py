@@ -188,7 +188,7 @@ class Feed:
                 plane_bounds(fields["plane_index"].numpy(), row.described["vision_lengths"][0])
                 for row, fields in zip(own, on_host, strict=True)
             ]
-        if self.grid.replica_size > 1:
+        if self.grid.replica_ranks > 1:
             dist.broadcast_object_list(header, src=self.grid.replica_source, group=self.grid.replica_gloo)
         if isinstance(header[0], str):
             raise FeedError(header[0])
@@ -248,7 +248,7 @@ class Feed:
         """Sends each rank its share of the pictures, and hangs it onto the rows."""
         grid = self.grid
         assert self.vision is not None
-        shares = Shares(self.vision, [d["vision_lengths"] for d in described], bounds, grid.replica_size)
+        shares = Shares(self.vision, [d["vision_lengths"] for d in described], bounds, grid.replica_ranks)
         planes = [row.buffers["planes"].view(row.described["shapes"]["planes"]) for row in uploaded]
         step = send_pictures(
             shares, grid.replica_group, rows, on_host, planes, self.platform.device, self.vision
@@ -282,7 +282,7 @@ class Feed:
         If other ranks need them too, the loader's owner sends all in one broadcast."""
         grid, buffer = self.grid, _BUFFERS[name]
         mine = [row.buffers[name] for row in own]
-        if (grid.replica_size if buffer.whole_replica else grid.tp * grid.cp) == 1:
+        if (grid.replica_ranks if buffer.whole_replica else grid.tp * grid.cp) == 1:
             return mine
 
         sizes = [_size(d, name) for d in described]

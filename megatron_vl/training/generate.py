@@ -86,7 +86,7 @@ def generate(
     """
     facts: list[Any] = [[(p.length, p.next_position) for p in prompts] if prompts is not None else None]
     assert grid.cp == 1, "answers are not generated under context parallelism"
-    if grid.replica_size > 1:
+    if grid.replica_ranks > 1:
         dist.broadcast_object_list(facts, src=grid.replica_source, group=grid.replica_gloo)
     lengths = [length for length, _ in facts[0]]
     positions = [position for _, position in facts[0]]

@@ -112,7 +112,7 @@ def check_run(options: list[str], world_size: int | None, gpus: list[Gpu]) -> Ru
 
     p = config.parallel
     if world_size is None:
-        world_size = len(gpus) or p.tp * p.cp * p.pp
+        world_size = len(gpus) or p.replica_ranks
     try:
         dp = validate(config, world_size)
     except RunConfigError as error:
