@@ -172,8 +172,8 @@ def loading(data: DataConfig, hf: Path, ranks: int, rows: int, decode: bool) -> 
         loader.close()
 
 
-def count(samples: Iterator[int], seconds: float, found: Any) -> None:
-    """Adds to ``found`` samples per second, after some time for warm-up, processor seconds for a sample, and
+def count(samples: Iterator[int], seconds: float, totals: Any) -> None:
+    """Adds to ``totals`` samples per second, after some time for warm-up, processor seconds for a sample, and
     all samples."""
     warm = next(samples)
     end = time.monotonic() + seconds / 2
@@ -183,11 +183,11 @@ def count(samples: Iterator[int], seconds: float, found: Any) -> None:
     while time.monotonic() < start + seconds:
         read += next(samples)
     spent += processor_seconds()
-    with found.get_lock():
-        found[0] += read / (time.monotonic() - start)
-        found[1] += spent
-        found[2] += read
-        found[3] += warm + read
+    with totals.get_lock():
+        totals[0] += read / (time.monotonic() - start)
+        totals[1] += spent
+        totals[2] += read
+        totals[3] += warm + read
     samples.close()  # type: ignore[attr-defined]
 
 
@@ -199,20 +199,20 @@ def processor_seconds() -> float:
 
 def timed(makers: list[Callable[[], Iterator[int]]], seconds: float, counts: Any) -> tuple[float, ...]:
     """Samples per second of all processes together, processor seconds, requests and bytes of a sample."""
-    found = multiprocessing.Array("d", 4)
+    totals = multiprocessing.Array("d", 4)
     before = np.array(counts)
-    processes = [multiprocessing.Process(target=_counted, args=(make, seconds, found)) for make in makers]
+    processes = [multiprocessing.Process(target=_counted, args=(make, seconds, totals)) for make in makers]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
         assert not process.exitcode
-    requests, size = (np.array(counts) - before) / found[3]
-    return found[0], found[1] / found[2], requests, size
+    requests, size = (np.array(counts) - before) / totals[3]
+    return totals[0], totals[1] / totals[2], requests, size
 
 
-def _counted(make: Callable[[], Iterator[int]], seconds: float, found: Any) -> None:
-    count(make(), seconds, found)
+def _counted(make: Callable[[], Iterator[int]], seconds: float, totals: Any) -> None:
+    count(make(), seconds, totals)
 
 
 def show_order(blocks: list[int], samples: int = 1_000_000, per_shard: int = 1000) -> None:

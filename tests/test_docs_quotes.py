@@ -61,4 +61,4 @@ def test_runs_are_valid(run: str, tmp_path: Path):
     path.write_text(run)
     config = parse_config(["--config", str(path)])
     parallel = config.parallel
-    assert validate_config(config, parallel.tp * parallel.cp * parallel.pp) == 1
+    assert validate_config(config, parallel.replica_ranks) == 1

@@ -30,7 +30,7 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
 def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     """The sizes of process groups, and the options that need them. Returns the data-parallel size."""
     parallel = config.parallel
-    ranks_per_replica = parallel.tp * parallel.cp * parallel.pp
+    ranks_per_replica = parallel.replica_ranks
     sizes = (
         f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
         if parallel.cp > 1

@@ -99,6 +99,11 @@ class ParallelConfig:
     bucket_size: int | None = option(None, minimum=1)
     """Gradient bucket size in parameters. Empty: Megatron-core's default."""
 
+    @property
+    def replica_ranks(self) -> int:
+        """Number of ranks of a data-parallel replica."""
+        return self.tp * self.cp * self.pp
+
 
 @dataclass(frozen=True)
 class VisionConfig:

@@ -651,6 +651,18 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         removal_condition="Energon's reader takes the bytes of a sample from its caller",
         guarding_test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
     ),
+    Fix(
+        ours="megatron_vl.data.source.store_reading:StoreReader",
+        touches=(
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
+        ),
+        why="Energon reads each sample with requests of its own; planned batches let us read blocks ahead.",
+        written_for=_ENERGON,
+        upstream=NOT_REPORTED,
+        goes_when="Energon's reader takes the bytes of a sample from its caller",
+        test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
+    ),
     # Commands
     DependencyFix(
         fix_location="toolkit.plan.dry_build:_build_rank",

@@ -80,7 +80,7 @@ class ProcessGrid:
         return self.dp_rank == 0 and self.cp_rank == 0
 
     @property
-    def replica_size(self) -> int:
+    def replica_ranks(self) -> int:
         """Number of ranks of a replica."""
         return self.tp * self.cp * self.pp
 
@@ -215,11 +215,11 @@ def _replica_group(layout: Layout, backend: str | None = None) -> dist.ProcessGr
     dp = dist.get_world_size() // layout.replica_ranks
     purpose = "REPLICA_GLOO" if backend == "gloo" else "REPLICA"
 
-    mine: dist.ProcessGroup
+    own_group: dist.ProcessGroup
     for replica in range(dp):  # every rank must take part in the creation of every group
         firsts = [(stage * dp + replica) * stage_ranks for stage in range(layout.pp)]
         members = [first + number for first in firsts for number in range(stage_ranks)]
         group = cached_group(members, backend, purpose, timeout=_collective_timeout)
         if dist.get_rank() in members:
-            mine = group
-    return mine
+            own_group = group
+    return own_group

@@ -353,7 +353,7 @@ def _powers_of_two(largest: int) -> list[int]:
 
 def _tower_placements(config: TrainConfig) -> list[TrainConfig]:
     """The run with the vision tower on the first stage and on every rank, where both make a difference."""
-    is_single_rank = config.parallel.pp * config.parallel.cp * config.parallel.tp == 1
+    is_single_rank = config.parallel.replica_ranks == 1
     names: list[Any] = (
         ["first_stage"] if is_single_rank or config.fp8.vision else ["first_stage", "decoupled"]
     )
@@ -375,9 +375,7 @@ def _make_candidate(
 ) -> _LayoutCandidate | None:
     """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
     spec, parallel_config = search_request.spec, config.parallel
-    data_parallel_size = search_request.world_size // (
-        parallel_config.tp * parallel_config.cp * parallel_config.pp
-    )
+    data_parallel_size = search_request.world_size // parallel_config.replica_ranks
     try:
         layout = unsplit_layout(config, spec)
     except LayoutError:

@@ -201,7 +201,7 @@ class BatchBroadcast:
                 frame_plane_bounds(row_tensors["plane_index"].numpy(), row.row_header["vision_lengths"][0])
                 for row, row_tensors in zip(serialized_rows, host_tensors, strict=True)
             ]
-        if self.grid.replica_size > 1:
+        if self.grid.replica_ranks > 1:
             dist.broadcast_object_list(
                 batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
             )
@@ -275,7 +275,7 @@ class BatchBroadcast:
             self.vision_spec,
             [row_header["vision_lengths"] for row_header in row_headers],
             plane_bounds_by_row,
-            grid.replica_size,
+            grid.replica_ranks,
         )
         planes_by_row = [
             row.flat_buffers["planes"].view(row.row_header["shapes"]["planes"]) for row in uploaded_rows
@@ -322,7 +322,7 @@ class BatchBroadcast:
         If other ranks need them too, the loader's owner sends all in one broadcast."""
         grid, flat_buffer = self.grid, _FLAT_BUFFERS[buffer_name]
         local_buffers = [row.flat_buffers[buffer_name] for row in serialized_rows]
-        if (grid.replica_size if flat_buffer.goes_to_whole_replica else grid.tp * grid.cp) == 1:
+        if (grid.replica_ranks if flat_buffer.goes_to_whole_replica else grid.tp * grid.cp) == 1:
             return local_buffers
 
         buffer_sizes = [_buffer_numel(row_header, buffer_name) for row_header in row_headers]

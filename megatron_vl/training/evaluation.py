@@ -93,7 +93,7 @@ class Evaluator:
         shared_counts: list[Any] = [
             (failure_text, len(self.eval_rows), len(self.eval_prompts), self.stop_token_ids)
         ]
-        if grid.replica_size > 1:
+        if grid.replica_ranks > 1:
             dist.broadcast_object_list(
                 shared_counts, src=grid.replica_source_rank, group=grid.replica_gloo_group
             )

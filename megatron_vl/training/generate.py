@@ -88,7 +88,7 @@ def generate_greedily(
         [(p.prompt_length, p.next_position) for p in prompt_rows] if prompt_rows is not None else None
     ]
     assert grid.cp == 1, "answers are not generated under context parallelism"
-    if grid.replica_size > 1:
+    if grid.replica_ranks > 1:
         dist.broadcast_object_list(
             shared_positions, src=grid.replica_source_rank, group=grid.replica_gloo_group
         )

@@ -163,7 +163,7 @@ def test_a_planned_run_that_moves_reads_what_a_run_that_stays_reads(dataset, mon
     seen = Counter(key for rows, _ in whole for keys in rows for key in keys)
     held = {key for rows, _ in whole for keys in rows for key in keys}
     assert len(held) == len(read_keys(dataset)) - 1
-    # Samples of several passes wait at once. That each is drawn once a pass is tested in test_changed_blend.py.
+    # Samples of several passes wait at once. test_changed_blend.py tests that each is drawn once a pass.
     assert max(seen.values()) - min(seen.values()) <= 3
     assert sum((Counter(dropped) for _, dropped in whole), Counter())["longer than seq_len"] >= 2
 

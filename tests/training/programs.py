@@ -241,7 +241,7 @@ def failures_of_loaders() -> list[str]:
         raise OSError("train-000007.tar: Input/output error")
         yield
 
-    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, replica_size=1, cp=1, sharding=UNSHARDED)
+    grid: Any = SimpleNamespace(owns_loader=True, dp=1, dp_rank=3, replica_ranks=1, cp=1, sharding=UNSHARDED)
     messages = []
     for loader in (iter(()), broken()):
         try:

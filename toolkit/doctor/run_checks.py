@@ -121,7 +121,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
 
     parallel = config.parallel
     if world_size is None:
-        world_size = len(gpus) or parallel.tp * parallel.cp * parallel.pp
+        world_size = len(gpus) or parallel.replica_ranks
     try:
         dp_size = validate_config(config, world_size)
     except RunConfigError as error:
