@@ -645,23 +645,11 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
         ),
-        fix_reason="Energon reads each sample with requests of its own; batches that are planned ahead let us read blocks.",
+        fix_reason="Energon reads each sample with requests of its own; planned batches let us read blocks ahead.",
         written_for=_ENERGON,
         upstream_issue=NOT_REPORTED,
         removal_condition="Energon's reader takes the bytes of a sample from its caller",
         guarding_test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
-    ),
-    Fix(
-        ours="megatron_vl.data.source.store_reading:StoreReader",
-        touches=(
-            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
-            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
-        ),
-        why="Energon reads each sample with requests of its own; planned batches let us read blocks ahead.",
-        written_for=_ENERGON,
-        upstream=NOT_REPORTED,
-        goes_when="Energon's reader takes the bytes of a sample from its caller",
-        test="tests/data/test_object_store.py::test_a_block_is_read_with_one_request",
     ),
     # Commands
     DependencyFix(
