@@ -187,7 +187,7 @@ class DecoupledTower:
 
         if self.on_first_stage:
             for device_row, row_features in zip(
-                step_vision.rows, step_features.split(step_vision.features_of_row), strict=True
+                step_vision.device_rows, step_features.split(step_vision.features_per_row), strict=True
             ):
                 device_row.vision_features = row_features.detach().requires_grad_(
                     is_training and self._is_trained
