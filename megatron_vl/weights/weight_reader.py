@@ -274,7 +274,7 @@ class WeightReader:
         """Reads a copy of one part of a tensor, whatever layout is on disk.
 
         Args:
-            shard_index: number of the part, out of ``cut.parts(info)`` (see :meth:`Cut.part`).
+            shard_index: number of the part, out of ``sharding.num_shards(info)``.
             sharding: how to cut the model. By default, the part is the full tensor.
             expert_index: for an expert tensor, the index within the part of the only expert to return, without the
                 leading dimension; None: all experts of the part.

@@ -17,7 +17,7 @@ demo() { # NAME RANKS TP PP
 bench() { # NAME, then options of toolkit.bench
   local name=$1; shift
   timeout 200 python3 -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m toolkit.bench --hf $shape \
-    --data.seq_len 8192 --timed 3 --warm_up 2 "$@" > "$out/bench_$name.log" 2>&1
+    --data.seq_len 8192 --timed 3 --warm-up 2 "$@" > "$out/bench_$name.log" 2>&1
   echo "== bench $name: exit $?"
   grep -q parameters "$out/bench_$name.log" && sed -n '/parameters/,$p' "$out/bench_$name.log" || grep -E "Error" "$out/bench_$name.log" | sort | uniq -c | head -5
 }
@@ -49,7 +49,7 @@ case "$ranks" in
   ;;
 *)
   demo one 1 1 1
-  bench layers4 --global_batch_size 4 --language_layers 4
-  bench layers4_offload --global_batch_size 4 --language_layers 4 --rows text --optimizer.offload_fraction 1
+  bench layers4 --global_batch_size 4 --language-layers 4
+  bench layers4_offload --global_batch_size 4 --language-layers 4 --rows text --optimizer.offload_fraction 1
   ;;
 esac

@@ -12,7 +12,7 @@ mkdir -p "$out"
 bench() { # NAME, module, then its options
   local name=$1 module=$2 start=$SECONDS; shift 2
   timeout "$limit" "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" -m "$module" --hf "$config" \
-    --rows images,text --data.seq_len "$seq_len" --global_batch_size $((rows * gpus)) --timed "$timed" --warm_up "$warm_up" \
+    --rows images,text --data.seq_len "$seq_len" --global_batch_size $((rows * gpus)) --timed "$timed" --warm-up "$warm_up" \
     --out "$out/$name.json" "$@" > "$out/$name.log" 2>&1
   local code=$?
   echo "== $name: exit $code after $((SECONDS - start)) s"

@@ -407,9 +407,9 @@ def evaluate_weights(demo: DemoRun, weights_dir: Path, evaluation_name: str) -> 
     learning_rate_arguments = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
     row_count = str(len(_read_samples(demo)))
     row_arguments = (
-        "--demo_data.pack",
+        "--data.pack",
         "false",
-        "--demo_data.shuffle",
+        "--data.shuffle",
         "false",
         "--global_batch_size",
         row_count,
