@@ -512,7 +512,7 @@ def decode_media_planes(
 
     Raises:
         PixelError: the medium does not decode.
-        OutOfTimeError: the deadline has passed while a video was decoded.
+        SampleTimeoutError: the deadline has passed while a video was decoded.
     """
     if media_record["kind"] == "image":
         return image_planes(

@@ -285,7 +285,7 @@ class BatchPlanner:
         that wait are put aside. If it comes back, they are the first of those that wait.
 
         Raises:
-            StateError: the state is damaged.
+            LoaderStateError: the state is damaged.
         """
         try:
             saved_keys, draw_counts, draws_set_aside = (
@@ -740,7 +740,7 @@ class PlannedRankRows:
         """Rows that the run has taken on all ranks.
 
         Raises:
-            StateError: this rank has not taken all rows of a step.
+            LoaderStateError: this rank has not taken all rows of a step.
         """
         steps, extra_rows = divmod(self.taken_rows, self.rows_per_rank)
         if extra_rows:

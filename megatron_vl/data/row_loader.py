@@ -121,7 +121,7 @@ class RowLoader:
         After :meth:`load_state_dict`, the next row is the one that would come next here.
 
         Raises:
-            StateError: this rank has not taken all its rows of a step.
+            LoaderStateError: this rank has not taken all its rows of a step.
         """
         row_count, planner_state = self._start_row, self._planning_context.planner_state
         if self._rank_rows is not None:
@@ -149,7 +149,7 @@ class RowLoader:
             read_rank_state: gives the state of another rank of then. It is needed if ``save_and_read_state`` is not that of rank 0.
 
         Raises:
-            StateError: the state belongs to another data set or to other packing, or rows were already read.
+            LoaderStateError: the state belongs to another data set or to other packing, or rows were already read.
         """
         if self._rank_rows is not None:
             raise LoaderStateError("a loader state must be loaded before the first row is read")
@@ -223,7 +223,7 @@ class RowLoader:
             first_difference: the first difference, as a clause.
 
         Raises:
-            StateError: the run was not told to go on with another blend, or no source of before stays.
+            LoaderStateError: the run was not told to go on with another blend, or no source of before stays.
         """
         problem_text = f"the loader state was saved with another data set: {first_difference}"
         if not blend_change.keeps_any_source:

@@ -27,15 +27,17 @@ def choose_row_samples(
         Ascending indices, including 0. Among equally full rows, one with older samples.
     """
     free_tokens = max_tokens - sample_sizes[0][0]
-    # least[t]: the fewest patches with which some of the samples looked at so far take t tokens.
+    # least_patches[t]: the fewest patches with which some of the samples added so far take t tokens.
     least_patches = np.full(free_tokens + 1, UNREACHED_PATCHES, np.int32)
     least_patches[0] = sample_sizes[0][1] if max_patches else 0
-    later_samples = [
-        (i, sample_sizes[i][0], sample_sizes[i][1] if max_patches else 0)
-        for i in range(len(sample_sizes) - 1, 0, -1)
-        if sample_sizes[i][0] <= free_tokens
-    ]
 
+    later_samples = []
+    for i in range(len(sample_sizes) - 1, 0, -1):
+        tokens, patches = sample_sizes[i]
+        if tokens <= free_tokens:
+            later_samples.append((i, tokens, patches if max_patches else 0))
+
+    # The tables of all steps are kept, because they tell afterwards which samples the best row has.
     patch_tables = [least_patches]
     for _, needed_tokens, needed_patches in later_samples:
         least_patches = least_patches.copy()
@@ -46,19 +48,22 @@ def choose_row_samples(
         )
         patch_tables.append(least_patches)
 
+    # The fullest row has the largest reachable number of tokens within the patch budget.
     patch_budget = max_patches or UNREACHED_PATCHES - 1
     used_tokens = int(np.flatnonzero(least_patches <= patch_budget)[-1])
+
+    # A sample is in the row if the earlier samples can fill what it leaves. The oldest samples were added last,
+    # so that going back takes them first.
     row_indices = [0]
-    # The oldest samples were added last, so that going back takes them first.
     for (i, needed_tokens, needed_patches), previous_table in zip(
         reversed(later_samples), reversed(patch_tables[:-1]), strict=True
     ):
-        if (
-            needed_tokens <= used_tokens
-            and previous_table[used_tokens - needed_tokens] <= patch_budget - needed_patches
-        ):
+        if needed_tokens > used_tokens:
+            continue
+        if previous_table[used_tokens - needed_tokens] <= patch_budget - needed_patches:
             row_indices.append(i)
-            used_tokens, patch_budget = used_tokens - needed_tokens, patch_budget - needed_patches
+            used_tokens -= needed_tokens
+            patch_budget -= needed_patches
     return row_indices
 
 
@@ -73,22 +78,25 @@ def pack_first_fit(
         max_patches: largest number of patches in a row; 0: no limit.
 
     Returns:
-        Rows in the order of their earliest sample, with samples in order:
-        packing shuffles as little as possible.
+        Rows in the order of their earliest sample, with samples in order. So packing changes the order of
+        samples as little as possible.
     """
     packed_rows: list[list[int]] = []
     free_budgets: list[list[int]] = []
     for i in sorted(range(len(sample_sizes)), key=lambda i: (-sample_sizes[i][0], i)):
         needed_tokens = sample_sizes[i][0]
         needed_patches = sample_sizes[i][1] if max_patches else 0
-        row_index = next(
-            (r for r, (t, p) in enumerate(free_budgets) if needed_tokens <= t and needed_patches <= p), None
-        )
-        if row_index is None:
-            row_index = len(packed_rows)
-            packed_rows.append([])
-            free_budgets.append([max_tokens, max_patches])
-        packed_rows[row_index].append(i)
-        free_budgets[row_index][0] -= needed_tokens
-        free_budgets[row_index][1] -= needed_patches
-    return sorted((sorted(row_index) for row_index in packed_rows), key=lambda row_index: row_index[0])
+        for row_samples, free_budget in zip(packed_rows, free_budgets, strict=True):
+            if needed_tokens <= free_budget[0] and needed_patches <= free_budget[1]:
+                break
+        else:
+            row_samples, free_budget = [], [max_tokens, max_patches]
+            packed_rows.append(row_samples)
+            free_budgets.append(free_budget)
+
+        row_samples.append(i)
+        free_budget[0] -= needed_tokens
+        free_budget[1] -= needed_patches
+    return sorted(
+        (sorted(row_samples) for row_samples in packed_rows), key=lambda row_samples: row_samples[0]
+    )

@@ -92,8 +92,7 @@ limits rows of S tokens to S / 128 different numbers of logits, whose memory the
 
 
 def loss_index(loss_mask: Tensor) -> Tensor | None:
-    """The tokens for which the output layer is computed:
-    int64 [N], ascending; None if they are the whole row.
+    """The tokens for which the output layer is computed, int64 [N], ascending. None stands for the whole row.
 
     These are the loss tokens, and as many other tokens as make N a multiple of :data:`LOSS_INDEX_MULTIPLE`.
     The loss mask gives the others no weight. A row without loss tokens gets some too, so that the gradients
@@ -115,11 +114,12 @@ def pin_row(packed_row: TrainingRow) -> TrainingRow:
     if not torch.cuda.is_available():
         return packed_row
 
-    def pinned(tensor_record):
-        tensors = {f.name: getattr(tensor_record, f.name) for f in dataclasses.fields(tensor_record)}
-        pinned_tensors = {
-            name: value.pin_memory() for name, value in tensors.items() if isinstance(value, Tensor)
-        }
+    def pin_fields(tensor_record):
+        pinned_tensors = {}
+        for field in dataclasses.fields(tensor_record):
+            value = getattr(tensor_record, field.name)
+            if isinstance(value, Tensor):
+                pinned_tensors[field.name] = value.pin_memory()
         return dataclasses.replace(tensor_record, **pinned_tensors)
 
-    return dataclasses.replace(pinned(packed_row), vision=pinned(packed_row.vision))
+    return dataclasses.replace(pin_fields(packed_row), vision=pin_fields(packed_row.vision))

@@ -172,7 +172,7 @@ class ChatEncoder:
 
         Raises:
             ChatError: the template renders other turns differently when an answer changes.
-            OutOfTimeError: the deadline has passed.
+            SampleTimeoutError: the deadline has passed.
         """
         learnt_spans = []
         for answer_start, answer_end, turn_end in self._find_answers(
@@ -284,7 +284,7 @@ class ChatEncoder:
         Raises:
             ChatError: the placeholders in the text do not match the media, or the template does not write
                 tools, calls or reasoning that the conversation has.
-            OutOfTimeError: the deadline has passed.
+            SampleTimeoutError: the deadline has passed.
         """
         turn_weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
         messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
@@ -426,7 +426,7 @@ class ChatEncoder:
     def _check_template_features(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> None:
-        """Raises TemplateError if the template would leave out a part of the conversation without a word."""
+        """Raises ChatTemplateError if the template would leave out a part of the conversation without a word."""
         has_tool_calls = any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         )

@@ -74,7 +74,7 @@ class FrameArchive:
     """Reads an archive.
 
     Raises:
-        FrameFileError: it is not one of :func:`pack_frames`, or it is damaged.
+        FrameArchiveError: it is not one of :func:`pack_frames`, or it is damaged.
     """
 
     def __init__(self, archive_bytes: bytes) -> None:
@@ -100,7 +100,7 @@ class FrameArchive:
         return self._zip_entries[picture_number].filename[10:] or f"frame {picture_number + 1}"
 
     def read_picture(self, picture_number: int) -> bytes:
-        """The file of a picture, counted from 0. Raises FrameFileError."""
+        """The file of a picture, counted from 0. Raises FrameArchiveError."""
         try:
             return self._zip_archive.read(self._zip_entries[picture_number])
         except Exception as error:

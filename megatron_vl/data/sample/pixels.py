@@ -474,7 +474,7 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
     """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
     Raises:
-        TooLargeError: the header says more than ``max_pixels``.
+        PictureTooLargeError: the header says more than ``max_pixels``.
         PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, or the image is damaged.
     """
     from PIL import ImageOps
@@ -618,7 +618,7 @@ def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Vid
     many frames there are.
 
     Raises:
-        TooLargeError: a frame has more than ``max_pixels``.
+        PictureTooLargeError: a frame has more than ``max_pixels``.
         PixelError: the bytes are not a video, or a frame does not decode.
     """
     if is_frame_archive(video_bytes):
@@ -708,7 +708,7 @@ def video_planes(
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video_info`` says.
-        OutOfTimeError: the deadline has passed.
+        SampleTimeoutError: the deadline has passed.
     """
     return _pixel_planes(
         video_frames(video_bytes, video_info, frame_indices(video_info, pixel_settings), deadline),
@@ -730,7 +730,7 @@ def video_frames(
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than are wanted.
-        OutOfTimeError: the deadline has passed.
+        SampleTimeoutError: the deadline has passed.
     """
     if is_frame_archive(video_bytes):
         return _archive_frames(video_bytes, video_info, frame_numbers, deadline)

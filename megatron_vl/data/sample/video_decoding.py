@@ -80,7 +80,7 @@ def decode_frames_at(
         The wanted frames; fewer if the file ends before.
 
     Raises:
-        OutOfTimeError: the deadline has passed.
+        SampleTimeoutError: the deadline has passed.
         av.FFmpegError, OSError, ValueError: as PyAV raises them.
     """
     yielded_frames = 0

@@ -33,7 +33,7 @@ def resolve_location(dataset_path: str) -> Location:
     """The place that ``data.path`` names.
 
     Raises:
-        StoreError: the path has another scheme than ``msc://``, or its profile is not configured.
+        ObjectStoreError: the path has another scheme than ``msc://``, or its profile is not configured.
     """
     if not is_in_object_store(dataset_path):
         return Path(dataset_path)
@@ -64,7 +64,7 @@ def location_is_file(file_location: Location) -> bool:
     """Whether there is a file.
 
     Raises:
-        StoreError: the store does not answer.
+        ObjectStoreError: the store does not answer.
     """
     if isinstance(file_location, Path):
         return file_location.is_file()
