@@ -364,8 +364,8 @@ def check_live_tensors(
     for tensor_name, parameter, expert_index in live_tensors:
         if tensor_name not in table:
             raise RuntimeError(
-                f"parameter {tensor_name} has no entry in the tensor table (a tied {OUTPUT_TENSOR} is stored as"
-                " the embedding)"
+                f"parameter {tensor_name} has no entry in the tensor table (a tied {OUTPUT_TENSOR} is stored"
+                " as the embedding)"
             )
         expected_shape = table[tensor_name].shard_shape(layout.sharding)[0 if expert_index is None else 1 :]
         if tuple(parameter.shape) != expected_shape:

@@ -90,7 +90,7 @@ def not_finite_in_one_share(hf: str, weights: str, layout: dict[str, Any]) -> li
     for number in range(3):
         before = held()
         tower.backward_call = with_nan if last and number == 1 else own
-        skipped = _step(live, platform, number).skipped
+        skipped = _step(live, platform, number).skip_reason
         after = held()
         changed = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
         results.append([skipped, changed, all(bool(p.isfinite().all()) for p in after)])

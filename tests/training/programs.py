@@ -66,7 +66,7 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
 
         changed = any(not torch.equal(before[name], now) for name, now in weights().items())
         outcome = {"updated": result.is_updated, "changed": changed, "finite": math.isfinite(result.loss)}
-        results.append(outcome | {"skipped": result.skipped})
+        results.append(outcome | {"skipped": result.skip_reason})
     return results
 
 

@@ -39,8 +39,8 @@ class MediaItem:
     grid_thw: GridTHW
     planes: Tensor
     """uint8 [F, h * w, channels * patch * patch]: the frames, with patches in merge-unit order. An image has
-    one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``, because HF's processors repeat the last
-    frame."""
+    one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``, because HF's processors repeat the
+    last frame."""
 
 
 @dataclass

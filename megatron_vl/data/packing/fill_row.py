@@ -52,8 +52,8 @@ def choose_row_samples(
     patch_budget = max_patches or UNREACHED_PATCHES - 1
     used_tokens = int(np.flatnonzero(least_patches <= patch_budget)[-1])
 
-    # A sample is in the row if the earlier samples can fill what it leaves. The oldest samples were added last,
-    # so that going back takes them first.
+    # A sample is in the row if the earlier samples can fill what it leaves. The oldest samples were added
+    # last, so that going back takes them first.
     row_indices = [0]
     for (i, needed_tokens, needed_patches), previous_table in zip(
         reversed(later_samples), reversed(patch_tables[:-1]), strict=True
@@ -86,17 +86,19 @@ def pack_first_fit(
     for i in sorted(range(len(sample_sizes)), key=lambda i: (-sample_sizes[i][0], i)):
         needed_tokens = sample_sizes[i][0]
         needed_patches = sample_sizes[i][1] if max_patches else 0
-        for row_samples, free_budget in zip(packed_rows, free_budgets, strict=True):
-            if needed_tokens <= free_budget[0] and needed_patches <= free_budget[1]:
+        row_index = 0
+        while row_index < len(packed_rows):
+            free_tokens, free_patches = free_budgets[row_index]
+            if needed_tokens <= free_tokens and needed_patches <= free_patches:
                 break
+            row_index += 1
         else:
-            row_samples, free_budget = [], [max_tokens, max_patches]
-            packed_rows.append(row_samples)
-            free_budgets.append(free_budget)
+            packed_rows.append([])
+            free_budgets.append([max_tokens, max_patches])
 
-        row_samples.append(i)
-        free_budget[0] -= needed_tokens
-        free_budget[1] -= needed_patches
+        packed_rows[row_index].append(i)
+        free_budgets[row_index][0] -= needed_tokens
+        free_budgets[row_index][1] -= needed_patches
     return sorted(
         (sorted(row_samples) for row_samples in packed_rows), key=lambda row_samples: row_samples[0]
     )

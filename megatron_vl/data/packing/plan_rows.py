@@ -28,7 +28,8 @@ TURNS_PER_ROUND = 4
 CHOICES_PER_ROW = 16
 """Number of samples that a row compares in a round."""
 SCALES = 8
-"""Number of rounds after which rows compare samples of the same sizes again (:meth:`_RowPlan._best_of_block`)."""
+"""Number of rounds after which rows compare samples of the same sizes again
+(:meth:`_RowPlan._best_of_block`)."""
 MAX_FILL_ROUNDS = 32
 """Largest number of rounds that fill rows."""
 REPLACEABLE = 3
@@ -56,8 +57,8 @@ def plan_rows(
     patches. The oldest sample is always taken, so that no sample waits forever.
 
     Args:
-        token_counts, patch_counts: int64 [n], sizes of the waiting samples, the oldest first. Each sample fits
-            into a row.
+        token_counts, patch_counts: int64 [n], sizes of the waiting samples, the oldest first. Each sample
+            fits into a row.
         row_count: number of rows of the step, on all ranks.
         seq_len: largest number of tokens in a row.
         max_patches: largest number of patches in a row; 0: no limit.
@@ -68,7 +69,8 @@ def plan_rows(
     """
     row_plan = _RowPlan(token_counts, patch_counts, row_count, seq_len, max_patches)
     if len(token_counts):
-        # Old samples come first, most of them at any cost. The rest of the rows is filled as well as possible.
+        # Old samples come first, most of them at any cost. The rest of the rows is filled as well as
+        # possible.
         row_plan.place_oldest()
         row_plan.fill_rows()
     return row_plan.row_of_sample
@@ -91,9 +93,9 @@ class _RowPlan:
     def place_oldest(self) -> None:
         """Spreads old samples over the rows, the largest first.
 
-        Room for one more sample or bundle is left in each row, for :meth:`fill_rows`. Each turn gives one bundle
-        to each of the emptiest rows. Of these, the rows with the fewest patches for their tokens get the bundles
-        with the most.
+        Room for one more sample or bundle is left in each row, for :meth:`fill_rows`. Each turn gives one
+        bundle to each of the emptiest rows. Of these, the rows with the fewest patches for their tokens get
+        the bundles with the most.
         """
         # How many of the oldest samples fill the rows, except for the room that is left.
         row_count = self.used_by_row.shape[1]
@@ -104,8 +106,8 @@ class _RowPlan:
         old_count = int(np.searchsorted(cumulative_tokens, row_count * (self.seq_len - room_per_row)))
         bundle_of_sample, bundle_sizes = self._bundle_small_samples(max(old_count, 1), least_tokens)
 
-        # The patches of a bundle beyond those that its tokens have on average. If the excess of a row stays near
-        # zero, the full row has about the mean number of patches.
+        # The patches of a bundle beyond those that its tokens have on average. If the excess of a row stays
+        # near zero, the full row has about the mean number of patches.
         excess_patches = bundle_sizes[1] - np.rint(self.patches_per_token * bundle_sizes[0]).astype(np.int64)
         placement_order = np.concatenate([[0], 1 + stable_argsort(-bundle_sizes[0][1:])])
         row_of_bundle = np.full(len(excess_patches), -1, np.int64)
@@ -155,8 +157,8 @@ class _RowPlan:
         """Fills the rest of the rows from all samples that wait.
 
         In each round, every row adds a sample, or exchanges one of its replaceable samples. If several rows
-        choose the same sample, the row that gains the most gets it. A row is finished once no sample improves it
-        much.
+        choose the same sample, the row that gains the most gets it. A row is finished once no sample improves
+        it much.
         """
         unfinished_rows = np.arange(self.used_by_row.shape[1])
         least_gain = PATCHES_PER_TOKEN * self.seq_len // ENOUGH_FRACTION
@@ -201,8 +203,8 @@ class _RowPlan:
     def _replaceable_samples(self) -> Integers:
         """The youngest placed samples of each row, int64 [rows, 1 + REPLACEABLE]; -1 if there are fewer.
 
-        The older half of the samples stays in its rows, so that none waits too long. The first column is -1: it
-        stands for adding a sample without replacing one.
+        The older half of the samples stays in its rows, so that none waits too long. The first column is -1:
+        it stands for adding a sample without replacing one.
         """
         row_count = self.used_by_row.shape[1]
         placed = np.flatnonzero(self.row_of_sample >= 0)
@@ -227,7 +229,8 @@ class _RowPlan:
         new_samples: Integers,
         round_index: int,
     ) -> None:
-        """Puts a sample into each of these rows, and takes out the sample of ``replaced_column`` if there is one."""
+        """Puts a sample into each of these rows, and takes out the sample of ``replaced_column`` if there is
+        one."""
         removed_samples = replaceable[row_indices, replaced_column]
         is_removed = removed_samples >= 0
         self.row_of_sample[removed_samples[is_removed]] = -1
@@ -247,8 +250,8 @@ class _RowPlan:
             free_sizes: int32 [2, n], tokens and patches of the samples to take, ascending by tokens.
 
         Returns:
-            int64 [rows] each: how much the cost of the row falls, the index in ``free_sizes`` of the sample to
-            add, and the column of ``replaceable`` of the sample to remove.
+            int64 [rows] each: how much the cost of the row falls, the index in ``free_sizes`` of the sample
+            to add, and the column of ``replaceable`` of the sample to remove.
         """
         block_results = []
         for first_row in range(0, len(row_indices), BLOCK):

@@ -1,7 +1,7 @@
-"""The place of a data set: a local folder, or a prefix in an object store.
+"""The location of a data set: a local folder, or a prefix in an object store.
 
-Energon reads object stores through the Multi-Storage Client. Its profiles (endpoint, bucket, credentials) lie
-in the file that ``MSC_CONFIG`` names, so that no credentials enter a run file.
+Energon reads object stores through the Multi-Storage Client. Its profiles (endpoint, bucket, credentials) are
+in the file that ``MSC_CONFIG`` names, so that run files contain no credentials.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_in_object_store(dataset_path: str) -> bool:
 
 
 def resolve_location(dataset_path: str) -> Location:
-    """The place that ``data.path`` names.
+    """The location that ``data.path`` names.
 
     Raises:
         ObjectStoreError: the path has another scheme than ``msc://``, or its profile is not configured.
@@ -82,7 +82,7 @@ def location_size_bytes(file_location: Location) -> int:
 
 
 def location_suffix(file_location: Location) -> str:
-    """``.yaml`` of ``blend.yaml``."""
+    """The suffix of a file name with its dot, such as ``.yaml``."""
     return Path(file_location.name).suffix
 
 
