@@ -143,8 +143,8 @@ def make_layout(
                 f"pp={pp} x vpp={vpp} gives {num_chunks} chunks for {num_layers} decoder layers; set layers"
                 " by hand to leave some empty"
             )
-        # The remainder goes to chunks that hold nothing else: the first chunk also has the tower, and the
-        # last one the output layer, which weighs less.
+        # With a remainder, the last chunks get one layer more, because the first one also holds the tower. If
+        # every rank holds the tower, the first chunks do, because the last one also holds the output layer.
         base_layers, remainder = divmod(num_layers, num_chunks)
         larger, smaller = [base_layers + 1] * remainder, [base_layers] * (num_chunks - remainder)
         layers = larger + smaller if decoupled else smaller + larger
