@@ -1026,7 +1026,7 @@ def _scan_options(config: DeltaRuleConfig, v: Tensor) -> dict[str, int]:
 
 
 class Saved(NamedTuple):
-    """What :func:`forward` keeps for :func:`backward`."""
+    """The tensors that :func:`run_forward` keeps for :func:`run_backward`."""
 
     inverse: Tensor
     """[chunks, Vh, CHUNK, CHUNK], the inverses of the triangular systems."""
@@ -1048,16 +1048,18 @@ def run_forward(
     initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Saved]:
-    """Runs the forward kernels on q, k [S, Kh, K], v [S, Vh, V], g, beta [S, Vh] and segments [S].
-
-    q, k and v may have any stride between tokens. The heads of a token are contiguous.
+    """Runs the forward kernels.
 
     Args:
+        q, k: [S, Kh, K]. These and v may have any stride between tokens. The heads of a token are contiguous.
+        v: [S, Vh, V].
+        log_decay, beta: [S, Vh].
+        segment_ids: [S].
         initial: the state before the row, float32 [Vh, K, V], contiguous.
         exchange: supplies ``initial``, from the maps of all shards of the row.
 
     Returns:
-        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`backward` needs.
+        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`run_backward` needs.
     """
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), _kernel_sizes(q, v)
@@ -1129,13 +1131,16 @@ def run_backward(
     *,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes the gradients of q, k and v to ``qkv_grads`` and returns those of g, beta and the initial state.
+    """Writes the gradients of q, k and v to ``qkv_grads``.
 
     Args:
-        saved: the third result of :func:`forward`.
+        saved: the third result of :func:`run_forward`.
         output_grad: the gradient of the outputs, [S, Vh, V], contiguous.
         final_state_grad: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
         exchange: supplies ``final_state_grad``, from the gradients of all shards of the row.
+
+    Returns:
+        The gradients of log_decay, beta and the initial state (None if the row has none).
     """
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), _kernel_sizes(q, v)
@@ -1189,8 +1194,8 @@ def run_backward(
     key_heads, (query_grad, key_grad, value_grad) = q.shape[1], qkv_grads
     _query_gradients_kernel[key_heads, num_chunks](
         q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale,
-        num_tokens, *token_strides[:2], query_grad.stride(0),
-        SCALE=query_scale, num_warps=config.query_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        num_tokens, *token_strides[:2], query_grad.stride(0), SCALE=query_scale,
+        num_warps=config.query_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
     partial_key_grads = log_decay.new_empty(
         num_chunks, key_heads, CHUNK_TOKENS, q.shape[2], dtype=torch.float32

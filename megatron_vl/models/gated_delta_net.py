@@ -126,7 +126,7 @@ class GatedDeltaNet(nn.Module):
         else:
             segment_ids, exchange = self._segments_and_exchange(packed_seq_params, projected.shape[0])
             mix_tokens = partial(self._mix_tokens, exchange=exchange)
-            # Recomputation starts after the product: what lies between the two products has the activations.
+            # Selective recomputation leaves out the two products, as core's does for softmax attention.
             if self.recompute_mixing and self.training and torch.is_grad_enabled():
                 mixed_states = checkpoint(mix_tokens, False, projected, segment_ids)
             else:

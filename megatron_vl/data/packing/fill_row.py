@@ -52,8 +52,8 @@ def choose_row_samples(
     patch_budget = max_patches or UNREACHED_PATCHES - 1
     used_tokens = int(np.flatnonzero(least_patches <= patch_budget)[-1])
 
-    # A sample is in the row if the earlier samples can fill what it leaves. The oldest samples were added
-    # last, so that going back takes them first.
+    # A sample is in the row if the samples added before it can fill what it leaves. The oldest samples were
+    # added last, so that going back takes them first.
     row_indices = [0]
     for (i, needed_tokens, needed_patches), previous_table in zip(
         reversed(later_samples), reversed(patch_tables[:-1]), strict=True

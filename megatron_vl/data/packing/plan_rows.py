@@ -69,8 +69,7 @@ def plan_rows(
     """
     row_plan = _RowPlan(token_counts, patch_counts, row_count, seq_len, max_patches)
     if len(token_counts):
-        # Old samples come first, most of them at any cost. The rest of the rows is filled as well as
-        # possible.
+        # Old samples are placed first. Then the rest of the rows is filled as well as possible.
         row_plan.place_oldest()
         row_plan.fill_rows()
     return row_plan.row_of_sample
