@@ -539,7 +539,7 @@ def build_loader(
     split_facts: SplitFacts | None = None,
     rows_per_step: int = 0,
 ) -> RowLoader:
-    """The loader of data-parallel rank ``dp_rank``: rows of the split ``train``, without end.
+    """The loader of data-parallel rank ``dp_rank``. It gives rows of the split ``train`` and never ends.
 
     Args:
         data_config: the data set, and how rows are made from it.

@@ -114,7 +114,7 @@ def pack_row(
         media_items += sample.media_items
     position_ids.append(torch.arange(padding_length).expand(3, -1))
 
-    # The tail is a segment of its own, because every token belongs to one for the attention kernels.
+    # The tail is one more segment, because the attention kernels need a segment for every token.
     segment_lengths = sample_lengths
     if padding_length:
         segment_lengths = torch.cat([sample_lengths, torch.tensor([padding_length])])

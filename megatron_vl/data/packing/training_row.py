@@ -57,9 +57,9 @@ class TrainingRow:
     labels: Tensor
     """int64 [S]: the next token of the same sample; 0 where ``loss_mask`` is 0."""
     loss_mask: Tensor
-    """float32 [S]: the weight of the label's loss. It is 0, or 1 where the label is text of an assistant turn
-    (its ``<|im_end|>`` included) without a weight of its own. Losses are divided by the number of labels with
-    another weight than 0."""
+    """float32 [S]: the weight of the label's loss. If the label is text of an assistant turn, ``<|im_end|>``
+    included, it is the turn's weight, which is 1 unless the sample gives another one. Otherwise it is 0.
+    Losses are divided by the number of labels whose weight is not 0."""
     position_ids: Tensor
     """int64 [3, S]: M-RoPE time, height, width; each sample starts again at 0."""
     cu_seqlens: Tensor

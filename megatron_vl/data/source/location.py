@@ -48,7 +48,7 @@ def resolve_location(dataset_path: str) -> Location:
 
     try:
         return EPath(dataset_path)
-    except Exception as error:  # the client raises errors of its own and of each provider
+    except Exception as error:  # the client raises its own errors and those of each provider
         raise ObjectStoreError(
             f"data.path {dataset_path} cannot be opened: {error}{_store_advice(error)}"
         ) from error

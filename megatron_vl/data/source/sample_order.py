@@ -1,10 +1,10 @@
 """The order in which a run draws samples whose sizes are known: any position can be looked up at once.
 
-Each data set is shuffled anew for each epoch by permutations that are computed, not stored, so the time for a
-look-up does not grow with the data set. Blocks of successive samples of a shard are shuffled, so that storage
-sees few large reads (:class:`BlockOrder`). In a blend by weights, a hash of the draw's number chooses the
-data set. One pass of a blend by repetitions is a permutation too: each data set comes exactly as often as it
-repeats. Nothing depends on ranks or processes.
+Each data set is shuffled again for each epoch by permutations that are computed, not stored, so the time for
+a look-up does not grow with the data set. Blocks of successive samples of a shard are shuffled, so that
+storage sees few large reads (:class:`BlockOrder`). In a blend by weights, a hash of the draw's number chooses
+the data set. One pass of a blend by repetitions is a permutation too: each data set comes exactly as often as
+it repeats. Nothing depends on ranks or processes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _find_shards(numbers: Integers, cumulative_counts: Integers) -> tuple[Intege
 
 
 class SampleOrder:
-    """Draws samples from data sets, without end.
+    """Draws samples from data sets. The draws never end.
 
     Args:
         sample_counts: number of samples of each data set.
