@@ -1,14 +1,15 @@
 """The loader: reads shards written by ``megatron-vl data convert`` with Energon and packs rows.
 
 A loader process first computes tokens, loss mask and grids from the stored sizes, without decoding
-(``preencode_sample``). It then decodes pixels and makes one :class:`Row` (``row_of``). Which samples share a
-row of training is planned before they are read (:mod:`megatron_vl.data.planned_rows`); rows of validation are
-packed in the data set's order. No sample is lost silently: one that cannot be used is logged, counted in
-``TrainingRow.dropped`` of the next row and listed in its ``TrainingRow.dropped_samples``.
+(``preencode_sample``). It then decodes pixels and makes one
+:class:`~megatron_vl.data.packing.training_row.TrainingRow` (``make_row``). Which samples share a row of
+training is planned before they are read (:mod:`megatron_vl.data.planned_rows`). Rows of validation are packed
+in the data set's order. No sample is lost silently: one that cannot be used is logged, counted in
+``dropped_counts`` of the next row and listed in its ``dropped_samples``.
 
 If a medium does not decode after packing, its sample stays in the row, grey and without loss, so that all
-ranks see the same row. One loader serves a data-parallel replica. (A validation pass ends: samples dropped
-after its last row have no row to be counted in and are only logged.)
+ranks see the same row. One loader serves a data-parallel replica. A validation pass ends, so samples that are
+dropped after its last row are only logged: no later row could count them.
 """
 
 from __future__ import annotations
@@ -85,22 +86,25 @@ __all__ = [
 ]
 
 MAX_CONSECUTIVE_REFUSALS = 1000
-"""Number of consecutive unusable samples at which a worker stops instead of searching without end. It is
+"""Number of consecutive unusable samples at which a worker stops, so that it does not search forever. It is
 three times the largest shard if that is more, so that missing shards do not end a run that has others."""
-READ_AHEAD, READ_TOGETHER = 256, 16
-"""Number of samples of a validation split that are read ahead from an object store, and with one request."""
+READ_AHEAD = 256
+"""Number of samples of a validation split that are read ahead from an object store."""
+READ_TOGETHER = 16
+"""Number of samples of a validation split that are read with one request."""
 MAX_LOGGED_PER_REASON = 10
 """Number of unusable samples of one reason that a process logs."""
 GREY_VALUE = 128
+"""Value of all pixels that stand for a medium that does not decode."""
 
 
 class UnusableSampleError(Exception):
     """A sample that is left out.
 
     Args:
-        reason: what the sample is counted under.
-        detail: what is wrong with it.
-        sample_size: its number of tokens or patches, if that is too large.
+        reason: the name under which such samples are counted.
+        detail: says what is wrong with this sample.
+        sample_size: the sample's number of tokens or patches if that is too large, otherwise 0.
     """
 
     def __init__(self, reason: str, detail: str, sample_size: int = 0) -> None:
@@ -121,7 +125,7 @@ class RawSample(Sample):
 
 @dataclasses.dataclass(kw_only=True)
 class EncodedSample(Sample):
-    """A tokenized sample with known grids and undecoded media; or a ``refused`` one, which is empty."""
+    """A tokenized sample with known grids and undecoded media. A ``refused`` sample is empty."""
 
     token_ids: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     loss_mask: Tensor = dataclasses.field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
@@ -133,7 +137,7 @@ class EncodedSample(Sample):
     refused: tuple[str, str] | None = None
     """Reason and detail if the sample is unusable."""
     refused_size: int = 0
-    """Number of tokens or patches if the sample is refused for it."""
+    """The number of tokens or patches for which the sample is refused; 0 for another reason."""
 
     @property
     def token_and_patch_count(self) -> tuple[int, int]:
@@ -153,16 +157,16 @@ def cook_sample(crude_sample: dict[str, Any]) -> RawSample:
 
     It never fails: missing parts are found and counted when encoding.
     """
-    media_bytes = {
-        name: data for name, data in crude_sample.items() if not name.startswith("__") and name != "json"
-    }
-    shard, read_failure = crude_sample.get("__shard__", ""), crude_sample.get(BROKEN_FIELD)
+    media_bytes = {}
+    for name, data in crude_sample.items():
+        if not name.startswith("__") and name != "json":
+            media_bytes[name] = data
     return RawSample(
         **basic_sample_keys(crude_sample),
         json_bytes=crude_sample.get("json"),
         media_bytes=media_bytes,
-        shard_name=shard,
-        read_failure=read_failure,
+        shard_name=crude_sample.get("__shard__", ""),
+        read_failure=crude_sample.get(BROKEN_FIELD),
     )
 
 
@@ -184,29 +188,35 @@ class RowEncoder:
         """The samples whose message was logged, by reason."""
         self.consecutive_refusals = 0
         self.smallest_oversized: dict[str, int] = {}
-        """The smallest number of tokens or patches, by reason,
-        of the too large samples since the last usable one."""
+        """By reason: the smallest number of tokens or patches of the oversized samples since the last usable
+        one."""
         self.max_consecutive_refusals = MAX_CONSECUTIVE_REFUSALS
         self.source_names: tuple[str, ...] = ()
-        """Names of the sources of a blend. If there are some, rows say which source each sample is from."""
+        """Names of the sources of a blend. If it is not empty, rows say which source each sample is from."""
 
     def copy_for_process(self) -> RowEncoder:
-        """A copy with counts of its own, for one process."""
+        """A copy with separate counts, for one process."""
         process_encoder = copy.copy(self)
-        process_encoder.dropped_counts, process_encoder.refusal_counts = Counter(), Counter()
-        (
-            process_encoder.dropped_samples,
-            process_encoder.smallest_oversized,
-            process_encoder.logged_samples,
-        ) = [], {}, {}
+        process_encoder.dropped_counts = Counter()
+        process_encoder.refusal_counts = Counter()
+        process_encoder.dropped_samples = []
+        process_encoder.smallest_oversized = {}
+        process_encoder.logged_samples = {}
         return process_encoder
 
     def preencode_sample(self, raw_sample: RawSample) -> EncodedSample:
+        """Tokenizes a sample without decoding its media. An unusable sample comes back ``refused``.
+
+        Raises:
+            LoaderError: the data set was not written by this toolkit.
+            FatalSampleError: too many consecutive samples are unusable.
+        """
         oversize = 0
         try:
             encoded_sample = self._encode_sample(raw_sample)
         except UnusableSampleError as error:
-            refusal, oversize = (error.reason, str(error)), error.sample_size
+            refusal = (error.reason, str(error))
+            oversize = error.sample_size
             if oversize:
                 self.smallest_oversized[error.reason] = min(
                     oversize, self.smallest_oversized.get(error.reason, oversize)
@@ -223,12 +233,9 @@ class RowEncoder:
         self.consecutive_refusals += 1
         self.refusal_counts[refusal[0]] += 1
         if self.consecutive_refusals >= self.max_consecutive_refusals:
-            reason_counts = ", ".join(
-                f"{count} {reason}" for reason, count in self.refusal_counts.most_common()
-            )
-            refusal_detail = " ".join(
-                refusal[1].split()
-            )  # of one line, as the reader of this message expects
+            most_common_reasons = self.refusal_counts.most_common()
+            reason_counts = ", ".join(f"{count} {reason}" for reason, count in most_common_reasons)
+            refusal_detail = " ".join(refusal[1].split())  # in one line, as the reader of the message expects
             raise FatalSampleError(
                 f"{self.consecutive_refusals} samples in a row cannot be used ({reason_counts}); the last:"
                 f" {raw_sample.__key__}: {refusal_detail}{self._oversize_advice()}"
@@ -297,19 +304,20 @@ class RowEncoder:
             raise UnusableSampleError(TOO_MANY_PATCHES, problem_text, patch_count)
 
     def _oversize_advice(self) -> str:
-        """For samples that were too large: the field to raise, and the value that is needed at least; and
-        what to do about those that the chat template cannot write."""
+        """What to do about oversized samples, or about those that the chat template cannot write."""
         if NOT_IN_CHAT_TEMPLATE in self.refusal_counts and not self.smallest_oversized:
             return f". Note: {TEMPLATE_ADVICE}"
         if not self.smallest_oversized:
             return ""
 
-        smallest_texts = [
-            f"the smallest {reason} has {size} {LIMIT_BY_REASON[reason][0]}"
-            for reason, size in self.smallest_oversized.items()
-        ]
-        fields = " and ".join(LIMIT_BY_REASON[reason][1] for reason in self.smallest_oversized)
-        return f". Of these, {', '.join(smallest_texts)}: raise {fields}, or lower data.max_pixels if pictures fill it"
+        smallest_texts = []
+        field_names = []
+        for reason, size in self.smallest_oversized.items():
+            size_unit, field_name = LIMIT_BY_REASON[reason]
+            smallest_texts.append(f"the smallest {reason} has {size} {size_unit}")
+            field_names.append(field_name)
+        advice = f"raise {' and '.join(field_names)}, or lower data.max_pixels if pictures fill it"
+        return f". Of these, {', '.join(smallest_texts)}: {advice}"
 
     def _dataset_name(self, sample: Sample) -> str:
         """The name of a sample's source in a blend; empty without a blend."""
@@ -330,7 +338,7 @@ class RowEncoder:
         log.warning("sample %s%s: %s: %s%s", sample.__key__, dataset_note, reason, detail, last_note)
 
     def _record_dropped(self, sample: EncodedSample, drop_reason: str, drop_detail: str) -> None:
-        """Counts and lists a sample as dropped; the next row reports it."""
+        """Counts and lists a sample as dropped. The next row reports it."""
         self.dropped_counts[drop_reason] += 1
         if len(self.dropped_samples) < MAX_LISTED_PER_ROW:
             self.dropped_samples.append(
@@ -346,40 +354,39 @@ class RowEncoder:
             )
 
     def _usable_samples(self, encoded_samples: Sequence[EncodedSample]) -> list[EncodedSample]:
-        """The samples that can be used; the others are counted as dropped."""
+        """The samples that can be used. The others are counted as dropped."""
+        usable_samples = []
         for sample in encoded_samples:
             if sample.refused:
                 self._record_dropped(sample, *sample.refused)
-        return [sample for sample in encoded_samples if not sample.refused]
+            else:
+                usable_samples.append(sample)
+        return usable_samples
 
     def select_rows(
         self, encoded_samples: list[EncodedSample], is_last: bool
     ) -> tuple[list[list[EncodedSample]], list[EncodedSample]]:
-        """From samples in order: the rows to make now, and the samples that wait.
+        """Divides samples, given in order, into the rows to make now and the samples that wait.
 
         Args:
-            is_last: whether no samples follow. None wait then.
+            is_last: whether no samples follow. In that case, no sample waits.
         """
         usable_samples = self._usable_samples(encoded_samples)
         sample_sizes = [sample.token_and_patch_count for sample in usable_samples]
+        row_limits = (self.data_config.seq_len, self.data_config.max_patches)
         if not self.data_config.pack:
             return [[sample] for sample in usable_samples], []
         if is_last or not usable_samples:
-            packed_indices = pack_first_fit(
-                sample_sizes, self.data_config.seq_len, self.data_config.max_patches
-            )
-            return [[usable_samples[i] for i in bin_] for bin_ in packed_indices], []
+            row_indices = pack_first_fit(sample_sizes, *row_limits)
+            return [[usable_samples[i] for i in sample_indices] for sample_indices in row_indices], []
 
-        row_indices_taken = choose_row_samples(
-            sample_sizes, self.data_config.seq_len, self.data_config.max_patches
-        )
-        taken_indices = set(row_indices_taken)
-        return [[usable_samples[i] for i in row_indices_taken]], [
-            sample for i, sample in enumerate(usable_samples) if i not in taken_indices
-        ]
+        taken_indices = choose_row_samples(sample_sizes, *row_limits)
+        taken_samples = [usable_samples[i] for i in taken_indices]
+        waiting_indices = sorted(set(range(len(usable_samples))) - set(taken_indices))
+        return [taken_samples], [usable_samples[i] for i in waiting_indices]
 
     def postencode_sample(self, encoded_sample: EncodedSample) -> DecodedSample:
-        """The sample with its media decoded. It must not be refused."""
+        """Decodes the media of a sample, which must not be refused."""
         first_problem: tuple[str, str] | None = None
         media_items = []
         deadline = SampleDeadline(self.data_config.sample_timeout_s)
@@ -389,6 +396,7 @@ class RowEncoder:
             try:
                 pixel_planes = self._decode_planes(media_record, media_bytes, media_grid, deadline)
             except UnusableSampleError as error:
+                # The row is planned by now, so the sample stays in it with grey pictures and without loss.
                 first_problem = first_problem or (error.reason, str(error))
                 plane_shape = (1, media_grid.h * media_grid.w, 3 * self.pixel_settings.patch_size**2)
                 pixel_planes = torch.full(plane_shape, GREY_VALUE, dtype=torch.uint8)
@@ -424,7 +432,7 @@ class RowEncoder:
             ) from error
 
     def make_row(self, encoded_samples: Sequence[EncodedSample], source_index: int = 0) -> TrainingRow:
-        """Decodes samples and packs them into a row; one of padding if none of them can be used.
+        """Decodes samples and packs them into a row. If none can be used, the row is padding.
 
         Args:
             source_index: number of the source in the blend for which a row of padding counts.
@@ -443,24 +451,21 @@ class RowEncoder:
         )
         packed_row.sample_keys = [decoded_sample.__key__ for decoded_sample in decoded_samples]
         if self.source_names:
-            packed_row.source_indices = [
-                (decoded_sample.__subflavors__ or {})[SOURCE_FIELD] for decoded_sample in decoded_samples
-            ]
+            for decoded_sample in decoded_samples:
+                packed_row.source_indices.append((decoded_sample.__subflavors__ or {})[SOURCE_FIELD])
         return self._attach_dropped(packed_row)
 
     def empty_row(self, source_index: int = 0) -> TrainingRow:
-        """A row of padding without loss, in place of one of which no sample can be used.
+        """A row of padding without loss, for a planned row of which no sample can be used.
 
-        It counts one sample of one token, so that nothing divides by zero.
+        It counts as one sample of one token, so that nothing divides by zero.
 
         Args:
-            source_index: number of the source in the blend for which it counts.
+            source_index: number of the source in the blend for which the row counts.
         """
-        pad_token_id = (
-            assemble_row.padding_token(self.spec)
-            if self.chat_encoder.pad_token_id is None
-            else self.chat_encoder.pad_token_id
-        )
+        pad_token_id = self.chat_encoder.pad_token_id
+        if pad_token_id is None:
+            pad_token_id = assemble_row.padding_token(self.spec)
         padding_sample = assemble_row.TokenizedSample(
             torch.tensor([pad_token_id]), torch.zeros(1, dtype=torch.bool)
         )
@@ -512,7 +517,7 @@ def decode_media_planes(
 
     Raises:
         PixelError: the medium does not decode.
-        OutOfTimeError: the deadline has passed while a video was decoded.
+        SampleTimeoutError: the deadline has passed while a video was decoded.
     """
     if media_record["kind"] == "image":
         return image_planes(
@@ -534,13 +539,15 @@ def build_loader(
     split_facts: SplitFacts | None = None,
     rows_per_step: int = 0,
 ) -> RowLoader:
-    """The loader of data-parallel rank ``dp_rank``: rows of the split ``train``, without end.
+    """The loader of data-parallel rank ``dp_rank``. It gives rows of the split ``train`` and never ends.
 
     Args:
         data_config: the data set, and how rows are made from it.
         hf_dir: folder of the tokenizer, chat template and image processor.
-        split_facts: facts of the split if another rank has read and checked the description; None: read it here.
-        rows_per_step: rows of all ranks between two saves, a multiple of ``dp_size``; 0: one of each rank.
+        split_facts: facts of the split, if another rank has read and checked the description. If they are
+            None, this function reads it.
+        rows_per_step: number of rows of a step on all ranks, a multiple of ``dp_size``; 0: one row on each
+            rank. A state can be saved between steps.
 
     Raises:
         LoaderError: the folder is not a data set, or the split or a drawn source of it is empty.
@@ -553,11 +560,14 @@ def build_loader(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
     blend_sources, datasets = _load_datasets(data_config, split_facts, "train")
-    if empty_sources := [
-        source.source_name for source in blend_sources if source.sample_share and not source.sample_count
-    ]:
+    empty_sources = []
+    for source in blend_sources:
+        if source.sample_share and not source.sample_count:
+            empty_sources.append(source.source_name)
+    if empty_sources:
         raise LoaderError(
-            f"{data_config.path}: {list_names(empty_sources)} has no samples; widen its subset, or leave it out"
+            f"{data_config.path}: {list_names(empty_sources)} has no samples; widen its subset, or leave it"
+            " out"
         )
     if len(blend_sources) > 1:
         row_encoder.source_names = tuple(source.source_name for source in blend_sources)
@@ -599,23 +609,21 @@ def validation_rows(
     split_name: str = "val",
     split_facts: SplitFacts | None = None,
 ) -> Iterator[TrainingRow]:
-    """The rows of one pass through a split, in its order. They are packed as samples are read, so that no
-    sizes are needed.
+    """Yields the rows of one pass through a split, in its order.
+
+    Rows are packed while samples are read, so no stored sizes are needed. The errors are those of
+    :func:`build_loader`.
 
     Args:
         split_facts: as for :func:`build_loader`.
-
-    Raises:
-        As :func:`build_loader`.
     """
     split_facts = split_facts or read_description(resolve_location(data_config.path)).split_facts(split_name)
     row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
     buffer_size = data_config.packing_buffer if data_config.pack else 1
 
+    blend_sources, datasets = _load_datasets(data_config, split_facts, split_name)
     waiting_samples: list[EncodedSample] = []
-    for encoded_sample in _samples_in_order(
-        row_encoder, *_load_datasets(data_config, split_facts, split_name)
-    ):
+    for encoded_sample in _samples_in_order(row_encoder, blend_sources, datasets):
         waiting_samples.append(encoded_sample)
         if len(waiting_samples) == buffer_size:
             selected_rows, waiting_samples = row_encoder.select_rows(waiting_samples, is_last=False)
@@ -629,14 +637,15 @@ def _samples_in_order(
 ) -> Iterator[EncodedSample]:
     """All samples of all sources, one after the other."""
     for blend_source, loaded_dataset in zip(blend_sources, loaded_datasets, strict=True):
-        ahead = ReadAhead([loaded_dataset.dataset], READ_TOGETHER, blocks=1, ranks=1)
+        read_ahead = ReadAhead([loaded_dataset.dataset], READ_TOGETHER, block_count=1, rank_count=1)
         sample_reader = open_sample_reader(
-            loaded_dataset.dataset, row_encoder.data_config.sample_timeout_s, partial(ahead.take, 0)
+            loaded_dataset.dataset, row_encoder.data_config.sample_timeout_s, partial(read_ahead.take, 0)
         )
-        end = blend_source.first_sample + blend_source.sample_count
-        for sample_index in range(blend_source.first_sample, end):
+        end_sample = blend_source.first_sample + blend_source.sample_count
+        for sample_index in range(blend_source.first_sample, end_sample):
             if (sample_index - blend_source.first_sample) % READ_AHEAD == 0:
-                ahead.expect((0, each) for each in range(sample_index, min(sample_index + READ_AHEAD, end)))
+                next_samples = range(sample_index, min(sample_index + READ_AHEAD, end_sample))
+                read_ahead.expect((0, next_sample) for next_sample in next_samples)
             crude_sample = sample_reader[sample_index]
             if crude_sample is not None:  # the data set's description excludes it
                 yield row_encoder.preencode_sample(row_encoder.cook(crude_sample))
@@ -654,15 +663,14 @@ def _make_row_encoder(
 def _load_datasets(
     data_config: DataConfig, split_facts: SplitFacts, split_name: str
 ) -> tuple[tuple[BlendSource, ...], list[LoadedDataset]]:
-    """The sources of a split, and Energon's data sets that they are."""
+    """The sources of a split, and Energon's data set of each source."""
     blend_sources = read_blend_sources(split_facts.dataset_identity, resolve_location(data_config.path).name)
     single_worker = WorkerConfig(rank=0, world_size=1, num_workers=0)
     loaded_split = load_dataset(data_config.path).get_datasets(
         training=False, split_part=split_name, worker_config=single_worker, decoder=None
     )
-    if [len(one.dataset) for one in loaded_split.datasets] != [
-        source.full_sample_count for source in blend_sources
-    ]:
+    loaded_counts = [len(loaded.dataset) for loaded in loaded_split.datasets]
+    if loaded_counts != [source.full_sample_count for source in blend_sources]:
         raise RuntimeError(
             f"Energon reads other data sets than {[source.source_name for source in blend_sources]}"
         )
@@ -676,9 +684,9 @@ def _check_patch_sizes(pixel_settings: PixelSettings, spec: ModelSpec, hf_dir: s
         pixel_settings.merge_size,
         pixel_settings.temporal_patch_size,
     )
-    model = (vision_spec.patch_size, vision_spec.spatial_merge_size, vision_spec.temporal_patch_size)
-    if processor_sizes != model:
+    model_sizes = (vision_spec.patch_size, vision_spec.spatial_merge_size, vision_spec.temporal_patch_size)
+    if processor_sizes != model_sizes:
         raise LoaderError(
-            f"{hf_dir}: patch, merge and temporal patch size are {processor_sizes} in the image processor, {model} in"
-            " config.json"
+            f"{hf_dir}: patch, merge and temporal patch size are {processor_sizes} in the image processor,"
+            f" {model_sizes} in config.json"
         )

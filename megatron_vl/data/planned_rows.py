@@ -1,9 +1,10 @@
-"""The rows of a run whose batches are planned from stored sizes (see :mod:`megatron_vl.data.packing.plan_rows`).
+"""The rows of a run whose batches are planned from stored sizes (see
+:mod:`megatron_vl.data.packing.plan_rows`).
 
-Every rank plans all batches alike. Its planner is a process that works ahead, and hands each loader process
-the rows that this one makes; without loader processes, batches are planned when they are needed. What a run
-has drawn but not used yet is the whole state: some samples by number, which do not depend on ranks or
-processes.
+Every rank plans all batches, and all ranks plan the same. A rank's planner is a process that works ahead and
+sends each loader process the rows that it makes. Without loader processes, batches are planned when they are
+needed. The state consists of the samples that were drawn but not used yet, by number. It does not depend on
+ranks or processes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from megatron_vl.data.source.dataset_description import METADATA_DIR, SIZES_DIR,
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
-from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve
+from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve_samples
 from megatron_vl.data.source.tolerant_reader import TolerantReader, reconnect_stores
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.signals import shield_loader_worker
@@ -47,10 +48,10 @@ PREFETCHED_ROWS = 2
 """Number of rows that a loader process makes before they are asked for."""
 
 MIN_SEARCHED = 10_000
-"""Number of unusable samples in a row up to which a run searches on, in a data set of any size."""
+"""A search for usable samples does not end before this many consecutive unusable ones."""
 MAX_SEARCHED = 1_000_000
-"""Number of unusable samples in a row after which a search ends. Before that, it ends once every sample was
-drawn twice."""
+"""A search for usable samples ends after this many consecutive unusable ones at the latest. It ends earlier
+once every sample was drawn twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class PlannedSample:
     index: int
     """Number of the sample in its data set."""
     tokens: int
-    """0: it cannot be used. It is read only so that it is counted."""
+    """Number of its tokens. A sample with 0 tokens cannot be used and is read only to be counted."""
     patches: int
 
 
@@ -70,14 +71,13 @@ class PlannedBatch:
     """The rows of one step."""
 
     sample_table: Integers
-    """int64 [4, n], the fields of a :class:`PlannedSample`."""
+    """int64 [4, n], the fields of a :class:`PlannedSample` for each sample."""
     row_of_sample: Integers
-    """int64 [n], the row of each."""
+    """int64 [n], the row of each sample."""
     row_count: int
-    """Number of rows."""
 
     def assign_to_ranks(self, rank_count: int) -> PlannedBatch:
-        """The same rows in an order of which each rank takes the next ``count // ranks``."""
+        """The same rows, sorted by rank: each rank takes the next ``row_count // rank_count`` rows."""
         return PlannedBatch(
             self.sample_table,
             assign_rows_to_ranks(self.row_of_sample, self.sample_table[3], self.row_count, rank_count),
@@ -85,29 +85,26 @@ class PlannedBatch:
         )
 
     def rows_of_rank(self, rank: int = 0, rank_count: int = 1) -> list[list[PlannedSample]]:
-        """The rows of a rank."""
+        """The rows of a rank, after :meth:`assign_to_ranks`."""
         rows_per_rank = self.row_count // rank_count
-        planned: list[list[PlannedSample]] = [[] for _ in range(rows_per_rank)]
-        taken_samples = np.flatnonzero(self.row_of_sample // rows_per_rank == rank)
-        for row, sample in zip(
-            self.row_of_sample[taken_samples] % rows_per_rank,
-            self.sample_table[:, taken_samples].T.tolist(),
-            strict=True,
-        ):
-            planned[row].append(PlannedSample(*sample))
-        return planned
+        rank_rows: list[list[PlannedSample]] = [[] for _ in range(rows_per_rank)]
+        rank_samples = np.flatnonzero(self.row_of_sample // rows_per_rank == rank)
+        row_indices = self.row_of_sample[rank_samples] % rows_per_rank
+        for row_index, fields in zip(row_indices, self.sample_table[:, rank_samples].T.tolist(), strict=True):
+            rank_rows[row_index].append(PlannedSample(*fields))
+        return rank_rows
 
 
 class SizedSource:
-    """One data set with sizes.
+    """One data set and the stored sizes of its samples.
 
     Args:
-        loaded: Energon's data set.
-        name: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
-        content: id of the content that the run reads.
+        loaded_dataset: Energon's data set.
+        tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
+        content_id: id of the content that the run reads.
 
     Raises:
-        SizesError: it has no sizes, or they are of other content or shards.
+        SizesError: the data set has no sizes, or its sizes belong to other content or other shards.
     """
 
     def __init__(self, loaded_dataset: LoadedDataset, tokenization_id: str, content_id: str) -> None:
@@ -118,9 +115,11 @@ class SizedSource:
         self.stored_sizes: StoredSizes = open_stored_sizes(metadata_dir, tokenization_id)
         if self.stored_sizes.content_id != content_id:
             raise SizesError(
-                f"{metadata_dir / SIZES_DIR / tokenization_id} is of the content {self.stored_sizes.content_id!r}, and the run reads"
-                f" {content_id!r}: let all nodes see the same data set, or run `megatron-vl data index` again"
+                f"{metadata_dir / SIZES_DIR / tokenization_id} is of the content"
+                f" {self.stored_sizes.content_id!r}, and the run reads {content_id!r}: let all nodes see the"
+                " same data set, or run `megatron-vl data index` again"
             )
+
         self._first_numbers = self.stored_sizes.first_sample_numbers(self.shard_counts)
         self._shard_starts = np.cumsum([0, *(count for _, count in self.shard_counts)])
         self._dataset = dataset
@@ -129,19 +128,20 @@ class SizedSource:
         return int(self._shard_starts[-1])
 
     def size_numbers(self, sample_indices: Integers) -> Integers:
-        """Where the sizes of samples are stored."""
-        shards = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
-        return self._first_numbers[shards] + sample_indices - self._shard_starts[shards]
+        """The numbers under which the sizes of samples are stored, int64 [n]."""
+        shard_indices = np.searchsorted(self._shard_starts, sample_indices, side="right") - 1
+        return self._first_numbers[shard_indices] + sample_indices - self._shard_starts[shard_indices]
 
-    def shard_sizes(self, first: int, samples: int) -> Integers:
-        """Samples of each shard of a subset, int64 [shards].
+    def shard_sizes(self, first_sample: int, sample_count: int) -> Integers:
+        """Number of samples of each shard of a subset, int64 [shards].
 
         Args:
-            first: number of samples before the subset.
-            samples: number of samples in it.
+            first_sample: number of samples before the subset.
+            sample_count: number of samples in it.
         """
-        sizes = np.diff(np.clip(self._shard_starts, first, first + samples))
-        return sizes[sizes > 0]
+        subset_starts = np.clip(self._shard_starts, first_sample, first_sample + sample_count)
+        shard_sizes = np.diff(subset_starts)
+        return shard_sizes[shard_sizes > 0]
 
     def open_reader(self, timeout_seconds: float, take: Callable[[int], bytes]) -> TolerantReader:
         """Reads samples by index. Each process has its own."""
@@ -166,9 +166,12 @@ class BatchPlanner:
     """Plans one batch after the other.
 
     Args:
-        lookup_sizes: gives tokens and patches int64 [n] of samples of one data set: ``sizes(source, indices)``.
+        lookup_sizes: ``lookup_sizes(source_index, sample_indices)`` returns the tokens and patches, int64 [n]
+            each, of samples of one data set.
+        rows_per_step: number of rows of a batch, on all ranks.
+        seq_len, max_patches: largest number of tokens and patches in a row; 0 patches: no limit.
         least_ahead: smallest number of samples to choose from beyond those that fill a step.
-        packs_samples: off puts one sample into a row.
+        packs_samples: whether several samples may share a row.
     """
 
     def __init__(
@@ -186,14 +189,14 @@ class BatchPlanner:
         self.rows_per_step, self.seq_len, self.max_patches = rows_per_step, seq_len, max_patches
         self.least_ahead, self.packs_samples = least_ahead, packs_samples
         self._draws_of_removed: dict[str, int] = {}
-        """Draws from data sets that the blend had before, should they come back."""
+        """Number of draws from each data set that the blend no longer has. It may come back."""
         self._draws_set_aside: dict[str, list[int]] = {}
         """Draws that waited when their data set left the blend or got the weight 0, the oldest first."""
-        # Samples that were drawn and wait, the oldest first: data set, number of the draw, and what follows.
         self._waiting_samples = np.zeros((5, 0), np.int64)
+        """Samples that were drawn and wait, the oldest first, as :meth:`_with_sizes` returns them."""
 
     def next_batch(self) -> PlannedBatch:
-        """The next batch.
+        """Plans the rows of the next step.
 
         Raises:
             LoaderError: no sample can be used.
@@ -205,21 +208,20 @@ class BatchPlanner:
                 waiting_samples[3], waiting_samples[4], self.rows_per_step, self.seq_len, self.max_patches
             )
         else:
-            row_of_sample = np.where(
-                np.arange(waiting_samples.shape[1]) < self.rows_per_step,
-                np.arange(waiting_samples.shape[1]),
-                -1,
-            )
+            sample_numbers = np.arange(waiting_samples.shape[1])
+            row_of_sample = np.where(sample_numbers < self.rows_per_step, sample_numbers, -1)
 
+        # The samples that are not taken wait for the next step.
         is_taken = row_of_sample >= 0
+        taken_samples = np.compress(is_taken, waiting_samples, axis=1)
         self._waiting_samples = np.compress(~is_taken, waiting_samples, axis=1)
-        batch_samples = np.concatenate(
-            [np.compress(is_taken, waiting_samples, axis=1), unusable_samples], axis=1
-        )
-        counted = np.arange(unusable_samples.shape[1]) % self.rows_per_step
+
+        # Unusable samples come with some row, so that a loader process reads, counts and logs them.
+        row_of_unusable = np.arange(unusable_samples.shape[1]) % self.rows_per_step
+        batch_samples = np.concatenate([taken_samples, unusable_samples], axis=1)
         return PlannedBatch(
             batch_samples[[0, 2, 3, 4]],
-            np.concatenate([row_of_sample[is_taken], counted]),
+            np.concatenate([row_of_sample[is_taken], row_of_unusable]),
             self.rows_per_step,
         )
 
@@ -228,8 +230,8 @@ class BatchPlanner:
         unusable_chunks = [self._waiting_samples[:, :0]]
         usable_search = _UsableSampleSearch(self.seq_len, self.max_patches)
         max_refused = min(max(MIN_SEARCHED, 2 * sum(self.sample_order.sample_counts)), MAX_SEARCHED)
-        while missing := self._missing():
-            drawn_samples = self._with_sizes(*self.sample_order.draw_samples(missing))
+        while draw_count := self._next_draw_count():
+            drawn_samples = self._with_sizes(*self.sample_order.draw_samples(draw_count))
             is_usable = usable_search.find_usable(drawn_samples[3], drawn_samples[4])
             if usable_search.consecutive_unusable > max_refused:
                 raise LoaderError(usable_search.message())
@@ -240,32 +242,44 @@ class BatchPlanner:
             self._waiting_samples = np.concatenate([self._waiting_samples, drawn_samples], axis=1)
         return np.concatenate(unusable_chunks, axis=1)
 
-    def _missing(self) -> int:
+    def _next_draw_count(self) -> int:
         """How many samples to draw next; 0 if enough wait."""
-        waiting, least = self._waiting_samples.shape[1], max(self.rows_per_step, 64)
+        waiting_count = self._waiting_samples.shape[1]
+        least_draws = max(self.rows_per_step, 64)
         if not self.packs_samples:
-            return least if waiting < self.rows_per_step else 0
+            return least_draws if waiting_count < self.rows_per_step else 0
 
-        # Samples that fill a step: so many of the oldest, or an estimate from their mean.
-        tokens, step = np.cumsum(self._waiting_samples[3]), self.rows_per_step * self.seq_len
-        first = int(np.searchsorted(tokens, step)) + 1
-        if first > waiting:
-            first = -(-step * waiting // max(int(tokens[-1]), 1)) if waiting else 1
-        ahead = max(self.least_ahead, min(first // LOOKAHEAD_FACTOR, MOST_CHOICES * self.rows_per_step))
-        missing = first + ahead - waiting
-        # An estimate from few samples may be far too high.
-        return max(least, min(missing, waiting)) if missing > 0 else 0
+        # The number of the oldest samples that fill a step. If too few wait, their mean size gives an
+        # estimate.
+        cumulative_tokens = np.cumsum(self._waiting_samples[3])
+        tokens_per_step = self.rows_per_step * self.seq_len
+        filling_count = int(np.searchsorted(cumulative_tokens, tokens_per_step)) + 1
+        if filling_count > waiting_count:
+            filling_count = 1
+            if waiting_count:
+                filling_count = -(-tokens_per_step * waiting_count // max(int(cumulative_tokens[-1]), 1))
+
+        most_ahead = MOST_CHOICES * self.rows_per_step
+        ahead_count = max(self.least_ahead, min(filling_count // LOOKAHEAD_FACTOR, most_ahead))
+        missing_count = filling_count + ahead_count - waiting_count
+        # An estimate from few samples may be far too high, so the number that waits at most doubles.
+        return max(least_draws, min(missing_count, waiting_count)) if missing_count > 0 else 0
 
     def _with_sizes(self, source_indices: Integers, draw_numbers: Integers) -> Integers:
+        """Drawn samples with their sizes, int64 [5, n].
+
+        The rows are the data set, the number of the draw from it, the sample's index in it, tokens and
+        patches.
+        """
         sample_indices = self.sample_order.sample_indices(source_indices, draw_numbers)
-        sizes = np.zeros((2, len(source_indices)), np.int64)
-        for source in np.flatnonzero(np.bincount(source_indices)).tolist():
-            of_source = np.flatnonzero(source_indices == source)
-            sizes[:, of_source] = self.lookup_sizes(source, sample_indices[of_source])
-        return np.stack([source_indices, draw_numbers, sample_indices, *sizes])
+        sample_sizes = np.zeros((2, len(source_indices)), np.int64)
+        for source_index in np.flatnonzero(np.bincount(source_indices)).tolist():
+            positions = np.flatnonzero(source_indices == source_index)
+            sample_sizes[:, positions] = self.lookup_sizes(source_index, sample_indices[positions])
+        return np.stack([source_indices, draw_numbers, sample_indices, *sample_sizes])
 
     def planner_state(self) -> dict[str, Any]:
-        """What the next batches follow from. It grows with the rows of a step, about 100 bytes for each."""
+        """The state from which planning continues, about 100 bytes for each row of a step."""
         draw_counts = self._draws_of_removed | dict(
             zip(self.sample_order.source_keys, self.sample_order.draw_counts, strict=True)
         )
@@ -281,67 +295,63 @@ class BatchPlanner:
     def restore_state(self, saved_state: dict[str, Any]) -> None:
         """Continues after the batch at which a state was taken.
 
-        Data sets that are new begin at their start. If nothing is drawn from a data set any more, its samples
-        that wait are put aside. If it comes back, they are the first of those that wait.
+        A new data set begins at its start. If nothing is drawn from a data set any more, its waiting samples
+        are set aside. If it comes back, they are the first to be used.
 
         Raises:
-            StateError: the state is damaged.
+            LoaderStateError: the state is damaged.
         """
         try:
-            saved_keys, draw_counts, draws_set_aside = (
-                list(saved_state["keys"]),
-                dict(saved_state["drawn"]),
-                dict(saved_state["aside"]),
-            )
-            source_indices, draw_numbers = saved_state["waiting"].astype(np.int64)
-            if len(source_indices) and min(source_indices.min(), draw_numbers.min()) < 0:
+            saved_keys = list(saved_state["keys"])
+            draw_counts = dict(saved_state["drawn"])
+            draws_set_aside = dict(saved_state["aside"])
+            saved_indices, draw_numbers = saved_state["waiting"].astype(np.int64)
+            if len(saved_indices) and min(saved_indices.min(), draw_numbers.min()) < 0:
                 raise ValueError("a negative number")
-            current_indices = np.array(
-                [self._source_index(source_key) for source_key in saved_keys], np.int64
-            )[source_indices]
+
+            # Data sets may have other places in the blend now, or have left it.
+            index_of_saved = np.array([self._source_index(key) for key in saved_keys], np.int64)
+            current_indices = index_of_saved[saved_indices]
             for saved_index, source_key in enumerate(saved_keys):
-                if self._source_index(source_key) < 0 and (
-                    waiting_draws := draw_numbers[source_indices == saved_index].tolist()
-                ):
+                waiting_draws = draw_numbers[saved_indices == saved_index].tolist()
+                if index_of_saved[saved_index] < 0 and waiting_draws:
                     draws_set_aside[source_key] = [*draws_set_aside.get(source_key, ()), *waiting_draws]
-            returning_draws = [
-                np.array(
-                    [(place, saved_index) for saved_index in draws_set_aside.pop(source_key, ())], np.int64
-                )
-                .reshape(-1, 2)
-                .T
-                for place, source_key in enumerate(self.sample_order.source_keys)
-                if self.sample_order.source_weights[place] > 0
-            ]
-            waiting_draws_table = np.concatenate(
-                [*returning_draws, np.stack([current_indices, draw_numbers])[:, current_indices >= 0]], axis=1
-            )
-            total_draws, current_draws = (
-                int(saved_state["total"]),
-                [int(draw_counts.pop(source_key, 0)) for source_key in self.sample_order.source_keys],
-            )
+
+            # What was set aside comes first, then what waits.
+            waiting_tables = []
+            for source_index, source_key in enumerate(self.sample_order.source_keys):
+                if self.sample_order.source_weights[source_index] > 0:
+                    returning_draws = np.array(draws_set_aside.pop(source_key, ()), np.int64)
+                    waiting_tables.append(
+                        np.stack([np.full_like(returning_draws, source_index), returning_draws])
+                    )
+            waiting_tables.append(np.stack([current_indices, draw_numbers])[:, current_indices >= 0])
+            source_indices, draw_numbers = np.concatenate(waiting_tables, axis=1)
+
+            total_draws = int(saved_state["total"])
+            current_draws = [int(draw_counts.pop(key, 0)) for key in self.sample_order.source_keys]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
             raise LoaderStateError(
                 "the loader state is damaged: it does not say which samples were drawn and wait"
             ) from error
-        self.sample_order.total_draws, self.sample_order.draw_counts = total_draws, current_draws
-        self._draws_of_removed, self._draws_set_aside = draw_counts, draws_set_aside
-        self._waiting_samples = self._with_sizes(waiting_draws_table[0], waiting_draws_table[1])
+
+        self.sample_order.total_draws = total_draws
+        self.sample_order.draw_counts = current_draws
+        self._draws_of_removed = draw_counts
+        self._draws_set_aside = draws_set_aside
+        self._waiting_samples = self._with_sizes(source_indices, draw_numbers)
 
     def _source_index(self, source_key: str) -> int:
         """Number of a data set in the blend; -1 if nothing is drawn from it."""
-        source_index = (
-            self.sample_order.source_keys.index(source_key)
-            if source_key in self.sample_order.source_keys
-            else -1
-        )
-        return (
-            source_index if source_index >= 0 and self.sample_order.source_weights[source_index] > 0 else -1
-        )
+        if source_key not in self.sample_order.source_keys:
+            return -1
+        source_index = self.sample_order.source_keys.index(source_key)
+        return source_index if self.sample_order.source_weights[source_index] > 0 else -1
 
 
 class _UsableSampleSearch:
-    """Tells which samples can be used, and what is known of those that cannot, since the last that can."""
+    """Finds the usable samples among drawn ones, and remembers the unusable ones since the last usable
+    one."""
 
     def __init__(self, seq_len: int, max_patches: int) -> None:
         self.limit_by_unit = {
@@ -355,13 +365,12 @@ class _UsableSampleSearch:
         """Whether each of the next samples can be used, bool [n]."""
         usable = token_counts > 0
         sizes_by_unit = {"tokens": token_counts, "patches": patch_counts}
-        oversized_by_unit = {
-            size_unit: sizes_by_unit[size_unit] > limit
-            for size_unit, (_, limit) in self.limit_by_unit.items()
-            if limit
-        }
-        for is_oversized in oversized_by_unit.values():
-            usable &= ~is_oversized
+        oversized_by_unit = {}
+        for size_unit, (_, limit) in self.limit_by_unit.items():
+            if limit:
+                oversized_by_unit[size_unit] = sizes_by_unit[size_unit] > limit
+                usable &= ~oversized_by_unit[size_unit]
+
         if usable.any():
             self.consecutive_unusable = 0
             self._smallest_oversized.clear()
@@ -378,16 +387,22 @@ class _UsableSampleSearch:
 
     def message(self) -> str:
         """A message that says why nothing can be used."""
-        limits = " or ".join(f"{name} {limit}" for name, limit in self.limit_by_unit.values() if limit)
-        reason = f"{self.consecutive_unusable} samples in a row cannot be used: they have no tokens, or more than {limits}"
+        limits_text = " or ".join(f"{name} {limit}" for name, limit in self.limit_by_unit.values() if limit)
+        reason = (
+            f"{self.consecutive_unusable} samples in a row cannot be used: they have no tokens, or more than"
+            f" {limits_text}"
+        )
         if not self._smallest_oversized:
             return reason
-        smallest = " and ".join(
-            f"the smallest above {self.limit_by_unit[unit][0]} has {size} {unit}"
-            for unit, size in self._smallest_oversized.items()
-        )
-        fields = " and ".join(self.limit_by_unit[unit][0] for unit in self._smallest_oversized)
-        return f"{reason}. Of these, {smallest}: raise {fields}, or lower data.max_pixels if pictures fill it"
+
+        field_names = []
+        smallest_texts = []
+        for unit, size in self._smallest_oversized.items():
+            field_name, _ = self.limit_by_unit[unit]
+            field_names.append(field_name)
+            smallest_texts.append(f"the smallest above {field_name} has {size} {unit}")
+        advice = f"raise {' and '.join(field_names)}, or lower data.max_pixels if pictures fill it"
+        return f"{reason}. Of these, {' and '.join(smallest_texts)}: {advice}"
 
 
 class PlanningContext:
@@ -395,10 +410,10 @@ class PlanningContext:
 
     Args:
         loaded_datasets: Energon's data sets.
-        name: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
-        blend_sources: the sources that are these data sets, in the same order.
+        blend_sources: the sources of the blend that these data sets belong to, in the same order.
+        tokenization_id: :func:`~megatron_vl.data.source.sample_sizes.compute_tokenization_id` of the run.
         row_encoder: a :class:`~megatron_vl.data.loader.RowEncoder`.
-        rows_per_step: of all ranks.
+        rows_per_step: number of rows of a step, on all ranks.
     """
 
     def __init__(
@@ -409,48 +424,49 @@ class PlanningContext:
         row_encoder: Any,
         rows_per_step: int,
     ) -> None:
-        self.loaded_datasets, self.row_encoder, self.rows_per_step = (
-            list(loaded_datasets),
-            row_encoder,
-            rows_per_step,
-        )
+        self.loaded_datasets = list(loaded_datasets)
+        self.row_encoder = row_encoder
+        self.rows_per_step = rows_per_step
         self.blend_sources = list(blend_sources)
         self.sized_sources = [
             SizedSource(loaded, tokenization_id, source.content_id)
             for loaded, source in zip(self.loaded_datasets, self.blend_sources, strict=True)
         ]
         self.planner_state: dict[str, Any] | None = None
-        """Where the run stood; None: it begins."""
+        """The state from which planning continues; None: the run begins."""
 
-    def read_ahead(self, ranks: int) -> ReadAhead:
-        """What a rank reads its samples in object stores with."""
-        data = self.row_encoder.data_config
-        drawn = sum(source.sample_share > 0 for source in self.blend_sources)
-        lanes = LANES if data.shuffle else 1
-        return ReadAhead(
-            [one.dataset for one in self.loaded_datasets], data.shuffle_block, drawn * lanes, ranks
-        )
+    def read_ahead(self, rank_count: int) -> ReadAhead:
+        """Makes what reads a rank's samples from object stores before they are needed."""
+        data_config = self.row_encoder.data_config
+        drawn_sources = sum(source.sample_share > 0 for source in self.blend_sources)
+        blocks_in_use = drawn_sources * (LANES if data_config.shuffle else 1)
+        datasets = [loaded.dataset for loaded in self.loaded_datasets]
+        return ReadAhead(datasets, data_config.shuffle_block, blocks_in_use, rank_count)
 
-    def readers(self, take: Callable[[int, int], bytes]) -> list[TolerantReader]:
+    def sample_readers(self, take: Callable[[int, int], bytes]) -> list[TolerantReader]:
         """A reader of each source.
 
         Args:
-            take: gives the bytes of a sample in an object store, by source and index.
+            take: returns the bytes of a sample in an object store, by source and index.
         """
-        timeout = self.row_encoder.data_config.sample_timeout_s
-        return [
-            source.open_reader(timeout, partial(take, number))
-            for number, source in enumerate(self.sized_sources)
-        ]
+        timeout_seconds = self.row_encoder.data_config.sample_timeout_s
+        readers = []
+        for source_index, source in enumerate(self.sized_sources):
+            readers.append(source.open_reader(timeout_seconds, partial(take, source_index)))
+        return readers
 
     def make_planner(self) -> BatchPlanner:
+        """A planner that continues at ``planner_state``."""
         data_config, row_encoder = self.row_encoder.data_config, self.row_encoder
-        sample_sizes = SampleSizeCounter(row_encoder.chat_encoder, row_encoder.pixel_settings)
+        size_counter = SampleSizeCounter(row_encoder.chat_encoder, row_encoder.pixel_settings)
 
-        def sizes(source_index: int, sample_indices: Integers) -> tuple[Integers, Integers]:
-            sized = self.sized_sources[source_index]
-            return sample_sizes.count_samples(sized.stored_sizes, sized.size_numbers(sample_indices))
+        def lookup_sizes(source_index: int, sample_indices: Integers) -> tuple[Integers, Integers]:
+            source = self.sized_sources[source_index]
+            return size_counter.count_samples(source.stored_sizes, source.size_numbers(sample_indices))
 
+        shard_sizes = []
+        for sized_source, source in zip(self.sized_sources, self.blend_sources, strict=True):
+            shard_sizes.append(sized_source.shard_sizes(source.first_sample, source.sample_count))
         sample_order = SampleOrder(
             [source.sample_count for source in self.blend_sources],
             [source.sample_share for source in self.blend_sources],
@@ -459,15 +475,13 @@ class PlanningContext:
             source_keys=[source.source_key for source in self.blend_sources],
             first_indices=[source.first_sample for source in self.blend_sources],
             draws_per_pass=[source.draws_per_pass for source in self.blend_sources],
-            shards=[
-                sized.shard_sizes(source.first_sample, source.sample_count)
-                for sized, source in zip(self.sized_sources, self.blend_sources, strict=True)
-            ],
-            block=data_config.shuffle_block,
+            shard_sizes=shard_sizes,
+            block_size=data_config.shuffle_block,
         )
+
         batch_planner = BatchPlanner(
             sample_order,
-            sizes,
+            lookup_sizes,
             self.rows_per_step,
             data_config.seq_len,
             data_config.max_patches,
@@ -485,62 +499,68 @@ class PlannedRow:
 
     packed_row: TrainingRow
     planner_state: dict[str, Any] | None
-    """The planner's state after the step, with the last row of the first rank in it."""
+    """The planner's state after the step. Only the last row of the step on the first rank has it."""
 
 
 @dataclass(frozen=True)
 class StepShare:
-    """What one process of a rank makes of a step."""
+    """The rows of a step that one process of a rank makes."""
 
     rows: list[list[PlannedSample]]
-    state: dict[str, Any] | None
+    planner_state: dict[str, Any] | None
     """The planner's state after the step, for the process that makes the first rank's last row."""
 
 
 def plan_shares(
-    planning: PlanningContext, rank: int, ranks: int, workers: int, ahead: ReadAhead
+    planning_context: PlanningContext, rank: int, rank_count: int, worker_count: int, read_ahead: ReadAhead
 ) -> Iterator[list[StepShare]]:
     """For each step, the shares of all processes of a rank, which make its rows in turn.
 
     Args:
-        ahead: begins to read the samples of the step.
+        read_ahead: starts to read the samples of the step.
 
     Raises:
         LoaderError: no sample can be used.
     """
-    planner = planning.make_planner()
-    first = 0  # the process that makes the step's first row
+    batch_planner = planning_context.make_planner()
+    first_worker = 0  # the process that makes the step's first row
     while True:
-        batch = planner.next_batch().assign_to_ranks(ranks)
-        rows = batch.rows_of_rank(rank, ranks)
-        if ahead:
-            ahead.expect((sample.source, sample.index) for row in rows for sample in row)
-        after = (first + len(rows)) % workers
+        # Every rank plans the whole batch and takes its rows of it, so that no rank waits for another.
+        planned_batch = batch_planner.next_batch().assign_to_ranks(rank_count)
+        rows = planned_batch.rows_of_rank(rank, rank_count)
+        if read_ahead:
+            read_ahead.expect((sample.source, sample.index) for row in rows for sample in row)
+
+        # A step need not have a multiple of the workers' number of rows. The next one continues after its
+        # last worker, because rows are fetched from the workers in turn.
+        next_worker = (first_worker + len(rows)) % worker_count
         shares = []
-        for worker in range(workers):
-            is_last = (worker + 1) % workers == after
+        for worker in range(worker_count):
+            is_last = (worker + 1) % worker_count == next_worker
             # All ranks have the same state, and the first one saves it.
-            state = planner.planner_state() if is_last and rank == 0 else None
-            shares.append(StepShare(rows[(worker - first) % workers :: workers], state))
+            planner_state = batch_planner.planner_state() if is_last and rank == 0 else None
+            worker_rows = rows[(worker - first_worker) % worker_count :: worker_count]
+            shares.append(StepShare(worker_rows, planner_state))
         yield shares
-        first = after
+        first_worker = next_worker
 
 
 def start_planner(
     planning_context: PlanningContext, rank: int, rank_count: int, worker_count: int
 ) -> tuple[BaseProcess, list[Connection]]:
-    """Starts the process that plans and reads ahead, and gives the connections of the loader processes to it:
-    one for each to its shares, then one for each to its samples in object stores.
+    """Starts the process that plans and reads ahead.
 
-    Fork the loader processes next, and close the connections then: each process learns that another has
-    ended from its connection, which must be open nowhere else.
+    Fork the loader processes next, and then close the returned connections here. A process notices that
+    another one has ended when its connection closes, so no third process may hold it open.
+
+    Returns:
+        The process, and the loader processes' connections to it: for each loader process, one over which it
+        gets its shares; then, for each, one over which it gets its samples from object stores.
     """
     fork_context = get_context("fork")
     connection_pairs = [fork_context.Pipe() for _ in range(2 * worker_count)]
-    planner_connections, worker_connections = (
-        [ours for ours, _ in connection_pairs],
-        [theirs for _, theirs in connection_pairs],
-    )
+    planner_connections = [planner_end for planner_end, _ in connection_pairs]
+    worker_connections = [worker_end for _, worker_end in connection_pairs]
     planner_process = fork_context.Process(
         target=_plan_ahead,
         args=(planning_context, rank, rank_count, planner_connections, worker_connections),
@@ -556,53 +576,55 @@ def _plan_ahead(
     planning_context: PlanningContext,
     rank: int,
     rank_count: int,
-    of_planner: list[Connection],
+    planner_connections: list[Connection],
     worker_connections: list[Connection],
 ) -> None:
-    """Sends each loader process its shares, two steps before the slowest needs them at most."""
+    """Sends each loader process its shares, at most two steps before the slowest one needs them."""
     _prepare_forked_process()
     for connection in worker_connections:
         connection.close()
-    reconnect_stores(planning_context.loaded_datasets)
-    ahead = planning_context.read_ahead(rank_count)
-    workers = len(of_planner) // 2
-    to_workers = of_planner[:workers]
-    for connection in of_planner[workers:]:
-        serve(ahead, connection)
 
+    reconnect_stores(planning_context.loaded_datasets)
+    read_ahead = planning_context.read_ahead(rank_count)
+    worker_count = len(planner_connections) // 2
+    share_connections = planner_connections[:worker_count]
+    for connection in planner_connections[worker_count:]:
+        serve_samples(read_ahead, connection)
+
+    planned_steps = plan_shares(planning_context, rank, rank_count, worker_count, read_ahead)
     with suppress(EOFError, ConnectionError):  # the loader was closed
         try:
-            for step_index, shares in enumerate(
-                plan_shares(planning_context, rank, rank_count, workers, ahead)
-            ):
-                for connection, share in zip(to_workers, shares, strict=True):
+            for step_index, shares in enumerate(planned_steps):
+                for connection, share in zip(share_connections, shares, strict=True):
                     connection.send(share)
+                # Each process answers when it has made its rows of a step. Waiting for the answers of the
+                # step before keeps the planner from running away.
                 if step_index:
-                    for connection in to_workers:
+                    for connection in share_connections:
                         connection.recv()
         except LoaderError as error:
-            for connection in to_workers:
+            for connection in share_connections:
                 connection.send(error)
             while True:  # rows of earlier steps may still need samples
-                to_workers[0].recv()
+                share_connections[0].recv()
 
 
-def _received_shares(planner: Connection) -> Iterator[StepShare]:
-    """The shares of one loader process."""
+def _receive_shares(share_connection: Connection) -> Iterator[StepShare]:
+    """Yields the shares of one loader process as the planner sends them."""
     while True:
         try:
-            share = planner.recv()
+            share = share_connection.recv()
         except (EOFError, ConnectionError) as error:
             raise RuntimeError(PLANNER_ENDED_TEXT) from error
         if isinstance(share, LoaderError):
             raise share
         yield share
-        with suppress(ConnectionError):  # the planner has ended, which the next share says
-            planner.send(None)
+        with suppress(ConnectionError):  # the planner has ended, which the next ``recv`` reports
+            share_connection.send(None)
 
 
 def _prepare_forked_process() -> None:
-    """What a process of the loader does first."""
+    """Prepares a new process of the loader."""
     shield_loader_worker()
     gc.collect()
     gc.freeze()  # the forked pages stay shared
@@ -612,7 +634,8 @@ class WorkerRowDataset(IterableDataset):
     """The rows that one process of a rank makes.
 
     Args:
-        take: gives the bytes of a sample in an object store, by source and index.
+        shares: the process's share of each step.
+        take: returns the bytes of a sample in an object store, by source and index.
     """
 
     def __init__(
@@ -629,11 +652,12 @@ class WorkerRowDataset(IterableDataset):
             _prepare_forked_process()
 
         row_encoder = planning_context.row_encoder.copy_for_process()
-        sample_readers = planning_context.readers(self.take)
+        sample_readers = planning_context.sample_readers(self.take)
         for share in self.shares:
-            for number, samples in enumerate(share.rows, start=1):
-                state = share.state if number == len(share.rows) else None
-                yield PlannedRow(read_planned_row(row_encoder, sample_readers, samples), state)
+            for row_number, samples in enumerate(share.rows, start=1):
+                # The state belongs to the end of the step, so it comes with the last row.
+                planner_state = share.planner_state if row_number == len(share.rows) else None
+                yield PlannedRow(read_planned_row(row_encoder, sample_readers, samples), planner_state)
 
 
 def read_planned_row(
@@ -651,15 +675,15 @@ def read_planned_row(
             continue  # the data set's description excludes it
         crude_sample["__subflavors__"] = {SOURCE_FIELD: sample.source}
         encoded_sample = row_encoder.preencode_sample(row_encoder.cook(crude_sample))
-        if not encoded_sample.refused and encoded_sample.token_and_patch_count != (
-            sample.tokens,
-            sample.patches,
-        ):
-            stored_size_text = f"{sample.tokens} tokens and {sample.patches} patches"
+
+        # A larger sample might not fit into the row, and the other ranks count on the planned size.
+        token_count, patch_count = encoded_sample.token_and_patch_count
+        if not encoded_sample.refused and (token_count, patch_count) != (sample.tokens, sample.patches):
             encoded_sample.refused = (
                 "size differs from the index",
-                f"it has {encoded_sample.token_and_patch_count[0]} tokens and {encoded_sample.token_and_patch_count[1]} patches, and {stored_size_text} by the sizes in"
-                f" {METADATA_DIR}; delete the folder sizes there and run `megatron-vl data index`",
+                f"it has {token_count} tokens and {patch_count} patches, and {sample.tokens} tokens and"
+                f" {sample.patches} patches by the sizes in {METADATA_DIR}; delete the folder sizes there and"
+                " run `megatron-vl data index`",
             )
         encoded_samples.append(encoded_sample)
     return row_encoder.make_row(encoded_samples, samples[0].source if samples else 0)
@@ -670,7 +694,7 @@ def _identity_collate(value: Any) -> Any:
 
 
 def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
-    """An iterator over each of these, in a process for each."""
+    """Starts one process for each data set. Returns an iterator over the rows of each."""
     worker_iterators = []
     for dataset in datasets:
         # One loader for each process, since torch takes rows from all processes of a loader in turn.
@@ -689,58 +713,64 @@ def start_worker_iterators(datasets: Sequence[IterableDataset]) -> list[Any]:
 
 
 class PlannedRankRows:
-    """The planned rows of a data-parallel rank, from processes or, without any, from here.
+    """Iterator over the planned rows of a data-parallel rank.
 
     Args:
-        workers: number of processes; 0: read in this process.
-        start_row: rows that the run had taken before.
+        worker_count: number of loader processes; 0: rows are made in this process.
+        start_row: number of rows that the run had taken on all ranks before.
     """
 
     def __init__(
         self, planning_context: PlanningContext, rank: int, rank_count: int, worker_count: int, start_row: int
     ) -> None:
-        self.rows_per_rank, self.rows_per_step = (
-            planning_context.rows_per_step // rank_count,
-            planning_context.rows_per_step,
-        )
-        self.start_row, self.taken_rows = start_row, 0
+        self.rows_per_step = planning_context.rows_per_step
+        self.rows_per_rank = self.rows_per_step // rank_count
+        self.start_row = start_row
+        self.taken_rows = 0
         self.planner_state = planning_context.planner_state
         """The planner's state after the last whole step."""
         self._planner_process: BaseProcess | None = None
         if not worker_count:
-            ahead = planning_context.read_ahead(rank_count)
-            shares = (step[0] for step in plan_shares(planning_context, rank, rank_count, 1, ahead))
-            self._worker_iterators = [iter(WorkerRowDataset(planning_context, shares, ahead.take))]
+            read_ahead = planning_context.read_ahead(rank_count)
+            planned_steps = plan_shares(planning_context, rank, rank_count, 1, read_ahead)
+            shares = (step_shares[0] for step_shares in planned_steps)
+            self._worker_iterators = [iter(WorkerRowDataset(planning_context, shares, read_ahead.take))]
             return
+
         self._planner_process, worker_connections = start_planner(
             planning_context, rank, rank_count, worker_count
         )
-        self._worker_iterators = start_worker_iterators(
-            [
-                WorkerRowDataset(
-                    planning_context, _received_shares(plans), ServedSamples(samples, PLANNER_ENDED_TEXT).take
-                )
-                for plans, samples in zip(
-                    worker_connections[:worker_count], worker_connections[worker_count:], strict=True
-                )
-            ]
-        )
+        row_datasets = []
+        for share_connection, sample_connection in zip(
+            worker_connections[:worker_count], worker_connections[worker_count:], strict=True
+        ):
+            served_samples = ServedSamples(sample_connection, PLANNER_ENDED_TEXT)
+            row_datasets.append(
+                WorkerRowDataset(planning_context, _receive_shares(share_connection), served_samples.take)
+            )
+        self._worker_iterators = start_worker_iterators(row_datasets)
+        # The forked processes have their own copies.
         for connection in worker_connections:
             connection.close()
 
     def __next__(self) -> TrainingRow:
-        planned_row = next(self._worker_iterators[self.taken_rows % len(self._worker_iterators)])
+        # The processes make the rows in turn, so that the order does not depend on their speed.
+        worker = self.taken_rows % len(self._worker_iterators)
+        planned_row = next(self._worker_iterators[worker])
         self.taken_rows += 1
+
+        # Processes work ahead. The state comes with the row to which it belongs, so a save sees the right
+        # one.
         if planned_row.planner_state is not None:
             self.planner_state = planned_row.planner_state
         return planned_row.packed_row
 
     @property
     def total_rows_taken(self) -> int:
-        """Rows that the run has taken on all ranks.
+        """Number of rows that the run has taken on all ranks.
 
         Raises:
-            StateError: this rank has not taken all rows of a step.
+            LoaderStateError: this rank has not taken all rows of a step.
         """
         steps, extra_rows = divmod(self.taken_rows, self.rows_per_rank)
         if extra_rows:

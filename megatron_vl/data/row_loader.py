@@ -24,7 +24,7 @@ from megatron_vl.data.state_json import LoaderStateError, state_from_json, state
 from megatron_vl.json_files import check_format_version
 
 STATE_VERSION = 1
-"""Version of the form of a state, of the order of samples and of the planning of rows."""
+"""Version of a state's format, of the order of samples and of the planning of rows."""
 PIXEL_FIELDS = (
     "min_pixels",
     "max_pixels",
@@ -52,11 +52,11 @@ ADVICE_BY_FIELD = {
 
 
 class RowLoader:
-    """Iterator over the rows of one data-parallel rank, of batches that all ranks plan alike. It never ends.
+    """Iterator over the rows of one data-parallel rank. It never ends. All ranks plan the same batches.
 
     Args:
-        identity: what determines the rows.
-        ranks: the data-parallel size.
+        loader_identity: the settings that determine the rows, as JSON values.
+        dp_rank, dp_size: this data-parallel rank, and the number of such ranks.
     """
 
     def __init__(
@@ -68,17 +68,15 @@ class RowLoader:
         dp_size: int,
         data_config: DataConfig,
     ) -> None:
-        self._planning_context, self._identity, self._data_config = (
-            planning_context,
-            loader_identity,
-            data_config,
-        )
+        self._planning_context = planning_context
+        self._identity = loader_identity
+        self._data_config = data_config
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self.sample_count = split_facts.sample_count
         """Number of samples in the split, over all ranks; None for a metadataset."""
         self._change_lines: list[str] = []
         self._known_source_keys = {source.source_key for source in planning_context.blend_sources}
-        """What all sources are known by that were ever in the run's blend."""
+        """Keys of all sources that were ever in the run's blend."""
         self._start_row = 0
         self._rank_rows: PlannedRankRows | None = None
         self._is_closed = False
@@ -89,11 +87,14 @@ class RowLoader:
     def __next__(self) -> TrainingRow:
         if self._is_closed:
             raise LoaderError("the loader is closed")
+        # Processes start with the first row, because a state may be loaded before it.
         if self._rank_rows is None:
             worker_count = self._data_config.num_workers
             self._rank_rows = PlannedRankRows(
                 self._planning_context, self._dp_rank, self._dp_size, worker_count, self._start_row
             )
+
+        # An error of a loader process comes with that process's traceback, which says nothing to a user.
         try:
             return next(self._rank_rows)
         except (FatalSampleError, LoaderError) as error:
@@ -106,7 +107,7 @@ class RowLoader:
 
     @property
     def thinking_rule(self) -> dict[str, str]:
-        """The rule of what is learnt of thinking; empty if the chat template writes none."""
+        """The rule that says which thinking is learnt; empty if the chat template writes no thinking."""
         names = (field.name for field in dataclasses.fields(ThinkingRule))
         return {name: self._identity[name] for name in names if name in self._identity}
 
@@ -116,16 +117,18 @@ class RowLoader:
         return [*summarize_blend(tuple(self._planning_context.blend_sources)), *self._change_lines]
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state as JSON values. Rank 0 saves where the data stand, for all.
+        """This rank's part of the state as JSON values. Rank 0 saves the planner's state for all ranks.
 
         After :meth:`load_state_dict`, the next row is the one that would come next here.
 
         Raises:
-            StateError: this rank has not taken all its rows of a step.
+            LoaderStateError: this rank has not taken all its rows of a step.
         """
-        row_count, planner_state = self._start_row, self._planning_context.planner_state
+        row_count = self._start_row
+        planner_state = self._planning_context.planner_state
         if self._rank_rows is not None:
-            row_count, planner_state = self._rank_rows.total_rows_taken, self._rank_rows.planner_state
+            row_count = self._rank_rows.total_rows_taken
+            planner_state = self._rank_rows.planner_state
         return {
             "identity": self._identity,
             "begun": sorted(self._known_source_keys),
@@ -145,11 +148,13 @@ class RowLoader:
         Call it before the first row.
 
         Args:
-            saved_state: the state of one data-parallel rank of then.
-            read_rank_state: gives the state of another rank of then. It is needed if ``save_and_read_state`` is not that of rank 0.
+            saved_state: the state that one data-parallel rank saved.
+            read_rank_state: returns the state that another rank saved with it. It is needed if
+                ``saved_state`` is not that of rank 0.
 
         Raises:
-            StateError: the state belongs to another data set or to other packing, or rows were already read.
+            LoaderStateError: the state belongs to another data set or to other packing, or rows were already
+                read.
         """
         if self._rank_rows is not None:
             raise LoaderStateError("a loader state must be loaded before the first row is read")
@@ -164,19 +169,17 @@ class RowLoader:
             self._start_row = int(saved_state["rows"])
             self._change_lines += self._parallelism_changes(saved_state)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, LoaderStateError) and "damaged" not in str(error):
-                raise
-            damage_text = (
-                str(error)
-                if isinstance(error, LoaderStateError)
-                else f"the loader state is damaged ({error!r})"
-            )
+            damage_text = f"the loader state is damaged ({error!r})"
+            if isinstance(error, LoaderStateError):
+                damage_text = str(error)
+                if "damaged" not in damage_text:
+                    raise
             raise LoaderStateError(f"{damage_text}; {RESUME_EARLIER_ADVICE}") from error
 
     def _rank_0_state(
         self, saved_state: dict[str, Any], read_rank_state: Callable[[int], dict[str, Any]] | None
     ) -> dict[str, Any]:
-        """The state of the rank that saved for all."""
+        """The state of rank 0, which saved the planner's state for all ranks."""
         if saved_state["rank"] == 0:
             return saved_state
         if read_rank_state is None:
@@ -199,21 +202,23 @@ class RowLoader:
             RESUME_WITH_SAVER,
             LoaderStateError,
         )
+
+        # A change of the blend is the only difference with which a run may go on.
         if dataset_difference := compare_identities(saved_identity.get("dataset"), self._identity["dataset"]):
-            saved_value, known_keys = (
+            blend_change = BlendChange(
                 _saved_sources(saved_identity.get("dataset")),
+                tuple(self._planning_context.blend_sources),
                 frozenset(saved_state["begun"]),
             )
-            self._note_blend_change(
-                BlendChange(saved_value, tuple(self._planning_context.blend_sources), known_keys),
-                dataset_difference,
-            )
+            self._note_blend_change(blend_change, dataset_difference)
+
         for field_name, current_value in self._identity.items():
             saved_value = saved_identity.get(field_name)
             if field_name != "dataset" and saved_value != current_value:
+                advice = ADVICE_BY_FIELD.get(field_name, f"set data.{field_name} back")
                 raise LoaderStateError(
-                    f"the loader state was saved with {field_name} = {saved_value!r}, this loader has {current_value!r} "
-                    f"and would not make the same rows; {ADVICE_BY_FIELD.get(field_name, f'set data.{field_name} back')}"
+                    f"the loader state was saved with {field_name} = {saved_value!r}, this loader has"
+                    f" {current_value!r} and would not make the same rows; {advice}"
                 )
 
     def _note_blend_change(self, blend_change: BlendChange, first_difference: str) -> None:
@@ -223,7 +228,8 @@ class RowLoader:
             first_difference: the first difference, as a clause.
 
         Raises:
-            StateError: the run was not told to go on with another blend, or no source of before stays.
+            LoaderStateError: ``data.on_changed_blend`` does not allow another blend, or no earlier source is
+                left.
         """
         problem_text = f"the loader state was saved with another data set: {first_difference}"
         if not blend_change.keeps_any_source:
@@ -231,7 +237,8 @@ class RowLoader:
         if self._data_config.on_changed_blend != "continue":
             change_text = "; ".join(blend_change.change_lines())
             raise LoaderStateError(
-                f"{problem_text}; {GIVE_ORIGINAL_DATASET}, {CONTINUE_ADVICE} ({change_text}), {RESTART_DATA_ADVICE}"
+                f"{problem_text}; {GIVE_ORIGINAL_DATASET}, {CONTINUE_ADVICE} ({change_text}),"
+                f" {RESTART_DATA_ADVICE}"
             )
         change_lines = [f"  {line}" for line in blend_change.change_lines()]
         self._change_lines += [f"the blend has changed ({first_difference}); from here on:", *change_lines]
@@ -243,12 +250,13 @@ class RowLoader:
         if (saved_state["ranks"], saved_state["num_workers"]) != (self._dp_size, worker_count):
             change_lines.append(
                 f"the data continue on {self._dp_size} data-parallel ranks x {worker_count} workers, after"
-                f" {saved_state['ranks']} x {saved_state['num_workers']}: every step takes the same samples as before"
+                f" {saved_state['ranks']} x {saved_state['num_workers']}: every step takes the same samples"
+                " as before"
             )
         if saved_state["rows_per_step"] != rows_per_step:
             change_lines.append(
-                f"each step takes {rows_per_step} rows, after {saved_state['rows_per_step']}: samples keep their order, and"
-                " none is repeated or left out"
+                f"each step takes {rows_per_step} rows, after {saved_state['rows_per_step']}: samples keep"
+                " their order, and none is repeated or left out"
             )
         return change_lines
 

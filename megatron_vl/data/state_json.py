@@ -18,7 +18,11 @@ class LoaderStateError(UserError, ValueError):
 
 
 def state_to_json(state_value: Any) -> Any:
-    """JSON values that :func:`state_from_json` turns back into an equal object. Raises :class:`LoaderStateError`."""
+    """Converts a state to JSON values, from which :func:`state_from_json` makes an equal object.
+
+    Raises:
+        LoaderStateError: the state has a value of a type that no state has.
+    """
     if state_value is None or isinstance(state_value, (bool, int, float, str)):
         return state_value
     if isinstance(state_value, np.ndarray):
@@ -32,10 +36,8 @@ def state_to_json(state_value: Any) -> Any:
     if isinstance(state_value, dict):
         return {"dict": [[state_to_json(k), state_to_json(v)] for k, v in state_value.items()]}
 
-    raise LoaderStateError(
-        f"the loader state holds a {type(state_value).__module__}.{type(state_value).__name__}, which this version cannot"
-        " write"
-    )
+    type_name = f"{type(state_value).__module__}.{type(state_value).__name__}"
+    raise LoaderStateError(f"the loader state holds a {type_name}, which this version cannot write")
 
 
 def state_from_json(json_value: Any) -> Any:

@@ -1,15 +1,15 @@
 """AdamW with moments in bf16: one pass over weights, gradients and state.
 
-The arithmetic is fp32 and that of Loshchilov and Hutter (2019, Algorithm 2): decay is added to Adam's update
-and scaled by the learning rate. Every operation is rounded by itself, to the nearest number, and none is
-fused. So a GPU and a CPU compute the same bits, whatever share of the state is in host memory, and in every
-layout.
+The arithmetic is in fp32 and follows Loshchilov and Hutter (2019, Algorithm 2): decay is added to Adam's
+update and scaled by the learning rate. Every operation is rounded separately, to the nearest number, and none
+is fused. So a GPU and a CPU compute the same bits, in every layout, whatever share of the state is in host
+memory.
 
 The master weight is joined from the model's bf16 weight and its lower half
 (:mod:`megatron_vl.kernels.master_halves`), and split again. The moments are rounded as
 :mod:`megatron_vl.kernels.moments` says. A parameter takes 20 bytes of traffic: 12 are read, 8 are written.
 
-A Triton kernel runs on a GPU (and in Triton's interpreter), one launch for all stretches of a chunk; torch
+A Triton kernel runs on a GPU (and in Triton's interpreter), with one launch for all slices of a chunk. Torch
 code runs elsewhere.
 """
 
@@ -27,7 +27,7 @@ from megatron_vl.kernels.moments import round_moments, step_hash
 
 
 class AdamCoefficients(NamedTuple):
-    """The numbers of a step of some parameters; all but the last are rounded to fp32 before they are used."""
+    """The numbers of a step of some parameters. All but the last are rounded to fp32 before they are used."""
 
     beta1: float
     one_minus_beta1: float
@@ -46,7 +46,7 @@ class AdamCoefficients(NamedTuple):
 
     @classmethod
     def from_param_group(cls, param_group: dict[str, Any], step_count: int) -> AdamCoefficients:
-        """The rates of a torch optimizer's group, which has lr, betas, eps and weight_decay."""
+        """The coefficients of a torch optimizer's group, which has lr, betas, eps and weight_decay."""
         beta1, beta2 = param_group["betas"]
         bias_corrections = (1 / (1 - beta1**step_count), 1 / (1 - beta2**step_count))
         return cls(
@@ -56,20 +56,22 @@ class AdamCoefficients(NamedTuple):
 
 
 class StepCoefficients:
-    """The rates of one step, on a device.
+    """The coefficients of one step, on a device.
 
     Args:
-        rates: of the parameters that have the same, by a key of the caller's choice.
+        coefficients_by_key: by a key of the caller's choice, the coefficients of the parameters that share
+            them.
     """
 
     def __init__(self, coefficients_by_key: Mapping[Any, AdamCoefficients], device: torch.device) -> None:
         self.index_by_key = {key: index for index, key in enumerate(coefficients_by_key)}
-        self.step_counts = [one.step_count for one in coefficients_by_key.values()]
-        table = torch.tensor([[*one[:-1], 0.0] for one in coefficients_by_key.values()], dtype=torch.float32)
-        table.view(torch.int32)[:, -1] = torch.tensor([step_hash(step) for step in self.step_counts])
+        self.step_counts = [coefficients.step_count for coefficients in coefficients_by_key.values()]
+        table_rows = [[*coefficients[:-1], 0.0] for coefficients in coefficients_by_key.values()]
+        host_table = torch.tensor(table_rows, dtype=torch.float32)
+        host_table.view(torch.int32)[:, -1] = torch.tensor([step_hash(step) for step in self.step_counts])
         on_gpu = device.type == "cuda"
-        self.device_table = table.pin_memory().to(device, non_blocking=True) if on_gpu else table
-        """fp32 [rates, 10]: the numbers, and the bits of the step's part of the hash."""
+        self.device_table = host_table.pin_memory().to(device, non_blocking=True) if on_gpu else host_table
+        """fp32 [keys, 10]: the coefficients, and the bits of the step's part of the hash."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,67 +79,66 @@ class ParameterSlice:
     """Consecutive elements of one parameter."""
 
     weight: Tensor
-    """bf16 [N], or fp32 [N] if it is its own master. The parameter's tensor; N elements of it from ``start_element``
-    on are the stretch."""
+    """The parameter's tensor: bf16, or fp32 if it is its own master."""
     gradient: Tensor
-    """fp32 [N], contiguous, with the elements of ``weight``."""
+    """fp32, contiguous, with the elements of ``weight``."""
     start_element: int
+    """First element of the slice in ``weight`` and ``gradient``."""
     num_elements: int
     state_offset: int
-    """Where their state begins in the chunk."""
+    """First element of the slice's state in the chunk."""
     coefficients_index: int
-    """Index of the :class:`Rates` of the step."""
+    """Index of the slice's coefficients in :class:`StepCoefficients`."""
 
     def slice_of(self, tensor: Tensor) -> Tensor:
-        """The stretch of ``weight`` or ``gradient``."""
+        """The slice [num_elements] of ``weight`` or ``gradient``."""
         return tensor.detach().view(-1)[self.start_element : self.start_element + self.num_elements]
 
 
 @dataclass(eq=False)
 class LaunchTables:
-    """What the kernel needs to know of a chunk's stretches, on the device. It is kept from step to step."""
+    """The tables on the device from which the kernel finds a chunk's slices. They are kept from step to
+    step."""
 
     slice_records: list[tuple[int, ...]] = field(default_factory=list)
-    """Of each stretch: addresses of weight and gradient, offset, size, first block, index of its rates."""
+    """For each slice: addresses of weight and gradient, state offset, size, first block, coefficients
+    index."""
     launch_tables: list[tuple[Tensor, Tensor, bool]] = field(default_factory=list)
-    """One launch each, of the aligned stretches and of the others: int64 [stretches, 6] with the numbers of
-    ``slice_records``, int32 [blocks] with the index of each block's stretch, and whether they are aligned."""
+    """One launch for the aligned slices and one for the others: int64 [slices, 6] with the numbers of
+    ``slice_records``, int32 [blocks] with the index of each block's slice, and whether they are aligned."""
 
     def update_tables(
         self, parameter_slices: Sequence[ParameterSlice], block_size: int, device: torch.device
     ) -> None:
-        """Brings the parts up to date. It copies to the device only if an address or an index differs.
+        """Updates the tables. It copies to the device only if an address or an index has changed.
 
         Args:
-            block_size: elements of a block.
+            block_size: number of elements of a block.
         """
-        new_records = [_slice_record(stretch) for stretch in parameter_slices]
+        new_records = [_slice_record(parameter_slice) for parameter_slice in parameter_slices]
         if new_records == self.slice_records:
             return
 
-        self.slice_records, self.launch_tables = new_records, []
+        self.slice_records = new_records
+        self.launch_tables = []
         for is_aligned in (True, False):
-            slice_table = torch.tensor(
-                [one for one in new_records if _is_slice_aligned(one) == is_aligned], dtype=torch.int64
-            )
-            if not len(slice_table):
+            chosen_records = [record for record in new_records if _is_slice_aligned(record) == is_aligned]
+            if not chosen_records:
                 continue
+            slice_table = torch.tensor(chosen_records, dtype=torch.int64)
             blocks_per_slice = (slice_table[:, 3] + block_size - 1) // block_size
             slice_table[:, 4] = blocks_per_slice.cumsum(0) - blocks_per_slice
-            slice_of_block = torch.repeat_interleave(
-                torch.arange(len(slice_table), dtype=torch.int32), blocks_per_slice
-            )
+            slice_indices = torch.arange(len(slice_table), dtype=torch.int32)
+            slice_of_block = torch.repeat_interleave(slice_indices, blocks_per_slice)
             self.launch_tables.append((slice_table.to(device), slice_of_block.to(device), is_aligned))
 
 
 def _slice_record(parameter_slice: ParameterSlice) -> tuple[int, ...]:
-    """The numbers of a stretch in :class:`LaunchTables`, with 0 for its first block."""
-    addresses = [
-        tensor.data_ptr() + tensor.itemsize * parameter_slice.start_element
-        for tensor in (parameter_slice.weight, parameter_slice.gradient)
-    ]
+    """The numbers of a slice in :class:`LaunchTables`, with 0 for its first block."""
+    weight, gradient = parameter_slice.weight, parameter_slice.gradient
     return (
-        *addresses,
+        weight.data_ptr() + weight.itemsize * parameter_slice.start_element,
+        gradient.data_ptr() + gradient.itemsize * parameter_slice.start_element,
         parameter_slice.state_offset,
         parameter_slice.num_elements,
         0,
@@ -146,9 +147,9 @@ def _slice_record(parameter_slice: ParameterSlice) -> tuple[int, ...]:
 
 
 def _is_slice_aligned(slice_record: tuple[int, ...]) -> bool:
-    """Whether the kernel can load 8 elements of a stretch at once."""
-    weight, gradient_address, _, size, *_ = slice_record
-    return not (weight % 16 or gradient_address % 16 or size % 8)
+    """Whether the kernel can load 8 elements of a slice at once."""
+    weight_address, gradient_address, _, num_elements, *_ = slice_record
+    return not (weight_address % 16 or gradient_address % 16 or num_elements % 8)
 
 
 def adam_step(
@@ -165,7 +166,7 @@ def adam_step(
         exp_avg: bf16 [chunk].
         exp_avg_sq: bf16 [chunk]. Its signs mark ties of master weights.
         low_bits: int16 [chunk], or empty if the weights are fp32.
-        launch_tables: of this chunk, empty before its first step.
+        launch_tables: the tables of this chunk; empty before its first step.
     """
     if runs_on_kernels(exp_avg):
         from megatron_vl.kernels import adam_triton
@@ -186,13 +187,10 @@ def adam_step(
         return
 
     for parameter_slice in parameter_slices:
-        weight, gradient = (
-            parameter_slice.slice_of(parameter_slice.weight),
-            parameter_slice.slice_of(parameter_slice.gradient),
-        )
-        state_slice = slice(
-            parameter_slice.state_offset, parameter_slice.state_offset + parameter_slice.num_elements
-        )
+        weight = parameter_slice.slice_of(parameter_slice.weight)
+        gradient = parameter_slice.slice_of(parameter_slice.gradient)
+        state_end = parameter_slice.state_offset + parameter_slice.num_elements
+        state_slice = slice(parameter_slice.state_offset, state_end)
         first_moment, second_moment = exp_avg[state_slice].float(), exp_avg_sq[state_slice].float()
         has_split_master = weight.dtype == torch.bfloat16
         master = torch.empty_like(first_moment) if has_split_master else weight
@@ -236,7 +234,8 @@ def _adamw_update(
     first_moment = beta1 * first_moment + one_minus_beta1 * gradient
     second_moment = beta2 * second_moment + one_minus_beta2 * (gradient * gradient)
 
-    # torch's root of fp32 numbers is not rounded to the nearest on a CPU, and depends on their place.
+    # On a CPU, torch's root of fp32 numbers is not always rounded to the nearest, and it depends on the
+    # element's position in the tensor.
     corrected_root = (second_moment * bias_correction2).double().sqrt().float()
     weight_update = first_moment * bias_correction1 / (corrected_root + eps) + weight_decay * master_weight
     if learning_rate != 0:  # With a rate of 0, -0 would become 0.

@@ -5,11 +5,11 @@ the token's key:
 
     S <- exp(g) S;  d = beta (v - S^T k);  S <- S + k d^T;  o = S^T q
 
-State and convolution start afresh at each sequence of a row. If context-parallel ranks share the row, those
-of a sequence that crosses an edge are carried on (:mod:`megatron_vl.kernels.shard_exchange`). The host reads
-nothing from the device, and shapes depend only on the length of the row. Reference:
-``torch_chunk_gated_delta_rule`` of transformers. It does not support packed rows: run on each sequence alone,
-it gives the same results.
+State and convolution start again at each sequence of a row. If context-parallel ranks share the row, they
+pass on the state and the last inputs of a sequence that crosses an edge
+(:mod:`megatron_vl.kernels.shard_exchange`). The host reads nothing from the device, and shapes depend only on
+the length of the row. The reference is ``torch_chunk_gated_delta_rule`` of transformers, called for each
+sequence alone, because it does not support packed rows.
 
 Triton kernels run on a GPU and in Triton's interpreter, torch code elsewhere. Float64 inputs always use the
 torch code. On a GPU, float32 inputs of the rule use it too, because the rule's kernels multiply in half
@@ -34,9 +34,11 @@ CHUNK_TOKENS = DELTA_CHUNK
 
 
 def make_segment_ids(cu_seqlens: Tensor, num_tokens: int, first_token: int = 0) -> Tensor:
-    """The sequence number of each token, int32 [length], from ``cu_seqlens``, int32 [sequences + 1].
+    """The sequence number of each token, int32 [num_tokens].
 
-    The tokens are those of the row from ``first_token`` on.
+    Args:
+        cu_seqlens: int32 [sequences + 1], bounds of the sequences in the row.
+        first_token: position in the row of the first of the tokens.
     """
     tokens = torch.arange(
         first_token, first_token + num_tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device
@@ -53,8 +55,8 @@ def causal_conv(
         x: [S, C].
         weight: [C, W]; the last column belongs to the token itself.
         segment_ids: sequence number of each token, [S]. A token does not see other sequences.
-        exchange: with the ranks that hold the other shards of the row. The call is then collective, its
-            backward pass too.
+        exchange: the exchange with the ranks that hold the other shards of the row. With it, the call and its
+            backward pass are collective.
 
     Returns:
         [S, C].
@@ -69,48 +71,49 @@ def causal_conv(
     return _torch_conv(x, weight, segment_ids)
 
 
-def _torch_conv(x: Tensor, weight: Tensor, segments: Tensor) -> Tensor:
-    width = weight.shape[1]
-    out = x * weight[:, -1]
-    for back in range(1, min(width, x.shape[0])):
-        same = (segments[back:] == segments[:-back])[:, None]
-        earlier = torch.where(same, x[:-back], 0.0) * weight[:, width - 1 - back]
-        out = out + F.pad(earlier, (0, 0, back, 0))
-    return F.silu(out)
+def _torch_conv(x: Tensor, weight: Tensor, segment_ids: Tensor) -> Tensor:
+    conv_width = weight.shape[1]
+    convolved = x * weight[:, -1]
+    for distance in range(1, min(conv_width, x.shape[0])):
+        in_same_segment = (segment_ids[distance:] == segment_ids[:-distance])[:, None]
+        earlier_x = torch.where(in_same_segment, x[:-distance], 0.0)
+        weighted_x = earlier_x * weight[:, conv_width - 1 - distance]
+        convolved = convolved + F.pad(weighted_x, (0, 0, distance, 0))
+    return F.silu(convolved)
 
 
-def _conv_after_halo(x: Tensor, weight: Tensor, halo: Tensor, segments: Tensor) -> Tensor:
+def _conv_after_halo(x: Tensor, weight: Tensor, halo: Tensor, segment_ids: Tensor) -> Tensor:
     """The convolution of x [S, C], whose first sequence continues the inputs ``halo`` [W - 1, C]."""
-    reach = len(halo)
-    extended = torch.cat((segments[:1].expand(reach), segments))
-    return _torch_conv(torch.cat((halo, x)), weight, extended)[reach:]
+    halo_length = len(halo)
+    extended_ids = torch.cat((segment_ids[:1].expand(halo_length), segment_ids))
+    return _torch_conv(torch.cat((halo, x)), weight, extended_ids)[halo_length:]
 
 
 class _ShardConvolution(torch.autograd.Function):
     """The convolution of one rank's shard in torch."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, segments: Tensor, exchange: ShardExchange) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, segment_ids: Tensor, exchange: ShardExchange) -> Tensor:
         halo = exchange.halo(x, weight.shape[1] - 1)
-        ctx.save_for_backward(x, weight, halo, segments)
+        ctx.save_for_backward(x, weight, halo, segment_ids)
         ctx.exchange = exchange
-        return _conv_after_halo(x, weight, halo, segments)
+        return _conv_after_halo(x, weight, halo, segment_ids)
 
     @staticmethod
-    def backward(ctx, dout: Tensor):
-        *inputs, segments = ctx.saved_tensors
+    def backward(ctx, output_grad: Tensor):
+        *inputs, segment_ids = ctx.saved_tensors
 
         def convolution(x: Tensor, weight: Tensor, halo: Tensor) -> Tensor:
-            return _conv_after_halo(x, weight, halo, segments)
+            return _conv_after_halo(x, weight, halo, segment_ids)
 
-        out, leaves = _with_graph(convolution, inputs)
-        dx, dweight, dhalo = torch.autograd.grad(out, leaves, dout)
-        ctx.exchange.add_halo_gradients(dhalo, dx)
-        return dx, dweight, None, None
+        convolved, leaves = _with_graph(convolution, inputs)
+        x_grad, weight_grad, halo_grad = torch.autograd.grad(convolved, leaves, output_grad)
+        ctx.exchange.add_halo_gradients(halo_grad, x_grad)
+        return x_grad, weight_grad, None, None
 
 
 def _with_graph(function: Callable, inputs: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Computes ``function`` with an autograd graph of its own; returns the result and the graph's leaves."""
+    """Computes ``function`` with a separate autograd graph. Returns the result and the graph's leaves."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
         return function(*leaves), leaves
@@ -170,8 +173,8 @@ def gated_delta_rule(
         segment_ids: sequence number of each token, [S], ascending.
         initial_state: the state before the first token, [Vh, K, V] in the type of the computation, if the
             first sequence began before the row; None: it begins with the row.
-        exchange: with the ranks that hold the other shards of the row. It supplies the initial state and the
-            gradient of the final one; the call is then collective, its backward pass too.
+        exchange: the exchange with the ranks that hold the other shards of the row. It supplies the initial
+            state and the gradient of the final one. With it, the call and its backward pass are collective.
 
     Returns:
         The outputs [S, Vh, V] in the values' type, and the state [Vh, K, V] after the last token. With
@@ -194,31 +197,37 @@ def _torch_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    g: Tensor,
+    log_decay: Tensor,
     beta: Tensor,
-    segments: Tensor,
+    segment_ids: Tensor,
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    length, kind = query.shape[0], value.dtype
-    wide = torch.promote_types(query.dtype, torch.float32)
-    repeats = value.shape[1] // key.shape[1]
-    q = l2_normalized(query.to(wide)) * query.shape[-1] ** -0.5
-    k = l2_normalized(key.to(wide))
-    q, k = (t.repeat_interleave(repeats, dim=1) for t in (q, k))
+    num_tokens = query.shape[0]
+    compute_dtype = torch.promote_types(query.dtype, torch.float32)
+    value_heads_per_key_head = value.shape[1] // key.shape[1]
+    scaled_queries = l2_normalized(query.to(compute_dtype)) * query.shape[-1] ** -0.5
+    normalized_keys = l2_normalized(key.to(compute_dtype))
 
     # The last chunk is padded with tokens that change nothing: their key, beta and decay are zero.
-    padding = -length % CHUNK_TOKENS
-    segments = torch.cat((segments, segments[-1:].expand(padding)))
-    q, k, v, g, beta = (
-        _split_into_chunks(t.to(wide), padding) for t in (q, k, value, g[..., None], beta[..., None])
+    num_padding = -num_tokens % CHUNK_TOKENS
+    padded_ids = torch.cat((segment_ids, segment_ids[-1:].expand(num_padding)))
+    rule_inputs = (
+        scaled_queries.repeat_interleave(value_heads_per_key_head, dim=1),
+        normalized_keys.repeat_interleave(value_heads_per_key_head, dim=1),
+        value,
+        log_decay[..., None],
+        beta[..., None],
     )
-    out, state = _scan_chunks(q, k, v, g, beta, segments.view(-1, CHUNK_TOKENS), initial_state)
-    out = out.movedim(1, 2).flatten(0, 1)[:length]
-    return out.to(kind), state
+    q, k, v, g, b = (_split_into_chunks(tensor.to(compute_dtype), num_padding) for tensor in rule_inputs)
+    chunk_ids = padded_ids.view(-1, CHUNK_TOKENS)
+    chunk_outputs, state = _scan_chunks(q, k, v, g, b, chunk_ids, initial_state)
+    rule_output = chunk_outputs.movedim(1, 2).flatten(0, 1)[:num_tokens]
+    return rule_output.to(value.dtype), state
 
 
 class _ShardRule(torch.autograd.Function):
-    """The rule for one rank's shard in torch. It computes the shard's map first, and then the outputs."""
+    """The rule for one rank's shard in torch. It computes the shard's affine map first, and then the
+    outputs."""
 
     @staticmethod
     def forward(
@@ -226,50 +235,53 @@ class _ShardRule(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        g: Tensor,
+        log_decay: Tensor,
         beta: Tensor,
-        segments: Tensor,
+        segment_ids: Tensor,
         exchange: ShardExchange,
     ) -> tuple[Tensor, Tensor]:
-        inputs = (query, key, value, g, beta)
-        _, local_state = _torch_rule(*inputs, segments)
+        inputs = (query, key, value, log_decay, beta)
+        _, local_state = _torch_rule(*inputs, segment_ids)
+
+        # The matrix of the map is what the shard makes of the unit matrix without values.
         transition = None
         if exchange.route.is_between:
-            width = key.shape[-1]
-            unit = torch.eye(width, dtype=local_state.dtype, device=local_state.device)
-            units, no_values = unit.expand(len(local_state), -1, -1), value.new_zeros(*value.shape[:2], width)
-            _, transition = _torch_rule(query, key, no_values, g, beta, segments, units)
+            key_dim = key.shape[-1]
+            unit_matrix = torch.eye(key_dim, dtype=local_state.dtype, device=local_state.device)
+            unit_states = unit_matrix.expand(len(local_state), -1, -1)
+            zero_values = value.new_zeros(*value.shape[:2], key_dim)
+            _, transition = _torch_rule(query, key, zero_values, log_decay, beta, segment_ids, unit_states)
 
         initial_state = exchange.initial_state(local_state, transition)
-        out, state = _torch_rule(*inputs, segments, initial_state)
-        ctx.save_for_backward(*inputs, segments, transition, initial_state)
+        rule_output, state = _torch_rule(*inputs, segment_ids, initial_state)
+        ctx.save_for_backward(*inputs, segment_ids, transition, initial_state)
         ctx.exchange = exchange
         ctx.mark_non_differentiable(state)
-        return out, state
+        return rule_output, state
 
     @staticmethod
-    def backward(ctx, dout: Tensor, _: Tensor):
-        *inputs, segments, transition, initial_state = ctx.saved_tensors
+    def backward(ctx, output_grad: Tensor, _: Tensor):
+        *inputs, segment_ids, transition, initial_state = ctx.saved_tensors
         continues = initial_state is not None
 
         def rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial: Tensor | None = None):
-            return _torch_rule(q, k, v, g, beta, segments, initial)
+            return _torch_rule(q, k, v, g, beta, segment_ids, initial)
 
-        (out, state), leaves = _with_graph(rule, [*inputs, initial_state] if continues else inputs)
+        (rule_output, state), leaves = _with_graph(rule, [*inputs, initial_state] if continues else inputs)
 
-        # The map of gradients: what this shard's outputs give to the state before it.
-        gradient = torch.zeros_like(state)
+        # The constant of the gradients' map: the gradient of the state before the shard from its own outputs.
+        initial_grad = torch.zeros_like(state)
         if continues:
-            (gradient,) = torch.autograd.grad(out, leaves[-1], dout, retain_graph=True)
-        dstate = ctx.exchange.final_gradient(gradient, transition)
+            (initial_grad,) = torch.autograd.grad(rule_output, leaves[-1], output_grad, retain_graph=True)
+        state_grad = ctx.exchange.final_gradient(initial_grad, transition)
 
-        results = (out,) if dstate is None else (out, state)
-        gradients = (dout,) if dstate is None else (dout, dstate)
-        return (*torch.autograd.grad(results, leaves[:5], gradients), None, None)
+        results = (rule_output,) if state_grad is None else (rule_output, state)
+        result_grads = (output_grad,) if state_grad is None else (output_grad, state_grad)
+        return (*torch.autograd.grad(results, leaves[:5], result_grads), None, None)
 
 
 def _split_into_chunks(x: Tensor, num_padding: int) -> Tensor:
-    """[S, heads, d] -> [chunks, heads, CHUNK, d], where S + padding = chunks * CHUNK"""
+    """[S, heads, d] -> [chunks, heads, CHUNK, d], where S + num_padding = chunks * CHUNK"""
     return F.pad(x, (0, 0, 0, 0, 0, num_padding)).unflatten(0, (-1, CHUNK_TOKENS)).movedim(2, 1)
 
 
@@ -285,7 +297,7 @@ def _scan_chunks(
     """Applies the rule chunk by chunk. Returns the outputs in the same shape, and the final state.
 
     Args:
-        q, k, v, g, beta: [chunks, heads, CHUNK, d], with d = 1 for g and beta.
+        q, k, v, log_decay, beta: [chunks, heads, CHUNK, d], with d = 1 for log_decay and beta.
         segment_ids: [chunks, CHUNK].
         initial_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
@@ -297,18 +309,19 @@ def _scan_chunks(
     cumulative_decay = visible_pairs.to(log_decay.dtype) @ log_decay
 
     # Masked before exp, so that neither values nor gradients of other pairs overflow.
-    pair_decay = (
-        (cumulative_decay - cumulative_decay.transpose(-1, -2)).masked_fill(~visible_pairs, -torch.inf).exp()
-    )
+    decay_between = cumulative_decay - cumulative_decay.transpose(-1, -2)
+    pair_decay = decay_between.masked_fill(~visible_pairs, -torch.inf).exp()
+
+    # The state before a chunk is read by the tokens of its sequence, and the state after it is written by
+    # those of the chunk's last sequence.
     previous_segment = F.pad(segment_ids[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
     if initial_state is not None:
         previous_segment = torch.cat((segment_ids[:1, 0], segment_ids[:-1, -1]))
     continues_previous = (segment_ids == previous_segment[:, None])[:, None, :, None]
     read_decay = cumulative_decay.exp() * continues_previous
     in_last_segment = (segment_ids == segment_ids[:, -1:])[:, None, :, None]
-    write_decay = (
-        (cumulative_decay[:, :, -1:] - cumulative_decay).masked_fill(~in_last_segment, -torch.inf).exp()
-    )
+    decay_to_end = cumulative_decay[:, :, -1:] - cumulative_decay
+    write_decay = decay_to_end.masked_fill(~in_last_segment, -torch.inf).exp()
     state_decay = read_decay[:, :, -1:]
 
     # d_i = beta_i (v_i - read_i k_i S - sum over earlier j of pairs_ij (k_i k_j) d_j) is a triangular system
@@ -320,8 +333,10 @@ def _scan_chunks(
     )
     chunk_values, chunk_keys = system_solution.split((v.shape[-1], k.shape[-1]), dim=-1)
     attention_scores = (q @ k.transpose(-1, -2)) * pair_decay
-    chunk_queries, transposed_write_keys = q * read_decay, (k * write_decay).transpose(-1, -2)
+    chunk_queries = q * read_decay
+    transposed_write_keys = (k * write_decay).transpose(-1, -2)
 
+    # Only this recurrence is sequential.
     state = v.new_zeros(v.shape[1], k.shape[-1], v.shape[-1]) if initial_state is None else initial_state
     chunk_outputs = []
     for i in range(q.shape[0]):
@@ -347,9 +362,8 @@ def gated_delta_step(
     """
     compute_dtype = state.dtype
     value_heads_per_key_head = value.shape[1] // key.shape[1]
-    scaled_queries = (l2_normalized(query.to(compute_dtype)) * query.shape[-1] ** -0.5).repeat_interleave(
-        value_heads_per_key_head, dim=1
-    )
+    scaled_queries = l2_normalized(query.to(compute_dtype)) * query.shape[-1] ** -0.5
+    scaled_queries = scaled_queries.repeat_interleave(value_heads_per_key_head, dim=1)
     normalized_keys = l2_normalized(key.to(compute_dtype)).repeat_interleave(value_heads_per_key_head, dim=1)
 
     state = state * log_decay.to(compute_dtype).exp()[..., None, None]

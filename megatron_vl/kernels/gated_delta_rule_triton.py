@@ -417,8 +417,9 @@ def _scan_kernel(
     """Runs :func:`_scan_forward` for one value head and COLUMNS columns of its state."""
     column_block, head = tl.program_id(0), tl.program_id(1)
     _scan_forward(
-        k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, head, column_block, length, chunks, k_stride,
-        heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
+        k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer,
+        head, column_block, length, chunks, k_stride, heads, repeats,
+        K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
     )  # fmt: skip
 
 
@@ -462,14 +463,16 @@ def _both_scans_kernel(
     column_block, head = tl.program_id(0), tl.program_id(1)
     if tl.program_id(2) == 0:
         _scan_forward(
-            k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer, head, column_block, length, chunks, k_stride,
-            heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
+            k, w, u, write_scale, state_decay, state_pointer, delta_pointer, initial, final_pointer,
+            head, column_block, length, chunks, k_stride, heads, repeats,
+            K, V, C, COLUMNS, STAGES, PRECISION, INITIAL,
         )  # fmt: skip
     else:
         _scan_backward(
-            q, k, w_back, z, output_grad_pointer, read_scale, beta_scale, state_decay, state_grad_pointer, delta_grad_pointer, dinitial, final_state_grad, head, column_block,
-            length, chunks, q_stride, k_stride, heads, repeats, K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL,
-            INITIAL, True,
+            q, k, w_back, z, output_grad_pointer, read_scale, beta_scale, state_decay, state_grad_pointer,
+            delta_grad_pointer, dinitial, final_state_grad,
+            head, column_block, length, chunks, q_stride, k_stride, heads, repeats,
+            K, V, C, COLUMNS, STAGES, PRECISION, OF_FINAL, INITIAL, True,
         )  # fmt: skip
 
 
@@ -1023,7 +1026,7 @@ def _scan_options(config: DeltaRuleConfig, v: Tensor) -> dict[str, int]:
 
 
 class Saved(NamedTuple):
-    """What :func:`forward` keeps for :func:`backward`."""
+    """The tensors that :func:`run_forward` keeps for :func:`run_backward`."""
 
     inverse: Tensor
     """[chunks, Vh, CHUNK, CHUNK], the inverses of the triangular systems."""
@@ -1045,16 +1048,18 @@ def run_forward(
     initial: Tensor | None = None,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Saved]:
-    """Runs the forward kernels on q, k [S, Kh, K], v [S, Vh, V], g, beta [S, Vh] and segments [S].
-
-    q, k and v may have any stride between tokens. The heads of a token are contiguous.
+    """Runs the forward kernels.
 
     Args:
+        q, k: [S, Kh, K]. These and v may have any stride between tokens. The heads of a token are contiguous.
+        v: [S, Vh, V].
+        log_decay, beta: [S, Vh].
+        segment_ids: [S].
         initial: the state before the row, float32 [Vh, K, V], contiguous.
         exchange: supplies ``initial``, from the maps of all shards of the row.
 
     Returns:
-        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`backward` needs.
+        The outputs [S, Vh, V], the final state (float32 [Vh, K, V]), and what :func:`run_backward` needs.
     """
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), _kernel_sizes(q, v)
@@ -1074,7 +1079,8 @@ def run_forward(
     token_strides = (q.stride(0), k.stride(0), v.stride(0))
     continues = initial is not None or (exchange is not None and exchange.route.tokens_before > 0)
     _solve_kernel[num_value_heads, num_chunks](
-        k, v, log_decay, beta, segment_ids, system_inverse, w, u, write_scale, state_decay, num_tokens, *token_strides[1:],
+        k, v, log_decay, beta, segment_ids, system_inverse, w, u, write_scale, state_decay,
+        num_tokens, *token_strides[1:],
         BASE=_BASE_BLOCK, num_warps=config.solve_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
 
@@ -1090,19 +1096,22 @@ def run_forward(
                 columns += q.shape[2]
             _shard_map[triton.cdiv(columns, scan_options["COLUMNS"]), num_value_heads](
                 k, w, u, write_scale, state_decay, local_state, transition, num_tokens,
-                exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1], **kernel_sizes, **scan_options, **precision_option,
+                exchange.route.last_start // CHUNK_TOKENS, num_chunks, token_strides[1],
+                **kernel_sizes, **scan_options, **precision_option,
             )  # fmt: skip
         initial = exchange.initial_state(local_state, transition)
 
     _scan_kernel[triton.cdiv(value_width, scan_options["COLUMNS"]), num_value_heads](
-        k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state, num_tokens, num_chunks, token_strides[1],
+        k, w, u, write_scale, state_decay, chunk_states, delta_values, initial, final_state,
+        num_tokens, num_chunks, token_strides[1],
         **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not continues:
         exchange.initial_state(final_state, None)
     _output_kernel[num_value_heads, num_chunks](
         q, k, log_decay, segment_ids, chunk_states, delta_values, rule_output, num_tokens, *token_strides[:2],
-        SCALE=q.shape[2] ** -0.5, num_warps=config.output_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        SCALE=q.shape[2] ** -0.5, num_warps=config.output_warps,
+        **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
     return rule_output, final_state, Saved(system_inverse, initial, transition)
 
@@ -1122,13 +1131,16 @@ def run_backward(
     *,
     exchange: ShardExchange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Writes the gradients of q, k and v to ``qkv_grads`` and returns those of g, beta and the initial state.
+    """Writes the gradients of q, k and v to ``qkv_grads``.
 
     Args:
-        saved: the third result of :func:`forward`.
+        saved: the third result of :func:`run_forward`.
         output_grad: the gradient of the outputs, [S, Vh, V], contiguous.
         final_state_grad: the gradient of the final state, float32 [Vh, K, V], contiguous; None: zero.
         exchange: supplies ``final_state_grad``, from the gradients of all shards of the row.
+
+    Returns:
+        The gradients of log_decay, beta and the initial state (None if the row has none).
     """
     num_tokens, num_value_heads, value_width = v.shape
     num_chunks, kernel_sizes = triton.cdiv(num_tokens, CHUNK_TOKENS), _kernel_sizes(q, v)
@@ -1152,7 +1164,8 @@ def run_backward(
     _prepare_backward_kernel[num_value_heads, num_chunks](
         q, k, v, log_decay, beta, segment_ids, output_grad, saved.inverse, w, u, w_back, z,
         write_scale, read_scale, beta_scale, state_decay, num_tokens, *token_strides,
-        SCALE=query_scale, num_warps=config.prepare_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        SCALE=query_scale, num_warps=config.prepare_warps,
+        **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
 
     scan_options = _scan_options(config, v)
@@ -1170,28 +1183,33 @@ def run_backward(
 
     _both_scans_kernel[(*scans, 2)](
         q, k, w, u, w_back, z, output_grad, write_scale, read_scale, beta_scale, state_decay,
-        chunk_states, state_grads, delta_values, delta_grads, saved.initial, final_state, dinitial, final_state_grad, num_tokens, num_chunks, *token_strides[:2],
-        OF_FINAL=final_state_grad is not None, **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
+        chunk_states, state_grads, delta_values, delta_grads, saved.initial, final_state, dinitial,
+        final_state_grad, num_tokens, num_chunks, *token_strides[:2],
+        OF_FINAL=final_state_grad is not None,
+        **kernel_sizes, **scan_options, **precision_option, INITIAL=continues,
     )  # fmt: skip
     if exchange is not None and not goes_on:
         exchange.final_gradient(torch.zeros_like(final_state) if dinitial is None else dinitial, None)
 
     key_heads, (query_grad, key_grad, value_grad) = q.shape[1], qkv_grads
     _query_gradients_kernel[key_heads, num_chunks](
-        q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale, num_tokens, *token_strides[:2], query_grad.stride(0),
-        SCALE=query_scale, num_warps=config.query_warps, **kernel_sizes, **precision_option, INITIAL=continues,
+        q, k, log_decay, segment_ids, output_grad, delta_values, chunk_states, query_grad, write_scale,
+        num_tokens, *token_strides[:2], query_grad.stride(0), SCALE=query_scale,
+        num_warps=config.query_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
     partial_key_grads = log_decay.new_empty(
         num_chunks, key_heads, CHUNK_TOKENS, q.shape[2], dtype=torch.float32
     )
     _pair_gradients_kernel[key_heads, num_chunks](
-        q, k, log_decay, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale, beta_scale, partial_key_grads,
-        num_tokens, *token_strides[:2], SCALE=query_scale, num_warps=config.pair_warps, **kernel_sizes, **precision_option,
+        q, k, log_decay, beta, segment_ids, output_grad, delta_values, delta_grads, write_scale, read_scale,
+        beta_scale, partial_key_grads, num_tokens, *token_strides[:2],
+        SCALE=query_scale, num_warps=config.pair_warps, **kernel_sizes, **precision_option,
     )  # fmt: skip
     _key_gradients_kernel[key_heads, num_chunks](
-        k, v, log_decay, beta, segment_ids, delta_values, delta_grads, chunk_states, state_grads, read_scale, beta_scale, partial_key_grads, key_grad, value_grad, log_decay_grad, beta_grad,
-        num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0), num_warps=config.key_warps,
-        **kernel_sizes, **precision_option, INITIAL=continues,
+        k, v, log_decay, beta, segment_ids, delta_values, delta_grads, chunk_states, state_grads, read_scale,
+        beta_scale, partial_key_grads, key_grad, value_grad, log_decay_grad, beta_grad,
+        num_tokens, *token_strides[1:], key_grad.stride(0), value_grad.stride(0),
+        num_warps=config.key_warps, **kernel_sizes, **precision_option, INITIAL=continues,
     )  # fmt: skip
     return log_decay_grad, beta_grad, dinitial
 
@@ -1250,7 +1268,7 @@ def is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _contiguous_heads(head_tensor: Tensor) -> Tensor:
-    """``head_tensor`` [S, heads, d] with contiguous heads. A view of one projection has them and is not copied."""
+    """``head_tensor`` [S, heads, d] with contiguous heads. It is copied only if they are not contiguous."""
     return (
         head_tensor
         if head_tensor.stride(2) == 1 and head_tensor.stride(1) == head_tensor.shape[2]

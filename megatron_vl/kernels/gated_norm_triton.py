@@ -129,7 +129,8 @@ class _GatedNorm(torch.autograd.Function):
         weight_grads = torch.empty(num_programs, x.shape[2], dtype=torch.float32, device=x.device)
         _backward_kernel[num_programs,](
             x, gate, weight, output_grad, x_grad, gate_grad, weight_grads, rows, gate.stride(0),
-            EPS=ctx.eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_BLOCK_ROWS, STEPS=_BLOCKS_PER_PROGRAM, num_warps=4,
+            EPS=ctx.eps, HEADS=x.shape[1], WIDTH=x.shape[2], ROWS=_BLOCK_ROWS, STEPS=_BLOCKS_PER_PROGRAM,
+            num_warps=4,
         )  # fmt: skip
         return x_grad, gate_grad, weight_grads.sum(0).to(weight.dtype), None
 

@@ -6,7 +6,7 @@ these numbers. Weights stay separate tensors: kernels read their addresses from 
 also adds it to the expert's ``main_grad``. If a GPU holds many experts, a library that launches one product
 after another spends more time on launches than on computation (figures: docs/log/experts.md).
 
-:class:`Plan` cuts the rows into tiles that each belong to one expert. There are at most ``rows / tile +
+:class:`TilePlan` cuts the rows into tiles that each belong to one expert. There are at most ``rows / tile +
 experts`` tiles. The grid has this size, and programs without a tile return at once.
 """
 
@@ -61,8 +61,8 @@ def _plan_tiles_kernel(
 
 @triton.jit(do_not_specialize=["bound"])
 def _row_product_kernel(
-    x, addresses, tile_table, output_pointer, bound, IN: tl.constexpr, OUT: tl.constexpr, TRANSPOSED: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, addresses, tile_table, output_pointer, bound, IN: tl.constexpr, OUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiplies one tile of x [rows, IN] by its expert's weight, [OUT, IN] if TRANSPOSED, else [IN, OUT]."""
     EVEN: tl.constexpr = IN % BLOCK_K == 0 and OUT % BLOCK_N == 0
@@ -141,8 +141,8 @@ def _weight_product_kernel(
 ):  # fmt: skip
     """Computes one tile [BLOCK_M, BLOCK_N] of an expert's dy^T [OUT, rows] times x [rows, IN].
 
-    The result has the type of ``dtype_pointer``. The tensor memory accelerator loads the blocks. It fills rows past
-    the expert's last one with zeros, so no mask is needed.
+    The result has the type of ``dtype_pointer``. The tensor memory accelerator loads the blocks. It fills
+    rows past the expert's last one with zeros, so no mask is needed.
     """
     num_column_tiles = tl.cdiv(IN, BLOCK_N)
     tiles_per_expert = tl.cdiv(OUT, BLOCK_M) * num_column_tiles
@@ -248,8 +248,8 @@ def row_product(
     Args:
         x: [rows, features in], contiguous. Rows must be a multiple of 16 bytes, here and in the result.
         weight_addresses: int64 [experts], addresses of contiguous weights in the type of ``x``.
-        is_transposed: whether weights are [out_features, in] (a forward product)
-            or [in, out_features] (its input gradient).
+        is_transposed: whether weights are [out_features, in], as in a forward product. Otherwise they are
+            [in, out_features], as in its input gradient.
 
     Returns:
         [rows, out_features].
@@ -284,18 +284,20 @@ def weight_product(
     """Computes weight gradients and writes or adds them to the tensors at ``grad_addresses``.
 
     Args:
-        output_grad, x: [rows, features out] and [rows, features in], contiguous. Rows must be a multiple of 16 bytes.
-        grad_addresses: int64 [experts], addresses of contiguous tensors [out, in] in the type of ``dtype_like``.
+        output_grad, x: [rows, features out] and [rows, features in], contiguous. Rows must be a multiple of
+            16 bytes.
+        grad_addresses: int64 [experts], addresses of contiguous tensors [out, in] in the type of
+            ``dtype_like``.
         dtype_like: a tensor with the gradients' type.
-        accumulate: whether to add to the old values. If so, the gradient of an expert without rows does not change.
-            If not, it becomes zero.
+        accumulate: whether to add to the old values. If so, the gradient of an expert without rows does not
+            change. If not, it becomes zero.
     """
     if not x.shape[0] and accumulate:
         return
     triton.set_allocator(_allocate_scratch)
-    tiles_per_expert = triton.cdiv(output_grad.shape[1], tile_config.tile_m) * triton.cdiv(
-        x.shape[1], tile_config.tile_n
-    )
+    row_tiles = triton.cdiv(output_grad.shape[1], tile_config.tile_m)
+    column_tiles = triton.cdiv(x.shape[1], tile_config.tile_n)
+    tiles_per_expert = row_tiles * column_tiles
     _weight_product_kernel[(grad_addresses.numel() * tiles_per_expert,)](
         output_grad,
         x,

@@ -1,12 +1,12 @@
-"""Rounds Adam's moments from fp32 to bf16 so that they are right on average.
+"""Rounds Adam's moments from fp32 to bf16 so that their mean is exact.
 
-Each step moves the second moment by up to a share of 1 - beta2. Where that is less than half the distance of
-two bf16 numbers (0.2 to 0.4 %, so for beta2 above 0.996), rounding to the nearest never lets it fall.
-Stochastic rounding goes up with the probability that makes the mean right.
+Each step changes the second moment by up to a share of 1 - beta2. If that is less than half the distance of
+two bf16 numbers (0.2 to 0.4 %, so for beta2 above 0.996), rounding to the nearest never lets the moment fall.
+Stochastic rounding rounds up with the probability that makes the mean exact.
 
 The random bits are a hash of both unrounded moments and of the step. So they need no generator, no state and
-no index of the element: a step gives the same bits in every layout, after every resume, and however the
-state is cut into pieces.
+no index of the element. A step gives the same bits in every layout, after every resume, and for every
+division of the state into chunks.
 
 This is the code for a CPU. On a GPU, :mod:`megatron_vl.kernels.adam_triton` does the same within the update.
 """
@@ -25,7 +25,9 @@ MIX_FACTORS = (0x85EBCA6B - (1 << 32), 0xC2B2AE35 - (1 << 32))
 def round_moments(
     exp_avg: Tensor, exp_avg_sq: Tensor, step_count: int, first_moment: Tensor, second_moment: Tensor
 ) -> None:
-    """Writes the moments of a step to ``first_moment`` and ``second_moment``. What bf16 can hold does not change.
+    """Writes the moments of a step to ``first_moment`` and ``second_moment``.
+
+    Values that bf16 can represent do not change.
 
     Args:
         exp_avg: fp32 [N], finite.
@@ -49,5 +51,5 @@ def random_bits(first_bits: Tensor, second_bits: Tensor, step_count: int) -> Ten
 
 
 def step_hash(step_count: int) -> int:
-    """What a step adds to the hash, as an int32."""
+    """The number that a step adds to the hash, as an int32."""
     return (step_count * STEP_FACTOR + (1 << 31)) % (1 << 32) - (1 << 31)

@@ -1,17 +1,15 @@
-"""What linear attention exchanges between context-parallel ranks.
+"""The exchange of linear attention between context-parallel ranks.
 
-The ranks of a group share a packed row. Each holds a shard: an equal, contiguous part of its tokens. A
-sequence that crosses an edge between shards is carried on with its state and with the last inputs of the
-convolution.
+The ranks of a group share a packed row. Each holds a shard: an equal, contiguous part of the row's tokens. If
+a sequence crosses an edge between shards, its state and the last inputs of the convolution cross it too.
 
-What a shard does to the state S of a sequence that enters it is affine: S becomes
-``transition @ S + local_state`` by the shard's end. So no rank waits for the computation of another: each
-computes its own ``local_state``, and ``transition`` if one sequence enters and leaves the shard. One
-all-gather gives every rank the state before its first token. The gradient of a state goes the other way and
-is affine with the transpose of ``transition``.
+A shard maps the state S of a sequence that enters it to ``transition @ S + local_state`` at the shard's end.
+So no rank waits for the computation of another. Each computes its ``local_state``, and ``transition`` if one
+sequence enters and leaves the shard. One all-gather gives every rank the state before its first token. The
+gradient of a state takes the opposite way. Its map has the transpose of ``transition``.
 
-Which ranks a sequence lies on is computed on the host from the bounds of the whole row, so that no rank reads
-a number from its device.
+The host computes from the bounds of the whole row which ranks hold tokens of a sequence, so that no rank
+reads a number from its device.
 """
 
 from __future__ import annotations
@@ -72,26 +70,32 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
     Raises:
         ValueError: the row does not divide into ``cp_size`` shards.
     """
-    length, rest = divmod(cu_seqlens[-1], cp_size)
-    if rest or not length:
-        raise ValueError(f"a row of {cu_seqlens[-1]} tokens has no {cp_size} equal shards")
+    row_length = cu_seqlens[-1]
+    length, remainder = divmod(row_length, cp_size)
+    if remainder or not length:
+        raise ValueError(f"a row of {row_length} tokens has no {cp_size} equal shards")
 
-    start, end = rank * length, (rank + 1) * length
-    first = bisect_right(cu_seqlens, start) - 1
-    last = bisect_right(cu_seqlens, end - 1) - 1
+    # The first and the last sequence that have tokens in this shard.
+    shard_start, shard_end = rank * length, (rank + 1) * length
+    first_sequence = bisect_right(cu_seqlens, shard_start) - 1
+    last_sequence = bisect_right(cu_seqlens, shard_end - 1) - 1
+
+    # A shard lies within one sequence if no bound is in it, its edges included.
+    any_between = False
+    for other_start in range(0, row_length, length):
+        next_bound = bisect_left(cu_seqlens, other_start)
+        any_between |= next_bound == bisect_right(cu_seqlens, other_start + length)
+
     bounds = set(cu_seqlens)
     return ShardRoute(
         rank=rank,
         length=length,
-        tokens_before=start - cu_seqlens[first],
-        tokens_after=cu_seqlens[last + 1] - end if cu_seqlens[last + 1] > end else 0,
-        first_end=min(cu_seqlens[first + 1], end) - start,
-        last_start=max(cu_seqlens[last] - start, 0),
-        any_cut=any(edge not in bounds for edge in range(length, cu_seqlens[-1], length)),
-        any_between=any(
-            bisect_left(cu_seqlens, edge) == bisect_right(cu_seqlens, edge + length)
-            for edge in range(0, cu_seqlens[-1], length)
-        ),
+        tokens_before=shard_start - cu_seqlens[first_sequence],
+        tokens_after=max(cu_seqlens[last_sequence + 1] - shard_end, 0),
+        first_end=min(cu_seqlens[first_sequence + 1], shard_end) - shard_start,
+        last_start=max(cu_seqlens[last_sequence] - shard_start, 0),
+        any_cut=any(edge not in bounds for edge in range(length, row_length, length)),
+        any_between=any_between,
     )
 
 
@@ -99,8 +103,8 @@ class ShardExchange:
     """The exchanges of one rank's shard. Every method is collective over the group.
 
     Args:
-        route: of this rank's shard. ``route.any_cut`` must be true, because otherwise there is nothing to
-            exchange.
+        route: the route of this rank's shard. ``route.any_cut`` must be true, because otherwise there is
+            nothing to exchange.
         group: the context-parallel group, whose ranks hold the shards in order.
     """
 
@@ -139,17 +143,17 @@ class ShardExchange:
         if last_rank == rank:
             return None
 
-        total = gradients[last_rank]
+        state_gradient = gradients[last_rank]
         for i in range(last_rank - 1, rank, -1):
-            total = torch.baddbmm(gradients[i], matrices[i].mT, total)
-        return total.contiguous()
+            state_gradient = torch.baddbmm(gradients[i], matrices[i].mT, state_gradient)
+        return state_gradient.contiguous()
 
     def _gather_maps(
         self, local_state: Tensor, transition: Tensor | None
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """The states (or their gradients) and the matrices of all ranks.
 
-        A rank without a matrix sends zeros, which nobody reads.
+        A rank without a matrix sends zeros, which no rank reads.
         """
         if not self.route.any_between:
             return self.gather(local_state).unbind(), ()
@@ -175,30 +179,31 @@ class ShardExchange:
         halo[halo_length - halo_tokens :] = all_tails[end - halo_tokens : end]
         return halo
 
-    def add_halo_gradients(self, gradient: Tensor, x_gradient: Tensor) -> None:
-        """Adds what later ranks computed for this shard's last tokens to the gradient of its inputs.
+    def add_halo_gradients(self, halo_gradient: Tensor, x_gradient: Tensor) -> None:
+        """Adds later ranks' gradients of this shard's last tokens to the gradient of the shard's inputs.
 
         Args:
-            gradient: of this rank's halo, [halo_length, C].
-            x_gradient: of the shard's inputs, [length, C]. It is changed in place.
+            halo_gradient: the gradient of this rank's halo, [halo_length, C].
+            x_gradient: the gradient of the shard's inputs, [length, C]. It is changed in place.
         """
-        halo_length, length = len(gradient), len(x_gradient)
+        halo_length, length = len(halo_gradient), len(x_gradient)
         tail_length = min(halo_length, length)
         halo_tokens = min(halo_length, self.route.tokens_before)
-        gradient[: halo_length - halo_tokens] = 0
-        halos = self.gather(gradient.contiguous())
+        halo_gradient[: halo_length - halo_tokens] = 0
+        all_gradients = self.gather(halo_gradient.contiguous())
 
         # The halo of rank i ends where the shard of the rank before it ends.
         rank = self.route.rank
-        for i in range(rank + 1, min(rank + -(-halo_length // tail_length), self.group.size() - 1) + 1):
+        last_reader = min(rank + -(-halo_length // tail_length), self.group.size() - 1)
+        for i in range(rank + 1, last_reader + 1):
             distance = (i - rank - 1) * tail_length  # from the end of this shard to the end of the halo
-            count = min(tail_length, halo_length - distance)
-            rows = halos[i, halo_length - distance - count : halo_length - distance]
-            x_gradient[length - count :] += rows
+            num_tokens = min(tail_length, halo_length - distance)
+            token_gradients = all_gradients[i, halo_length - distance - num_tokens : halo_length - distance]
+            x_gradient[length - num_tokens :] += token_gradients
 
-    def gather(self, local: Tensor) -> Tensor:
+    def gather(self, local_tensor: Tensor) -> Tensor:
         """[n, ...] -> [ranks, n, ...], in the order of the ranks."""
-        ranks, count = self.group.size(), len(local)
-        gathered = local.new_empty(ranks * count, *local.shape[1:])
-        dist.all_gather_into_tensor(gathered, local, group=self.group)
-        return gathered.unflatten(0, (ranks, count))
+        num_ranks, local_length = self.group.size(), len(local_tensor)
+        gathered = local_tensor.new_empty(num_ranks * local_length, *local_tensor.shape[1:])
+        dist.all_gather_into_tensor(gathered, local_tensor, group=self.group)
+        return gathered.unflatten(0, (num_ranks, local_length))

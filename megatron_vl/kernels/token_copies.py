@@ -15,9 +15,7 @@ from torch import Tensor
 
 
 def make_row_ids(copy_map: Tensor) -> Tensor:
-    """Makes ``row_ids`` that order copies by column, then by row.
-
-    The order is that of a stable sort by destination, but nothing is sorted.
+    """Makes ``row_ids`` that order copies by column, then by row, as a stable sort by destination would.
 
     Args:
         copy_map: bool [T, K], whether row t has a copy for destination k.
@@ -36,8 +34,8 @@ def scatter_rows(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     Args:
         x: [T, H].
         row_ids: int32 [T, K], contiguous, all different except -1.
-        num_rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
-            read.
+        num_rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is
+            not read.
 
     Returns:
         [rows, H].
@@ -64,8 +62,8 @@ def scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
     Args:
         x: [T, K * W].
         row_ids: int32 [T, K], contiguous, all different except -1.
-        num_rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is not
-            read.
+        num_rows: number of rows of the result. Rows that no row_id names are undefined, and their gradient is
+            not read.
 
     Returns:
         [rows, W].
@@ -110,9 +108,8 @@ def _scatter_parts(x: Tensor, row_ids: Tensor, num_rows: int) -> Tensor:
 
     scattered_parts = x.new_empty(num_rows, x.shape[1] // row_ids.shape[1])
     has_part = (row_ids >= 0).flatten()
-    scattered_parts[row_ids.flatten()[has_part]] = x.view(has_part.numel(), scattered_parts.shape[1])[
-        has_part
-    ]
+    all_parts = x.view(has_part.numel(), scattered_parts.shape[1])
+    scattered_parts[row_ids.flatten()[has_part]] = all_parts[has_part]
     return scattered_parts
 
 

@@ -129,7 +129,8 @@ def _zero_parts(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
 def _tile_indices(
     first_row, end_row, ROWS: tl.constexpr, LOW: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
 ):
-    """(rows [ROWS, 1] from ``first_row``, columns [1, WIDTH] from LOW, mask of those before ``end_row`` and D)"""
+    """(rows [ROWS, 1] from ``first_row``, columns [1, WIDTH] from LOW, mask of those before ``end_row`` and
+    D)"""
     row = (first_row + tl.arange(0, ROWS))[:, None]
     column_index = (LOW + tl.arange(0, WIDTH))[None, :]
     return row, column_index, (row < end_row) & (column_index < D)
@@ -208,7 +209,8 @@ def _store_gradient(
     D1: tl.constexpr,
     D2: tl.constexpr,
 ):
-    """Stores a gradient into [P, heads, 3, d]; ``first_row`` and ``end_row`` are counted from ``segment_start``."""
+    """Stores a gradient into [P, heads, 3, d]; ``first_row`` and ``end_row`` are counted from
+    ``segment_start``."""
     head = tl.program_id(1)
     row_stride = tl.num_programs(1) * 3 * D
     base_pointer = dqkv + segment_start.to(tl.int64) * row_stride + head * 3 * D + qkv_index * D
@@ -487,7 +489,8 @@ def _key_grad_kernel(
 ):
     """Computes dK and dV of OWN keys of one head from all queries of their segment.
 
-    Scores are transposed, [OWN, STEP]. The parts of the output's gradient, ``lse`` and ``delta`` are descriptors.
+    Scores are transposed, [OWN, STEP]. The parts of the output's gradient, ``lse`` and ``delta`` are
+    descriptors.
     """
     segment_start, segment_end, first_row = _find_segment(cu_seqlens, segments, OWN)
     if first_row >= segment_end:

@@ -240,7 +240,7 @@ def window_attention(
         [P, heads * head_dim].
 
     Raises:
-        ValueError: ``max_seqlen`` is larger than :data:`MAX_WINDOW`.
+        ValueError: ``max_seqlen`` is larger than :data:`MAX_WINDOW_PATCHES`.
     """
     if max_seqlen > MAX_WINDOW_PATCHES:
         raise ValueError(f"a window of {max_seqlen} patches; the kernel takes at most {MAX_WINDOW_PATCHES}")

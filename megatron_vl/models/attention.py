@@ -121,7 +121,8 @@ class PackedAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedRow | None = None,
     ) -> Tensor:
-        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d]; S are this rank's tokens."""
+        """query [S, 1, h, d], key and value [S, 1, g, d] -> [S, 1, h * d], for the S tokens of this rank."""
+        # Core passes no mask: the bounds of the sequences come with the row.
         assert packed_seq_params is not None
         segments = packed_seq_params.window_segments if self.windowed else packed_seq_params.full_segments
         assert segments is not None
@@ -129,21 +130,25 @@ class PackedAttention(nn.Module):
         packed_query = query.squeeze(1)
         packed_key = key.squeeze(1)
         packed_value = value.squeeze(1)
+
         cache_access = packed_seq_params.cache
         if self.cp_group.size() > 1:
+            # Each rank gets all tokens of some heads, so that the backends need not know that the row is
+            # split.
             assert cache_access is None, "answers are not generated under context parallelism"
             packed_query, packed_key, packed_value = heads_for_tokens(
                 packed_query, packed_key, packed_value, self.cp_group
             )
-            attention_output = tokens_for_heads(
-                self.backend_function(packed_query, packed_key, packed_value, segments, self.causal),
-                self.cp_group,
+            output_of_heads = self.backend_function(
+                packed_query, packed_key, packed_value, segments, self.causal
             )
+            attention_output = tokens_for_heads(output_of_heads, self.cp_group)
         elif cache_access is None:
             attention_output = self.backend_function(
                 packed_query, packed_key, packed_value, segments, self.causal
             )
         else:
+            # The prompt attends to itself through the backend. Later tokens attend to what it stored.
             attention_output = cache_access.attend_with_cache(
                 self,
                 packed_query,
@@ -157,7 +162,7 @@ class PackedAttention(nn.Module):
 def choose_backend(
     backend_name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Chooses the fastest measured backend if ``backend_name`` is ``auto``. Otherwise, checks and returns ``backend_name``.
+    """Chooses the fastest measured backend for ``auto``. Checks and returns any other ``backend_name``.
 
     On H200 (docs/log/speed.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
@@ -222,10 +227,7 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     It reads ``cu_seqlens`` on the host, so it is meant for CPU and for checks.
     """
     cu_seqlens = segments.cu_seqlens.tolist()
-    segment_lengths = [
-        segment_end - segment_start
-        for segment_start, segment_end in zip(cu_seqlens, cu_seqlens[1:], strict=False)
-    ]
+    segment_lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
     has_grouped_heads = query.shape[1] != key.shape[1]
 
     output_parts = []

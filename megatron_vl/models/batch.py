@@ -27,7 +27,12 @@ class Segments:
     """Length of the longest segment, known on the host."""
 
     def with_padding_segment(self, total_length: int, padding_length: int) -> Segments:
-        """A copy with one more segment of ``padding_length`` elements (perhaps 0), for a total of ``total_length``."""
+        """A copy with one more segment.
+
+        Args:
+            total_length: number of elements of all segments, the new one included.
+            padding_length: number of elements of the new segment; may be 0.
+        """
         return Segments(
             F.pad(self.cu_seqlens, (0, 1), value=total_length), max(self.max_seqlen, padding_length)
         )
@@ -45,7 +50,7 @@ class RowShard:
 
 @dataclass
 class VisionInput:
-    """A :class:`~megatron_vl.data.packing.training_row.VisionBatch` on the device: same shapes, and segments."""
+    """A :class:`~megatron_vl.data.packing.training_row.VisionBatch` on the device, with the same shapes."""
 
     planes: Tensor
     plane_index: Tensor
@@ -57,11 +62,11 @@ class VisionInput:
 
 @dataclass
 class DeviceRow:
-    """A row on the device of this rank. Shapes as in :class:`megatron_vl.data.packing.training_row.TrainingRow`.
+    """A row on the device of this rank.
 
-    Under context parallelism, it is this rank's part of the row (``shard``): S is the row's length divided by
-    ``cp``, and positions of tokens count from the part's first token. Only ``segments`` are those of the
-    whole row.
+    Shapes are those of :class:`megatron_vl.data.packing.training_row.TrainingRow`. Under context parallelism,
+    it is this rank's part of the row (``shard``): S is the row's length divided by ``cp``, and positions of
+    tokens count from the part's first token. Only ``segments`` are those of the whole row.
     """
 
     tokens: Tensor
@@ -79,7 +84,7 @@ class DeviceRow:
     pipeline. They are an autograd leaf, which collects their gradient."""
     step_vision: Any = None
     """The pictures of the whole step (:class:`megatron_vl.models.decoupled.StepVision`). All rows of a step
-    share this object. None for a tower on the first stage."""
+    share this object. It is None if the tower is on the first stage."""
     loss_index: Tensor | None = None
     """int64 [N], ascending: the tokens for which logits and losses are computed; None: all."""
     segment_sources: Tensor | None = None

@@ -133,11 +133,11 @@ def _core_language_config(
 
 def _move_to_device(chunk: VisionLanguageModel, device: Any, dtype: torch.dtype) -> VisionLanguageModel:
     """Moves a chunk to its device and type, except for parameters that stay in float32."""
-    float32_values = {
-        float32_parameter: float32_parameter.detach().clone()
-        for float32_parameter in chunk.parameters()
-        if getattr(float32_parameter, "keep_float32", False)
-    }
+    float32_values = {}
+    for parameter in chunk.parameters():
+        if getattr(parameter, "keep_float32", False):
+            float32_values[parameter] = parameter.detach().clone()
+
     chunk = chunk.to(device=device, dtype=dtype)
     for parameter, value in float32_values.items():
         parameter.data = value.to(device)
@@ -280,7 +280,8 @@ def aux_loss_reason(spec: ModelSpec, model_config: ModelConfig) -> str:
     if model_config.moe_aux_loss is not None:
         return f"{coefficient_text} (model.moe_aux_loss)"
     if moe_spec.output_router_logits:
-        return f"{coefficient_text} (router_aux_loss_coef, as output_router_logits is true in model.hf's config.json)"
+        reason = "router_aux_loss_coef, as output_router_logits is true in model.hf's config.json"
+        return f"{coefficient_text} ({reason})"
     advice = f"--model.moe_aux_loss {moe_spec.aux_loss_coef:g} adds it"
     return f"{coefficient_text} (output_router_logits is not true in model.hf's config.json; {advice})"
 
@@ -288,7 +289,12 @@ def aux_loss_reason(spec: ModelSpec, model_config: ModelConfig) -> str:
 def _tower_process_groups(
     pg_collection: ProcessGroupCollection, tp_group: dist.ProcessGroup | None
 ) -> ProcessGroupCollection:
-    """The tower's process groups: ``tp_group`` (None: that of the language model's ``pg_collection``) and no pipeline."""
+    """The tower's process groups, without a pipeline.
+
+    Args:
+        pg_collection: the language model's process groups.
+        tp_group: the tower's tensor-parallel group; None: that of the language model.
+    """
     tower_groups = ProcessGroupCollection()
     tower_groups.tp = tp_group or pg_collection.tp
     tower_groups.cp = group_of_this_rank()
@@ -307,9 +313,9 @@ def _zero_ffn_padding(
     vision_spec = spec.vision
     if vision_spec.padded_ffn_hidden_size == vision_spec.ffn_hidden_size:
         return
-    is_real_column = (torch.arange(vision_spec.padded_ffn_hidden_size) < vision_spec.ffn_hidden_size).chunk(
-        tp_size
-    )[tp_rank]
+
+    is_real_column = torch.arange(vision_spec.padded_ffn_hidden_size) < vision_spec.ffn_hidden_size
+    is_real_column = is_real_column.chunk(tp_size)[tp_rank]
     for module in modules:
         for parameter_name, parameter in module.named_parameters():
             if not parameter_name.startswith("vision_model.decoder."):
@@ -358,12 +364,13 @@ def check_live_tensors(
     for tensor_name, parameter, expert_index in live_tensors:
         if tensor_name not in table:
             raise RuntimeError(
-                f"parameter {tensor_name} has no entry in the tensor table (tied: {OUTPUT_TENSOR} is stored as the"
-                " embedding)"
+                f"parameter {tensor_name} has no entry in the tensor table (a tied {OUTPUT_TENSOR} is stored"
+                " as the embedding)"
             )
         expected_shape = table[tensor_name].shard_shape(layout.sharding)[0 if expert_index is None else 1 :]
         if tuple(parameter.shape) != expected_shape:
             raise RuntimeError(
-                f"parameter {tensor_name} has shape {tuple(parameter.shape)}; the table says {expected_shape} for {layout.sharding}"
+                f"parameter {tensor_name} has shape {tuple(parameter.shape)}; the table says {expected_shape}"
+                f" for {layout.sharding}"
             )
     return table

@@ -58,7 +58,8 @@ def heads_for_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exchanges the tokens of a shard, with all heads, for all tokens of the row, with some heads.
 
-    If there are fewer key/value heads than ranks, each is repeated; its gradients are summed.
+    If there are fewer key/value heads than ranks, each is repeated, and the gradients of its copies are
+    summed.
 
     Args:
         query: [S / cp, h, d].
@@ -67,21 +68,23 @@ def heads_for_tokens(
     Returns:
         Query [S, h / cp, d], key and value [S, c * g / cp, d] with c from :func:`key_value_copies`.
     """
-    cp = group.size()
-    copies = key_value_copies(key.shape[1], cp)
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+    cp_size = group.size()
+    num_copies = key_value_copies(key.shape[1], cp_size)
+    if num_copies > 1:
+        key = key.repeat_interleave(num_copies, 1)
+        value = value.repeat_interleave(num_copies, 1)
 
     # Each rank's heads of query, key and value lie side by side, so that one exchange moves all of them.
-    parts = [tensor.unflatten(1, (cp, -1)) for tensor in (query, key, value)]
-    sizes = [part.shape[2] for part in parts]
-    by_rank = torch.cat(parts, 2).transpose(0, 1)
-    received = all_to_all(group, by_rank.contiguous()).flatten(0, 1)
-    q, k, v = received.split(sizes, 1)
-    return q.contiguous(), k.contiguous(), v.contiguous()
+    heads_by_rank = [tensor.unflatten(1, (cp_size, -1)) for tensor in (query, key, value)]
+    num_heads = [tensor.shape[2] for tensor in heads_by_rank]
+    sent_heads = torch.cat(heads_by_rank, 2).transpose(0, 1)
+    received_heads = all_to_all(group, sent_heads.contiguous()).flatten(0, 1)
+    local_query, local_key, local_value = received_heads.split(num_heads, 1)
+    return local_query.contiguous(), local_key.contiguous(), local_value.contiguous()
 
 
-def tokens_for_heads(out: Tensor, group: dist.ProcessGroup) -> Tensor:
+def tokens_for_heads(attention_output: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The reverse of :func:`heads_for_tokens` for the output: [S, h / cp, d] -> [S / cp, h, d]."""
-    received = all_to_all(group, out.unflatten(0, (group.size(), -1)).contiguous())
-    return received.transpose(0, 1).flatten(1, 2)
+    tokens_by_rank = attention_output.unflatten(0, (group.size(), -1))
+    received_heads = all_to_all(group, tokens_by_rank.contiguous())
+    return received_heads.transpose(0, 1).flatten(1, 2)

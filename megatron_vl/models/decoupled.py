@@ -36,7 +36,7 @@ from megatron_vl.spec.families import VisionSpec
 
 @dataclass
 class StepVision:
-    """The pictures of a step, as one rank needs them: its own share, and the sizes of all shares.
+    """The pictures of a step, as one rank needs them: the rank's share of them, and the sizes of all shares.
 
     ``planes``, ``plane_index``, ``position_hw`` and ``frame_hw`` are those of a
     :class:`~megatron_vl.models.batch.VisionInput`, for the whole share.
@@ -81,16 +81,16 @@ class StepVision:
         """Cuts frames of the share into tower inputs of about ``patches_per_input`` patches.
 
         Args:
-            first_frame, stop: the frames of the share; by default all.
+            patches_per_input: about the number of patches of each input. Frames are not cut.
+            first_frame, end_frame: range of the share's frames; by default all.
 
         Yields:
             An input, and its slice of the share's patches.
         """
         frame_patches = self.local_frames.patches_per_frame[first_frame:end_frame]
         first_patch, first_window = self.local_frames.first_patch, self.local_frames.first_window
-        frame_bounds = first_frame + split_by_cost(
-            frame_patches, max(1, -(-int(frame_patches.sum()) // patches_per_input))
-        )
+        num_inputs = max(1, -(-int(frame_patches.sum()) // patches_per_input))
+        frame_bounds = first_frame + split_by_cost(frame_patches, num_inputs)
         for frame_begin, frame_end in zip(frame_bounds[:-1], frame_bounds[1:], strict=True):
             if frame_begin == frame_end:
                 continue
@@ -100,30 +100,25 @@ class StepVision:
             first_plane = int(self.plane_bounds[frame_begin:frame_end, 0].min())
             end_plane = int(self.plane_bounds[frame_begin:frame_end, 1].max())
 
-            frame_bounds_of_input, window_bounds_of_input = (
-                self.frame_cu_seqlens[frame_begin : frame_end + 1],
-                self.window_cu_seqlens[window_slice.start : window_slice.stop + 1],
-            )
+            # Bounds and plane numbers count from the start of the share. The first input needs no change,
+            # which saves three kernels in a step of one input.
+            frame_cu_seqlens = self.frame_cu_seqlens[frame_begin : frame_end + 1]
+            window_cu_seqlens = self.window_cu_seqlens[window_slice.start : window_slice.stop + 1]
             plane_index = self.plane_index[patch_slice]
             if frame_begin:
-                frame_bounds_of_input, window_bounds_of_input, plane_index = (
-                    frame_bounds_of_input - patch_slice.start,
-                    window_bounds_of_input - patch_slice.start,
-                    plane_index - first_plane,
-                )
+                frame_cu_seqlens = frame_cu_seqlens - patch_slice.start
+                window_cu_seqlens = window_cu_seqlens - patch_slice.start
+                plane_index = plane_index - first_plane
 
+            max_frame_patches = int(self.local_frames.patches_per_frame[frame_begin:frame_end].max())
+            max_window_patches = int(self.local_frames.patches_per_window[window_slice].max())
             tower_input = VisionInput(
                 planes=self.planes[first_plane:end_plane],
                 plane_index=plane_index,
                 position_hw=self.position_hw[patch_slice],
                 frame_hw=self.frame_hw[patch_slice],
-                full_segments=Segments(
-                    frame_bounds_of_input,
-                    int(self.local_frames.patches_per_frame[frame_begin:frame_end].max()),
-                ),
-                window_segments=Segments(
-                    window_bounds_of_input, int(self.local_frames.patches_per_window[window_slice].max())
-                ),
+                full_segments=Segments(frame_cu_seqlens, max_frame_patches),
+                window_segments=Segments(window_cu_seqlens, max_window_patches),
             )
             yield tower_input, patch_slice
 
@@ -134,13 +129,15 @@ class DecoupledTower:
     Each method is one part of a step, which ``megatron-vl bench`` times.
 
     Args:
-        module: the tower, equal on all ranks.
+        tower_module: the tower, equal on all ranks.
     """
 
     def __init__(
         self, tower_module: TowerEverywhere, vision_spec: VisionSpec, vision_config: VisionConfig
     ) -> None:
-        self.module, self.vision, self.config = tower_module, vision_spec, vision_config
+        self.module = tower_module
+        self.vision = vision_spec
+        self.config = vision_config
         self.group = replica_group()
         self.cp_group = mpu.get_context_parallel_group()
         self.tp_group = mpu.get_tensor_model_parallel_group()
@@ -186,12 +183,12 @@ class DecoupledTower:
             step_features = self.to_first(self.forward(step_vision, patches_to_keep), step_vision)
 
         if self.on_first_stage:
-            for device_row, row_features in zip(
-                step_vision.device_rows, step_features.split(step_vision.features_per_row), strict=True
-            ):
-                device_row.vision_features = row_features.detach().requires_grad_(
-                    is_training and self._is_trained
-                )
+            # The features are leaves of the pipeline's autograd graph, so its backward pass ends at them and
+            # leaves their gradients for :meth:`backward`.
+            features_by_row = step_features.split(step_vision.features_per_row)
+            for device_row, row_features in zip(step_vision.device_rows, features_by_row, strict=True):
+                row_features = row_features.detach()
+                device_row.vision_features = row_features.requires_grad_(is_training and self._is_trained)
         self._step_vision = step_vision if is_training else None
 
     @property
@@ -208,15 +205,17 @@ class DecoupledTower:
         Args:
             patches_to_keep: number of patches whose activations are kept for the backward pass.
         """
+        # First come the frames whose activations are kept, in inputs that fit into memory with activations.
         num_kept_frames = step_vision.num_frames_within(patches_to_keep)
+        feature_parts = []
         for tower_input, patch_slice in step_vision.tower_inputs(
             self.config.backward_patches, end_frame=num_kept_frames
         ):
-            self._kept_features.append((self.module.vision_model(tower_input), patch_slice))
+            levels = self.module.vision_model(tower_input)
+            self._kept_features.append((levels, patch_slice))
+            feature_parts.append(torch.stack([level.detach() for level in levels], 1))
 
-        feature_parts = [
-            torch.stack([level.detach() for level in levels], 1) for levels, _ in self._kept_features
-        ]
+        # The rest runs without activations, in larger inputs, and once more in the backward pass.
         with torch.no_grad():
             for tower_input, _ in step_vision.tower_inputs(
                 self.config.encode_patches, first_frame=num_kept_frames
@@ -269,15 +268,24 @@ class DecoupledTower:
         step_vision, self._step_vision = self._step_vision, None
         if self.ddp is None:
             return
+
         if step_vision is not None and step_vision.has_pictures:
+            # The gradients go back to the ranks that encoded the features.
             local_gradient = self.to_owners(self._collect_gradients(step_vision), step_vision)
+
+            # Kept activations come first: this frees their memory before others are computed. ``pop`` frees
+            # that of each entry before the next call.
             num_kept_patches = self._kept_features[-1][1].stop if self._kept_features else 0
-            while self._kept_features:  # each entry's memory is freed before the next call
+            while self._kept_features:
                 self.backward_call(*self._kept_features.pop(), local_gradient)
+
+            num_kept_frames = step_vision.num_frames_within(num_kept_patches)
             for tower_input, patch_slice in step_vision.tower_inputs(
-                self.config.backward_patches, first_frame=step_vision.num_frames_within(num_kept_patches)
+                self.config.backward_patches, first_frame=num_kept_frames
             ):
-                self.backward_call(self.again(tower_input), patch_slice, local_gradient)
+                self.backward_call(self.run_forward_again(tower_input), patch_slice, local_gradient)
+
+        # Ranks without pictures take part in the reduction too.
         self.reduce()
 
     def reduce(self) -> None:
@@ -287,7 +295,7 @@ class DecoupledTower:
         self.ddp.scale_gradients(1.0 / self.tokens.clamp(min=1))
         self.tokens = None
 
-    def again(self, tower_input: VisionInput) -> list[Tensor]:
+    def run_forward_again(self, tower_input: VisionInput) -> list[Tensor]:
         """Runs one input forward again, with an autograd graph for its backward pass."""
         return self.module.vision_model(tower_input)
 
@@ -300,10 +308,8 @@ class DecoupledTower:
             local_gradient: the gradient of all features of this rank, [n, 1 + levels, H].
         """
         merge_unit = self.vision.merge_unit
-        level_gradients = local_gradient[
-            patch_slice.start // merge_unit : patch_slice.stop // merge_unit
-        ].unbind(1)
-        torch.autograd.backward(input_features, list(level_gradients))
+        input_gradient = local_gradient[patch_slice.start // merge_unit : patch_slice.stop // merge_unit]
+        torch.autograd.backward(input_features, list(input_gradient.unbind(1)))
 
     def _collect_gradients(self, step_vision: StepVision) -> Tensor:
         """The gradients of all features, on the rank that owns the loader; empty elsewhere.
@@ -315,25 +321,27 @@ class DecoupledTower:
         for device_row in step_vision.device_rows:
             row_features, device_row.vision_features = device_row.vision_features, None
             if row_features is not None:
+                row_gradient = row_features.grad
                 gradient_parts.append(
-                    torch.zeros_like(row_features) if row_features.grad is None else row_features.grad
+                    torch.zeros_like(row_features) if row_gradient is None else row_gradient
                 )
-        collected = (
-            torch.cat(gradient_parts)
-            if gradient_parts and self.on_first_stage and not self.tp_group.rank()
-            else no_gradients
-        )
+
+        # All tensor-parallel ranks of the first stage have the same gradients, so one of them sends.
+        row_gradients = no_gradients
+        if gradient_parts and self.on_first_stage and not self.tp_group.rank():
+            row_gradients = torch.cat(gradient_parts)
         if self._exchanges_parts:
-            collected = exchange_with_first(
-                collected, step_vision.features_of_part, self.cp_group, should_gather=True
+            row_gradients = exchange_with_first(
+                row_gradients, step_vision.features_of_part, self.cp_group, should_gather=True
             )
             if step_vision.part_order is not None:
-                collected = torch.empty_like(collected).index_copy_(0, step_vision.part_order, collected)
-        return collected if self.group.rank() == 0 else no_gradients
+                sorted_gradients = torch.empty_like(row_gradients)
+                row_gradients = sorted_gradients.index_copy_(0, step_vision.part_order, row_gradients)
+        return row_gradients if self.group.rank() == 0 else no_gradients
 
     @property
     def _exchanges_parts(self) -> bool:
-        """Whether this rank passes features to other parts of its rows, or their gradients back."""
+        """Whether this rank exchanges features and their gradients with other context-parallel ranks."""
         return self.cp_group.size() > 1 and self.on_first_stage and not self.tp_group.rank()
 
     def to_owners(self, all_gradients: Tensor, step_vision: StepVision) -> Tensor:
@@ -345,16 +353,14 @@ class DecoupledTower:
 
 def tower_process_groups() -> ProcessGroupCollection:
     """The process groups of a tower that every rank holds whole: all ranks are data-parallel ranks."""
-    pg_collection, world_group, single_rank_group = (
-        ProcessGroupCollection(),
-        dist.group.WORLD,
-        group_of_this_rank(),
-    )
-    pg_collection.dp = pg_collection.dp_cp = world_group
+    pg_collection = ProcessGroupCollection()
+    pg_collection.dp = pg_collection.dp_cp = dist.group.WORLD
+
+    single_rank_group = group_of_this_rank()
     pg_collection.tp = pg_collection.pp = pg_collection.cp = pg_collection.mp = single_rank_group
-    pg_collection.ep = pg_collection.expt_tp = pg_collection.expt_dp = pg_collection.tp_ep_pp = (
-        single_rank_group
-    )
+    pg_collection.ep = pg_collection.tp_ep_pp = single_rank_group
+    pg_collection.expt_tp = pg_collection.expt_dp = single_rank_group
+
     # With the distributed optimizer, the gradient norm is summed over the slices of all ranks, as for the
     # language model.
     pg_collection.intra_dist_opt = mpu.get_intra_distributed_optimizer_instance_group()
@@ -367,21 +373,26 @@ def exchange_with_first(
     """Gathers the ranks' parts on the first rank of a group, or scatters them from there.
 
     Args:
-        local_part: to gather, this rank's part; to scatter, all parts on the first rank, and nothing elsewhere.
+        local_part: this rank's part if parts are gathered. If they are scattered, all parts on the first
+            rank, and an empty tensor elsewhere.
         rank_sizes: length of each rank's part in dim 0.
-        should_gather: whether to gather.
+        should_gather: whether parts are gathered. Otherwise, they are scattered.
 
     Returns:
-        If gathered, all parts on the first rank, and nothing elsewhere. If scattered, this rank's part.
+        If gathered, all parts on the first rank, and an empty tensor elsewhere. If scattered, this rank's
+        part.
     """
     if process_group.size() == 1:
         return local_part
+
     rank = process_group.rank()
-    first_rank_splits = list(rank_sizes) if rank == 0 else [0] * len(rank_sizes)
-    own_splits = [rank_sizes[rank], *[0] * (len(rank_sizes) - 1)]
-    send_splits, receive_splits = (
-        (own_splits, first_rank_splits) if should_gather else (first_rank_splits, own_splits)
-    )
+    # What the first rank exchanges with each rank, and what this rank exchanges with the first one.
+    splits_of_first = list(rank_sizes) if rank == 0 else [0] * len(rank_sizes)
+    splits_with_first = [rank_sizes[rank], *[0] * (len(rank_sizes) - 1)]
+    send_splits, receive_splits = splits_of_first, splits_with_first
+    if should_gather:
+        send_splits, receive_splits = splits_with_first, splits_of_first
+
     received_part = local_part.new_empty(sum(receive_splits), *local_part.shape[1:])
     dist.all_to_all_single(
         received_part, local_part.contiguous(), receive_splits, send_splits, group=process_group

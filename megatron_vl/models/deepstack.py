@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def remaining_deepstack_levels(layer_index: int, num_deepstack_levels: int) -> int:
-    """Number of levels that the zero-based decoder ``layer_index`` gets in its input, out of ``num_deepstack_levels``."""
+    """How many of ``num_deepstack_levels`` are in the input of the decoder layer ``layer_index`` (from 0)."""
     return max(0, num_deepstack_levels - layer_index)
 
 
@@ -37,13 +37,14 @@ class DeepStackLayer(TransformerLayer):
         if not self.remaining_levels:
             return super().forward(hidden_states, *args, **kwargs)
 
-        length = hidden_states.shape[0] // (1 + self.remaining_levels)
-        # The layer keeps its input for the backward pass. The copy lets the memory of all levels be freed.
-        own_hidden_states, first_level, later_levels = hidden_states.split(
-            [length, length, (self.remaining_levels - 1) * length]
+        local_seq_len = hidden_states.shape[0] // (1 + self.remaining_levels)
+        layer_input, first_level, later_levels = hidden_states.split(
+            [local_seq_len, local_seq_len, (self.remaining_levels - 1) * local_seq_len]
         )
-        layer_output, context = super().forward(own_hidden_states.clone(), *args, **kwargs)
+
+        # The layer keeps its input for the backward pass. The copy lets the memory of all levels be freed.
+        layer_output, context = super().forward(layer_input.clone(), *args, **kwargs)
         layer_output = layer_output + first_level
-        return (
-            torch.cat((layer_output, later_levels)) if self.remaining_levels > 1 else layer_output
-        ), context
+        if self.remaining_levels > 1:
+            layer_output = torch.cat((layer_output, later_levels))
+        return layer_output, context

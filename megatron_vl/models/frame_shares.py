@@ -1,8 +1,8 @@
 """Spreads the pictures of a step over ranks that all hold the vision tower.
 
 Attention in the tower never leaves a frame, so the frames of all rows, in their order, can be cut anywhere
-between two of them. Each rank gets one contiguous run: what is sent is a slice of what is there, and joining
-what comes back restores the order. A rank's share exceeds the mean by less than one frame.
+between two of them. Each rank gets one contiguous run of frames, so the pixels to send are a slice, and
+concatenated features are in order again. A rank's share exceeds the mean by less than one frame.
 """
 
 from __future__ import annotations
@@ -30,31 +30,34 @@ class TowerFrames:
 
     @property
     def first_patch(self) -> Array:
-        """int64 [F + 1]: patches before each frame, and of all."""
+        """int64 [F + 1]: number of patches before each frame; the last entry is the total."""
         return cumulative_starts(self.patches_per_frame)
 
     @property
     def first_window(self) -> Array:
-        """int64 [F + 1]: windows before each frame, and of all."""
+        """int64 [F + 1]: number of windows before each frame; the last entry is the total."""
         return np.searchsorted(cumulative_starts(self.patches_per_window), self.first_patch)
 
 
 def cumulative_starts(part_sizes: Array, dtype: type = np.int64) -> Array:
-    """[N + 1]: what precedes each part, and the total."""
+    """[N + 1]: the sum of the sizes before each part; the last entry is the total."""
     return np.concatenate((np.zeros(1, dtype), np.cumsum(part_sizes, dtype=dtype)))
 
 
 def make_tower_frames(row_lengths: list[tuple[list[int], list[int]]]) -> TowerFrames:
     """The frames of rows that are given as (patches of each frame, patches of each window)."""
-    frames_per_row = [len(full) for full, _ in row_lengths]
-
-    def join_lists(length_lists: list[list[int]]) -> Array:
-        return np.array([length for one in length_lists for length in one], dtype=np.int64)
+    patches_per_frame: list[int] = []
+    patches_per_window: list[int] = []
+    row_of_frame: list[int] = []
+    for row_index, (frame_lengths, window_lengths) in enumerate(row_lengths):
+        patches_per_frame += frame_lengths
+        patches_per_window += window_lengths
+        row_of_frame += [row_index] * len(frame_lengths)
 
     return TowerFrames(
-        join_lists([full for full, _ in row_lengths]),
-        join_lists([window for _, window in row_lengths]),
-        np.repeat(np.arange(len(row_lengths)), frames_per_row),
+        np.array(patches_per_frame, dtype=np.int64),
+        np.array(patches_per_window, dtype=np.int64),
+        np.array(row_of_frame, dtype=np.int64),
     )
 
 
@@ -69,9 +72,8 @@ def frame_flops(vision: VisionSpec, frames: TowerFrames) -> Array:
     attended_pairs = (
         num_full_layers * frames.patches_per_frame**2 + (vision.num_layers - num_full_layers) * window_pairs
     )
-    return (
-        unit_flops.total - unit_flops.attention
-    ) / merge_unit * frames.patches_per_frame + 4.0 * vision.hidden_size * attended_pairs
+    linear_flops_per_patch = (unit_flops.total - unit_flops.attention) / merge_unit
+    return linear_flops_per_patch * frames.patches_per_frame + 4.0 * vision.hidden_size * attended_pairs
 
 
 def split_by_cost(costs: Array, num_parts: int) -> Array:

@@ -56,7 +56,8 @@ class TowerSelfAttention(SelfAttention):
         from megatron_vl.kernels.window_attention import MAX_WINDOW_PATCHES, window_attention
 
         assert packed_row.cos_sin is not None
-        (cos, sin), head_dim = packed_row.cos_sin, self.hidden_size_per_attention_head
+        cos, sin = packed_row.cos_sin
+        head_dim = self.hidden_size_per_attention_head
         segments = packed_row.window_segments if self.core_attention.windowed else packed_row.full_segments
         if segments is None:
             return None
@@ -73,8 +74,9 @@ class FusedMLP(MLP):
     """Core's dense MLP with our SwiGLU.
 
     Args:
-        recompute_activation: whether to keep only ``linear_fc1``'s output and recompute the activation (half as large if
-            gated) in the backward pass, which costs one elementwise kernel.
+        recompute_activation: whether to keep only ``linear_fc1``'s output and recompute the activation in the
+            backward pass, which costs one elementwise kernel. A gated activation is half as large as that
+            output.
     """
 
     def __init__(self, *args: Any, recompute_activation: bool = False, **kwargs: Any) -> None:
@@ -111,11 +113,11 @@ class FusedMLP(MLP):
 def recompute_in_backward(
     recomputed_tensor: Tensor, forward_function: Callable[..., Tensor], *function_inputs: Any
 ) -> AbstractContextManager[Any]:
-    """A context in which autograd does not keep ``recomputed_tensor``, the result of ``function(*inputs)``.
+    """A context in which autograd does not keep ``recomputed_tensor``.
 
-    The backward pass computes ``recomputed_tensor`` again. This works for every operator that saves ``recomputed_tensor`` (or a view of
-    all of it) through ``save_for_backward``, including Transformer Engine's linears. An operator that saves a
-    quantised copy keeps that copy.
+    The backward pass computes it again, as ``forward_function(*function_inputs)``. This works for every
+    operator that saves the tensor (or a view of all of it) through ``save_for_backward``, including
+    Transformer Engine's linears. An operator that saves a quantised copy keeps that copy.
     """
     tensor_address = recomputed_tensor.data_ptr()
     num_elements = recomputed_tensor.numel()

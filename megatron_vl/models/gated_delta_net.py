@@ -41,7 +41,7 @@ class GatedDeltaNet(nn.Module):
     """One layer's linear attention.
 
     Args:
-        spec: sizes of the whole layer.
+        spec: sizes of the whole layer, over all tensor-parallel ranks.
         column, row: constructors of the two linear layers. ``column`` may include the layer's norm.
     """
 
@@ -115,6 +115,8 @@ class GatedDeltaNet(nn.Module):
         segments of the whole row and the shard.
         """
         assert packed_seq_params is not None and packed_seq_params.full_segments is not None
+        # One product computes queries, keys, values, the output gate, beta and the decay. Under sequence
+        # parallelism it also gathers the tokens, because the recurrence needs all of them.
         projected, _ = self.in_proj(hidden_states)
         projected = projected[:, 0]
 
@@ -122,25 +124,28 @@ class GatedDeltaNet(nn.Module):
         if cache_access is not None:
             mixed_states = self._mix_with_cache(projected, cache_access)
         else:
-            segment_ids, exchange = self._shard(packed_seq_params, projected.shape[0])
-            mix = partial(self._mix_tokens, exchange=exchange)
+            segment_ids, exchange = self._segments_and_exchange(packed_seq_params, projected.shape[0])
+            mix_tokens = partial(self._mix_tokens, exchange=exchange)
+            # Selective recomputation leaves out the two products, as core's does for softmax attention.
             if self.recompute_mixing and self.training and torch.is_grad_enabled():
-                mixed_states = checkpoint(mix, False, projected, segment_ids)
+                mixed_states = checkpoint(mix_tokens, False, projected, segment_ids)
             else:
-                mixed_states = mix(projected, segment_ids)
+                mixed_states = mix_tokens(projected, segment_ids)
+
+        # The bias is returned and not added, because core fuses it with dropout and the residual.
         return self.out_proj(mixed_states[:, None])
 
-    def _shard(self, row: PackedRow, length: int) -> tuple[Tensor, ShardExchange | None]:
+    def _segments_and_exchange(self, row: PackedRow, num_tokens: int) -> tuple[Tensor, ShardExchange | None]:
         """The sequence numbers of this rank's tokens, and the exchange if any sequence crosses an edge."""
         assert row.full_segments is not None
         if self.cp_group.size() == 1:
-            return make_segment_ids(row.full_segments.cu_seqlens, length), None
+            return make_segment_ids(row.full_segments.cu_seqlens, num_tokens), None
 
         assert row.shard is not None
         route = row.shard.route
-        assert route.length == length and route.rank == self.cp_group.rank()
-        segments = make_segment_ids(row.full_segments.cu_seqlens, length, route.rank * length)
-        return segments, ShardExchange(route, self.cp_group) if route.any_cut else None
+        assert route.length == num_tokens and route.rank == self.cp_group.rank()
+        segment_ids = make_segment_ids(row.full_segments.cu_seqlens, num_tokens, route.rank * num_tokens)
+        return segment_ids, ShardExchange(route, self.cp_group) if route.any_cut else None
 
     def _mix_tokens(
         self, projected: Tensor, segment_ids: Tensor, exchange: ShardExchange | None = None
@@ -151,6 +156,7 @@ class GatedDeltaNet(nn.Module):
     def _mix_with_state(
         self, projected: Tensor, segment_ids: Tensor, exchange: ShardExchange | None = None
     ) -> tuple[Tensor, Tensor]:
+        """The output of :meth:`_mix_tokens`, and the state after the last token."""
         qkv, output_gate, beta_input, decay_input = projected.split(self.sections, dim=-1)
         convolved_qkv = causal_conv(qkv, self.conv1d.weight[:, 0], segment_ids, exchange=exchange)
         log_decay, beta = self._decay_and_beta(decay_input, beta_input)
@@ -161,11 +167,10 @@ class GatedDeltaNet(nn.Module):
 
     def _split_heads(self, convolved_qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[S, channels] -> queries, keys [S, key heads, K] and values [S, value heads, V]"""
-        flat_queries, flat_keys, flat_values = convolved_qkv.split(self.channels, dim=-1)
-        queries, keys = (
-            flat_heads.unflatten(-1, (self.key_heads, -1)) for flat_heads in (flat_queries, flat_keys)
-        )
-        return queries, keys, flat_values.unflatten(-1, (self.value_heads, -1))
+        queries, keys, values = convolved_qkv.split(self.channels, dim=-1)
+        queries = queries.unflatten(-1, (self.key_heads, -1))
+        keys = keys.unflatten(-1, (self.key_heads, -1))
+        return queries, keys, values.unflatten(-1, (self.value_heads, -1))
 
     def _decay_and_beta(self, decay_input: Tensor, beta_input: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the decay, float32, and beta; [S, value heads] each."""
@@ -177,9 +182,8 @@ class GatedDeltaNet(nn.Module):
         if not self.config.sequence_parallel:
             # Each rank has the gradient from its own heads. Core sums it only under sequence parallelism.
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        return self.out_norm(head_outputs, output_gate.unflatten(-1, (self.value_heads, -1)), weight).flatten(
-            1
-        )
+        head_gates = output_gate.unflatten(-1, (self.value_heads, -1))
+        return self.out_norm(head_outputs, head_gates, weight).flatten(1)
 
     def _mix_with_cache(self, projected: Tensor, cache_access: CacheAccess) -> Tensor:
         """The same as :meth:`_mix_tokens`, during generation. Outputs of padding are zero."""
@@ -202,28 +206,25 @@ class GatedDeltaNet(nn.Module):
         if not num_prompts:
             return padding_output
 
-        cached_states = [
-            cache_access.cache.linear_attention_states[self, prompt_index]
-            for prompt_index in cache_access.prompt_indices
-        ]
+        # Each prompt that still generates has one token here.
+        cached_states = cache_access.cache.linear_attention_states
+        earlier_inputs = []
+        earlier_states = []
+        for prompt_index in cache_access.prompt_indices:
+            prompt_inputs, prompt_state = cached_states[self, prompt_index]
+            earlier_inputs.append(prompt_inputs)
+            earlier_states.append(prompt_state)
+
         qkv, output_gate, beta_input, decay_input = projected[:num_prompts].split(self.sections, dim=-1)
-        conv_inputs = torch.cat(
-            (torch.stack([cached_state[0] for cached_state in cached_states]), qkv[:, None]), dim=1
-        )
+        conv_inputs = torch.cat((torch.stack(earlier_inputs), qkv[:, None]), dim=1)
         convolved_qkv = F.silu((conv_inputs * self.conv1d.weight[:, 0].t()).sum(1))
         log_decay, beta = self._decay_and_beta(decay_input, beta_input)
         head_outputs, new_states = gated_delta_step(
-            *self._split_heads(convolved_qkv),
-            log_decay,
-            beta,
-            torch.stack([cached_state[1] for cached_state in cached_states]),
+            *self._split_heads(convolved_qkv), log_decay, beta, torch.stack(earlier_states)
         )
 
         for i, prompt_index in enumerate(cache_access.prompt_indices):
-            cache_access.cache.linear_attention_states[self, prompt_index] = (
-                conv_inputs[i, 1:],
-                new_states[i],
-            )
+            cached_states[self, prompt_index] = (conv_inputs[i, 1:], new_states[i])
         return torch.cat((self._norm_and_gate(head_outputs, output_gate), padding_output))
 
 

@@ -19,7 +19,7 @@ class KVCache:
     """The keys and values of some prompts in this rank's decoder layers.
 
     Args:
-        lengths: number of tokens of each prompt.
+        prompt_lengths: number of tokens of each prompt.
         max_new_tokens: largest number of tokens that may follow each prompt.
     """
 
@@ -57,8 +57,8 @@ class KVCache:
 
     def advance_lengths(self, prompt_indices: list[int]) -> None:
         """Counts one more token for each of these prompts. Call it after all layers were extended."""
-        for prompt in prompt_indices:
-            self.sequence_lengths[prompt] += 1
+        for prompt_index in prompt_indices:
+            self.sequence_lengths[prompt_index] += 1
 
 
 @dataclass
@@ -78,7 +78,7 @@ class CacheAccess:
         """query [S, h, d], key and value [S, g, d] -> [S, h, d]. Outputs of padding are undefined.
 
         Args:
-            attend_to_row: the layer's own attention over the row.
+            attend_to_row: computes the layer's attention over the row, without a cache.
         """
         if self.is_prefill:
             self.cache.store_prompt(layer, self.prompt_indices[0], key, value)

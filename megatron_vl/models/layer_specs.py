@@ -48,8 +48,8 @@ class LocalRMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
-        start = torch.zeros if self.zero_centered else torch.ones
-        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
+        initial_values = torch.zeros if self.zero_centered else torch.ones
+        self.weight = nn.Parameter(initial_values(hidden_size, dtype=config.params_dtype))
         # finalize_model_grads sums the gradients of marked parameters over the tensor-parallel group.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -169,18 +169,30 @@ def transformer_block_spec(
         num_layers: number of layers in this block, which belong to one pipeline chunk.
         attention_backend: one of :data:`megatron_vl.models.attention.BACKENDS`.
         is_windowed_layer: says whether a zero-based global layer attends within windows.
-        num_deepstack_levels: number of levels of visual features that the model's first layers add to their output.
+        causal: whether tokens attend only to themselves and earlier ones, as in the language model.
+        num_deepstack_levels: number of levels of visual features that the model's first layers add to their
+            output.
         fused_windows: whether window layers use the fused kernel (CUDA).
         recompute_activation: whether activations of the MLP are recomputed in the backward pass.
-        layers_with_experts: for each layer of this block, whether it has experts instead of an MLP; empty: none has.
-        layers_with_linear_attention: for each layer of this block, whether it has linear attention; empty: none has.
+        layers_with_experts: for each layer of this block, whether it has experts instead of an MLP; empty if
+            no layer has.
+        layers_with_linear_attention: for each layer of this block, whether it has linear attention; empty if
+            no layer has.
         linear_attention: the sizes of linear attention, for models that have it.
     """
     layer_modules = _layer_modules(platform, config)
+
+    # Our tower kernels rotate queries and keys themselves, so TowerSelfAttention replaces core's attention.
     uses_own_kernels = fused_windows or attention_backend == "triton"
+    attention_params: dict[str, Any] = {
+        "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask
+    }
+    if uses_own_kernels:
+        attention_params["fused_windows"] = fused_windows
     core_attention = partial(
         PackedAttention, backend=attention_backend, causal=causal, windowed=is_windowed_layer
     )
+
     layer_spec = ModuleSpec(
         module=DeepStackLayer if num_deepstack_levels else TransformerLayer,
         params={"deepstack": num_deepstack_levels} if num_deepstack_levels else {},
@@ -188,10 +200,7 @@ def transformer_block_spec(
             input_layernorm=layer_modules.layer_norm,
             self_attention=ModuleSpec(
                 module=TowerSelfAttention if uses_own_kernels else SelfAttention,
-                params={
-                    "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.no_mask,
-                    **({"fused_windows": fused_windows} if uses_own_kernels else {}),
-                },
+                params=attention_params,
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=layer_modules.column_linear,
                     core_attention=core_attention,
@@ -214,15 +223,17 @@ def transformer_block_spec(
     )
 
     layer_specs = [layer_spec] * num_layers
+
+    # Experts are preceded by a norm of their own: the router reads its output too, so that it cannot be part
+    # of the first linear.
     if any(layers_with_experts):
         expert_submodules = replace(
             layer_spec.submodules, pre_mlp_layernorm=layer_modules.expert_norm, mlp=moe_layer(platform)
         )
-        layer_specs = [
-            replace(layer_spec, submodules=expert_submodules) if has_experts else layer_spec
-            for has_experts in layers_with_experts
-        ]
+        expert_spec = replace(layer_spec, submodules=expert_submodules)
+        layer_specs = [expert_spec if has_experts else layer_spec for has_experts in layers_with_experts]
 
+    # A layer may have both experts and linear attention, so this changes the specs from above.
     if any(layers_with_linear_attention):
         linear_attention_module = ModuleSpec(
             module=GatedDeltaNet,
@@ -232,13 +243,10 @@ def transformer_block_spec(
                 "row": layer_modules.row_linear,
             },
         )
-        layer_specs = [
-            replace(
-                layer_spec, submodules=replace(layer_spec.submodules, self_attention=linear_attention_module)
-            )
-            if is_linear
-            else layer_spec
-            for layer_spec, is_linear in zip(layer_specs, layers_with_linear_attention, strict=True)
-        ]
+        softmax_specs, layer_specs = layer_specs, []
+        for softmax_spec, is_linear in zip(softmax_specs, layers_with_linear_attention, strict=True):
+            linear_submodules = replace(softmax_spec.submodules, self_attention=linear_attention_module)
+            linear_spec = replace(softmax_spec, submodules=linear_submodules)
+            layer_specs.append(linear_spec if is_linear else softmax_spec)
 
     return TransformerBlockSubmodules(layer_specs=layer_specs, layer_norm=layer_modules.final_norm)

@@ -25,7 +25,9 @@ _ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.linear_qkv.layer_no
 _LINEAR_ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.in_proj.layer_norm_")
 _MLP_NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 _EXPERT_PATTERN = re.compile(
-    r"\.mlp\.experts\.(?:local_experts\.(?P<listed>\d+)\.(?P<linear>linear_fc[12])\.weight|(?P<grouped_linear>linear_fc[12])\.weight(?P<grouped>\d+))$"
+    r"\.mlp\.experts\."
+    r"(?:local_experts\.(?P<listed>\d+)\.(?P<linear>linear_fc[12])\.weight"
+    r"|(?P<grouped_linear>linear_fc[12])\.weight(?P<grouped>\d+))$"
 )
 
 
@@ -57,21 +59,21 @@ def canonical_name(
     """
     tensor_name = module_name
     local_expert = None
-    norm_names = [
-        _LINEAR_ATTENTION_NORM_NAMES if has_linear_attention else _ATTENTION_NORM_NAMES,
-        *([] if has_router else [_MLP_NORM_NAMES]),
-    ]
+    norm_names = [_LINEAR_ATTENTION_NORM_NAMES if has_linear_attention else _ATTENTION_NORM_NAMES]
+    if not has_router:
+        norm_names.append(_MLP_NORM_NAMES)
     for local_name, fused_name in norm_names:
         tensor_name = tensor_name.replace(local_name, fused_name)
+
     if match := _EXPERT_PATTERN.search(tensor_name):
         local_expert = int(match["listed"] or match["grouped"])
-        tensor_name = (
-            f"{tensor_name[: match.start()]}.mlp.experts.{match['linear'] or match['grouped_linear']}.weight"
-        )
+        linear_name = match["linear"] or match["grouped_linear"]
+        tensor_name = f"{tensor_name[: match.start()]}.mlp.experts.{linear_name}.weight"
+
     if match := _LAYER_PATTERN.match(tensor_name):
-        tensor_name = (
-            f"language_model.decoder.layers.{int(match[1]) + first_layer}.{tensor_name[match.end() :]}"
-        )
+        layer_number = int(match[1]) + first_layer
+        tensor_name = f"language_model.decoder.layers.{layer_number}.{tensor_name[match.end() :]}"
+
     return (EMBEDDING_TENSOR if is_tied and tensor_name == OUTPUT_TENSOR else tensor_name), local_expert
 
 

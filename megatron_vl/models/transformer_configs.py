@@ -39,7 +39,8 @@ def _common_settings(
         "calculate_per_token_loss": True,
         "use_cpu_initialization": False,
         "batch_p2p_comm": is_cuda,
-        # Under pipeline parallelism, the output of a stage is freed once it is sent. Its graph is kept.
+        # Under pipeline parallelism, the output of a stage is freed once it is sent, while its autograd graph
+        # stays.
         "deallocate_pipeline_outputs": True,
         "variable_seq_lengths": False,
     }
@@ -202,10 +203,8 @@ def _recompute_settings(
     core_modules = [module for module in recompute_modules if module != "activation"]
     if has_experts and "mlp" in recompute_modules:
         core_modules.append("moe")
-    elif (
-        has_experts and "activation" in recompute_modules and platform.has_transformer_engine
-    ):  # only for grouped experts
-        core_modules.append("moe_act")
+    elif has_experts and "activation" in recompute_modules and platform.has_transformer_engine:
+        core_modules.append("moe_act")  # core supports it only for grouped experts
 
     if recompute_mode == "selective" and core_modules:
         return {"recompute_granularity": "selective", "recompute_modules": core_modules}
@@ -213,5 +212,5 @@ def _recompute_settings(
 
 
 def fp8_row_multiple(config: TransformerConfig) -> int:
-    """The multiple that the number of rows on each rank must be for products in FP8; 1 without FP8."""
+    """The number that must divide the rows on each rank for products in FP8; 1 without FP8."""
     return {None: 1, "blockwise": 128}.get(config.fp8_recipe if config.fp8 else None, 16)

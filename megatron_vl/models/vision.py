@@ -26,11 +26,11 @@ from megatron_vl.spec.families import VisionSpec
 class PatchEmbed(nn.Module):
     """The patch embedding of uint8 planes.
 
-    It is a Conv3d whose kernel equals its stride, written as a matrix product, which is 10x faster. Pixels
-    are normalised here, on the device, with the checkpoint's mean and standard deviation.
+    It is a Conv3d whose kernel equals its stride. Written as a matrix product, it is 10x faster. Pixels are
+    normalised here, on the device, with the checkpoint's mean and standard deviation.
 
     Args:
-        mean, std: statistics per channel, for pixels scaled to 0..1.
+        pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
     """
 
     def __init__(
@@ -56,15 +56,14 @@ class PatchEmbed(nn.Module):
         """
         vision_spec = self.vision_spec
         if self._pixel_mean.device != planes.device:
-            self._pixel_mean, self._pixel_std = (
-                self._pixel_mean.to(planes.device),
-                self._pixel_std.to(planes.device),
-            )
+            self._pixel_mean = self._pixel_mean.to(planes.device)
+            self._pixel_std = self._pixel_std.to(planes.device)
 
+        # Planes are normalised before they are gathered, because an image uses each of its planes twice.
         plane_pixels = planes.view(-1, vision_spec.in_channels, vision_spec.patch_size**2).float()
-        plane_pixels = ((plane_pixels - self._pixel_mean[:, None]) / self._pixel_std[:, None]).to(
-            self.proj.weight.dtype
-        )
+        plane_pixels = (plane_pixels - self._pixel_mean[:, None]) / self._pixel_std[:, None]
+        plane_pixels = plane_pixels.to(self.proj.weight.dtype)
+
         patches = plane_pixels[plane_index.long()]  # [P, T, C, p * p]
         return self.proj(patches.transpose(1, 2).reshape(patches.shape[0], -1))
 
@@ -108,7 +107,8 @@ class Merger(nn.Module):
     """A norm, and a two-layer GELU MLP from each merge unit's concatenated patches to the language width.
 
     Args:
-        norm_unit: whether the norm is over a whole merge unit, as in DeepStack's mergers, or over each patch.
+        norm_over_unit: whether the norm is over a whole merge unit, as in DeepStack's mergers, or over each
+            patch.
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class VisionTower(nn.Module):
     """Computes merged features from the patches of a whole row.
 
     Args:
-        pg: process groups of the tower; only ``tp`` and ``cp`` are used.
+        pg_collection: process groups of the tower; only ``tp`` and ``cp`` are used.
         pixel_mean, pixel_std: statistics per channel, for pixels scaled to 0..1.
         attention_backend, fused_windows, recompute_activation: see
             :func:`megatron_vl.models.layer_specs.transformer_block_spec`.
-        is_frozen: whether the layers, the patch embedding and the position table get no gradients. The mergers
-            still get them.
+        is_frozen: whether the layers, the patch embedding and the position table get no gradients. The
+            mergers still get them.
     """
 
     def __init__(
@@ -225,28 +225,27 @@ class VisionTower(nn.Module):
                     vision_input.position_hw, vision_input.frame_hw
                 ).to(hidden_states.dtype)
 
+            # One more segment pads the patches for FP8. Patches attend only within segments, so it changes no
+            # other patch.
             rotary_angles = vision_rope_angles(vision_input.position_hw, self.vision_spec.head_dim)
             full_segments, window_segments = vision_input.full_segments, vision_input.window_segments
             if self.patch_multiple > 1:
                 num_padding_patches = -hidden_states.shape[0] % self.patch_multiple
                 hidden_states = F.pad(hidden_states, (0, 0, 0, num_padding_patches))
                 rotary_angles = F.pad(rotary_angles, (0, 0, 0, 0, 0, 0, 0, num_padding_patches))
-                full_segments = full_segments.with_padding_segment(
-                    hidden_states.shape[0], num_padding_patches
-                )
-                window_segments = window_segments.with_padding_segment(
-                    hidden_states.shape[0], num_padding_patches
-                )
+                num_patches = hidden_states.shape[0]
+                full_segments = full_segments.with_padding_segment(num_patches, num_padding_patches)
+                window_segments = window_segments.with_padding_segment(num_patches, num_padding_patches)
 
-            hidden_states = hidden_states[:, None]
-            half_angles = rotary_angles[:, 0, 0, : self.vision_spec.head_dim // 2]
-            cos_sin = (
-                (half_angles.cos().contiguous(), half_angles.sin().contiguous())
-                if self.kernels_apply_rope
-                else None
-            )
+            # Our attention kernels rotate queries and keys while they read them. The second half of a head's
+            # angles repeats the first, so they need only the first.
+            cos_sin = None
+            if self.kernels_apply_rope:
+                half_angles = rotary_angles[:, 0, 0, : self.vision_spec.head_dim // 2]
+                cos_sin = (half_angles.cos().contiguous(), half_angles.sin().contiguous())
+
             hidden_states = self.decoder(
-                hidden_states=hidden_states,
+                hidden_states=hidden_states[:, None],
                 attention_mask=None,
                 rotary_pos_emb=rotary_angles,
                 packed_seq_params=packed_row(full_segments, window_segments, cos_sin),
@@ -254,10 +253,11 @@ class VisionTower(nn.Module):
             )
 
         # The block returns a pair if it extracts inner layers.
-        last_features, inner_features = hidden_states if self.deepstack_mergers else (hidden_states, [])
-        num_patches = vision_input.position_hw.shape[0]
-        deepstack_features = [
-            merger(x[:num_patches])[:, 0]
-            for merger, x in zip(self.deepstack_mergers, inner_features, strict=True)
-        ]
-        return [self.merger(last_features[:num_patches])[:, 0], *deepstack_features]
+        last_states, inner_states = hidden_states if self.deepstack_mergers else (hidden_states, [])
+
+        # The mergers are trained even if the layers are frozen, so they run outside of ``set_grad_enabled``.
+        num_real_patches = vision_input.position_hw.shape[0]
+        deepstack_features = []
+        for merger, layer_states in zip(self.deepstack_mergers, inner_states, strict=True):
+            deepstack_features.append(merger(layer_states[:num_real_patches])[:, 0])
+        return [self.merger(last_states[:num_real_patches])[:, 0], *deepstack_features]

@@ -1,4 +1,4 @@
-"""One pipeline chunk of a vision-language model: a part of GPTModel and, on the first chunk, the tower.
+"""One pipeline chunk of a vision-language model: some layers of GPTModel and, on the first chunk, the tower.
 
 Features replace the placeholders' embeddings before the sequence-parallel scatter. So images may be anywhere
 in a row, and any tensor-parallel rank may hold any token.
@@ -32,10 +32,10 @@ class VisionLanguageModel(MegatronModule):
 
     Args:
         config: the language model's TransformerConfig.
-        language: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
-        vision: the tower on the first chunk; None elsewhere.
+        language_model: this chunk's GPTModel, built with ``scatter_embedding_sequence_parallel=False``.
+        vision_tower: the tower on the first chunk; None elsewhere.
         num_deepstack_levels: number of levels of visual features that the first decoder layers add.
-        layers: global numbers of this chunk's decoder layers.
+        layer_range: global numbers of this chunk's decoder layers.
         message_levels: number of levels that every pipeline message has room for. It is the largest number
             that crosses a boundary between chunks.
     """
@@ -57,10 +57,11 @@ class VisionLanguageModel(MegatronModule):
 
         self.vision_model = vision_tower
         self.absent_tower: AbsentTower | None = None
-        """Lets rows without pictures skip the tower; None: these rows run it on a dummy picture."""
+        """Lets rows without pictures skip the tower. If it is None, these rows run the tower on a dummy
+        picture."""
         self.decoupled: Any = None
-        """The :class:`~megatron_vl.models.decoupled.DecoupledTower`, on every rank's first chunk; None for a
-        tower on the first stage. Its parameters do not belong to this chunk."""
+        """The :class:`~megatron_vl.models.decoupled.DecoupledTower`, on every rank's first chunk. It is None
+        if the tower is on the first stage. Its parameters do not belong to this chunk."""
 
         self.language_model = language_model
         self.model_type = language_model.model_type
@@ -91,12 +92,17 @@ class VisionLanguageModel(MegatronModule):
             state and DeepStack's levels, [(1 + message_levels) * S (/ tp), 1, H].
         """
         decoder_input = self._embed_row(row) if self.pre_process else None
+
+        # Most tokens of a row have no loss. The head is computed only for those that have one, because logits
+        # [S, V] are the largest activation of the model.
         loss_selection: dict[str, Any] = {}
         if labels and row.loss_index is not None:
             loss_selection = {
                 "output_processor": loss_token_losses,
                 "output_processor_context": row.loss_index,
             }
+
+        # ``attention_mask`` is None because PackedAttention reads the segments from ``packed_seq_params``.
         chunk_output = self.language_model(
             input_ids=row.tokens[None],
             position_ids=row.position_ids[:, None],
@@ -108,15 +114,13 @@ class VisionLanguageModel(MegatronModule):
             **loss_selection,
         )
 
+        # All messages between stages have one size, because core allocates the receiving buffers from the
+        # config. Levels that earlier layers have already added are sent as zeros.
         num_unused_levels = 0 if self.post_process else self.message_levels - self.levels_out
         if num_unused_levels:
             local_seq_len = chunk_output.shape[0] // (1 + self.levels_out)
-            chunk_output = torch.cat(
-                (
-                    chunk_output,
-                    chunk_output.new_zeros(local_seq_len * num_unused_levels, *chunk_output.shape[1:]),
-                )
-            )
+            padding = chunk_output.new_zeros(local_seq_len * num_unused_levels, *chunk_output.shape[1:])
+            chunk_output = torch.cat((chunk_output, padding))
         return chunk_output
 
     def _padding_mask(self, row: DeviceRow) -> Tensor | None:
@@ -142,8 +146,9 @@ class VisionLanguageModel(MegatronModule):
             self.absent_tower.gather_params()
         skips_tower = self._skips_tower(row)
 
+        # The features come from other context-parallel ranks, from the tower, or from a decoupled tower.
         if row.feature_route is not None:
-            level_features = self._exchanged_features(row, skips_tower)
+            level_features = self._exchange_row_features(row, skips_tower)
         elif self.vision_model is not None and row.vision_input is not None and not skips_tower:
             # The tower runs before the embedding, because parameters are registered, gathered and reduced in
             # that order.
@@ -155,6 +160,8 @@ class VisionLanguageModel(MegatronModule):
         if self.absent_tower is not None and (skips_tower or level_features is None):
             token_embeddings = self.absent_tower.skip_tower(token_embeddings)
 
+        # The levels of DeepStack are added to the outputs of the first layers. Until then they are zero
+        # outside of pictures.
         embedding_parts = [
             token_embeddings,
             *(torch.zeros_like(token_embeddings) for _ in range(self.num_deepstack_levels)),
@@ -164,37 +171,38 @@ class VisionLanguageModel(MegatronModule):
                 insert_vision_features(part, one_level_features, row.feature_index)
                 for part, one_level_features in zip(embedding_parts, level_features, strict=True)
             ]
+
         if self.config.sequence_parallel:
             embedding_parts = [scatter_to_sequence_parallel_region(part) for part in embedding_parts]
         return torch.cat(embedding_parts) if self.num_deepstack_levels else embedding_parts[0]
 
-    def _exchanged_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor]:
-        """The features of this rank's placeholders, one tensor for each level, under context parallelism.
+    def _exchange_row_features(self, row: DeviceRow, skips_tower: bool) -> list[Tensor]:
+        """The features of this rank's placeholders under context parallelism, one tensor [N, H] for each
+        level.
 
-        Each context-parallel rank encodes some frames of the row. Ranks without any take part in the exchange
-        with nothing.
+        Each context-parallel rank encodes some frames of the row. A rank without frames takes part in the
+        exchange with an empty tensor.
         """
         assert self.vision_model is not None and row.feature_route is not None
         route = row.feature_route
         if skips_tower:
             # The exchange has a backward pass on all ranks or on none.
-            trains = any(parameter.requires_grad for parameter in self.vision_model.parameters())
-            nothing = torch.empty(
+            is_trained = any(parameter.requires_grad for parameter in self.vision_model.parameters())
+            local_features = torch.empty(
                 0,
                 1 + self.num_deepstack_levels,
                 self.config.hidden_size,
                 dtype=self.config.params_dtype,
                 device=row.tokens.device,
-                requires_grad=trains and torch.is_grad_enabled(),
+                requires_grad=is_trained and torch.is_grad_enabled(),
             )
-            encoded = nothing
         else:
-            encoded = torch.stack(self.vision_model(row.vision_input), 1)
-            if not route.encodes:  # a dummy picture, without a place in the row
-                encoded = encoded[:0] + encoded.sum() * 0.0
+            local_features = torch.stack(self.vision_model(row.vision_input), 1)
+            if not route.encodes:  # a dummy picture, which no placeholder stands for
+                local_features = local_features[:0] + local_features.sum() * 0.0
 
-        group = self.language_model.pg_collection.cp
-        return list(exchange_features(encoded, route, group).unbind(1))
+        cp_group = self.language_model.pg_collection.cp
+        return list(exchange_features(local_features, route, cp_group).unbind(1))
 
     def _needs_no_features(self, row: DeviceRow) -> bool:
         """Whether the row has no picture and the backward pass does not need its (empty) features."""
@@ -208,15 +216,17 @@ class VisionLanguageModel(MegatronModule):
         return any(parameter.requires_grad for parameter in self.language_model.embedding.parameters())
 
     def _skips_tower(self, row: DeviceRow) -> bool:
-        """Whether this rank encodes no picture of the row and the backward pass, if there is one, reaches the
-        embedding.
+        """Whether this rank can leave out the tower for a row.
 
-        There, ``absent_tower`` reports the tower's gradients as ready.
+        It can if it encodes no picture of the row and the backward pass, if there is one, reaches the
+        embedding. There, ``absent_tower`` reports the tower's gradients as ready.
         """
         if self.absent_tower is None or row.feature_index is None:
             return False
-        encodes = row.feature_index.numel() if row.feature_route is None else row.feature_route.encodes
-        if encodes:
+        encodes_picture = (
+            row.feature_index.numel() if row.feature_route is None else row.feature_route.encodes
+        )
+        if encodes_picture:
             return False
         return not torch.is_grad_enabled() or self._trains_embedding
 
@@ -235,11 +245,11 @@ class TowerEverywhere(MegatronModule):
 def insert_vision_features(
     token_embeddings: Tensor, vision_features: Tensor, feature_index: Tensor | None
 ) -> Tensor:
-    """Replaces the tokens ``feature_index`` (int64 [N]) of embedded [S, 1, H] by features [N, H].
+    """Replaces the tokens ``feature_index`` (int64 [N]) of ``token_embeddings`` [S, 1, H] by features [N, H].
 
     If a text-only row ran the tower, its index is empty. Its dummy features are then multiplied by zero and
-    added, so that the tower's gradients exist on every rank in every step. Overlapped reduction waits for
-    each of them.
+    added, so that the tower has gradients on every rank in every step. Overlapped reduction waits for each of
+    these gradients.
     """
     assert feature_index is not None
     vision_features = vision_features.to(token_embeddings.dtype)

@@ -125,14 +125,8 @@ def make_layout(
     Raises:
         LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
-    for size_name, parallel_size in (
-        ("tp", tp),
-        ("pp", pp),
-        ("vpp", vpp),
-        ("ep", ep),
-        ("etp", etp),
-        ("cp", cp),
-    ):
+    parallel_sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp}
+    for size_name, parallel_size in parallel_sizes.items():
         if parallel_size < 1:
             raise LayoutError(f"{size_name}={parallel_size} must be at least 1")
 
@@ -146,18 +140,14 @@ def make_layout(
     if layers is None:
         if num_layers < num_chunks:
             raise LayoutError(
-                f"pp={pp} x vpp={vpp} gives {num_chunks} chunks for {num_layers} decoder layers; set layers by hand"
-                " to leave some empty"
+                f"pp={pp} x vpp={vpp} gives {num_chunks} chunks for {num_layers} decoder layers; set layers"
+                " by hand to leave some empty"
             )
-        chunks_with_one_more = (
-            range(num_layers % num_chunks)
-            if decoupled
-            else range(num_chunks - num_layers % num_chunks, num_chunks)
-        )
-        layers = [
-            num_layers // num_chunks + (chunk_index in chunks_with_one_more)
-            for chunk_index in range(num_chunks)
-        ]
+        # With a remainder, the last chunks get one layer more, because the first one also holds the tower. If
+        # every rank holds the tower, the first chunks do, because the last one also holds the output layer.
+        base_layers, remainder = divmod(num_layers, num_chunks)
+        larger, smaller = [base_layers + 1] * remainder, [base_layers] * (num_chunks - remainder)
+        layers = larger + smaller if decoupled else smaller + larger
 
     if len(layers) != num_chunks:
         raise LayoutError(
@@ -172,7 +162,7 @@ def make_layout(
 
 
 def key_value_copies(key_value_heads: int, cp: int) -> int:
-    """How often each of a rank's key/value heads is repeated, so that ``cp`` ranks can share them evenly."""
+    """How often each of a rank's key/value heads is repeated so that ``cp`` ranks can share them evenly."""
     return math.lcm(key_value_heads, cp) // key_value_heads
 
 
@@ -180,7 +170,7 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
     """Checks that the ranks which share a row can exchange what the model's attention needs.
 
     Raises:
-        LayoutError: they cannot. The message says why, and which sizes would do.
+        LayoutError: they cannot. The message says why, and which sizes are valid.
     """
     if cp == 1:
         return
@@ -194,16 +184,18 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
                 f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
             )
 
-    def fits(size: int) -> bool:
-        heads, key_value_heads = language.num_heads // tp, max(1, language.num_kv_heads // tp)
-        return heads % math.lcm(key_value_heads, size) == 0
+    query_heads = language.num_heads // tp
+    key_value_heads = max(1, language.num_kv_heads // tp)
 
-    if not fits(cp):
-        valid = [str(size) for size in range(1, most_ranks + 1) if fits(size)]
+    def divides_heads(size: int) -> bool:
+        return query_heads % math.lcm(key_value_heads, size) == 0
+
+    if not divides_heads(cp):
+        valid_sizes = [str(size) for size in range(1, most_ranks + 1) if divides_heads(size)]
         raise LayoutError(
             f"cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
-            f" {language.num_heads // tp} query heads that tp={tp} leaves to it, with their key/value heads;"
-            f" cp may be {', '.join(valid)}"
+            f" {query_heads} query heads that tp={tp} leaves to it, with their key/value heads;"
+            f" cp may be {', '.join(valid_sizes)}"
         )
 
 

@@ -68,10 +68,12 @@ def placeholder_runs(media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[Gr
 
 
 def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[int]:
-    """The index in ``token_ids`` (int64 [S]) of the first placeholder of each grid, in the order of the text.
+    """The index in ``token_ids`` of the first placeholder of each grid, in the order of the text.
 
-    ``media_grids`` come from :func:`placeholder_runs`. Their token counts separate the runs, so two media may be
-    adjacent.
+    Args:
+        token_ids: int64 [S], with expanded placeholders.
+        media_grids: what :func:`placeholder_runs` returns. Their token counts separate the runs, so two media
+            may be adjacent.
 
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
@@ -82,7 +84,8 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
     token_counts = [media_grid.num_tokens(merge_size) for media_grid in media_grids]
     if len(media_positions) != sum(token_counts):
         raise PositionError(
-            f"the text holds {len(media_positions)} image and video placeholders; its media need {sum(token_counts)}"
+            f"the text holds {len(media_positions)} image and video placeholders; its media need"
+            f" {sum(token_counts)}"
         )
 
     first_positions = []
@@ -95,8 +98,10 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
             or int(placeholder_run[-1] - placeholder_run[0]) != token_count - 1
             or not bool((token_ids[placeholder_run] == placeholder_id).all())
         ):
-            requirement_text = f"medium {medium_index + 1} ({media_grid.kind}) needs {token_count} {media_grid.kind} placeholders in one run"
-            raise PositionError(f"{requirement_text}; the text does not have them there")
+            raise PositionError(
+                f"medium {medium_index + 1} ({media_grid.kind}) needs {token_count} {media_grid.kind}"
+                " placeholders in one run; the text does not have them there"
+            )
         first_positions.append(int(placeholder_run[0]))
         tokens_seen += token_count
     return first_positions
@@ -132,23 +137,25 @@ def mrope_positions(
     merge_size = spec.vision.spatial_merge_size
     position_parts: list[Tensor] = []
     next_token = next_position = 0
-    placeholder_grids = placeholder_runs(media_grids, spec)
+    run_grids = placeholder_runs(media_grids, spec)
+    run_starts = placeholder_positions(token_ids, run_grids, spec)
 
-    for media_grid, first_placeholder in zip(
-        placeholder_grids, placeholder_positions(token_ids, placeholder_grids, spec), strict=True
-    ):
-        position_parts.append((torch.arange(first_placeholder - next_token) + next_position).expand(3, -1))
-        next_position += first_placeholder - next_token
+    for run_grid, run_start in zip(run_grids, run_starts, strict=True):
+        # The text before the medium.
+        text_length = run_start - next_token
+        position_parts.append((torch.arange(text_length) + next_position).expand(3, -1))
+        next_position += text_length
 
-        medium_positions = _merge_unit_positions(media_grid, spec.vision, video_positions)
+        # The medium. The rules differ in where the text after it continues.
+        medium_positions = _merge_unit_positions(run_grid, spec.vision, video_positions)
         position_parts.append(medium_positions + next_position)
-        next_position += (
-            int(medium_positions.max()) + 1
-            if video_positions == "released"
-            else max(media_grid.h, media_grid.w) // merge_size
-        )
-        next_token = first_placeholder + media_grid.num_tokens(merge_size)
+        if video_positions == "released":
+            next_position += int(medium_positions.max()) + 1
+        else:
+            next_position += max(run_grid.h, run_grid.w) // merge_size
+        next_token = run_start + run_grid.num_tokens(merge_size)
 
+    # The text after the last medium.
     position_parts.append((torch.arange(len(token_ids) - next_token) + next_position).expand(3, -1))
     return torch.cat(position_parts, dim=1)
 
@@ -159,13 +166,12 @@ def _merge_unit_positions(
     """int64 [3, tokens]: time, row and column of each merge unit, from 0."""
     time_positions = torch.arange(media_grid.t)
     if media_grid.kind == "video" and vision_spec.tokens_per_second:
-        seconds = (
-            media_grid.second_per_grid if video_positions == "released" else int(media_grid.second_per_grid)
-        )
+        seconds = media_grid.second_per_grid
+        if video_positions != "released":
+            seconds = int(seconds)
         # Computed in float32, as in the references: a float64 product may be truncated to another number.
-        time_positions = (
-            time_positions * torch.tensor(seconds, dtype=torch.float32) * vision_spec.tokens_per_second
-        ).long()
+        group_seconds = time_positions * torch.tensor(seconds, dtype=torch.float32)
+        time_positions = (group_seconds * vision_spec.tokens_per_second).long()
 
     merge_size = vision_spec.spatial_merge_size
     position_axes = (
@@ -178,15 +184,11 @@ def _merge_unit_positions(
 
 def patch_positions(media_grid: GridTHW, merge_size: int) -> Tensor:
     """int64 [patches, 2]: row and column of each patch within its frame, in merge-unit order."""
-    rows, patch_columns = torch.meshgrid(
-        torch.arange(media_grid.h), torch.arange(media_grid.w), indexing="ij"
-    )
-    block_shape = (media_grid.h // merge_size, merge_size, media_grid.w // merge_size, merge_size)
-    frame = torch.stack(
-        [coordinates.reshape(block_shape).transpose(1, 2).flatten() for coordinates in (rows, patch_columns)],
-        dim=1,
-    )
-    return frame.repeat(media_grid.t, 1)
+    rows, columns = torch.meshgrid(torch.arange(media_grid.h), torch.arange(media_grid.w), indexing="ij")
+    unit_shape = (media_grid.h // merge_size, merge_size, media_grid.w // merge_size, merge_size)
+    unit_rows = rows.reshape(unit_shape).transpose(1, 2).flatten()
+    unit_columns = columns.reshape(unit_shape).transpose(1, 2).flatten()
+    return torch.stack((unit_rows, unit_columns), dim=1).repeat(media_grid.t, 1)
 
 
 @dataclass
@@ -212,16 +214,17 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
     Frames stay together. Within a frame, windows are in row-major order. There are no empty windows.
     """
     merge_unit = vision_spec.merge_unit
-    patches_per_frame = torch.tensor(
-        [media_grid.h * media_grid.w for media_grid in media_grids for _ in range(media_grid.t)],
-        dtype=torch.int32,
-    )
-    cu_seqlens = _cumulative_lengths(patches_per_frame)
+    frame_lengths: list[int] = []
+    for media_grid in media_grids:
+        frame_lengths += [media_grid.h * media_grid.w] * media_grid.t
+    cu_seqlens = _cumulative_lengths(torch.tensor(frame_lengths, dtype=torch.int32))
     if not vision_spec.window_size:
-        return WindowOrder(torch.arange(int(patches_per_frame.sum()) // merge_unit), cu_seqlens, cu_seqlens)
+        return WindowOrder(torch.arange(sum(frame_lengths) // merge_unit), cu_seqlens, cu_seqlens)
 
+    # Each merge unit gets the number of its window over all media. Sorting by it keeps the order within
+    # windows.
     window_side = vision_spec.window_size // vision_spec.spatial_merge_size // vision_spec.patch_size
-    window_keys = []
+    window_numbers = []
     first_window = 0
     for media_grid in media_grids:
         unit_windows, windows_per_frame = _window_indices(
@@ -229,24 +232,24 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
             media_grid.w // vision_spec.spatial_merge_size,
             window_side,
         )
-        window_keys.append(
-            (torch.arange(media_grid.t)[:, None] * windows_per_frame + unit_windows + first_window).flatten()
-        )
+        frame_starts = torch.arange(media_grid.t)[:, None] * windows_per_frame + first_window
+        window_numbers.append((frame_starts + unit_windows).flatten())
         first_window += media_grid.t * windows_per_frame
 
-    window_key = torch.cat(window_keys)
-    unit_order = torch.argsort(window_key, stable=True)
-    units_per_window = torch.unique_consecutive(window_key[unit_order], return_counts=True)[1]
+    window_of_unit = torch.cat(window_numbers)
+    unit_order = torch.argsort(window_of_unit, stable=True)
+    units_per_window = torch.unique_consecutive(window_of_unit[unit_order], return_counts=True)[1]
     return WindowOrder(unit_order, cu_seqlens, _cumulative_lengths(units_per_window * merge_unit))
 
 
 def _window_indices(unit_rows: int, unit_columns: int, window_side: int) -> tuple[Tensor, int]:
     """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
     windows_across = -(-unit_columns // window_side)
-    window_index = (torch.arange(unit_rows) // window_side)[:, None] * windows_across + torch.arange(
-        unit_columns
-    ) // window_side
-    return window_index.flatten(), windows_across * -(-unit_rows // window_side)
+    windows_down = -(-unit_rows // window_side)
+    window_row = torch.arange(unit_rows) // window_side
+    window_column = torch.arange(unit_columns) // window_side
+    window_index = window_row[:, None] * windows_across + window_column
+    return window_index.flatten(), windows_across * windows_down
 
 
 def _cumulative_lengths(lengths: Tensor) -> Tensor:

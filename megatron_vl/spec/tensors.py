@@ -21,6 +21,7 @@ The full (TP 1) tensors follow these conventions:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -30,8 +31,8 @@ from megatron_vl.spec.families import LanguageSpec, ModelSpec
 
 ParallelStyle = Literal["replicated", "column", "row", "gated", "sections"]
 """How a matrix is cut: not at all, along dim 0, along dim 1, along dim 0 of each of two stacked halves (gate,
-up), or along dim 0 of each of several stacked :attr:`TensorInfo.sections`. In a stack of experts, each
-expert's matrix is cut in this way."""
+up), or along dim 0 of each of several stacked sections (:attr:`TensorInfo.section_rows`). In a stack of
+experts, each expert's matrix is cut in this way."""
 
 EMBEDDING_TENSOR = "language_model.embedding.word_embeddings.weight"
 OUTPUT_TENSOR = "language_model.output_layer.weight"
@@ -92,14 +93,15 @@ class TensorInfo:
     shape: tuple[int, ...]
     parallel_style: ParallelStyle
     model_section: str
-    """``vision``, ``embedding``, ``head`` or ``layer_index``."""
+    """``vision``, ``embedding``, ``layer`` or ``head``."""
     layer_index: int = -1
-    """Zero-based decoder layer if ``model_section`` is ``layer_index``."""
+    """Zero-based decoder layer if ``model_section`` is ``layer``."""
     num_experts: int = 0
-    """Number of experts stacked along dim 0, which expert parallelism divides among ranks. ``parallel_style`` then
-    says how expert tensor parallelism cuts each expert's matrix (dims 1 and 2). 0: a dense tensor."""
+    """Number of experts stacked along dim 0, which expert parallelism divides among ranks; 0: a dense tensor.
+    In a stack, ``parallel_style`` says how expert tensor parallelism cuts each expert's matrix (dims 1 and
+    2)."""
     section_rows: tuple[int, ...] = ()
-    """Number of rows of each section if ``parallel_style`` is ``section_rows``."""
+    """Number of rows of each section if ``parallel_style`` is ``sections``."""
 
     def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
         """The shape of one part."""
@@ -109,11 +111,9 @@ class TensorInfo:
         if self.parallel_style == "replicated":
             return self.shape
         shard_axis = 1 if self.parallel_style == "row" else 0
-        num_ways = sharding.tensor_parallel_ways(self)
-        return tuple(
-            dim_size // num_ways if dim_index == shard_axis else dim_size
-            for dim_index, dim_size in enumerate(self.shape)
-        )
+        shard_shape = list(self.shape)
+        shard_shape[shard_axis] //= sharding.tensor_parallel_ways(self)
+        return tuple(shard_shape)
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
@@ -153,9 +153,8 @@ def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
     if vision_spec.position_table_side:
         add_tensor("position_table.weight", (vision_spec.position_table_side**2, hidden_size))
 
-    fc1: tuple[int, ParallelStyle] = (
-        (2 * ffn_hidden_size, "gated") if vision_spec.gated_mlp else (ffn_hidden_size, "column")
-    )
+    fc1_rows = 2 * ffn_hidden_size if vision_spec.gated_mlp else ffn_hidden_size
+    fc1_style: ParallelStyle = "gated" if vision_spec.gated_mlp else "column"
     for layer_index in range(vision_spec.num_layers):
         layer_prefix = f"decoder.layers.{layer_index}."
         add_norm(f"{layer_prefix}self_attention.linear_qkv.layer_norm", "_")
@@ -166,8 +165,8 @@ def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
         add_tensor(f"{layer_prefix}self_attention.linear_proj.weight", (hidden_size, hidden_size), "row")
         add_tensor(f"{layer_prefix}self_attention.linear_proj.bias", (hidden_size,))
         add_norm(f"{layer_prefix}mlp.linear_fc1.layer_norm", "_")
-        add_tensor(f"{layer_prefix}mlp.linear_fc1.weight", (fc1[0], hidden_size), fc1[1])
-        add_tensor(f"{layer_prefix}mlp.linear_fc1.bias", (fc1[0],), fc1[1])
+        add_tensor(f"{layer_prefix}mlp.linear_fc1.weight", (fc1_rows, hidden_size), fc1_style)
+        add_tensor(f"{layer_prefix}mlp.linear_fc1.bias", (fc1_rows,), fc1_style)
         add_tensor(f"{layer_prefix}mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
         add_tensor(f"{layer_prefix}mlp.linear_fc2.bias", (hidden_size,))
 
@@ -199,11 +198,11 @@ def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
                 TensorInfo(full_name, shape, parallel_style, "layer", layer_index, num_experts, section_rows)
             )
 
-        (
-            _linear_attention_tensors
-            if language_spec.has_linear_attention(layer_index)
-            else _softmax_attention_tensors
-        )(language_spec, add_tensor)
+        if language_spec.has_linear_attention(layer_index):
+            _linear_attention_tensors(language_spec, add_tensor)
+        else:
+            _softmax_attention_tensors(language_spec, add_tensor)
+
         if language_spec.has_experts(layer_index):
             _expert_tensors(language_spec, add_tensor)
         else:
@@ -266,10 +265,8 @@ def _linear_attention_tensors(language_spec: LanguageSpec, add_tensor: Callable[
     linear_spec = language_spec.linear_attention
     assert linear_spec is not None
     hidden_size = language_spec.hidden_size
-    key_width, value_width = (
-        linear_spec.key_heads * linear_spec.key_dim,
-        linear_spec.value_heads * linear_spec.value_dim,
-    )
+    key_width = linear_spec.key_heads * linear_spec.key_dim
+    value_width = linear_spec.value_heads * linear_spec.value_dim
     conv_sections = (key_width, key_width, value_width)
     projection_sections = (*conv_sections, value_width, linear_spec.value_heads, linear_spec.value_heads)
     add_tensor("self_attention.in_proj.layer_norm_weight", (hidden_size,))
@@ -299,28 +296,22 @@ def check_sharding(spec: ModelSpec, sharding: Sharding) -> None:
         for size_name, parallel_size in (("ep", sharding.ep), ("etp", sharding.etp)):
             if parallel_size != 1:
                 raise LayoutError(
-                    f"{size_name}={parallel_size} is for models with experts; {spec.family} is dense: leave {size_name} at 1"
+                    f"{size_name}={parallel_size} is for models with experts; {spec.family} is dense: leave"
+                    f" {size_name} at 1"
                 )
         return
 
-    if moe_spec.num_experts % sharding.ep:
-        valid_sizes = [
-            candidate_size
-            for candidate_size in range(1, moe_spec.num_experts + 1)
-            if moe_spec.num_experts % candidate_size == 0
-        ]
-        raise LayoutError(
-            f"ep={sharding.ep} does not divide {moe_spec.num_experts} experts; valid: {valid_sizes}"
-        )
+    num_experts = moe_spec.num_experts
+    if num_experts % sharding.ep:
+        valid_sizes = [size for size in range(1, num_experts + 1) if num_experts % size == 0]
+        raise LayoutError(f"ep={sharding.ep} does not divide {num_experts} experts; valid: {valid_sizes}")
 
-    if moe_spec.ffn_hidden_size % sharding.etp:
-        valid_sizes = [
-            candidate_size
-            for candidate_size in (1, 2, 4, 8, 16)
-            if moe_spec.ffn_hidden_size % candidate_size == 0
-        ]
+    expert_ffn_size = moe_spec.ffn_hidden_size
+    if expert_ffn_size % sharding.etp:
+        valid_sizes = [size for size in (1, 2, 4, 8, 16) if expert_ffn_size % size == 0]
         raise LayoutError(
-            f"etp={sharding.etp} does not divide the experts' FFN width {moe_spec.ffn_hidden_size}; valid: {valid_sizes}"
+            f"etp={sharding.etp} does not divide the experts' FFN width {expert_ffn_size}; valid:"
+            f" {valid_sizes}"
         )
 
 
@@ -335,11 +326,9 @@ def model_part(tensor_name: str) -> str:
 
 
 def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
-    """Raises :class:`LayoutError` unless tensor parallelism can cut every dense tensor into ``tp_size`` parts."""
+    """Raises :class:`LayoutError` unless every dense tensor can be cut into ``tp_size`` parts."""
     language_spec, vision_spec = spec.language, spec.vision
-    has_dense = any(
-        not language_spec.has_experts(layer_index) for layer_index in range(language_spec.num_layers)
-    )
+    has_dense = not all(map(language_spec.has_experts, range(language_spec.num_layers)))
     linear_spec = language_spec.linear_attention
     shared_ffn_size = language_spec.moe.shared_ffn_hidden_size if language_spec.moe else 0
     # With more ranks than key/value heads, core cuts a head's weight and gathers the projected head.
@@ -373,16 +362,11 @@ def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
 
     for is_divisible, dimension_text in divisibility_checks:
         if not is_divisible:
-            head_counts = (
-                language_spec.num_heads,
-                vision_spec.num_heads,
-                *((linear_spec.key_heads,) if linear_spec else ()),
-            )
-            valid_sizes = [
-                candidate_size
-                for candidate_size in (1, 2, 4, 8, 16)
-                if not any(count % candidate_size for count in head_counts)
-            ]
+            head_counts = [language_spec.num_heads, vision_spec.num_heads]
+            if linear_spec is not None:
+                head_counts.append(linear_spec.key_heads)
+            common_divisor = math.gcd(*head_counts)
+            valid_sizes = [size for size in (1, 2, 4, 8, 16) if common_divisor % size == 0]
             raise LayoutError(
                 f"tp={tp_size} does not divide {dimension_text}; the heads allow tp in {valid_sizes}"
             )

@@ -86,10 +86,10 @@ class Reading:
             data.seed,
             is_shuffled=self.shuffled,
             source_keys=[key],
-            shards=[
+            shard_sizes=[
                 np.array([described.samples_by_shard[shard] for shard in described.shards_by_split["train"]])
             ],
-            block=data.shuffle_block,
+            block_size=data.shuffle_block,
         )
         indices = order.sample_indices(np.zeros(len(waiting), np.int64), np.array(waiting, np.int64))
 

@@ -132,13 +132,13 @@ def test_a_forked_process_has_connections_of_its_own(dataset):
 @pytest.fixture
 def requests(monkeypatch):
     """The files of all ranges that are read, in order."""
-    read, names = store_reading._read, []
+    read, names = store_reading._read_bytes, []
 
     def noted(path, start: int, end: int) -> bytes:
         names.append(path.name)
         return read(path, start, end)
 
-    monkeypatch.setattr(store_reading, "_read", noted)
+    monkeypatch.setattr(store_reading, "_read_bytes", noted)
     return names
 
 
@@ -165,24 +165,26 @@ def test_a_block_is_read_with_one_request(sets, requests, ranks, count):
             name: expected[name] for name in expected if name != "__sources__"
         }
 
-    wait_until(lambda: not ahead._running)
+    wait_until(lambda: not ahead._running_requests)
     assert not ahead._expected
     assert sum(name.endswith(".tar") for name in requests) == count
-    assert (ahead._bytes, len(ahead._requests), len(ahead._of_sample)) == (0, 0, 0), "nothing is kept on"
+    assert (ahead._kept_bytes, len(ahead._requests), len(ahead._request_of_sample)) == (0, 0, 0), (
+        "nothing is kept on"
+    )
 
 
 def test_what_is_kept_is_bounded(sets, requests, monkeypatch):
     """With room for one sample or less, each is read alone, and when it is needed."""
     stored, local = sets
-    monkeypatch.setattr(store_reading, "MOST_BYTES", 1)
-    monkeypatch.setattr(store_reading, "LARGEST", 1)
+    monkeypatch.setattr(store_reading, "MAX_KEPT_BYTES", 1)
+    monkeypatch.setattr(store_reading, "MAX_BLOCK_BYTES", 1)
     ahead = ReadAhead([stored], 16, LANES, 1)
     reader = open_sample_reader(stored, 0.0, partial(ahead.take, 0))
     for _ in range(3):
         ahead.expect((0, each) for each in range(10))
         for each in range(10):
             assert reader[each]["json"] == local[each]["json"]
-            assert len(ahead._requests) <= store_reading.REQUESTS + 1
+            assert len(ahead._requests) <= store_reading.MAX_REQUESTS + 1
     assert sum(name.endswith(".tar") for name in requests) == 30
 
 
@@ -212,14 +214,14 @@ def test_a_shard_that_is_gone_or_cut_off_costs_its_samples_only(dataset, store, 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_request_without_an_answer_costs_its_samples_only(dataset, monkeypatch, workers):
     """The samples of the other shard are still given, and the processes end."""
-    read, never = store_reading._read, threading.Event()
+    read, never = store_reading._read_bytes, threading.Event()
 
     def stalls(path, start: int, end: int) -> bytes:
         if path.name == "train-000001.tar":
             never.wait()
         return read(path, start, end)
 
-    monkeypatch.setattr(store_reading, "_read", stalls)
+    monkeypatch.setattr(store_reading, "_read_bytes", stalls)
     found, _ = rows(
         "msc://pictures/sets/first", 12, num_workers=workers, sample_timeout_s=1.0, max_bad_share=1.0
     )

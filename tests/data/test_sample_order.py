@@ -96,7 +96,7 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
     ]
     rows = loader(write(tmp_path, train={"blend": parts}), shuffle_block=5)
     order = rows._planning_context.make_planner().sample_order
-    assert [each._starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
+    assert [each._shard_starts.tolist() for each in order._orders] == [[0, 10], [0, 20]]
     for source, (first, end) in enumerate([(30, 60), (0, 33)]):
         size = end - first
         found = order.sample_indices(np.full(3 * size, source), np.arange(3 * size)).reshape(3, size)
@@ -106,7 +106,7 @@ def test_subsets_of_a_blend_come_once_in_an_epoch(tmp_path, monkeypatch):
 
 def test_the_order_depends_on_seed_epoch_and_data_set():
     def first(seed: int, number: int, key: str) -> list[int]:
-        order = SampleOrder([1000], [1.0], seed, is_shuffled=True, source_keys=[key], block=4)
+        order = SampleOrder([1000], [1.0], seed, is_shuffled=True, source_keys=[key], block_size=4)
         return order.sample_indices(np.zeros(50, np.int64), number + np.arange(50)).tolist()
 
     orders = [first(1, 0, "a"), first(2, 0, "a"), first(1, 1000, "a"), first(1, 0, "b")]

@@ -50,7 +50,7 @@ STEP_PARTS = (
 )
 DECOUPLED_SPANS = {
     "forward": "tower forward",
-    "again": "vision recompute",
+    "run_forward_again": "vision recompute",
     "backward_call": "tower backward",
     "to_first": "vision exchange",
     "to_owners": "vision exchange",

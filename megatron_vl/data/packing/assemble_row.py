@@ -39,8 +39,8 @@ class MediaItem:
     grid_thw: GridTHW
     planes: Tensor
     """uint8 [F, h * w, channels * patch * patch]: the frames, with patches in merge-unit order. An image has
-    one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``:
-    the last frame is repeated, as in HF's processors."""
+    one frame. Time slice ``i`` of the grid is frame ``min(i, F - 1)``, because HF's processors repeat the
+    last frame."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class TokenizedSample:
     token_ids: Tensor
     """int64 [n]"""
     loss_mask: Tensor
-    """[n]: the tokens to learn (not shifted), bool; or float32 if they have weights."""
+    """bool [n]: the tokens to learn, not shifted. It is float32 if they have weights."""
     media_items: list[MediaItem] = field(default_factory=list)
     """In the order of the text."""
 
@@ -82,47 +82,56 @@ def pack_row(
     """Concatenates whole samples into a row of ``seq_len`` tokens. The padded tail is one more segment.
 
     Args:
+        seq_len: number of tokens of the row.
         pad_token_id: token that fills the tail; None: that of the model.
         video_positions: as in :func:`~megatron_vl.spec.positions.mrope_positions`.
 
     Raises:
-        PackError: there is no sample, or there are more tokens than ``seq_len``.
+        PackingError: there is no sample, or there are more tokens than ``seq_len``.
         PositionError: placeholders and media of a sample do not match.
     """
     sample_lengths = torch.tensor([len(sample) for sample in samples], dtype=torch.int64)
     token_count = int(sample_lengths.sum())
     if not len(samples) or token_count > seq_len or bool((sample_lengths == 0).any()):
         raise PackingError(
-            f"{len(samples)} samples of {sample_lengths.tolist()} tokens do not make a row of {seq_len} tokens"
+            f"{len(samples)} samples of {sample_lengths.tolist()} tokens do not make a row of {seq_len}"
+            " tokens"
         )
 
+    # The row has a fixed length, so that messages between pipeline stages have one size.
     fill_token = padding_token(spec) if pad_token_id is None else pad_token_id
     padding_length = seq_len - token_count
-    token_ids = pad(
-        torch.cat([sample.token_ids for sample in samples]), (0, padding_length), value=fill_token
-    )
+    token_ids = torch.cat([sample.token_ids for sample in samples])
+    token_ids = pad(token_ids, (0, padding_length), value=fill_token)
     labels, loss_mask = _labels_and_mask(samples, seq_len)
 
-    grids_by_sample = [[item.grid_thw for item in sample.media_items] for sample in samples]
-    position_ids = [
-        mrope_positions(sample.token_ids, own, spec, video_positions)
-        for sample, own in zip(samples, grids_by_sample, strict=True)
-    ]
+    # Positions start again at 0 in each sample, and in the padded tail.
+    position_ids = []
+    media_items: list[MediaItem] = []
+    for sample in samples:
+        sample_grids = [item.grid_thw for item in sample.media_items]
+        position_ids.append(mrope_positions(sample.token_ids, sample_grids, spec, video_positions))
+        media_items += sample.media_items
+    position_ids.append(torch.arange(padding_length).expand(3, -1))
 
-    segment_lengths = (
-        sample_lengths if not padding_length else torch.cat([sample_lengths, torch.tensor([padding_length])])
-    )
-    media_items = [item for sample in samples for item in sample.media_items]
+    # The tail is one more segment, because the attention kernels need a segment for every token.
+    segment_lengths = sample_lengths
+    if padding_length:
+        segment_lengths = torch.cat([sample_lengths, torch.tensor([padding_length])])
+
+    # A row without pictures still gets one, so that the tower can run on every rank.
+    vision_batch = dummy_vision_batch(spec)
+    if media_items:
+        vision_batch = _pack_vision(media_items, _placeholder_indices(samples, sample_lengths, spec), spec)
+
     return TrainingRow(
         tokens=token_ids,
         labels=labels,
         loss_mask=loss_mask,
-        position_ids=torch.cat([*position_ids, torch.arange(padding_length).expand(3, -1)], dim=1),
+        position_ids=torch.cat(position_ids, dim=1),
         cu_seqlens=pad(segment_lengths.cumsum(0), (1, 0)).int(),
         max_seqlen=int(segment_lengths.max()),
-        vision=_pack_vision(media_items, _placeholder_indices(samples, sample_lengths, spec), spec)
-        if media_items
-        else dummy_vision_batch(spec),
+        vision=vision_batch,
         num_samples=len(samples),
         num_images=len(media_items),
         num_patches=sum(item.grid_thw.num_patches for item in media_items),
@@ -150,17 +159,15 @@ def _placeholder_indices(
     samples: Sequence[TokenizedSample], sample_lengths: Tensor, spec: ModelSpec
 ) -> Tensor:
     """int64 [N]: the position in the row of each placeholder, with media in the order of the text."""
+    merge_size = spec.vision.spatial_merge_size
     sample_offsets = pad(sample_lengths.cumsum(0), (1, 0)).tolist()
     token_indices = []
-    for sample, offset in zip(samples, sample_offsets[:-1], strict=True):
+    for sample, sample_offset in zip(samples, sample_offsets[:-1], strict=True):
         sample_grids = [item.grid_thw for item in sample.media_items]
-        placeholder_groups = placeholder_runs(sample_grids, spec)
-        for placeholder_group, start in zip(
-            placeholder_groups, placeholder_positions(sample.token_ids, placeholder_groups, spec), strict=True
-        ):
-            token_indices.append(
-                torch.arange(placeholder_group.num_tokens(spec.vision.spatial_merge_size)) + offset + start
-            )
+        run_grids = placeholder_runs(sample_grids, spec)
+        run_starts = placeholder_positions(sample.token_ids, run_grids, spec)
+        for run_grid, run_start in zip(run_grids, run_starts, strict=True):
+            token_indices.append(torch.arange(run_grid.num_tokens(merge_size)) + sample_offset + run_start)
     return torch.cat(token_indices)
 
 
@@ -196,21 +203,22 @@ def _pack_vision(
 
 
 def _item_plane_index(media_item: MediaItem, temporal_patch_size: int) -> Tensor:
-    """int64 [patches, temporal]: the planes of each patch in merge-unit order,
-    counted from the item's first plane."""
+    """int64 [patches, temporal]: the planes of each patch, counted from the item's first plane.
+
+    Patches are in merge-unit order.
+    """
     grid = media_item.grid_thw
-    frames = media_item.planes.shape[0]
-    patches_per_frame = media_item.grid_thw.h * media_item.grid_thw.w
-    if media_item.planes.shape[1] != patches_per_frame:
+    num_frames, planes_per_frame, _ = media_item.planes.shape
+    patches_per_frame = grid.h * grid.w
+    if planes_per_frame != patches_per_frame:
         raise PackingError(
-            f"a {grid.kind} of {grid.h} x {grid.w} patches came with {media_item.planes.shape[1]} planes a frame"
+            f"a {grid.kind} of {grid.h} x {grid.w} patches came with {planes_per_frame} planes a frame"
         )
-    time_slices = (
-        torch.arange(grid.t * temporal_patch_size).clamp(max=frames - 1).view(grid.t, 1, temporal_patch_size)
-    )
-    return (time_slices * patches_per_frame + torch.arange(patches_per_frame)[:, None]).reshape(
-        -1, temporal_patch_size
-    )
+
+    frame_numbers = torch.arange(grid.t * temporal_patch_size).clamp(max=num_frames - 1)
+    frame_numbers = frame_numbers.view(grid.t, 1, temporal_patch_size)
+    plane_numbers = frame_numbers * patches_per_frame + torch.arange(patches_per_frame)[:, None]
+    return plane_numbers.reshape(-1, temporal_patch_size)
 
 
 def dummy_vision_batch(spec: ModelSpec) -> VisionBatch:

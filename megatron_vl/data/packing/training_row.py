@@ -57,9 +57,9 @@ class TrainingRow:
     labels: Tensor
     """int64 [S]: the next token of the same sample; 0 where ``loss_mask`` is 0."""
     loss_mask: Tensor
-    """float32 [S]: the weight of the label's loss. It is 0, or 1 where the label is text of an assistant turn
-    (its ``<|im_end|>`` included) without a weight of its own. Losses are divided by the number of labels with
-    another weight than 0."""
+    """float32 [S]: the weight of the label's loss. If the label is text of an assistant turn, ``<|im_end|>``
+    included, it is the turn's weight, which is 1 unless the sample gives another one. Otherwise it is 0.
+    Losses are divided by the number of labels whose weight is not 0."""
     position_ids: Tensor
     """int64 [3, S]: M-RoPE time, height, width; each sample starts again at 0."""
     cu_seqlens: Tensor
@@ -92,8 +92,7 @@ limits rows of S tokens to S / 128 different numbers of logits, whose memory the
 
 
 def loss_index(loss_mask: Tensor) -> Tensor | None:
-    """The tokens for which the output layer is computed:
-    int64 [N], ascending; None if they are the whole row.
+    """The tokens for which the output layer is computed, int64 [N], ascending. None stands for the whole row.
 
     These are the loss tokens, and as many other tokens as make N a multiple of :data:`LOSS_INDEX_MULTIPLE`.
     The loss mask gives the others no weight. A row without loss tokens gets some too, so that the gradients
@@ -115,11 +114,12 @@ def pin_row(packed_row: TrainingRow) -> TrainingRow:
     if not torch.cuda.is_available():
         return packed_row
 
-    def pinned(tensor_record):
-        tensors = {f.name: getattr(tensor_record, f.name) for f in dataclasses.fields(tensor_record)}
-        pinned_tensors = {
-            name: value.pin_memory() for name, value in tensors.items() if isinstance(value, Tensor)
-        }
+    def pin_fields(tensor_record):
+        pinned_tensors = {}
+        for field in dataclasses.fields(tensor_record):
+            value = getattr(tensor_record, field.name)
+            if isinstance(value, Tensor):
+                pinned_tensors[field.name] = value.pin_memory()
         return dataclasses.replace(tensor_record, **pinned_tensors)
 
-    return dataclasses.replace(pinned(packed_row), vision=pinned(packed_row.vision))
+    return dataclasses.replace(pin_fields(packed_row), vision=pin_fields(packed_row.vision))

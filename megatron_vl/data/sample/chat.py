@@ -62,7 +62,7 @@ PROBE_TURNS: list[dict[str, Any]] = [
     {"role": "tool", "content": "rain"},
     {"role": "assistant", "content": "It rains."},
 ]
-"""A conversation that shows whether a template writes calls."""
+"""A conversation that shows whether a template writes tool calls."""
 
 TURNS_NOT_FOUND_TEXT = (
     "the assistant's turns cannot be found in what the chat template writes: it does not write the"
@@ -75,7 +75,7 @@ class ChatError(UserError, ValueError):
 
 
 class ChatTemplateError(ChatError):
-    """A conversation has what the checkpoint's chat template does not write. No other data help."""
+    """The checkpoint's chat template leaves out a part of the conversation. Only another template helps."""
 
 
 class ChatEncoder:
@@ -144,7 +144,13 @@ class ChatEncoder:
     ) -> str:
         """The conversation as the checkpoint's template renders it, with one placeholder for each medium.
 
-        ``enable_thinking`` sets the template's ``enable_thinking``; None leaves it to the template.
+        Args:
+            messages, tools: as for :meth:`encode`.
+            generation_prompt: whether the header of the assistant's next turn follows.
+            enable_thinking: the template's variable of this name; None leaves it undefined.
+
+        Raises:
+            ChatError: the template refuses the conversation.
         """
         template_arguments = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         try:
@@ -168,29 +174,30 @@ class ChatEncoder:
         tools: Sequence[dict[str, Any]] = (),
         deadline: SampleDeadline = NO_DEADLINE,
     ) -> list[tuple[int, int]]:
-        """Start and end in ``rendered_text`` (the rendered conversation) of the part of each assistant turn to learn.
+        """The part of each assistant turn that is learnt: its start and end in ``rendered_text``.
+
+        Args:
+            rendered_text: the conversation ``messages`` as :meth:`render_conversation` renders it.
 
         Raises:
             ChatError: the template renders other turns differently when an answer changes.
-            OutOfTimeError: the deadline has passed.
+            SampleTimeoutError: the deadline has passed.
         """
         learnt_spans = []
         for answer_start, answer_end, turn_end in self._find_answers(
             messages, rendered_text, tools, deadline
         ):
-            first_learnt = (
-                self.thinking_rule.first_learnt_character(rendered_text[answer_start:answer_end])
-                if self.template_writes_thinking
-                else 0
-            )
-            learnt_spans.append(
-                (answer_end, answer_end)
-                if first_learnt is None
-                else (
-                    answer_start + first_learnt,
-                    answer_start + len(rendered_text[answer_start:turn_end].rstrip()),
-                )
-            )
+            first_learnt: int | None = 0
+            if self.template_writes_thinking:
+                answer_text = rendered_text[answer_start:answer_end]
+                first_learnt = self.thinking_rule.first_learnt_character(answer_text)
+
+            if first_learnt is None:  # nothing of the turn is learnt
+                learnt_spans.append((answer_end, answer_end))
+                continue
+            # The token that ends the turn is learnt, the newline after it is not.
+            turn_length = len(rendered_text[answer_start:turn_end].rstrip())
+            learnt_spans.append((answer_start + first_learnt, answer_start + turn_length))
         return learnt_spans
 
     def _find_answers(
@@ -202,49 +209,50 @@ class ChatEncoder:
     ) -> list[tuple[int, int, int]]:
         """Start and end in ``rendered_text`` of each answer, without its header, and the end of its turn.
 
-        The number of renderings does not grow with the turns. With a mark in the place of all answers, what
-        stands between two marks is known. With a mark in the place of every second answer, each of the others
-        lies between two marks, so that its length is known, whatever it holds.
+        Three renderings are enough for any number of turns. One has a mark in place of every answer, which
+        gives the texts between answers. The other two have a mark in place of every second answer. Then each
+        of the others lies between two marks, so that its length is known, whatever it contains.
         """
         answer_indices = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if not answer_indices:
             return []
         mark_word = _absent_word(rendered_text)
+
+        # The text after the last answer shows how a turn ends. If other turns follow that answer, one more
+        # answer is added at the end.
         closing_turns: list[dict[str, Any]] = []
-        if answer_indices[-1] + 1 < len(messages):  # what ends a turn is seen after the last one
+        if answer_indices[-1] + 1 < len(messages):
             closing_turns = [_answer_with_content(messages[answer_indices[-1]], mark_word)]
 
-        def around_marks(marked_indices: Sequence[int]) -> list[str]:
+        def split_at_marks(marked_indices: Sequence[int]) -> list[str]:
             if not (marked_indices or closing_turns):
                 return [rendered_text]
             deadline.check_time()
             marked_messages = list(messages)
             for i in marked_indices:
                 marked_messages[i] = _answer_with_content(messages[i], mark_word)
-            split_texts = self.render_conversation([*marked_messages, *closing_turns], tools=tools).split(
-                mark_word
-            )
+            marked_text = self.render_conversation([*marked_messages, *closing_turns], tools=tools)
+            split_texts = marked_text.split(mark_word)
             if len(split_texts) != len(marked_indices) + len(closing_turns) + 1:
                 raise ChatError(TURNS_NOT_FOUND_TEXT)
             return split_texts
 
-        texts_between_marks = around_marks(answer_indices)
-        alternating_texts = [
-            around_marks(answer_indices[1 - kept :: 2]) for kept in range(min(2, len(answer_indices)))
-        ]
+        # Even answers are unmarked in the first of the alternating texts, odd ones in the second.
+        texts_between_marks = split_at_marks(answer_indices)
+        alternating_texts = [split_at_marks(answer_indices[1::2])]
+        if len(answer_indices) > 1:
+            alternating_texts.append(split_at_marks(answer_indices[0::2]))
+
         turn_ending = texts_between_marks[-1]
         answer_places = []
         text_position = 0
         for k in range(len(answer_indices)):
-            header_text, following_text = (
-                texts_between_marks[k].removesuffix(EMPTY_THINK_BLOCK),
-                texts_between_marks[k + 1],
-            )
+            header_text = texts_between_marks[k].removesuffix(EMPTY_THINK_BLOCK)
+            following_text = texts_between_marks[k + 1]
+            # This piece is a header, the answer and the text after it.
             answer_piece = alternating_texts[k % 2][(k + 1) // 2]
-            answer_start, answer_end = (
-                text_position + len(header_text),
-                text_position + len(answer_piece) - len(following_text),
-            )
+            answer_start = text_position + len(header_text)
+            answer_end = text_position + len(answer_piece) - len(following_text)
             if not (
                 answer_start <= answer_end
                 and answer_piece.startswith(header_text)
@@ -271,26 +279,36 @@ class ChatEncoder:
         tools: Sequence[dict[str, Any]] = (),
         deadline: SampleDeadline = NO_DEADLINE,
     ) -> tuple[Tensor, Tensor]:
-        """Token ids int64 [n] with expanded placeholders, and loss mask [n] (not shifted): bool, or float32
-        with the weights of the turns if a turn has ``loss_weight``.
+        """Tokenizes a conversation.
 
         Args:
             messages: HF messages: ``role`` and ``content`` (a string, or parts of type text, image, video);
                 also ``reasoning_content``, ``tool_calls`` and ``loss_weight`` in the assistant's.
             media_grids: the media in the order of the text.
             tools: the functions that the assistant may call.
-            deadline: looked at between the steps.
+            deadline: checked between the steps.
+
+        Returns:
+            Token ids, int64 [n], with expanded placeholders, and the loss mask [n], not shifted. The mask is
+            bool. If a turn has a ``loss_weight``, it is float32 and holds the weights.
 
         Raises:
             ChatError: the placeholders in the text do not match the media, or the template does not write
                 tools, calls or reasoning that the conversation has.
-            OutOfTimeError: the deadline has passed.
+            SampleTimeoutError: the deadline has passed.
         """
-        turn_weights = [m.get("loss_weight", 1.0) for m in messages if m.get("role") == "assistant"]
-        messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
+        turn_weights = []
+        for message in messages:
+            if message.get("role") == "assistant":
+                turn_weights.append(message.get("loss_weight", 1.0))
+
+        # The weights are not for the template, which might write them.
+        messages = [_without_loss_weight(message) for message in messages]
         self._check_template_features(messages, tools)
         rendered_text = self.render_conversation(messages, tools=tools)
         self._check_placeholders(rendered_text, media_grids)
+
+        # Turns are found before timestamps change the text.
         learnt_spans = self.assistant_spans(messages, rendered_text, tools, deadline)
         rendered_text, learnt_spans, timestamp_spans = self._insert_timestamps(
             rendered_text, learnt_spans, media_grids
@@ -303,6 +321,7 @@ class ChatEncoder:
         token_starts, token_ends = np.array(encoded_text.offsets, dtype=np.int64).reshape(-1, 2).T
         is_media = (token_ids == self.spec.image_token_id) | (token_ids == self.spec.video_token_id)
 
+        # Tokens without characters and the media's own tokens are not text that the assistant wrote.
         turn_of_token = _span_index_of_tokens(token_starts, token_ends, learnt_spans)
         is_learnt = (
             (turn_of_token >= 0)
@@ -314,10 +333,10 @@ class ChatEncoder:
         if not set(turn_weights) <= {1.0}:
             loss_mask = np.where(is_learnt, np.array(turn_weights, np.float32)[turn_of_token], np.float32(0))
 
+        # Placeholders are expanded as ids, which is much cheaper than to tokenize the expanded text.
         repeat_counts = self._repeat_counts(is_media, media_grids)
-        return torch.from_numpy(token_ids.repeat(repeat_counts)), torch.from_numpy(
-            loss_mask.repeat(repeat_counts)
-        )
+        expanded_ids = torch.from_numpy(token_ids.repeat(repeat_counts))
+        return expanded_ids, torch.from_numpy(loss_mask.repeat(repeat_counts))
 
     def encode_prompt(
         self,
@@ -328,10 +347,10 @@ class ChatEncoder:
     ) -> Tensor:
         """Token ids int64 [n] with expanded placeholders, up to the header of the assistant's next turn.
 
-        Arguments and errors are those of :meth:`encode` and :meth:`render_conversation`. It is also an error to set
-        ``enable_thinking`` if the template has no switch for it.
+        Arguments and errors are those of :meth:`encode` and :meth:`render_conversation`. It is also an error
+        to set ``enable_thinking`` if the template has no switch for it.
         """
-        messages = [{k: v for k, v in message.items() if k != "loss_weight"} for message in messages]
+        messages = [_without_loss_weight(message) for message in messages]
         self._check_template_features(messages, tools)
         if enable_thinking is not None and not has_thinking_switch(self.chat_template):
             raise ChatError(
@@ -348,17 +367,20 @@ class ChatEncoder:
         return torch.from_numpy(token_ids.repeat(self._repeat_counts(is_media, media_grids)))
 
     def media_token_count(self, media_grid: GridTHW) -> int:
-        """Number of tokens that a medium's size decides: placeholders, and timestamps if they are written.
+        """Number of a medium's tokens: placeholders, and timestamps if the family writes them.
 
         The other tokens of a conversation are the same for media of any size.
         """
-        count = media_grid.num_tokens(self.spec.vision.spatial_merge_size)
+        token_count = media_grid.num_tokens(self.spec.vision.spatial_merge_size)
         if media_grid.kind == "video" and self.spec.vision.video_timestamps:
             # A timestamp begins with "<". What stands before may merge with that, but not with its digits.
-            count += sum(self._timestamp_tokens(f"{time:.1f}") + 2 for time in media_grid.timestamps)
-        return count
+            # The two markers around a frame group come on top.
+            for time in media_grid.timestamps:
+                token_count += self._timestamp_token_count(f"{time:.1f}") + 2
+        return token_count
 
-    def _timestamp_tokens(self, seconds_text: str) -> int:
+    def _timestamp_token_count(self, seconds_text: str) -> int:
+        """Number of tokens of a timestamp. The counts are stored, because videos share most timestamps."""
         if seconds_text not in self._timestamp_token_counts:
             text = f"<{seconds_text} seconds>"
             self._timestamp_token_counts[seconds_text] = len(
@@ -369,15 +391,12 @@ class ChatEncoder:
     def _repeat_counts(self, is_media: np.ndarray, media_grids: Sequence[GridTHW]) -> np.ndarray:
         """How often to repeat each token, int64 [n]: a placeholder once for each merge unit of its medium.
 
-        Repeating the ids equals tokenizing the repeated text,
-        because special tokens are split off before merging.
+        Repeated ids equal the ids of the repeated text, because special tokens are split off before merging.
         """
         repeat_counts = np.ones(len(is_media), dtype=np.int64)
-        placeholder_counts = [
-            run.num_tokens(self.spec.vision.spatial_merge_size)
-            for run in placeholder_runs(media_grids, self.spec)
-        ]
-        repeat_counts[is_media] = placeholder_counts
+        merge_size = self.spec.vision.spatial_merge_size
+        run_grids = placeholder_runs(media_grids, self.spec)
+        repeat_counts[is_media] = [grid.num_tokens(merge_size) for grid in run_grids]
         return repeat_counts
 
     def _insert_timestamps(
@@ -385,13 +404,17 @@ class ChatEncoder:
     ) -> tuple[str, list[tuple[int, int]], list[tuple[int, int]]]:
         """Replaces each video by one placeholder with a timestamp for each of its frame groups.
 
-        Returns the new text, the spans in it, and the spans of what was written. For families without
-        timestamps, the text does not change.
+        For families without timestamps, the text does not change.
+
+        Returns:
+            The new text, ``learnt_spans`` in the new text, and the spans of the inserted texts.
         """
         if not self.spec.vision.video_timestamps:
             return rendered_text, learnt_spans, []
 
-        text_parts, inserted_spans, position_moves = [], [], []
+        text_parts, inserted_spans = [], []
+        # Where in the old text a video ends, and by how much the text after it moves.
+        video_ends, length_changes = [], []
         handled_length = new_length = 0  # characters of the old text that were handled, and of the new text
         for placeholder_match, media_grid in zip(
             self._replaced_pattern.finditer(rendered_text), media_grids, strict=True
@@ -408,37 +431,33 @@ class ChatEncoder:
             text_parts += [rendered_text[handled_length : placeholder_match.start()], timestamp_text]
             inserted_start = new_length + placeholder_match.start() - handled_length
             inserted_spans.append((inserted_start, inserted_start + len(timestamp_text)))
-            position_moves.append(
-                (placeholder_match.end(), len(timestamp_text) - len(placeholder_match.group()))
-            )
+            video_ends.append(placeholder_match.end())
+            length_changes.append(len(timestamp_text) - len(placeholder_match.group()))
             handled_length = placeholder_match.end()
             new_length = inserted_start + len(timestamp_text)
 
-        move_ends = [end for end, _ in position_moves]
-        cumulative_shifts = list(accumulate((by for _, by in position_moves), initial=0))
+        cumulative_shifts = list(accumulate(length_changes, initial=0))
 
-        def moved(old_position: int) -> int:
-            return old_position + cumulative_shifts[bisect_right(move_ends, old_position)]
+        def new_position(old_position: int) -> int:
+            return old_position + cumulative_shifts[bisect_right(video_ends, old_position)]
 
-        new_spans = [(moved(inserted_start), moved(end)) for inserted_start, end in learnt_spans]
+        new_spans = [(new_position(start), new_position(end)) for start, end in learnt_spans]
         return "".join([*text_parts, rendered_text[handled_length:]]), new_spans, inserted_spans
 
     def _check_template_features(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> None:
-        """Raises TemplateError if the template would leave out a part of the conversation without a word."""
+        """Raises ChatTemplateError if the template would silently leave out a part of the conversation."""
         has_tool_calls = any(
             message.get("tool_calls") or message.get("role") == "tool" for message in messages
         )
+        has_reasoning = any(message.get("reasoning_content") for message in messages)
         missing_feature = ""
         if tools and not self._writes_tools:
             missing_feature = "tools"
         elif has_tool_calls and not self._writes_calls:
             missing_feature = "tool calls"
-        elif (
-            any(m.get("reasoning_content") for m in messages)
-            and "reasoning_content" not in self.chat_template
-        ):
+        elif has_reasoning and "reasoning_content" not in self.chat_template:
             missing_feature = "reasoning_content"
         if missing_feature:
             raise ChatTemplateError(f"the checkpoint's chat template does not write {missing_feature}")
@@ -459,22 +478,25 @@ class ChatEncoder:
     def _template_shows_probe(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
     ) -> bool:
-        """Whether the rendered text has the name of the function that is looked for."""
+        """Whether the template writes the name of the probe's function."""
         try:
             return PROBE_FUNCTION in self.render_conversation(messages, tools=tools)
         except ChatError:
             return False
 
     def _check_placeholders(self, rendered_text: str, media_grids: Sequence[GridTHW]) -> None:
-        written_kinds = [
-            "image" if token == self.image_token else "video"
-            for token in self._placeholder_pattern.findall(rendered_text)
-        ]
+        placeholders = self._placeholder_pattern.findall(rendered_text)
+        written_kinds = ["image" if token == self.image_token else "video" for token in placeholders]
         given_kinds: list[str] = [grid.kind for grid in media_grids]
         if written_kinds != given_kinds:
             raise ChatError(
-                f"the text has placeholders for {_list_kinds(written_kinds)}; the conversation has {_list_kinds(given_kinds)}"
+                f"the text has placeholders for {_list_kinds(written_kinds)}; the conversation has"
+                f" {_list_kinds(given_kinds)}"
             )
+
+
+def _without_loss_weight(message: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name != "loss_weight"}
 
 
 def _span_index_of_tokens(
@@ -483,7 +505,8 @@ def _span_index_of_tokens(
     """The number of the span that holds each token, int64 [n]; -1: none.
 
     Args:
-        token_starts, ends: [n], characters of each token. spans: characters, in order, none within another.
+        token_starts, token_ends: [n], first character of each token and the one after its last.
+        spans: start and end of each span in characters. They are in order and do not overlap.
     """
     span_starts, span_ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     span_indices = np.searchsorted(span_starts, token_starts, side="right") - 1
@@ -494,14 +517,15 @@ def _span_index_of_tokens(
 def _overlaps_spans(
     token_starts: np.ndarray, token_ends: np.ndarray, spans: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Whether each token has characters of a span, bool [n]. The arguments are those of :func:`_span_index_of_tokens`."""
+    """Whether each token has characters of a span, bool [n]. The arguments are those of
+    :func:`_span_index_of_tokens`."""
     span_starts, span_ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
     span_indices = np.searchsorted(span_starts, token_ends, side="left") - 1
     return (span_indices >= 0) & (np.append(span_ends, -1)[span_indices] > token_starts)
 
 
 def _answer_with_content(message: dict[str, Any], mark_word: str) -> dict[str, Any]:
-    """An answer that is nothing but ``mark_word``, in the shape that the template is given: text or parts."""
+    """An answer that is nothing but ``mark_word``: a string or a list of parts, as in ``message``."""
     uses_parts = not isinstance(message.get("content"), str | None)
     return {
         "role": "assistant",
@@ -510,8 +534,8 @@ def _answer_with_content(message: dict[str, Any], mark_word: str) -> dict[str, A
 
 
 def _absent_word(rendered_text: str) -> str:
-    """A word that does not occur in ``rendered_text``, nor in part where two texts meet."""
-    longest_suffix = max((len(found) for found in re.findall("answer(x*)", rendered_text)), default=-1)
+    """A word that is not in ``rendered_text``, and does not arise where it is joined to other text."""
+    longest_suffix = max((len(suffix) for suffix in re.findall("answer(x*)", rendered_text)), default=-1)
     return "answer" + "x" * (longest_suffix + 1)
 
 
@@ -523,8 +547,9 @@ def _list_kinds(media_kinds: list[str]) -> str:
 
 
 def read_chat_template(hf_dir: str | Path) -> str:
-    """The chat template of an HF folder:
-    ``chat_template.jinja``, ``chat_template.json`` or the tokenizer's config.
+    """The chat template of an HF folder.
+
+    It is in ``chat_template.jinja``, ``chat_template.json``, the processor's or the tokenizer's config.
 
     Raises:
         FileNotFoundError: the folder has no chat template.
@@ -545,9 +570,9 @@ def read_chat_template(hf_dir: str | Path) -> str:
 def read_stop_tokens(hf_dir: str | Path, tokenizer: Any) -> list[int]:
     """The tokens that end a turn.
 
-    They are ``eos_token_id`` of ``generation_config.json``, as in HF's generate. Without that file, they are
-    the ``eos_token_id`` of ``config.json`` and the tokenizer's, as in serving engines: Qwen3.5 up to 9B comes
-    without the file, and its config names ``<|endoftext|>`` alone, which does not end a turn.
+    They are the ``eos_token_id`` of ``generation_config.json``, as in HF's generate. Without that file, they
+    are those of ``config.json`` and of the tokenizer, as in serving engines. Qwen3.5 up to 9B comes without
+    the file, and its config names only ``<|endoftext|>``, which does not end a turn.
 
     Raises:
         ChatError: none of them has an end token.

@@ -10,10 +10,10 @@ class SampleTimeoutError(Exception):
 
 
 class SampleDeadline:
-    """Ends work that takes too long. Whoever works calls :meth:`check_time` between its steps.
+    """Ends work that takes too long. The work calls :meth:`check_time` between its steps.
 
     Args:
-        timeout_seconds: from now; 0: no limit.
+        timeout_seconds: seconds from now on; 0: no limit.
     """
 
     def __init__(self, timeout_seconds: float = 0.0) -> None:

@@ -1,7 +1,8 @@
-"""A video given as pictures, in one file: an uncompressed zip archive of the pictures' original bytes.
+"""A video that consists of pictures, in one file: an uncompressed zip archive of the pictures' original
+bytes.
 
-The archive's comment says how many pictures there are a second and how they are sampled. The same pictures
-always give the same bytes. Any program for zip archives can open it.
+The archive's comment says how many pictures there are in a second and how they are sampled. The same pictures
+always give the same bytes. Any program for zip archives can open the file.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ ZIP_MAGIC = (b"PK\x03\x04", b"PK\x05\x06")
 FRAME_ARCHIVE_FORMAT = "megatron-vl frames"
 MAX_NAME_LENGTH = 60
 MIN_FRAME_RATE, MAX_FRAME_RATE = 1e-3, 1e3
-"""Limits of pictures a second."""
+"""Limits of the frame rate in pictures per second."""
 
 Sampling = Literal["as a file", "whole"]
-"""How frames are taken: by the rule for video files; or all of them, because whoever listed the pictures has
-chosen them."""
+"""How frames are sampled: by the rule for video files, or all of them, because the listed pictures were
+chosen already."""
 
 
 class FrameArchiveError(ValueError):
-    """An archive that :func:`pack_frames` did not write, or that was damaged since."""
+    """An archive that :func:`pack_frames` did not write, or that is damaged."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,10 @@ class FrameArchiveInfo:
     """What the comment of an archive says."""
 
     fps: float
-    """Pictures a second."""
+    """Pictures per second."""
     sampling: Sampling
     assumed_fps: bool = False
-    """Whether nobody said how many pictures there are a second."""
+    """Whether the frame rate is a guess, because the record gave none."""
 
 
 def is_frame_archive(file_bytes: bytes) -> bool:
@@ -53,10 +54,9 @@ def pack_frames(named_pictures: Iterable[tuple[str, bytes]], archive_info: Frame
     archive_buffer = io.BytesIO()
     with zipfile.ZipFile(archive_buffer, "w", zipfile.ZIP_STORED) as archive:
         for picture_number, (file_name, picture_bytes) in enumerate(named_pictures):
-            # The earliest time that the format knows: the time of writing would make the bytes differ.
-            zip_entry = zipfile.ZipInfo(
-                f"{picture_number:09d} {_printable_name(file_name)}".strip(), (1980, 1, 1, 0, 0, 0)
-            )
+            entry_name = f"{picture_number:09d} {_printable_name(file_name)}".strip()
+            # The earliest time of the format. With the time of writing, the bytes would differ.
+            zip_entry = zipfile.ZipInfo(entry_name, (1980, 1, 1, 0, 0, 0))
             archive.writestr(zip_entry, picture_bytes)
         archive.comment = json.dumps({"format": FRAME_ARCHIVE_FORMAT, **asdict(archive_info)}).encode()
     return archive_buffer.getvalue()
@@ -64,17 +64,17 @@ def pack_frames(named_pictures: Iterable[tuple[str, bytes]], archive_info: Frame
 
 def _printable_name(file_name: str) -> str:
     """The end of a file name, in characters that every program can show."""
-    return "".join(
-        character if character.isprintable() and character not in "/\\:" else "_"
-        for character in file_name[-MAX_NAME_LENGTH:]
-    )
+    printable_name = ""
+    for character in file_name[-MAX_NAME_LENGTH:]:
+        printable_name += character if character.isprintable() and character not in "/\\:" else "_"
+    return printable_name
 
 
 class FrameArchive:
     """Reads an archive.
 
     Raises:
-        FrameFileError: it is not one of :func:`pack_frames`, or it is damaged.
+        FrameArchiveError: :func:`pack_frames` did not write it, or it is damaged.
     """
 
     def __init__(self, archive_bytes: bytes) -> None:
@@ -84,12 +84,10 @@ class FrameArchive:
         except Exception as error:  # the reader of zip archives raises all kinds of errors
             raise FrameArchiveError(f"not an archive of frames ({type(error).__name__}: {error})") from error
         self._zip_entries = self._zip_archive.infolist()
-        # Nothing that is stored here can grow when it is read.
-        is_uncompressed = all(entry.compress_type == zipfile.ZIP_STORED for entry in self._zip_entries)
-        if not is_uncompressed or any(
-            entry.filename[:9] != f"{i:09d}" for i, entry in enumerate(self._zip_entries)
-        ):
-            raise FrameArchiveError("not an archive of frames (its entries are others)")
+        for i, entry in enumerate(self._zip_entries):
+            # An uncompressed entry cannot grow when it is read.
+            if entry.compress_type != zipfile.ZIP_STORED or entry.filename[:9] != f"{i:09d}":
+                raise FrameArchiveError("not an archive of frames (its entries are others)")
 
     def __len__(self) -> int:
         """Number of pictures."""
@@ -100,7 +98,7 @@ class FrameArchive:
         return self._zip_entries[picture_number].filename[10:] or f"frame {picture_number + 1}"
 
     def read_picture(self, picture_number: int) -> bytes:
-        """The file of a picture, counted from 0. Raises FrameFileError."""
+        """The file of a picture, counted from 0. Raises FrameArchiveError."""
         try:
             return self._zip_archive.read(self._zip_entries[picture_number])
         except Exception as error:
@@ -121,6 +119,7 @@ def _read_archive_comment(archive_comment: bytes) -> FrameArchiveInfo:
 
 
 def is_frame_rate(candidate_rate: object) -> bool:
-    """Whether a value can be a number of pictures a second."""
-    number = isinstance(candidate_rate, (int, float)) and not isinstance(candidate_rate, bool)
-    return number and MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE  # type: ignore[operator]
+    """Whether a value can be a number of pictures per second."""
+    if isinstance(candidate_rate, bool) or not isinstance(candidate_rate, (int, float)):
+        return False
+    return MIN_FRAME_RATE <= candidate_rate <= MAX_FRAME_RATE

@@ -5,16 +5,16 @@ they are on the device. This takes an eighth of the memory and traffic of HF's `
 same numbers after normalisation.
 
 The code follows ``Qwen2VLImageProcessor`` (torchvision backend) and ``Qwen2VLVideoProcessor`` of transformers
-5.17. Files are opened as in ``transformers.image_utils.load_image``:
-EXIF orientation is applied, then ``convert("RGB")``.
+5.17. Files are opened as in ``transformers.image_utils.load_image``: EXIF orientation is applied, then
+``convert("RGB")``.
 
 Frames of a video are sampled as in ``Qwen2VLVideoProcessor.sample_frames`` with ``fps = video_fps`` and
 ``max_frames = video_max_frames``. Their number is ``n = seconds * fps``, at least the processor's
 ``min_frames`` (4), at most ``max_frames`` and the video's own number, rounded down to a multiple of
 ``temporal_patch_size``. Sampled frame ``i`` is frame ``int(i * total / n)`` of the video. A video with fewer
 frames than ``temporal_patch_size`` (where HF fails) keeps all of them, and its last frame is repeated. A
-frame group covers ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds,
-as in ``Qwen2_5_VLProcessor``.
+frame group covers ``temporal_patch_size / (n / total * fps_of_the_file)`` seconds, as in
+``Qwen2_5_VLProcessor``.
 
 A list of pictures (``VideoInfo.sampling``) is taken whole, as in ``fetch_video`` of qwen-vl-utils 0.0.14,
 if it has at most ``max_frames``. Picture ``i`` is at ``i / fps`` in all families. If the last frame group is
@@ -57,8 +57,8 @@ DEFAULT_MAX_PIXELS = 128_000_000
 """Default limit on the pixels of a picture or video frame. It is checked in the header before decoding,
 because a file of some kilobytes can claim to hold gigabytes."""
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "JPEG2000", "PPM", "AVIF", "TGA")
-"""Those of Pillow's formats that are pictures (JPEG's reader also reads MPO). EPS, for example, is a program
-that Pillow passes to Ghostscript."""
+"""The formats of Pillow that are allowed. JPEG's reader also reads MPO. EPS, for example, is not allowed: it
+is a program that Pillow passes to Ghostscript."""
 
 
 class PixelError(UserError, ValueError):
@@ -102,8 +102,8 @@ class PixelSettings:
     video_min_frames: int = 4
     video_max_frames: int = 32
     video_spread: bool = False
-    """Choose frames and area of a video as ``Qwen3VLVideoProcessor`` does.
-    Areas are then those of all frames together."""
+    """Whether frames and area of a video are chosen as in ``Qwen3VLVideoProcessor``. The limits of the area
+    then apply to all frames together."""
     resample: int = 3
     """PIL's number of the resampling filter; 3 is bicubic."""
     norm: PixelNorm = PixelNorm()
@@ -142,18 +142,15 @@ def read_pixel_settings(hf_dir: str | Path, data_config: DataConfig | None = Non
     image_config, video_config = _processor_configs(Path(hf_dir))
     data_config = data_config or DataConfig()
     min_image_pixels, max_image_pixels = _pixel_limits(image_config, (56 * 56, 28 * 28 * 1280), hf_dir)
+
     # If a folder has no video processor config, HF reads the image processor's file for videos too.
     uses_spread = _uses_spread_frames(video_config, image_config)
-    min_video_pixels, max_video_pixels = _pixel_limits(
-        video_config,
-        (128 * 32 * 32, 32 * 32 * 768) if uses_spread else (128 * 28 * 28, 28 * 28 * 768),
-        hf_dir,
-    )
+    default_limits = (128 * 32 * 32, 32 * 32 * 768) if uses_spread else (128 * 28 * 28, 28 * 28 * 768)
+    min_video_pixels, max_video_pixels = _pixel_limits(video_config, default_limits, hf_dir)
     if not uses_spread:  # limits for one picture do not apply to all frames together
-        min_video_pixels, max_video_pixels = (
-            data_config.min_pixels or min_video_pixels,
-            data_config.max_pixels or max_video_pixels,
-        )
+        min_video_pixels = data_config.min_pixels or min_video_pixels
+        max_video_pixels = data_config.max_pixels or max_video_pixels
+
     pixel_settings = PixelSettings(
         patch_size=image_config.get("patch_size", 14),
         merge_size=image_config.get("merge_size", 2),
@@ -184,32 +181,33 @@ def read_pixel_norm(hf_dir: str | Path) -> PixelNorm:
 
 def _processor_configs(hf_path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Image and video processor configs, looked up in the same order as in transformers 5.17."""
-    processor_config, image, video_config = (
-        json.loads((hf_path / f"{name}.json").read_text()) if (hf_path / f"{name}.json").is_file() else {}
-        for name in ("processor_config", "preprocessor_config", "video_preprocessor_config")
-    )
-    image_processor_config = processor_config.get("image_processor") or image
-    if not image_processor_config:
+    configs = []
+    for name in ("processor_config", "preprocessor_config", "video_preprocessor_config"):
+        config_file = hf_path / f"{name}.json"
+        configs.append(json.loads(config_file.read_text()) if config_file.is_file() else {})
+    processor_config, image_file_config, video_file_config = configs
+
+    image_config = processor_config.get("image_processor") or image_file_config
+    if not image_config:
         raise FileNotFoundError(
             f"{hf_path} has no preprocessor_config.json or processor_config.json with an image_processor"
         )
-    return image_processor_config, processor_config.get(
-        "video_processor"
-    ) or video_config or image or image_processor_config
+    video_config = processor_config.get("video_processor") or video_file_config
+    return image_config, video_config or image_file_config or image_config
 
 
 def _uses_spread_frames(video_config: dict[str, Any], image_config: dict[str, Any]) -> bool:
     """Whether videos follow Qwen3-VL's rule.
 
-    The type of the video processor decides, else the class of the folder's processor.
+    The type of the video processor decides. Without one, the class of the folder's processor decides.
     """
-    kind = (
+    processor_class = (
         video_config.get("video_processor_type")
         or video_config.get("processor_class")
         or image_config.get("processor_class")
         or ""
     )
-    return kind.startswith("Qwen3VL")
+    return processor_class.startswith("Qwen3VL")
 
 
 def _pixel_limits(
@@ -238,19 +236,18 @@ def _pixel_limits(
 
 
 def _read_norm(processor_config: dict[str, Any], hf_dir: str | Path) -> PixelNorm:
-    channel_means, channel_stds = (
-        processor_config.get("image_mean", CLIP_MEAN),
-        processor_config.get("image_std", CLIP_STD),
-    )
+    channel_means = processor_config.get("image_mean", CLIP_MEAN)
+    channel_stds = processor_config.get("image_std", CLIP_STD)
     if processor_config.get("do_normalize", True) is False:
         channel_means, channel_stds = (0.0,) * 3, (1.0,) * 3
-    rescale_factor = (
-        processor_config.get("rescale_factor", 1 / 255) if processor_config.get("do_rescale", True) else 1.0
-    )
+    rescale_factor = 1.0
+    if processor_config.get("do_rescale", True):
+        rescale_factor = processor_config.get("rescale_factor", 1 / 255)
+
     if len(channel_means) != 3 or len(channel_stds) != 3 or not all(channel_stds) or not rescale_factor:
         raise PixelError(
-            f"{hf_dir}: image_mean {channel_means}, image_std {channel_stds} and rescale_factor {rescale_factor} must be 3, 3 and 1"
-            " non-zero numbers"
+            f"{hf_dir}: image_mean {channel_means}, image_std {channel_stds} and rescale_factor"
+            f" {rescale_factor} must be 3, 3 and 1 non-zero numbers"
         )
     norm_scale = 1.0 if rescale_factor == 1 / 255 else 1.0 / rescale_factor / 255.0
     return PixelNorm(
@@ -271,8 +268,8 @@ def _check_settings(
         )
     if pixel_settings.resample not in (0, 2, 3):
         raise PixelError(
-            f"{hf_dir}: resample {pixel_settings.resample} is not supported; valid: 0 (nearest), 2 (bilinear), 3"
-            " (bicubic)"
+            f"{hf_dir}: resample {pixel_settings.resample} is not supported; valid: 0 (nearest), 2"
+            " (bilinear), 3 (bicubic)"
         )
     if video_config is not image_config and _read_norm(video_config, hf_dir) != pixel_settings.norm:
         raise PixelError(f"{hf_dir}: image and video processor normalise differently")
@@ -287,14 +284,14 @@ def _check_settings(
     ):
         if min_area > max_area:
             raise PixelError(
-                f"data: the smallest {media_kind} area {min_area} is above the largest {max_area}; set min_pixels and"
-                " max_pixels to fit"
+                f"data: the smallest {media_kind} area {min_area} is above the largest {max_area}; set"
+                " min_pixels and max_pixels to fit"
             )
 
     if pixel_settings.video_fps <= 0 or pixel_settings.video_max_frames < 1:
         raise PixelError(
-            f"data: video_fps {pixel_settings.video_fps} and video_max_frames {pixel_settings.video_max_frames} must be"
-            " positive"
+            f"data: video_fps {pixel_settings.video_fps} and video_max_frames"
+            f" {pixel_settings.video_max_frames} must be positive"
         )
 
 
@@ -304,7 +301,7 @@ def _check_settings(
 def resized_image_size(
     image_height: int, image_width: int, size_factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Height and width after resizing, as in HF's ``smart_resize``.
+    """Height and width in pixels after resizing, as in HF's ``smart_resize``.
 
     Both are multiples of ``size_factor``, and the area is within the limits.
 
@@ -315,13 +312,12 @@ def resized_image_size(
         raise PixelError(f"a picture of {image_height} x {image_width} pixels is empty")
     if max(image_height, image_width) / min(image_height, image_width) > MAX_ASPECT_RATIO:
         raise PixelError(
-            f"a picture of {image_height} x {image_width} pixels is more than {MAX_ASPECT_RATIO} times as long as wide"
+            f"a picture of {image_height} x {image_width} pixels is more than {MAX_ASPECT_RATIO} times as"
+            " long as wide"
         )
 
-    new_height, new_width = (
-        round(image_height / size_factor) * size_factor,
-        round(image_width / size_factor) * size_factor,
-    )
+    new_height = round(image_height / size_factor) * size_factor
+    new_width = round(image_width / size_factor) * size_factor
     if new_height * new_width > max_pixels:
         scale_divisor = math.sqrt(image_height * image_width / max_pixels)
         new_height = max(size_factor, math.floor(image_height / scale_divisor / size_factor) * size_factor)
@@ -336,16 +332,14 @@ def resized_image_size(
 def resized_video_size(
     frame_count: int, frame_height: int, frame_width: int, pixel_settings: PixelSettings
 ) -> tuple[int, int]:
-    """Height and width of a video's frames after resizing, if ``frame_count`` of them are sampled.
+    """Height and width of a video's frames in pixels after resizing, if ``frame_count`` of them are sampled.
 
     Raises:
         PixelError: as :func:`resized_image_size`.
     """
-    size_factor, min_pixels, max_pixels = (
-        pixel_settings.resize_factor,
-        pixel_settings.video_min_pixels,
-        pixel_settings.video_max_pixels,
-    )
+    size_factor = pixel_settings.resize_factor
+    min_pixels = pixel_settings.video_min_pixels
+    max_pixels = pixel_settings.video_max_pixels
     if not pixel_settings.video_spread:
         return resized_image_size(frame_height, frame_width, size_factor, min_pixels, max_pixels)
     if min(frame_height, frame_width) < 1:
@@ -355,13 +349,12 @@ def resized_video_size(
         frame_height, frame_width = int(frame_height * enlargement), int(frame_width * enlargement)
     if max(frame_height, frame_width) / min(frame_height, frame_width) > MAX_ASPECT_RATIO:
         raise PixelError(
-            f"a video of {frame_height} x {frame_width} pixels is more than {MAX_ASPECT_RATIO} times as long as wide"
+            f"a video of {frame_height} x {frame_width} pixels is more than {MAX_ASPECT_RATIO} times as long"
+            " as wide"
         )
 
-    new_height, new_width = (
-        round(frame_height / size_factor) * size_factor,
-        round(frame_width / size_factor) * size_factor,
-    )
+    new_height = round(frame_height / size_factor) * size_factor
+    new_width = round(frame_width / size_factor) * size_factor
     temporal_patch_size = pixel_settings.temporal_patch_size
     total_pixels = round(frame_count / temporal_patch_size) * temporal_patch_size * new_height * new_width
     if total_pixels > max_pixels:
@@ -378,16 +371,16 @@ def resized_video_size(
 def image_grid(image_height: int, image_width: int, pixel_settings: PixelSettings) -> GridTHW:
     """The grid of an image of this size.
 
-    Its number of placeholders is ``grid.tokens(settings.merge_size)``.
+    Its number of placeholders is ``grid.num_tokens(pixel_settings.merge_size)``.
     """
-    size = resized_image_size(
+    new_height, new_width = resized_image_size(
         image_height,
         image_width,
         pixel_settings.resize_factor,
         pixel_settings.min_pixels,
         pixel_settings.max_pixels,
     )
-    return GridTHW(1, size[0] // pixel_settings.patch_size, size[1] // pixel_settings.patch_size)
+    return GridTHW(1, new_height // pixel_settings.patch_size, new_width // pixel_settings.patch_size)
 
 
 def video_grid(video_info: VideoInfo, pixel_settings: PixelSettings) -> GridTHW:
@@ -395,42 +388,46 @@ def video_grid(video_info: VideoInfo, pixel_settings: PixelSettings) -> GridTHW:
     frame_numbers = frame_indices(video_info, pixel_settings)
     temporal_patch_size = pixel_settings.temporal_patch_size
     frame_count = len(frame_numbers)
-    # qwen-vl-utils repeats the last picture of a list before it resizes, HF that of a file afterwards.
-    counted_frames = (
-        -(-frame_count // temporal_patch_size) * temporal_patch_size
-        if video_info.takes_all_frames(pixel_settings)
-        else max(frame_count, temporal_patch_size)
-    )
-    resized = resized_video_size(counted_frames, video_info.height, video_info.width, pixel_settings)
-    # HF passes this number on as a float32 tensor: round it in the same way.
-    seconds_per_group = torch.tensor(
-        temporal_patch_size / (frame_count / video_info.frame_count * video_info.fps), dtype=torch.float32
-    ).item()
-
     group_count = -(-frame_count // temporal_patch_size)
     missing_frames = group_count * temporal_patch_size - frame_count
-    repeated_frames = (
-        range(frame_count, frame_count + missing_frames)
-        if video_info.takes_all_frames(pixel_settings)
-        else frame_numbers[-1:] * missing_frames
+
+    # qwen-vl-utils repeats the last picture of a list before it resizes. HF repeats that of a file
+    # afterwards.
+    if video_info.takes_all_frames(pixel_settings):
+        counted_frames = group_count * temporal_patch_size
+        timed_frames = [*frame_numbers, *range(frame_count, frame_count + missing_frames)]
+    else:
+        counted_frames = max(frame_count, temporal_patch_size)
+        timed_frames = frame_numbers + frame_numbers[-1:] * missing_frames
+    new_height, new_width = resized_video_size(
+        counted_frames, video_info.height, video_info.width, pixel_settings
     )
-    frame_times = [index / video_info.fps for index in [*frame_numbers, *repeated_frames]]
-    timestamps = tuple(
-        (frame_times[i] + frame_times[i + temporal_patch_size - 1]) / 2
-        for i in range(0, len(frame_times), temporal_patch_size)
-    )
+
+    # HF passes this number on as a float32 tensor: round it in the same way.
+    sampled_fps = frame_count / video_info.frame_count * video_info.fps
+    seconds_per_group = torch.tensor(temporal_patch_size / sampled_fps, dtype=torch.float32).item()
+
+    timestamps = []
+    for first_frame in range(0, len(timed_frames), temporal_patch_size):
+        first_time = timed_frames[first_frame] / video_info.fps
+        last_time = timed_frames[first_frame + temporal_patch_size - 1] / video_info.fps
+        timestamps.append((first_time + last_time) / 2)
     return GridTHW(
         group_count,
-        resized[0] // pixel_settings.patch_size,
-        resized[1] // pixel_settings.patch_size,
+        new_height // pixel_settings.patch_size,
+        new_width // pixel_settings.patch_size,
         "video",
         seconds_per_group,
-        timestamps,
+        tuple(timestamps),
     )
 
 
 def frame_indices(video_info: VideoInfo, pixel_settings: PixelSettings) -> list[int]:
-    """The frames of a video to take (ascending, counted from 0)."""
+    """The frames of a video that are sampled: ascending numbers, counted from 0.
+
+    Raises:
+        PixelError: the video is empty.
+    """
     if video_info.frame_count < 1 or video_info.fps <= 0:
         raise PixelError(
             f"a video of {video_info.frame_count} frames at {video_info.fps} frames a second is empty"
@@ -439,32 +436,19 @@ def frame_indices(video_info: VideoInfo, pixel_settings: PixelSettings) -> list[
     temporal_patch_size = pixel_settings.temporal_patch_size
     if video_info.frame_count < temporal_patch_size or video_info.takes_all_frames(pixel_settings):
         return list(range(video_info.frame_count))
-    if pixel_settings.video_spread:
-        wanted_frames = int(video_info.frame_count / video_info.fps * pixel_settings.video_fps)
-        taken_frames = min(
-            max(wanted_frames, pixel_settings.video_min_frames),
-            pixel_settings.video_max_frames,
-            video_info.frame_count,
-        )
-        return np.linspace(0, video_info.frame_count - 1, taken_frames).round().astype(int).tolist()
 
-    max_frames = max(
-        min(pixel_settings.video_max_frames, video_info.frame_count)
-        // temporal_patch_size
-        * temporal_patch_size,
-        temporal_patch_size,
-    )
-    frame_count = min(
-        max(
-            video_info.frame_count / video_info.fps * pixel_settings.video_fps,
-            pixel_settings.video_min_frames,
-        ),
-        max_frames,
-    )
-    frame_count = max(
-        math.floor(frame_count / temporal_patch_size) * temporal_patch_size, temporal_patch_size
-    )
-    return torch.arange(0, video_info.frame_count, video_info.frame_count / frame_count).int().tolist()
+    # The rules of Qwen3-VL and of the earlier families, as the module's docstring describes them.
+    frames_at_fps = video_info.frame_count / video_info.fps * pixel_settings.video_fps
+    max_frames = min(pixel_settings.video_max_frames, video_info.frame_count)
+    if pixel_settings.video_spread:
+        sampled_count = min(max(int(frames_at_fps), pixel_settings.video_min_frames), max_frames)
+        return np.linspace(0, video_info.frame_count - 1, sampled_count).round().astype(int).tolist()
+
+    max_frames = max(max_frames // temporal_patch_size * temporal_patch_size, temporal_patch_size)
+    frame_count = min(max(frames_at_fps, pixel_settings.video_min_frames), max_frames)
+    whole_groups = math.floor(frame_count / temporal_patch_size)
+    sampled_count = max(whole_groups * temporal_patch_size, temporal_patch_size)
+    return torch.arange(0, video_info.frame_count, video_info.frame_count / sampled_count).int().tolist()
 
 
 # --- Pixels
@@ -474,7 +458,7 @@ def decode_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Te
     """Decodes an image file into uint8 [3, height, width], in RGB and upright.
 
     Raises:
-        TooLargeError: the header says more than ``max_pixels``.
+        PictureTooLargeError: the header says more than ``max_pixels``.
         PixelError: the bytes are not an image of :data:`IMAGE_FORMATS`, or the image is damaged.
     """
     from PIL import ImageOps
@@ -496,7 +480,7 @@ def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
     """Opens an image in Pillow without decoding it. It raises the errors of :func:`decode_image`."""
     from PIL import Image
 
-    # Pillow warns at its own limit and raises at twice the limit. Only our limit should decide.
+    # Pillow warns at a limit of its own and raises at twice that. Only ``max_pixels`` should decide.
     Image.MAX_IMAGE_PIXELS = max(Image.MAX_IMAGE_PIXELS or 0, max_pixels)
     try:
         with warnings.catch_warnings():
@@ -508,7 +492,8 @@ def open_image(image_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> Any:
         raise PixelError(f"not a readable image ({type(error).__name__}: {error})") from error
     if opened_image.width * opened_image.height > max_pixels:
         raise PictureTooLargeError(
-            f"{opened_image.height} x {opened_image.width} pixels, more than the {max_pixels} that are allowed"
+            f"{opened_image.height} x {opened_image.width} pixels, more than the {max_pixels} that are"
+            " allowed"
         )
     return opened_image
 
@@ -532,9 +517,8 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
         with open_image(image_bytes) as opened_image:
             width, height = opened_image.size
             # Orientations 5 to 8 turn the picture by 90 degrees.
-            return (
-                (width, height) if opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8) else (height, width)
-            )
+            is_turned = opened_image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            return (width, height) if is_turned else (height, width)
     except PixelError:
         raise
     except Exception as error:
@@ -542,15 +526,12 @@ def image_size(image_bytes: bytes) -> tuple[int, int]:
 
 
 def _decode_plain_jpeg(image_bytes: bytes, opened_image: Any) -> Tensor | None:
-    """Decodes an upright RGB JPEG with simplejpeg; None for all other images.
+    """Decodes an upright RGB JPEG with simplejpeg. Returns None for all other images.
 
     simplejpeg gives the same pixels and is 1.4 times as fast as Pillow.
     """
-    if (
-        opened_image.format != "JPEG"
-        or opened_image.mode != "RGB"
-        or opened_image.getexif().get(0x0112, 1) != 1
-    ):
+    is_rgb_jpeg = opened_image.format == "JPEG" and opened_image.mode == "RGB"
+    if not is_rgb_jpeg or opened_image.getexif().get(0x0112, 1) != 1:
         return None
     import simplejpeg
 
@@ -583,42 +564,41 @@ def _pixel_planes(frame_pixels: Tensor, media_grid: GridTHW, pixel_settings: Pix
         2: InterpolationMode.BILINEAR,
         3: InterpolationMode.BICUBIC,
     }
-    patch_size, merge_size = pixel_settings.patch_size, pixel_settings.merge_size
+    patch_size = pixel_settings.patch_size
+    merge_size = pixel_settings.merge_size
     frame_pixels = resize(
         frame_pixels,
         [media_grid.h * patch_size, media_grid.w * patch_size],
         interpolation=resize_filters[pixel_settings.resample],
         antialias=True,
     )
+
     # In memory, a pixel's colours lie side by side. NumPy copies a line of a patch as one item, then sorts
     # its colours. One permutation in torch, byte by byte, takes twice as long.
-    pixel_lines = (
-        frame_pixels.permute(0, 2, 3, 1)
-        .contiguous()
-        .numpy()
-        .reshape(-1)
-        .view(np.dtype((np.void, 3 * patch_size)))
-    )
+    channels_last = frame_pixels.permute(0, 2, 3, 1).contiguous().numpy()
+    pixel_lines = channels_last.reshape(-1).view(np.dtype((np.void, 3 * patch_size)))
     pixel_lines = pixel_lines.reshape(
         -1, media_grid.h // merge_size, merge_size, patch_size, media_grid.w // merge_size, merge_size
     )
-    patch_bytes = np.ascontiguousarray(pixel_lines.transpose(0, 1, 4, 2, 5, 3)).reshape(-1).view(np.uint8)
-    pixel_planes = patch_bytes.reshape(
-        len(frame_pixels), media_grid.h * media_grid.w, patch_size * patch_size, 3
-    ).transpose(0, 1, 3, 2)
-    return torch.from_numpy(
-        pixel_planes.reshape(len(frame_pixels), media_grid.h * media_grid.w, 3 * patch_size * patch_size)
-    )
+    # From (frame, unit row, row in unit, line, unit column, column in unit) to merge-unit order, lines last.
+    patch_lines = np.ascontiguousarray(pixel_lines.transpose(0, 1, 4, 2, 5, 3))
+    patch_bytes = patch_lines.reshape(-1).view(np.uint8)
+
+    # Within a patch, from the pixels' colours to three colour planes, as in HF's ``pixel_values``.
+    num_patches = media_grid.h * media_grid.w
+    patch_pixels = patch_bytes.reshape(len(frame_pixels), num_patches, patch_size * patch_size, 3)
+    pixel_planes = patch_pixels.transpose(0, 1, 3, 2).reshape(len(frame_pixels), num_patches, -1)
+    return torch.from_numpy(pixel_planes)
 
 
 def probe_video(video_bytes: bytes, max_pixels: int = DEFAULT_MAX_PIXELS) -> VideoInfo:
     """Finds the true number of frames, rate and size of a video file, by decoding all of it.
 
-    Of a file with more than :data:`LONG_VIDEO_FRAMES` frames, only the key frames are decoded if its packets say how
-    many frames there are.
+    Of a file with more than :data:`LONG_VIDEO_FRAMES` frames, only the key frames are decoded if its packets
+    say how many frames there are.
 
     Raises:
-        TooLargeError: a frame has more than ``max_pixels``.
+        PictureTooLargeError: a frame has more than ``max_pixels``.
         PixelError: the bytes are not a video, or a frame does not decode.
     """
     if is_frame_archive(video_bytes):
@@ -660,16 +640,14 @@ def _probe_frame_archive(archive_bytes: bytes, max_pixels: int) -> VideoInfo:
     frame_archive = _open_frame_archive(archive_bytes)
     if not len(frame_archive):
         raise PixelError("a video of 0 frames is empty")
-    frame_sizes = [
-        _decode_archive_frame(frame_archive, frame_number, max_pixels).shape[1:]
-        for frame_number in range(len(frame_archive))
-    ]
-    frame_height, frame_width = frame_sizes[0]
-    for frame_number, frame_size in enumerate(frame_sizes):
-        if frame_size != frame_sizes[0]:
+    frame_height, frame_width = _decode_archive_frame(frame_archive, 0, max_pixels).shape[1:]
+    for frame_number in range(1, len(frame_archive)):
+        height, width = _decode_archive_frame(frame_archive, frame_number, max_pixels).shape[1:]
+        if (height, width) != (frame_height, frame_width):
             raise PixelError(
-                f"{frame_archive.picture_name(frame_number)} has {frame_size[0]} x {frame_size[1]} pixels, {frame_archive.picture_name(0)} {frame_height} x {frame_width};"
-                " the frames of a video must have one size"
+                f"{frame_archive.picture_name(frame_number)} has {height} x {width} pixels,"
+                f" {frame_archive.picture_name(0)} {frame_height} x {frame_width}; the frames of a video must"
+                " have one size"
             )
     return VideoInfo(
         len(frame_archive),
@@ -708,13 +686,11 @@ def video_planes(
 
     Raises:
         PixelError: the file does not decode, or has fewer frames than ``video_info`` says.
-        OutOfTimeError: the deadline has passed.
+        SampleTimeoutError: the deadline has passed.
     """
-    return _pixel_planes(
-        video_frames(video_bytes, video_info, frame_indices(video_info, pixel_settings), deadline),
-        video_grid_thw,
-        pixel_settings,
-    )
+    frame_numbers = frame_indices(video_info, pixel_settings)
+    frame_pixels = video_frames(video_bytes, video_info, frame_numbers, deadline)
+    return _pixel_planes(frame_pixels, video_grid_thw, pixel_settings)
 
 
 def video_frames(
@@ -723,14 +699,14 @@ def video_frames(
     frame_numbers: Sequence[int],
     deadline: SampleDeadline = NO_DEADLINE,
 ) -> Tensor:
-    """Frames of a video file, uint8 [len(wanted), 3, height, width], in RGB and in their stored size.
+    """Frames of a video file, uint8 [len(frame_numbers), 3, height, width], in RGB and in their stored size.
 
     Args:
         frame_numbers: ascending numbers of frames, counted from 0.
 
     Raises:
-        PixelError: the file does not decode, or has fewer frames than are wanted.
-        OutOfTimeError: the deadline has passed.
+        PixelError: the file does not decode, or a frame of ``frame_numbers`` is missing.
+        SampleTimeoutError: the deadline has passed.
     """
     if is_frame_archive(video_bytes):
         return _archive_frames(video_bytes, video_info, frame_numbers, deadline)
@@ -764,20 +740,24 @@ def _archive_frames(
     archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int], deadline: SampleDeadline
 ) -> Tensor:
     """:func:`video_frames` of an archive of frames."""
-    file = _open_frame_archive(archive_bytes)
+    frame_archive = _open_frame_archive(archive_bytes)
+    max_pixels = video_info.height * video_info.width
     chosen_frames: list[Tensor] = []
-    for number in frame_numbers:
+    for frame_number in frame_numbers:
         deadline.check_time()
-        if number >= len(file):
-            raise PixelError(f"frame {number} of the video is missing")
-        chosen_frames.append(_decode_archive_frame(file, number, video_info.height * video_info.width))
-        if chosen_frames[-1].shape[1:] != (video_info.height, video_info.width):
-            raise PixelError(f"{file.picture_name(number)} has another size than when it was converted")
+        if frame_number >= len(frame_archive):
+            raise PixelError(f"frame {frame_number} of the video is missing")
+        frame_pixels = _decode_archive_frame(frame_archive, frame_number, max_pixels)
+        if frame_pixels.shape[1:] != (video_info.height, video_info.width):
+            picture_name = frame_archive.picture_name(frame_number)
+            raise PixelError(f"{picture_name} has another size than when it was converted")
+        chosen_frames.append(frame_pixels)
     return torch.stack(chosen_frames)
 
 
 LONG_VIDEO_FRAMES = 18_000
-"""Frames; ten minutes at 30 frames a second."""
+"""Number of frames above which :func:`probe_video` decodes only key frames; ten minutes at 30 frames a
+second."""
 VIDEO_FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,ogg,gif,h264,hevc,m4v,apng"
 )
@@ -786,8 +766,8 @@ VIDEO_FORMATS = (
 def _open_video(video_bytes: bytes, max_pixels: int) -> Any:
     import av
 
-    # Playlists and other formats that name further files are not allowed,
-    # nor is any protocol to follow a name.
+    # Playlists and other formats that name further files are not allowed, nor is any protocol to follow a
+    # name.
     video_container = av.open(
         io.BytesIO(video_bytes), options={"format_whitelist": VIDEO_FORMATS, "protocol_whitelist": "none"}
     )
@@ -797,8 +777,8 @@ def _open_video(video_bytes: bytes, max_pixels: int) -> Any:
         if codec_context.width * codec_context.height > max_pixels:
             video_container.close()
             raise PictureTooLargeError(
-                f"frames of {codec_context.height} x {codec_context.width} pixels, more than the {max_pixels} that are"
-                " allowed"
+                f"frames of {codec_context.height} x {codec_context.width} pixels, more than the {max_pixels}"
+                " that are allowed"
             )
         codec_context.options = {"max_pixels": str(max_pixels)}  # later frames may be larger
 

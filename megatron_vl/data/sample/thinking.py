@@ -1,21 +1,22 @@
-"""What an assistant's turn teaches where the chat template writes thinking (``<think>``), as Qwen3.5's does.
+"""Which tokens of an answer are learnt if the chat template writes thinking (``<think>``), as Qwen3.5's does.
 
-Such a template writes a block of thinking into each answer after the last question, and leaves it out of the
-answers before:
+Such a template writes a block of thinking into each answer after the last question. Earlier answers have no
+block:
 
     <|im_start|>assistant\\n<think>\\nREASONING\\n</think>\\n\\nANSWER<|im_end|>
     <|im_start|>assistant\\nANSWER<|im_end|>
 
-An answer without thinking gets an empty block. A request opens the block for the model, which then thinks, or
-writes the whole empty block. So what the model has to predict begins after the opening, or after the empty
-block. The text is always the template's own; only the loss mask depends on the options:
+An answer without thinking gets an empty block. At inference, the prompt contains the opening of the block,
+and the model thinks; or it contains the whole empty block. So the model predicts what follows the opening, or
+what follows the empty block. The text is always what the template writes. Only the loss mask depends on the
+options:
 
-* ``data.empty_think``: ``masked``, the default, learns nothing from an empty block. ``learnt`` learns what
-  follows its opening, so that a model that may think learns not to.
-* ``data.earlier_answers``: ``learnt``, the default, also learns the answers that the template writes without
-  a block. ``masked`` learns only those with one, which look as a served model writes them.
+* ``data.empty_think``: with ``masked``, the default, nothing of an empty block is learnt. With ``learnt``,
+  what follows its opening is learnt, so that a model that may think learns when not to.
+* ``data.earlier_answers``: with ``learnt``, the default, answers that the template writes without a block are
+  learnt too. With ``masked``, only answers with a block are learnt. A served model writes these.
 
-:func:`split_thinking` takes the block off what a model generates.
+:func:`split_thinking` separates the block from the answer in generated text.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EMPTY_THINK_BLOCK = "<think>\n\n</think>\n\n"
 
 @dataclass(frozen=True)
 class ThinkingRule:
-    """Which tokens bear loss; the fields of the same names in :class:`megatron_vl.config.DataConfig`."""
+    """Says which tokens have loss. The fields are those of :class:`megatron_vl.config.DataConfig`."""
 
     empty_think: LearntOrMasked = "masked"
     earlier_answers: LearntOrMasked = "learnt"
@@ -43,7 +44,8 @@ class ThinkingRule:
         return cls(data_config.empty_think, data_config.earlier_answers)
 
     def first_learnt_character(self, turn_text: str) -> int | None:
-        """Where in ``turn_text`` (without its header) the loss begins; None if nothing bears loss."""
+        """The first character of ``turn_text`` (a turn without its header) that is learnt; None: nothing
+        is."""
         if turn_text.startswith(EMPTY_THINK_BLOCK):
             return len(EMPTY_THINK_BLOCK if self.empty_think == "masked" else THINK_OPENING)
         if turn_text.startswith(THINK_OPENING) and THINK_CLOSING in turn_text:
@@ -79,10 +81,11 @@ def opens_thinking(rendered_prompt: str) -> bool:
 
 
 def split_thinking(generated_text: str, is_block_opened: bool) -> GeneratedAnswer:
-    """Takes the block of thinking off what a model generated.
+    """Separates the block of thinking from the answer in generated text.
 
-    The answer is what follows the last ``</think>``, as chat templates and VLMEvalKit read it. A block that
-    is not closed leaves no answer: what the model thinks is not what it says. An empty block is no thinking.
+    The answer is what follows the last ``</think>``, as chat templates and VLMEvalKit read it. If the block
+    is not closed, there is no answer, because all of the text is thinking. An empty block counts as no
+    thinking.
 
     Args:
         is_block_opened: whether the prompt has opened the block (:func:`opens_thinking`).
@@ -90,9 +93,8 @@ def split_thinking(generated_text: str, is_block_opened: bool) -> GeneratedAnswe
     if not is_block_opened and not generated_text.lstrip().startswith(THINK_TAG):
         return GeneratedAnswer(generated_text)
     thinking_block, closing_tag, answer_text = generated_text.rpartition(THINK_CLOSING)
-    thinking_text = (
-        (thinking_block if closing_tag else generated_text).strip().removeprefix(THINK_TAG).strip()
-    )
+    thinking_text = thinking_block if closing_tag else generated_text
+    thinking_text = thinking_text.strip().removeprefix(THINK_TAG).strip()
     if not closing_tag:
         return GeneratedAnswer("", thinking_text, is_block_closed=False)
     return GeneratedAnswer(answer_text.strip(), thinking_text or None)

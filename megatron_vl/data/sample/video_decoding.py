@@ -1,14 +1,15 @@
-"""Takes frames out of a video file and decodes little else.
+"""Decodes chosen frames of a video file, and as few others as possible.
 
-Frame ``i`` is the frame that comes ``i``-th when the whole file is decoded. Where the wanted frames lie close
+Frame ``i`` is the frame that comes ``i``-th when the whole file is decoded. If the chosen frames are close
 together, the file is decoded from its start. Otherwise the packets are listed without decoding, and decoding
-starts anew at the last key frame before each wanted frame. That gives the same pixels, because no frame after
-a key frame depends on one before it. Each frame is known by its time: if anything does not fit (packets
-without times, other numbers of frames, a damaged frame), the file is decoded from its start.
+starts again at the last key frame before each chosen frame. That gives the same pixels, because no frame
+after a key frame depends on one before it. Frames are identified by their times. If anything does not fit
+(packets without times, another number of frames, a damaged frame), the file is decoded from its start.
 """
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from typing import Any
 from megatron_vl.data.sample.deadline import NO_DEADLINE, SampleDeadline
 
 SEEK_DISTANCE = 60
-"""Frames between two wanted ones from which on it pays to list the packets."""
+"""If two chosen frames are further apart than this number of frames, it is faster to list the packets."""
 MAX_DECODED_GAP = 12
-"""Frames that are decoded rather than sought past."""
+"""Largest number of frames that are decoded instead of being skipped by a seek."""
 SEEKABLE_CODECS = {"h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg1video", "mpeg2video", "mjpeg"}
-"""Codecs whose key frames stand alone. A frame of a GIF is painted over the one before it."""
+"""Codecs whose key frames depend on no other frame. A frame of a GIF is painted over the one before it."""
 
 
 class _SeekMismatchError(Exception):
@@ -39,7 +40,7 @@ class FrameTable:
 
 
 def list_frames(video_container: Any, deadline: SampleDeadline = NO_DEADLINE) -> FrameTable | None:
-    """Lists the packets of the first video stream; None if they do not say which frames there are.
+    """Lists the packets of the first video stream. Returns None if they do not say which frames there are.
 
     The container is at its end afterwards.
     """
@@ -73,21 +74,20 @@ def decode_frames_at(
 
     Args:
         open_container: opens the file as PyAV's container.
-        frame_count: frames that the file had when it was decoded as a whole.
-        frame_numbers: ascending numbers of frames, counted from 0.
+        frame_count: number of frames that the whole file had when it was converted.
+        frame_numbers: the chosen frames: ascending numbers, counted from 0.
 
     Yields:
-        The wanted frames; fewer if the file ends before.
+        The chosen frames; fewer if the file ends earlier.
 
     Raises:
-        OutOfTimeError: the deadline has passed.
+        SampleTimeoutError: the deadline has passed.
         av.FFmpegError, OSError, ValueError: as PyAV raises them.
     """
     yielded_frames = 0
-    if (
-        max(now - before for before, now in zip([-1, *frame_numbers[:-1]], frame_numbers, strict=True))
-        > SEEK_DISTANCE
-    ):
+    previous_numbers = [-1, *frame_numbers[:-1]]
+    largest_gap = max(map(operator.sub, frame_numbers, previous_numbers))
+    if largest_gap > SEEK_DISTANCE:
         with open_container() as video_container:
             listed_frames = list_frames(video_container, deadline)
         if listed_frames is not None and len(listed_frames.frame_times) == frame_count:
@@ -115,13 +115,13 @@ def decode_frames_at(
 def _seek_frames(
     video_container: Any, listed_frames: FrameTable, frame_numbers: Sequence[int], deadline: SampleDeadline
 ) -> Iterator[Any]:
-    """The wanted frames, each decoded from a key frame before it."""
+    """Yields the chosen frames, each decoded from a key frame before it."""
     video_stream = video_container.streams.video[0]
     decoded_frames: Iterator[Any] | None = None
     current_number = -1
 
-    for wanted_number in frame_numbers:
-        key_frame = listed_frames.key_frames[bisect_right(listed_frames.key_frames, wanted_number) - 1]
+    for frame_number in frame_numbers:
+        key_frame = listed_frames.key_frames[bisect_right(listed_frames.key_frames, frame_number) - 1]
         if decoded_frames is None or key_frame > current_number + MAX_DECODED_GAP:
             video_container.seek(listed_frames.frame_times[key_frame], stream=video_stream, backward=True)
             decoded_frames = video_container.decode(video_stream)
@@ -130,12 +130,12 @@ def _seek_frames(
             deadline.check_time()
             if video_frame.pts is None or video_frame.is_corrupt:
                 raise _SeekMismatchError
-            if video_frame.pts >= listed_frames.frame_times[wanted_number]:
+            if video_frame.pts >= listed_frames.frame_times[frame_number]:
                 break
         else:
             raise _SeekMismatchError
 
-        if video_frame.pts != listed_frames.frame_times[wanted_number]:
+        if video_frame.pts != listed_frames.frame_times[frame_number]:
             raise _SeekMismatchError
-        current_number = wanted_number
+        current_number = frame_number
         yield video_frame

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_vl.data.source.blend import list_names
 
-TOO_LONG, TOO_MANY_PATCHES = "longer than seq_len", "more than max_patches"
+TOO_LONG = "longer than seq_len"
+TOO_MANY_PATCHES = "more than max_patches"
 NOT_IN_CHAT_TEMPLATE = "not written by the chat template"
 TEMPLATE_ADVICE = (
     "converting again does not help where the checkpoint's chat template cannot write tools, calls or"
@@ -25,7 +26,7 @@ MAX_LISTED_PER_ROW = 256
 class DroppedSample:
     """One unusable sample.
 
-    It is left out; but if a medium does not decode, the sample stays in the row, grey and without loss.
+    It is left out, except if a medium does not decode. Then it stays in the row, grey and without loss.
     """
 
     key: str
@@ -47,8 +48,11 @@ class DroppedSample:
 
 
 def details_by_reason(dropped_samples: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What samples (:meth:`DroppedSample.as_json`) have in common: by reason, their largest ``size`` and the
-    names of their ``list_all_datasets``."""
+    """By reason: the largest ``size`` of the samples, and the names of their ``data_sets``.
+
+    Args:
+        dropped_samples: samples as :meth:`DroppedSample.as_json` returns them.
+    """
     reason_details: dict[str, dict[str, Any]] = {}
     for sample in dropped_samples:
         known_details = reason_details.setdefault(sample["reason"], {"size": 0, "data_sets": []})
@@ -58,15 +62,15 @@ def details_by_reason(dropped_samples: Iterable[Mapping[str, Any]]) -> dict[str,
 
 
 class BadSampleMeter:
-    """Detects when too large a share of the samples could not be used.
+    """Notices when the share of unusable samples is too large.
 
-    The share is ``bad / max(seen, minimum)``. A few bad samples at the start do not stop a run, and a data
-    set that is bad from the start is noticed before ``minimum_samples`` samples were read.
+    The share is ``bad / max(seen, minimum_samples)``. So a few bad samples at the start do not stop a run. A
+    data set that is bad from the start is noticed before ``minimum_samples`` samples were read.
 
     Args:
         max_share: largest accepted share, from 0 (none) to 1 (any).
-        minimum_samples: divisor of the share while fewer samples were seen. To tolerate a missing shard that is a
-            small part of the data, give the number of samples of the data set.
+        minimum_samples: divisor of the share while fewer samples were seen. To tolerate a missing shard that
+            is a small part of the data, give the number of samples of the data set.
 
     Raises:
         ValueError: the limits are impossible.
@@ -75,7 +79,8 @@ class BadSampleMeter:
     def __init__(self, max_share: float, minimum_samples: int = 1000) -> None:
         if not 0 <= max_share <= 1 or minimum_samples < 1:
             raise ValueError(
-                f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum_samples} samples at least 1"
+                f"data.max_bad_share {max_share} must be from 0 to 1, and {minimum_samples} samples at least"
+                " 1"
             )
         self.max_share, self.minimum_samples = max_share, minimum_samples
         self.used_count = 0
@@ -89,10 +94,12 @@ class BadSampleMeter:
         dropped_counts: Mapping[str, int],
         dropped_details: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Counts ``used_samples`` in rows and ``dropped_counts`` ones by reason (``TrainingRow.num_samples``, ``TrainingRow.dropped``).
+        """Counts used and dropped samples.
 
         Args:
-            dropped_details: what is known of the dropped ones (:func:`details_by_reason`), for the message.
+            used_samples: number of samples in rows (``TrainingRow.num_samples``).
+            dropped_counts: number of dropped samples by reason (``TrainingRow.dropped_counts``).
+            dropped_details: details of the dropped samples for the message (:func:`details_by_reason`).
         """
         self.used_count += used_samples
         self.reason_counts.update(dropped_counts)
@@ -112,9 +119,10 @@ class BadSampleMeter:
         """Why the run must stop; empty while the share is within the limit."""
         if not self.bad_count or self.bad_share <= self.max_share:
             return ""
+        seen_count = self.used_count + self.bad_count
         return (
-            f"{self.bad_count} of {self.used_count + self.bad_count} samples could not be used, more than data.max_bad_share"
-            f" {self.max_share:g} (of {max(self.used_count + self.bad_count, self.minimum_samples)}): {self.counts_by_reason()}."
+            f"{self.bad_count} of {seen_count} samples could not be used, more than data.max_bad_share"
+            f" {self.max_share:g} (of {max(seen_count, self.minimum_samples)}): {self.counts_by_reason()}."
             f" {self.advice_text()}; or raise data.max_bad_share"
         )
 
@@ -136,10 +144,10 @@ class BadSampleMeter:
 
     def counts_by_reason(self) -> str:
         """The counts by reason, the largest first, with the sources of a blend."""
-        return ", ".join(
-            f"{count} {reason}{self._source_names(reason)}"
-            for reason, count in self.reason_counts.most_common()
-        )
+        count_texts = []
+        for reason, count in self.reason_counts.most_common():
+            count_texts.append(f"{count} {reason}{self._source_names(reason)}")
+        return ", ".join(count_texts)
 
     def _source_names(self, reason: str) -> str:
         names = sorted(self.datasets_by_reason.get(reason, ()))
@@ -160,18 +168,18 @@ DROPPED_PREFIX = "dropped/"
 def add_pending_counts(
     saved_state: Mapping[str, Any], counts_by_rank: Iterable[Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Adds what single ranks have counted since to the state of a meter (:meth:`BadSampleMeter.state_dict`).
+    """Adds counts that single ranks made later to the state of a meter (:meth:`BadSampleMeter.state_dict`).
 
     Args:
-        counts_by_rank: counts of each rank by name: ``samples`` and ``dropped/REASON``. Other names are ignored.
+        counts_by_rank: counts of each rank by name: ``samples`` and ``dropped/REASON``. Other names are
+            ignored.
     """
     bad_sample_meter = BadSampleMeter(1.0)
     bad_sample_meter.load_state_dict(saved_state)
     for rank_counts in counts_by_rank:
-        reason_counts = {
-            name.removeprefix(DROPPED_PREFIX): count
-            for name, count in rank_counts.items()
-            if name.startswith(DROPPED_PREFIX)
-        }
+        reason_counts = {}
+        for name, count in rank_counts.items():
+            if name.startswith(DROPPED_PREFIX):
+                reason_counts[name.removeprefix(DROPPED_PREFIX)] = count
         bad_sample_meter.add_counts(rank_counts.get("samples", 0), reason_counts)
     return {**saved_state, **bad_sample_meter.state_dict()}

@@ -1,8 +1,8 @@
-"""The sources of a blend: their names, how often they are drawn, and what they are known by.
+"""The sources of a blend: their names, their keys, and how often samples are drawn from them.
 
 A source is one data set that a metadataset names, itself or through other metadatasets. Everything here
-follows from the identity of a data set (:class:`megatron_vl.data.source.dataset_description.SplitFacts`), so that the
-sources of a checkpoint can be compared with those of a run.
+follows from the identity of a data set (:class:`megatron_vl.data.source.dataset_description.SplitFacts`), so
+that the sources of a checkpoint can be compared with those of a run.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class BlendSource:
     """One data set of a blend."""
 
     source_name: str
-    """Unique within the blend. For people only."""
+    """Unique within the blend. Only messages use it."""
     source_key: str
-    """What a resumed run knows the source by. It is made of content, split and subset, so that neither
+    """Identifies the source in a resumed run. It is made of content, split and subset, so that neither
     another name nor another folder changes it."""
     sample_count: int
-    """Number of samples, of the subset if the blend takes only a part."""
+    """Number of samples; if the blend takes a subset, of the subset."""
     weight_text: str
     """Weight or epochs as the blend gives them; empty for a data set that is not blended."""
     sample_share: float
@@ -58,14 +58,12 @@ class BlendSource:
     content_id: str = ""
     """Id of the data set's content; empty if it was prepared without one."""
     draws_per_pass: int = 0
-    """Samples that are drawn from it in one pass of a blend by repetitions; 0: the blend has weights."""
+    """Number of draws from it in one pass of a blend by repetitions; 0: the blend has weights."""
 
     def summary_line(self) -> str:
-        share_text = (
-            f"{self.sample_share:.1%} of the samples expected"
-            if self.sample_share
-            else "nothing is drawn from it"
-        )
+        share_text = "nothing is drawn from it"
+        if self.sample_share:
+            share_text = f"{self.sample_share:.1%} of the samples expected"
         return f"{self.source_name}: {self.weight_text}, {self.sample_count:,} samples, {share_text}"
 
 
@@ -76,7 +74,7 @@ def read_blend_sources(
 
     Args:
         dataset_identity: identity of the data set as JSON values.
-        dataset_name: what a data set is called that is not part of a mixture.
+        dataset_name: the name of a data set that is not part of a mixture.
         description_path: path of the description, for messages.
 
     Raises:
@@ -87,12 +85,12 @@ def read_blend_sources(
     amount_kinds = {part.kind for part in blend_parts if part.kind}
     if len(amount_kinds) > 1:
         raise BlendError(
-            f"{message_prefix}weights (blend) and repetitions (blend_epochized) cannot be mixed: use one of the two"
-            " for all parts, nested mixtures included"
+            f"{message_prefix}weights (blend) and repetitions (blend_epochized) cannot be mixed: use one of"
+            " the two for all parts, nested mixtures included"
         )
-    draw_amounts = [
-        part.amount * (part.samples if "repetitions" in amount_kinds else 1) for part in blend_parts
-    ]
+
+    has_repetitions = "repetitions" in amount_kinds
+    draw_amounts = [part.amount * (part.samples if has_repetitions else 1) for part in blend_parts]
     total_amount = math.fsum(draw_amounts)
     if len(blend_parts) > 1 and not total_amount:
         raise BlendError(
@@ -100,9 +98,11 @@ def read_blend_sources(
         )
     sample_shares = [amount / total_amount if total_amount else 1.0 for amount in draw_amounts]
 
-    source_names = _unique_names(
-        [part if part.path or part.called else replace(part, called=(dataset_name,)) for part in blend_parts]
-    )
+    named_parts = []
+    for part in blend_parts:
+        has_name = part.path or part.called
+        named_parts.append(part if has_name else replace(part, called=(dataset_name,)))
+    source_names = _unique_names(named_parts)
     source_keys = _source_keys([part.content for part in blend_parts])
     return tuple(
         BlendSource(
@@ -114,7 +114,7 @@ def read_blend_sources(
             part.length,
             part.first,
             part.content.get("content") or "",
-            math.ceil(round(draw_amounts[i], 6)) if "repetitions" in amount_kinds else 0,
+            math.ceil(round(draw_amounts[i], 6)) if has_repetitions else 0,
         )
         for i, part in enumerate(blend_parts)
     )
@@ -123,9 +123,8 @@ def read_blend_sources(
 def list_names(given_names: list[str]) -> str:
     """The first of some names, and how many more there are."""
     unnamed_count = len(given_names) - MAX_NAMED_SOURCES
-    return ", ".join(given_names[:MAX_NAMED_SOURCES]) + (
-        f" and {unnamed_count} more" if unnamed_count > 0 else ""
-    )
+    names_text = ", ".join(given_names[:MAX_NAMED_SOURCES])
+    return f"{names_text} and {unnamed_count} more" if unnamed_count > 0 else names_text
 
 
 def summarize_blend(blend_sources: tuple[BlendSource, ...]) -> list[str]:
@@ -141,9 +140,11 @@ def summarize_blend(blend_sources: tuple[BlendSource, ...]) -> list[str]:
     smaller_sources = [blend_sources[i] for i in order_by_share[MAX_LISTED_SOURCES:]]
 
     if smaller_sources:
+        sample_count = sum(source.sample_count for source in smaller_sources)
+        sample_share = sum(source.sample_share for source in smaller_sources)
         summary_lines.append(
-            f"{len(smaller_sources)} smaller sources: {sum(source.sample_count for source in smaller_sources):,} samples,"
-            f" {sum(source.sample_share for source in smaller_sources):.1%} of the samples expected"
+            f"{len(smaller_sources)} smaller sources: {sample_count:,} samples,"
+            f" {sample_share:.1%} of the samples expected"
         )
 
     return [
@@ -155,7 +156,7 @@ def summarize_blend(blend_sources: tuple[BlendSource, ...]) -> list[str]:
 
 @dataclass(frozen=True)
 class _BlendPart:
-    """A part of a mixture on the way down to its data sets."""
+    """A part of a mixture, with what the mixtures around it say about it."""
 
     prefix: str
     path: str = ""
@@ -176,7 +177,7 @@ def _find_parts(identity_value: Any, blend_part: _BlendPart, base_folder: str) -
     """The data sets of an identity.
 
     Args:
-        blend_part: what is known from the mixtures around it.
+        blend_part: collects what the mixtures around the identity say.
         base_folder: where the names in the identity start, relative to the outermost description.
     """
     if "content" in identity_value:
@@ -201,12 +202,11 @@ def _find_parts(identity_value: Any, blend_part: _BlendPart, base_folder: str) -
         )
         return
 
-    blend_kind = next(
-        (blend_kind for blend_kind in (*WEIGHTED_KINDS, EPOCHIZED_KIND) if blend_kind in identity_value), ""
-    )
-    if not blend_kind:
-        raise BlendError(f"{blend_part.prefix}a mixture of the kind {sorted(identity_value)} cannot be read")
-    yield from _weighted_parts(identity_value[blend_kind], blend_kind, blend_part, base_folder)
+    for blend_kind in (*WEIGHTED_KINDS, EPOCHIZED_KIND):
+        if blend_kind in identity_value:
+            yield from _weighted_parts(identity_value[blend_kind], blend_kind, blend_part, base_folder)
+            return
+    raise BlendError(f"{blend_part.prefix}a mixture of the kind {sorted(identity_value)} cannot be read")
 
 
 def _weighted_parts(
@@ -217,15 +217,16 @@ def _weighted_parts(
     )
     part_amounts = []
     for part_identity in inner_parts:
+        part_name = part_identity.get("name", "a part")
         if forbidden_field in part_identity:
             raise BlendError(
-                f"{outer_part.prefix}{part_identity.get('name', 'a part')} of the {blend_kind} has {forbidden_field}; give its {amount_field}:"
-                " weights and repetitions cannot be mixed"
+                f"{outer_part.prefix}{part_name} of the {blend_kind} has {forbidden_field}; give its"
+                f" {amount_field}: weights and repetitions cannot be mixed"
             )
         part_amount = part_identity.get(amount_field, 1)
         if type(part_amount) not in (int, float) or not 0 <= part_amount < math.inf:
             raise BlendError(
-                f"{outer_part.prefix}the {amount_field} of {part_identity.get('name', 'a part')} is {part_amount!r}; give 0 or more"
+                f"{outer_part.prefix}the {amount_field} of {part_name} is {part_amount!r}; give 0 or more"
             )
         part_amounts.append(part_amount)
 
@@ -269,43 +270,40 @@ def _subset_bounds(sample_count: int, subset_ranges: tuple[Any, ...]) -> tuple[i
         if type(range_start) is int:
             first_sample, end_sample = range_start, sample_count if isinstance(range_end, str) else range_end
             continue
-        start_fraction, end_fraction = (
-            float(str(limit).strip().removesuffix("%")) / 100 for limit in (range_start, range_end)
-        )
-        start_share, end_share = (
-            start_share + start_fraction * (end_share - start_share),
-            start_share + end_fraction * (end_share - start_share),
-        )
+        start_fraction = float(str(range_start).strip().removesuffix("%")) / 100
+        end_fraction = float(str(range_end).strip().removesuffix("%")) / 100
+        share_width = end_share - start_share
+        end_share = start_share + end_fraction * share_width
+        start_share += start_fraction * share_width
     range_size = end_sample - first_sample
     return first_sample + int(range_size * start_share), first_sample + int(range_size * end_share)
 
 
 def _unique_names(blend_parts: list[_BlendPart]) -> list[str]:
-    """Unique names: the given ones, else the ends of the paths, as much of them as tells them apart."""
-    path_pieces = [
-        [piece for piece in part.path.split("/") if piece not in ("", ".", "..")] for part in blend_parts
-    ]
+    """Unique names: the given ones, or the ends of the paths, as long as needed to tell them apart."""
+    path_pieces = []
+    for part in blend_parts:
+        path_pieces.append([piece for piece in part.path.split("/") if piece not in ("", ".", "..")])
     name_depths = [1] * len(blend_parts)
 
-    def name(i: int) -> str:
-        given_name = "/".join(" ".join(str(one).split()) for one in blend_parts[i].called)
+    def part_name(i: int) -> str:
+        given_name = "/".join(" ".join(str(name).split()) for name in blend_parts[i].called)
         return given_name or "/".join(path_pieces[i][-name_depths[i] :]) or "data"
 
     while True:
-        name_counts = Counter(map(name, range(len(blend_parts))))
-        ambiguous_parts = [
-            i
-            for i, part in enumerate(blend_parts)
-            if name_counts[name(i)] > 1 and not part.called and name_depths[i] < len(path_pieces[i])
-        ]
-        if not ambiguous_parts:
-            return _number_duplicates([name(i) for i in range(len(blend_parts))])
-        for i in ambiguous_parts:
-            name_depths[i] += 1
+        part_names = [part_name(i) for i in range(len(blend_parts))]
+        name_counts = Counter(part_names)
+        has_ambiguous_names = False
+        for i, part in enumerate(blend_parts):
+            if name_counts[part_names[i]] > 1 and not part.called and name_depths[i] < len(path_pieces[i]):
+                name_depths[i] += 1
+                has_ambiguous_names = True
+        if not has_ambiguous_names:
+            return _number_duplicates(part_names)
 
 
 def _number_duplicates(plain_names: list[str]) -> list[str]:
-    """The second and later ones of equal names get a number."""
+    """Appends a number to the second and later ones of equal names."""
     used_names: set[str] = set()
     unique_names = []
     for name in plain_names:
@@ -319,7 +317,7 @@ def _number_duplicates(plain_names: list[str]) -> list[str]:
 
 
 def _source_keys(content_facts: list[dict[str, Any]]) -> list[str]:
-    """What sources are known by. A source that a blend names twice is known by its turn too."""
+    """The keys of sources. A source that a blend names again gets a number in its key."""
     key_counts: Counter[str] = Counter()
     source_keys = []
     for content_fields in content_facts:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_vl.data.source.blend import MAX_LISTED_SOURCES, BlendSource
 
 UNBLENDED_TEXT = "the only data set"
-"""What stands in place of a weight for a data set that is not blended."""
+"""Stands for the weight of a data set that is not blended."""
 
 
 @dataclass(frozen=True)
@@ -17,18 +17,16 @@ class BlendChange:
     old_sources: tuple[BlendSource, ...]
     new_sources: tuple[BlendSource, ...]
     known_source_keys: frozenset[str] = frozenset()
-    """What all sources are known by that were ever in the run's blend."""
+    """Keys of all sources that were ever in the run's blend."""
 
     @property
     def keeps_any_source(self) -> bool:
-        """Whether a source of before is still there."""
-        return bool(
-            {source.source_key for source in self.old_sources}
-            & {source.source_key for source in self.new_sources}
-        )
+        """Whether any source of the checkpoint's blend is still there."""
+        old_keys = {source.source_key for source in self.old_sources}
+        return any(source.source_key in old_keys for source in self.new_sources)
 
     def change_lines(self) -> list[str]:
-        """What happens to each source, one line for each; those to which nothing happens share a line."""
+        """Says what happens to each source, in one line each. Unchanged sources share a line."""
         old_by_key = {blend_source.source_key: blend_source for blend_source in self.old_sources}
         changed_lines = []
         unchanged_names = []
@@ -38,15 +36,15 @@ class BlendChange:
                 changed_lines.append(change_line)
             else:
                 unchanged_names.append(blend_source.source_name)
-        changed_lines += [
-            f"{blend_source.source_name} is left out; its counts are kept"
-            for blend_source in old_by_key.values()
-        ]
+        for blend_source in old_by_key.values():
+            changed_lines.append(f"{blend_source.source_name} is left out; its counts are kept")
 
         unlisted_count = len(changed_lines) - MAX_LISTED_SOURCES
-        changed_lines = changed_lines[:MAX_LISTED_SOURCES] + (
-            [f"{unlisted_count} more sources change"] if unlisted_count > 0 else []
-        )
+        if unlisted_count > 0:
+            changed_lines = [
+                *changed_lines[:MAX_LISTED_SOURCES],
+                f"{unlisted_count} more sources change",
+            ]
         if unchanged_names:
             unchanged_text = (
                 unchanged_names[0] if len(unchanged_names) == 1 else f"{len(unchanged_names)} sources"
@@ -65,21 +63,19 @@ class BlendChange:
             replaced_note = " (another data set than the one that had this name)" if is_known_name else ""
             return f"{new_source.source_name} is new{replaced_note} and begins at its start: {share_text}"
 
-        is_renamed = new_source.source_name != old_source.source_name and bool(
-            old_source.weight_text
-        )  # a set alone has no name in a checkpoint
-        name_text = (
-            f"{new_source.source_name}, which was {old_source.source_name},"
-            if is_renamed
-            else new_source.source_name
-        )
+        # A data set that is not blended has no name in a checkpoint.
+        is_renamed = new_source.source_name != old_source.source_name and bool(old_source.weight_text)
+        name_text = new_source.source_name
+        if is_renamed:
+            name_text = f"{new_source.source_name}, which was {old_source.source_name},"
         if not new_source.sample_share and old_source.sample_share:
             return (
                 f"nothing is drawn from {name_text} any more ({new_source.weight_text}); its position is kept"
             )
         if new_source.weight_text != old_source.weight_text:
             old_share_text = f"{old_source.weight_text or UNBLENDED_TEXT} ({old_source.sample_share:.1%})"
-            return f"{name_text} goes on where it is: {old_share_text} becomes {weight_text} ({new_source.sample_share:.1%})"
+            new_share_text = f"{weight_text} ({new_source.sample_share:.1%})"
+            return f"{name_text} goes on where it is: {old_share_text} becomes {new_share_text}"
         if f"{new_source.sample_share:.1%}" != f"{old_source.sample_share:.1%}":
             shares_text = (
                 f"{new_source.sample_share:.1%} of the samples expected, after {old_source.sample_share:.1%}"

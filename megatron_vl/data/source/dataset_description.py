@@ -4,9 +4,9 @@ Energon 7.4.1 imports whatever module ``dataset.yaml`` or a metadataset names, c
 runs Python files beside it (``sample_loader``, ``part_filter``). Names of shards may lead anywhere. A data
 set may come from anybody, and this project's loader needs only plain descriptions, so all others are refused.
 
-Reading is linear in the number of shards and opens none of them: one listing of the folder shows which names
-are links. One rank of a training run reads the description (:func:`read_description`) and sends the others
-what a loader needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
+The time for reading grows with the number of shards, but no shard is opened: one listing of the folder shows
+which names are links. One rank of a training run reads the description (:func:`read_description`) and sends
+the others what a loader needs (:class:`SplitFacts`, a few hundred bytes for each part of a mixture).
 """
 
 from __future__ import annotations
@@ -52,17 +52,16 @@ CODE_NAMING_KEYS = ("__module__", "__class__", "__function__")
 PLAIN_DATASET_FIELDS = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
 METADATASET_CLASSES = ("Metadataset", "MetadatasetV2")
 METADATASET_KEYS = {
-    *(
-        "path",
-        "blend",
-        "blend_epochized",
-        "datasets",
-        "weight",
-        "repetitions",
-        "split_part",
-        "subflavors",
-    ),
-    *("subset", "range"),
+    "path",
+    "blend",
+    "blend_epochized",
+    "datasets",
+    "weight",
+    "repetitions",
+    "split_part",
+    "subflavors",
+    "subset",
+    "range",
 }
 """The keys that a split of a metadataset may have. All others (joins, other description files, auxiliary
 data) name code or lead elsewhere."""
@@ -98,7 +97,7 @@ class SplitFacts:
     """What a loader needs to know of one split. Its size does not depend on the number of shards."""
 
     dataset_identity: dict[str, Any]
-    """What determines the order of samples, as JSON values. Compare identities with :func:`difference`."""
+    """Determines the order of samples, as JSON values. Compare identities with :func:`compare_identities`."""
     sample_count: int | None
     """Number of samples over all ranks; None for a metadataset, whose parts start over at different times."""
     largest_shard: int
@@ -117,10 +116,10 @@ class DatasetDescription:
     excluded_names: list[str]
     """Shards and samples (``shard/key``) that are left out."""
     samples_by_shard: dict[str, int]
-    """Samples of each shard."""
+    """Number of samples of each shard."""
     content_id: str
-    """An id that the converter makes from the SHA-256 of all shards;
-    empty if the data set was prepared without one."""
+    """An id that the converter makes from the SHA-256 of all shards. It is empty if the data set was prepared
+    without one."""
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The identity by content. It does not contain the path, so that the folder can be moved."""
@@ -146,19 +145,18 @@ class DatasetDescription:
     def _split_shards(self, split_name: str) -> list[str]:
         names = self.shards_by_split.get(split_name) or []
         if not names:
-            filled_splits = (
-                ", ".join(sorted(name for name, held in self.shards_by_split.items() if held)) or "none"
-            )
+            filled_splits = sorted(name for name, shards in self.shards_by_split.items() if shards)
             raise LoaderError(
-                f"{self.path}: the split {split_name!r} is empty; splits with samples: {filled_splits}. Give another one,"
-                " or convert with --val-fraction (makes val), or with more samples"
+                f"{self.path}: the split {split_name!r} is empty; splits with samples:"
+                f" {', '.join(filled_splits) or 'none'}. Give another one, or convert with --val-fraction"
+                " (makes val), or with more samples"
             )
         return names
 
     def _split_sample_count(self, split_name: str) -> int | None:
         try:
             return sum(self.samples_by_shard[name] for name in self.shards_by_split[split_name])
-        except KeyError:  # a data set prepared by hand, which Energon refuses with a message of its own
+        except KeyError:  # the data set was prepared by hand, and Energon refuses it with its own message
             return None
 
 
@@ -174,7 +172,9 @@ class MetadatasetDescription:
 
     def split_identity(self, split_name: str) -> dict[str, Any]:
         """The mixture's structure and weights, and the identity of each part.
-        ``name`` and ``called`` are for messages only."""
+
+        The fields ``name`` and ``called`` are only for messages.
+        """
         return {"mixture": self._value_identity(self._split_content(split_name), split_name)}
 
     def split_facts(self, split_name: str) -> SplitFacts:
@@ -187,9 +187,8 @@ class MetadatasetDescription:
         part_facts = [data.split_facts(part) for data, part in self.split_parts(split_name)]
         largest_shard = max((part.largest_shard for part in part_facts), default=0)
         dataset_identity = self.split_identity(split_name)
-        read_blend_sources(
-            dataset_identity, description_path=str(self.path)
-        )  # refuses impossible weights before Energon meets them
+        # This refuses impossible weights before Energon reads them.
+        read_blend_sources(dataset_identity, description_path=str(self.path))
         return SplitFacts(dataset_identity, None, largest_shard)
 
     def split_parts(self, split_name: str) -> list[tuple[DatasetDescription | MetadatasetDescription, str]]:
@@ -200,8 +199,8 @@ class MetadatasetDescription:
         if split_name not in self.split_fields:
             existing_splits = ", ".join(sorted(map(str, self.split_fields))) or "none"
             raise LoaderError(
-                f"{self.path} has no split {split_name!r}; splits that are there: {existing_splits}. Give another one, or"
-                " add it"
+                f"{self.path} has no split {split_name!r}; splits that are there: {existing_splits}. Give"
+                " another one, or add it"
             )
         return self.split_fields[split_name]
 
@@ -211,12 +210,11 @@ class MetadatasetDescription:
         if not isinstance(field_value, dict):
             return field_value
         split_name = field_value.get("split_part") or split_name
-        identity_fields = {
-            key: self._value_identity(inner, split_name)
-            for key, inner in field_value.items()
-            if key not in ("path", "split_part", "subflavors")
-            and not (key in METADATASET_DEFAULTS and inner == METADATASET_DEFAULTS[key])
-        }
+        identity_fields = {}
+        for key, inner in field_value.items():
+            is_default = key in METADATASET_DEFAULTS and inner == METADATASET_DEFAULTS[key]
+            if key not in ("path", "split_part", "subflavors") and not is_default:
+                identity_fields[key] = self._value_identity(inner, split_name)
 
         if "path" in field_value:
             identity_fields |= {
@@ -272,29 +270,22 @@ def _read_cached(
         nesting_depth: number of metadatasets around it.
         read_descriptions: descriptions that were already read, so that each is read only once.
     """
-    dataset_description = read_descriptions.get(description_path)
-    if dataset_description is None:
-        dataset_description = read_descriptions[description_path] = (
-            _read_metadataset(description_path, nesting_depth, read_descriptions)
-            if location_is_file(description_path)
-            else _read_dataset(description_path)
-        )
-    return dataset_description
+    if description_path not in read_descriptions:
+        description: Description
+        if location_is_file(description_path):
+            description = _read_metadataset(description_path, nesting_depth, read_descriptions)
+        else:
+            description = _read_dataset(description_path)
+        read_descriptions[description_path] = description
+    return read_descriptions[description_path]
 
 
 def _read_dataset(dataset_path: Location) -> DatasetDescription:
     metadata_dir = dataset_path / METADATA_DIR
     dataset_fields = _read_description_file(metadata_dir / "dataset.yaml")
-    unknown_fields = {
-        key: value
-        for key, value in dataset_fields.items()
-        if key not in PLAIN_DATASET_FIELDS and key != "subflavors"
-    }
-    if (
-        unknown_fields
-        or {key: dataset_fields.get(key) for key in PLAIN_DATASET_FIELDS} != PLAIN_DATASET_FIELDS
-        or _names_code(dataset_fields.get("subflavors"))
-    ):
+    unknown_fields = dataset_fields.keys() - PLAIN_DATASET_FIELDS.keys() - {"subflavors"}
+    is_plain = all(dataset_fields.get(key) == value for key, value in PLAIN_DATASET_FIELDS.items())
+    if unknown_fields or not is_plain or _names_code(dataset_fields.get("subflavors")):
         raise DescriptionError(
             f"{metadata_dir / 'dataset.yaml'} is not the description of a plain CrudeWebdataset (__module__"
             " megatron.energon, __class__ CrudeWebdataset, at most subflavors): it could run code. Convert"
@@ -302,17 +293,14 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         )
 
     split_file = metadata_dir / "split.yaml"
-    split_fields = _read_description_file(metadata_dir / "split.yaml")
+    split_fields = _read_description_file(split_file)
     patterns_by_split = split_fields.get("split_parts")
-    if (
-        split_fields.keys() - {"split_parts", "exclude"}
-        or not isinstance(patterns_by_split, dict)
-        or _names_code(split_fields)
-    ):
+    has_other_fields = bool(split_fields.keys() - {"split_parts", "exclude"})
+    if has_other_fields or not isinstance(patterns_by_split, dict) or _names_code(split_fields):
         raise DescriptionError(f"{split_file}: expected only split_parts and exclude")
-    shards_by_split = {
-        name: _expand_shard_names(split_file, shards) for name, shards in patterns_by_split.items()
-    }
+    shards_by_split = {}
+    for split_name, shard_patterns in patterns_by_split.items():
+        shards_by_split[split_name] = _expand_shard_names(split_file, shard_patterns)
     excluded_names = _expand_shard_names(split_file, split_fields.get("exclude") or [])
 
     samples_by_shard = _read_description_file(metadata_dir / ".info.json").get("shard_counts")
@@ -321,14 +309,12 @@ def _read_dataset(dataset_path: Location) -> DatasetDescription:
         raise DescriptionError(
             f"{metadata_dir / '.info.json'}: shard_counts is not a number of samples for each shard"
         )
-    _check_shard_names(
-        dataset_path, {name for names in shards_by_split.values() for name in names} | samples_by_shard.keys()
-    )
+    _check_shard_names(dataset_path, samples_by_shard.keys() | set().union(*shards_by_split.values()))
 
     excluded_set = set(excluded_names)
-    kept_shards = {
-        part: [name for name in names if name not in excluded_set] for part, names in shards_by_split.items()
-    }
+    kept_shards = {}
+    for split_name, shard_names in shards_by_split.items():
+        kept_shards[split_name] = [name for name in shard_names if name not in excluded_set]
     return DatasetDescription(
         dataset_path,
         kept_shards,
@@ -367,7 +353,7 @@ def _read_description_file(file_path: Location) -> dict[str, Any]:
         raise
     except yaml.MarkedYAMLError as error:
         raise DescriptionError(yaml_error_message(file_path, file_text, error)) from error
-    except Exception as error:  # parsers raise what they like on foreign bytes
+    except Exception as error:  # parsers raise all kinds of errors on foreign bytes
         raise DescriptionError(f"{file_path} cannot be read: {error}") from error
 
     if not isinstance(parsed_fields, dict):
@@ -381,15 +367,13 @@ def _check_yaml(file_path: Location, file_text: str) -> None:
     Energon's own parser is lenient and does not support tags or aliases. PyYAML with libyaml is fast enough.
     """
     nesting_depth = document_count = 0
-    for event_number, yaml_event in enumerate(
-        yaml.parse(file_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    ):
+    yaml_events = yaml.parse(file_text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    for event_number, yaml_event in enumerate(yaml_events):
         # With aliases, a few lines can expand to billions of values.
         if isinstance(yaml_event, yaml.AliasEvent) or getattr(yaml_event, "tag", None):
             raise DescriptionError(f"{file_path} uses YAML tags or aliases")
-        nesting_depth += isinstance(yaml_event, yaml.CollectionStartEvent) - isinstance(
-            yaml_event, yaml.CollectionEndEvent
-        )
+        nesting_depth += isinstance(yaml_event, yaml.CollectionStartEvent)
+        nesting_depth -= isinstance(yaml_event, yaml.CollectionEndEvent)
         document_count += isinstance(yaml_event, yaml.DocumentStartEvent)
         if nesting_depth > MAX_YAML_DEPTH or document_count > 1 or event_number > 2 * MAX_SHARDS + 1000:
             raise DescriptionError(
@@ -407,9 +391,7 @@ def _names_code(field_value: Any) -> bool:
 
 def _expand_shard_names(file_path: Location, shard_patterns: Any) -> list[str]:
     """The names of shards, with braces expanded."""
-    if not isinstance(shard_patterns, list) or not all(
-        isinstance(shard_pattern, str) for shard_pattern in shard_patterns
-    ):
+    if not isinstance(shard_patterns, list) or not all(isinstance(item, str) for item in shard_patterns):
         raise DescriptionError(f"{file_path}: a split is a list of shard names")
 
     shard_names: list[str] = []
@@ -443,22 +425,17 @@ def _check_shard_names(dataset_dir: Location, shard_names: set[str]) -> None:
     names_by_folder: dict[str, list[str]] = {}
     for shard_name in shard_names:
         parent_path, _, file_name = shard_name.rpartition("/")
-        if (
-            "://" in shard_name
-            or "\0" in shard_name
-            or file_name in ("", ".", "..")
-            or ".." in parent_path.split("/")
-        ):
+        leads_outside = file_name in ("", ".", "..") or ".." in parent_path.split("/")
+        if leads_outside or "://" in shard_name or "\0" in shard_name:
             raise refuse(shard_name)
-        names_by_folder.setdefault(
-            "/" if shard_name.startswith("/") and not parent_path else parent_path, []
-        ).append(file_name)
+        if shard_name.startswith("/") and not parent_path:
+            parent_path = "/"
+        names_by_folder.setdefault(parent_path, []).append(file_name)
 
     if not isinstance(dataset_dir, Path):  # an object store has no links
-        if absolute_parent := next(
-            (parent_path for parent_path in names_by_folder if parent_path.startswith("/")), None
-        ):
-            raise refuse(f"{absolute_parent}/{names_by_folder[absolute_parent][0]}")
+        for parent_path, folder_names in names_by_folder.items():
+            if parent_path.startswith("/"):
+                raise refuse(f"{parent_path}/{folder_names[0]}")
         return
 
     resolved_root = dataset_dir.resolve()
@@ -494,33 +471,28 @@ def _read_metadataset(
         )
 
     metadataset_fields = _read_description_file(metadataset_path)
-    if (
-        metadataset_fields.pop("__module__", None) != "megatron.energon"
-        or metadataset_fields.pop("__class__", None) not in METADATASET_CLASSES
-    ):
+    module_name = metadataset_fields.pop("__module__", None)
+    class_name = metadataset_fields.pop("__class__", None)
+    if module_name != "megatron.energon" or class_name not in METADATASET_CLASSES:
         raise DescriptionError(
-            f"{metadataset_path} must say __module__: megatron.energon and __class__: {' or '.join(METADATASET_CLASSES)}"
+            f"{metadataset_path} must say __module__: megatron.energon and __class__:"
+            f" {' or '.join(METADATASET_CLASSES)}"
         )
 
     split_fields = metadataset_fields.get("splits")
-    if (
-        metadataset_fields.keys() != {"splits"}
-        or not isinstance(split_fields, dict)
-        or _names_code(metadataset_fields)
-    ):
+    has_other_fields = metadataset_fields.keys() != {"splits"}
+    if has_other_fields or not isinstance(split_fields, dict) or _names_code(metadataset_fields):
         raise DescriptionError(
-            f"{metadataset_path} may only have splits of data sets, and none of {', '.join(CODE_NAMING_KEYS)} in them"
+            f"{metadataset_path} may only have splits of data sets, and none of {', '.join(CODE_NAMING_KEYS)}"
+            " in them"
         )
 
-    named_paths = dict.fromkeys(_referenced_paths(metadataset_path, split_fields, keys_are_splits=True))
-    return MetadatasetDescription(
-        metadataset_path,
-        split_fields,
-        {
-            name: _read_cached(metadataset_path.parent / name, nesting_depth + 1, read_descriptions)
-            for name in named_paths
-        },
-    )
+    inner_by_path = {}
+    for inner_path in dict.fromkeys(_referenced_paths(metadataset_path, split_fields, keys_are_splits=True)):
+        inner_by_path[inner_path] = _read_cached(
+            metadataset_path.parent / inner_path, nesting_depth + 1, read_descriptions
+        )
+    return MetadatasetDescription(metadataset_path, split_fields, inner_by_path)
 
 
 def _referenced_paths(
@@ -531,19 +503,22 @@ def _referenced_paths(
     Args:
         keys_are_splits: whether the keys of ``field_value`` are names of splits.
     """
+    inner_paths: list[str] = []
     if isinstance(field_value, list):
-        return [
-            found for inner_paths in field_value for found in _referenced_paths(metadataset_path, inner_paths)
-        ]
+        for inner_value in field_value:
+            inner_paths += _referenced_paths(metadataset_path, inner_value)
+        return inner_paths
     if not isinstance(field_value, dict):
         return []
     if not keys_are_splits and (unknown_keys := field_value.keys() - METADATASET_KEYS):
         raise DescriptionError(
-            f"{metadataset_path}: field {sorted(map(str, unknown_keys))[0]!r} is not supported in a metadataset; leave it out"
+            f"{metadataset_path}: field {sorted(map(str, unknown_keys))[0]!r} is not supported in a"
+            " metadataset; leave it out"
         )
 
-    field_values = [part for key, part in field_value.items() if key != "subflavors"]
-    inner_paths = [found for part in field_values for found in _referenced_paths(metadataset_path, part)]
+    for key, inner_value in field_value.items():
+        if key != "subflavors":
+            inner_paths += _referenced_paths(metadataset_path, inner_value)
     if keys_are_splits or "path" not in field_value:
         return inner_paths
     if not isinstance(field_value["path"], str) or "://" in field_value["path"]:
@@ -555,60 +530,58 @@ def _referenced_paths(
 
 
 def compare_identities(saved_identity: Any, current_identity: Any, part_name: str = "the data set") -> str:
-    """The difference between two identities of :class:`SplitFacts`, as a clause for a message; empty if they
-    are equal. Weights count by their ratios: 1 and 1 are the same blend as 2 and 2.
+    """The first difference between two identities of :class:`SplitFacts`, as a clause for a message.
+
+    It is empty if they are equal. Weights are compared by their ratios: 1 and 1 are the same blend as 2 and
+    2.
 
     Args:
-        part_name: name of the compared part.
+        part_name: the name of the compared part in the message.
     """
     if isinstance(saved_identity, dict) and isinstance(current_identity, dict):
-        return _field_difference(
-            saved_identity, current_identity, str(current_identity.get("name", part_name))
-        )
+        part_name = str(current_identity.get("name", part_name))
+        return _field_difference(saved_identity, current_identity, part_name)
     if isinstance(saved_identity, list) and isinstance(current_identity, list):
         return _list_difference(saved_identity, current_identity, part_name)
-    return (
-        ""
-        if saved_identity == current_identity
-        else f"{part_name} was {saved_identity!r}, is {current_identity!r}"
-    )
+    if saved_identity == current_identity:
+        return ""
+    return f"{part_name} was {saved_identity!r}, is {current_identity!r}"
+
+
+def _identity_kind(identity_fields: dict[str, Any]) -> str:
+    """The key of :data:`IDENTITY_KINDS` that an identity has; empty if it has none."""
+    return next((kind for kind in IDENTITY_KINDS if kind in identity_fields), "")
 
 
 def _field_difference(saved_fields: dict[str, Any], current_fields: dict[str, Any], part_name: str) -> str:
-    saved_kind, current_kind = (
-        next((kind for kind in IDENTITY_KINDS if kind in side), "") for side in (saved_fields, current_fields)
-    )
+    saved_kind = _identity_kind(saved_fields)
+    current_kind = _identity_kind(current_fields)
     if saved_kind != current_kind:
-        return f"{part_name} was {IDENTITY_KINDS.get(saved_kind, 'unknown')}, is {IDENTITY_KINDS.get(current_kind, 'unknown')}"
+        saved_text = IDENTITY_KINDS.get(saved_kind, "unknown")
+        return f"{part_name} was {saved_text}, is {IDENTITY_KINDS.get(current_kind, 'unknown')}"
     if current_kind == "content":
         return _dataset_difference(saved_fields, current_fields, part_name)
-    if (
-        current_kind in WEIGHTED_KINDS
-        and _weight_shares(saved_fields[current_kind])
-        == _weight_shares(current_fields[current_kind])
-        is not None
-    ):
-        saved_fields, current_fields = (
-            {**side, current_kind: _without_weights(side[current_kind])}
-            for side in (saved_fields, current_fields)
-        )
 
-    for field_name in [
-        *current_fields,
-        *(field_name for field_name in saved_fields if field_name not in current_fields),
-    ]:
+    # Weights of equal ratios are left out of the comparison.
+    if current_kind in WEIGHTED_KINDS:
+        current_shares = _weight_shares(current_fields[current_kind])
+        if current_shares is not None and current_shares == _weight_shares(saved_fields[current_kind]):
+            saved_fields = saved_fields | {current_kind: _without_weights(saved_fields[current_kind])}
+            current_fields = current_fields | {current_kind: _without_weights(current_fields[current_kind])}
+
+    for field_name in dict.fromkeys([*current_fields, *saved_fields]):
+        if field_name in MESSAGE_FIELDS:
+            continue
         saved_value = saved_fields.get(field_name, METADATASET_DEFAULTS.get(field_name))
         current_value = current_fields.get(field_name, METADATASET_DEFAULTS.get(field_name))
         inner_name = f"the {field_name} of {part_name}" if field_name in METADATASET_DEFAULTS else part_name
-        if field_name not in MESSAGE_FIELDS and (
-            found_difference := compare_identities(saved_value, current_value, inner_name)
-        ):
-            return found_difference
+        if difference := compare_identities(saved_value, current_value, inner_name):
+            return difference
     return ""
 
 
 def _weight_shares(blend_parts: Any) -> list[Fraction] | None:
-    """The part that each data set of a blend has in it, exact; None where that cannot be said.
+    """The exact share of each data set in a blend; None if the weights make no blend.
 
     Energon 7.4.1 divides weights by their sum too, so weights 1 and 1 make the same order as 2 and 2.
     """
@@ -620,7 +593,7 @@ def _weight_shares(blend_parts: Any) -> list[Fraction] | None:
     if not any(written_weights):
         return None
 
-    # By its digits: Fraction(0.1) is not a tenth.
+    # From the digits, because Fraction(0.1) is not a tenth.
     exact_weights = [Fraction(str(weight)) for weight in written_weights]
     total_weight = sum(exact_weights)
     return [weight / total_weight for weight in exact_weights]
@@ -638,11 +611,12 @@ def _dataset_difference(
             f"the split of {part_name} was {saved_identity.get('split')!r}, is {current_identity['split']!r}"
         )
     amounts_text = (
-        f"{saved_identity.get('samples')} samples in {saved_identity.get('shards')} shards, is {current_identity['samples']} in"
-        f" {current_identity['shards']}"
+        f"{saved_identity.get('samples')} samples in {saved_identity.get('shards')} shards, is"
+        f" {current_identity['samples']} in {current_identity['shards']}"
     )
     if saved_identity["content"] != current_identity["content"]:
-        return f"{part_name} was converted or prepared again (its {current_identity['split']} was {amounts_text})"
+        split_name = current_identity["split"]
+        return f"{part_name} was converted or prepared again (its {split_name} was {amounts_text})"
     if saved_identity.get("list") != current_identity["list"]:
         return (
             f"{part_name} lists other shards or counts for {current_identity['split']} (was {amounts_text})"
@@ -655,20 +629,18 @@ def _list_difference(saved_parts: list[Any], current_parts: list[Any], part_name
     mixture_text = f"{part_name} mixed {list_names(saved_names)}, mixes {list_names(current_names)}"
     if len(saved_parts) != len(current_parts):
         return mixture_text
-    numbered_pairs = enumerate(zip(saved_parts, current_parts, strict=True))
-    difference_texts = (
-        compare_identities(old, new, f"part {number + 1} of {part_name}")
-        for number, (old, new) in numbered_pairs
-    )
-    first_difference = next(filter(None, difference_texts), "")
-    return (
-        mixture_text
-        if first_difference and saved_names != current_names and sorted(saved_names) == sorted(current_names)
-        else first_difference
-    )
+
+    is_reordered = saved_names != current_names and sorted(saved_names) == sorted(current_names)
+    for number, (saved_part, current_part) in enumerate(
+        zip(saved_parts, current_parts, strict=True), start=1
+    ):
+        if difference := compare_identities(saved_part, current_part, f"part {number} of {part_name}"):
+            return mixture_text if is_reordered else difference
+    return ""
 
 
 def _part_names(blend_parts: list[Any]) -> list[str]:
-    return [
-        str(part.get("name", "a mixture")) if isinstance(part, dict) else str(part) for part in blend_parts
-    ]
+    part_names = []
+    for part in blend_parts:
+        part_names.append(str(part.get("name", "a mixture") if isinstance(part, dict) else part))
+    return part_names

@@ -1,7 +1,7 @@
-"""The place of a data set: a local folder, or a prefix in an object store.
+"""The location of a data set: a local folder, or a prefix in an object store.
 
-Energon reads object stores through the Multi-Storage Client. Its profiles (endpoint, bucket, credentials) lie
-in the file that ``MSC_CONFIG`` names, so that no credentials enter a run file.
+Energon reads object stores through the Multi-Storage Client. Its profiles (endpoint, bucket, credentials) are
+in the file that ``MSC_CONFIG`` names, so that run files contain no credentials.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def is_in_object_store(dataset_path: str) -> bool:
 
 
 def resolve_location(dataset_path: str) -> Location:
-    """The place that ``data.path`` names.
+    """The location that ``data.path`` names.
 
     Raises:
-        StoreError: the path has another scheme than ``msc://``, or its profile is not configured.
+        ObjectStoreError: the path has another scheme than ``msc://``, or its profile is not configured.
     """
     if not is_in_object_store(dataset_path):
         return Path(dataset_path)
@@ -48,7 +48,7 @@ def resolve_location(dataset_path: str) -> Location:
 
     try:
         return EPath(dataset_path)
-    except Exception as error:  # the client raises errors of its own and of each provider
+    except Exception as error:  # the client raises its own errors and those of each provider
         raise ObjectStoreError(
             f"data.path {dataset_path} cannot be opened: {error}{_store_advice(error)}"
         ) from error
@@ -64,7 +64,7 @@ def location_is_file(file_location: Location) -> bool:
     """Whether there is a file.
 
     Raises:
-        StoreError: the store does not answer.
+        ObjectStoreError: the store does not answer.
     """
     if isinstance(file_location, Path):
         return file_location.is_file()
@@ -82,7 +82,7 @@ def location_size_bytes(file_location: Location) -> int:
 
 
 def location_suffix(file_location: Location) -> str:
-    """``.yaml`` of ``blend.yaml``."""
+    """The suffix of a file name with its dot, such as ``.yaml``."""
     return Path(file_location.name).suffix
 
 

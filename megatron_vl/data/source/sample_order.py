@@ -1,10 +1,10 @@
 """The order in which a run draws samples whose sizes are known: any position can be looked up at once.
 
-Each data set is shuffled anew for each epoch by permutations that are computed, not stored: four positions
-take as long as four in a data set of 10^8 samples. What is shuffled are blocks of successive samples of a
-shard, so that storage sees few large reads (:class:`BlockOrder`). Data sets of a blend by weights are chosen
-by a hash of the draw's number. One pass of a blend by repetitions is a permutation too: each data set comes
-exactly as often as it repeats. Nothing depends on ranks or processes.
+Each data set is shuffled again for each epoch by permutations that are computed, not stored, so the time for
+a look-up does not grow with the data set. Blocks of successive samples of a shard are shuffled, so that
+storage sees few large reads (:class:`BlockOrder`). In a blend by weights, a hash of the draw's number chooses
+the data set. One pass of a blend by repetitions is a permutation too: each data set comes exactly as often as
+it repeats. Nothing depends on ranks or processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 FEISTEL_ROUNDS = 6
 LANES = 64
-"""Number of blocks from which samples are drawn in turn."""
+"""Number of blocks of a data set from which samples are drawn in turn."""
 
 
 def _hash_values(hashed_values: NDArray[np.uint64], hash_key_value: int) -> NDArray[np.uint64]:
@@ -48,40 +48,35 @@ def _key_number(source_key: str) -> int:
 def permute_positions(
     positions: Integers, range_size: int, permutation_key: int, families: Integers | None = None
 ) -> Integers:
-    """The places of positions in a permutation of ``range(size)``.
+    """The images of positions under a permutation of ``range(range_size)``, int64 [n].
 
-    It is a Feistel network on the smallest even number of bits that holds ``range_size``. A result outside the
-    range goes through the network again, which keeps the map one to one.
+    It is a Feistel network on the smallest even number of bits that holds ``range_size``. A result outside
+    the range goes through the network again, which keeps the map one to one.
 
     Args:
         positions: int64 [n], each below ``range_size``.
         permutation_key: chooses the permutation.
-        families: int64 [n], a number that chooses a permutation for each position. Left out: all have one.
+        families: int64 [n]. Positions with different numbers use different permutations. None: all positions
+            use the same one.
     """
     half_bits = max(1, -(-max(range_size - 1, 1).bit_length() // 2))
-    half_mask, half_shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
+    half_mask = np.uint64((1 << half_bits) - 1)
+    half_shift = np.uint64(half_bits)
     permuted_values = positions.astype(np.uint64)
     outside_indices = np.arange(len(permuted_values))
-    tweaks = (
-        np.zeros(1, np.uint64)
-        if families is None
-        else _hash_values(families.astype(np.uint64), permutation_key)
-    )
+    tweaks = np.zeros(1, np.uint64)
+    if families is not None:
+        tweaks = _hash_values(families.astype(np.uint64), permutation_key)
+
+    # On average, less than three quarters of the values are outside after each pass.
     while len(outside_indices):
         tweak = tweaks if families is None else tweaks[outside_indices]
-        left_half, right_half = (
-            permuted_values[outside_indices] >> half_shift,
-            permuted_values[outside_indices] & half_mask,
-        )
+        left_half = permuted_values[outside_indices] >> half_shift
+        right_half = permuted_values[outside_indices] & half_mask
         for round_number in range(FEISTEL_ROUNDS):
-            left_half, right_half = (
-                right_half,
-                left_half
-                ^ (
-                    _hash_values(right_half ^ tweak, combine_hash_key(permutation_key, round_number))
-                    & half_mask
-                ),
-            )
+            round_key = combine_hash_key(permutation_key, round_number)
+            mixed_half = left_half ^ (_hash_values(right_half ^ tweak, round_key) & half_mask)
+            left_half, right_half = right_half, mixed_half
         permuted_values[outside_indices] = (left_half << half_shift) | right_half
         outside_indices = outside_indices[permuted_values[outside_indices] >= range_size]
     return permuted_values.astype(np.int64)
@@ -90,98 +85,106 @@ def permute_positions(
 class BlockOrder:
     """The order of one data set in an epoch, by blocks of successive samples of a shard.
 
-    Each of :data:`LANES` lanes gives a sample in turn. A lane takes one block after the other, at random and
-    each in an order of its own; lanes begin their blocks one after the other, so that new blocks are needed
-    at a steady rate. A block is used up within ``LANES * block`` draws. The blocks that do not fill all lanes
-    come last, and their samples in any order.
+    Samples come from :data:`LANES` lanes in turn. A lane uses up one block after the other. The blocks are in
+    random order, and so are the samples of each block. Lanes begin new blocks at different times, so that
+    storage is read at a steady rate. A block is used up within ``LANES * block_size`` draws. Some blocks are
+    left that do not fill all lanes. They come last, with their samples in any order.
 
-    What is left at the end of a shard is less than a block: these ends are put together to blocks. The last
-    one of them may be shorter, and is among the samples that come last.
+    The samples at the end of a shard that do not fill a block are put together with those of other shards
+    into blocks. The last such block may be shorter. It is among the samples that come last.
 
     Args:
-        shards: int64 [shards], number of samples of each.
-        block: samples of a block; 1: every sample is drawn on its own. One that is larger than the largest
-            shard counts as that shard.
+        shard_sizes: int64 [shards], number of samples of each shard.
+        block_size: number of samples of a block. With 1, every sample is drawn on its own. The largest shard
+            is the limit.
     """
 
-    def __init__(self, shards: Integers, block: int) -> None:
-        self.size = int(shards.sum())
-        self.block = min(block, max(int(shards.max(initial=1)), 1))
-        self._starts = np.cumsum(shards) - shards
-        blocks, ends = np.divmod(shards, self.block)
-        self._blocks, self._ends = np.cumsum(blocks), np.cumsum(ends)
-        """Number of whole blocks, and of samples in the ends, of all shards up to each."""
-        self._first_ends = self._starts + blocks * self.block
+    def __init__(self, shard_sizes: Integers, block_size: int) -> None:
+        self.size = int(shard_sizes.sum())
+        self.block_size = min(block_size, max(int(shard_sizes.max(initial=1)), 1))
+        self._shard_starts = np.cumsum(shard_sizes) - shard_sizes
+        block_counts, end_sizes = np.divmod(shard_sizes, self.block_size)
+        self._cumulative_blocks = np.cumsum(block_counts)
+        """int64 [shards]: number of whole blocks of all shards up to each, itself included."""
+        self._cumulative_ends = np.cumsum(end_sizes)
+        """int64 [shards]: number of samples in the ends of all shards up to each, itself included."""
+        self._end_starts = self._shard_starts + block_counts * self.block_size
 
-    def samples(self, positions: Integers, key: int) -> Integers:
+    def samples(self, positions: Integers, epoch_key: int) -> Integers:
         """The samples at positions of an epoch, int64 [n].
 
         Args:
             positions: int64 [n], each below the number of samples.
-            key: of the epoch.
+            epoch_key: chooses the order of the epoch.
         """
-        whole = self.size // self.block
-        turns = whole // LANES * self.block  # of each lane
-        rounds, lanes = np.divmod(positions, LANES)
-        rounds = (rounds + lanes * self.block // LANES) % max(turns, 1)
-        numbers, within = rounds // self.block * LANES + lanes, rounds % self.block
+        # Each position has a lane and a turn in it. Lanes are shifted against each other by parts of a block.
+        block_count = self.size // self.block_size
+        turns_per_lane = block_count // LANES * self.block_size
+        turns, lanes = np.divmod(positions, LANES)
+        turns = (turns + lanes * self.block_size // LANES) % max(turns_per_lane, 1)
+        blocks = turns // self.block_size * LANES + lanes
+        offsets = turns % self.block_size
 
-        last = positions >= turns * LANES
-        rest = self.size - turns * LANES
-        numbers[last], within[last] = np.divmod(
-            turns * LANES
-            + permute_positions(positions[last] - turns * LANES, rest, combine_hash_key(key, 1)),
-            self.block,
+        # What does not fill all lanes comes last, sample by sample.
+        first_of_rest = turns_per_lane * LANES
+        is_rest = positions >= first_of_rest
+        rest_positions = permute_positions(
+            positions[is_rest] - first_of_rest, self.size - first_of_rest, combine_hash_key(epoch_key, 1)
         )
+        blocks[is_rest], offsets[is_rest] = np.divmod(first_of_rest + rest_positions, self.block_size)
 
-        full = numbers < whole
-        numbers[full] = permute_positions(numbers[full], whole, key)
-        if self.block > 1:
-            within[full] = permute_positions(
-                within[full], self.block, combine_hash_key(key, 2), numbers[full]
+        # Whole blocks change places, and so do the samples of each. The last block may be shorter and stays.
+        is_whole = blocks < block_count
+        blocks[is_whole] = permute_positions(blocks[is_whole], block_count, epoch_key)
+        if self.block_size > 1:
+            offsets[is_whole] = permute_positions(
+                offsets[is_whole], self.block_size, combine_hash_key(epoch_key, 2), blocks[is_whole]
             )
-        return self._sample(numbers * self.block + within)
+        return self._samples_of_list(blocks * self.block_size + offsets)
 
-    def _sample(self, places: Integers) -> Integers:
-        """The samples at places of the list of all whole blocks and then of all shards' ends."""
-        in_blocks = int(self._blocks[-1]) * self.block
-        whole = places < in_blocks
-        samples = np.empty_like(places)
+    def _samples_of_list(self, list_positions: Integers) -> Integers:
+        """The samples at positions of the list of all whole blocks, followed by the ends of all shards."""
+        samples_in_blocks = int(self._cumulative_blocks[-1]) * self.block_size
+        is_in_block = list_positions < samples_in_blocks
+        samples = np.empty_like(list_positions)
 
-        numbers, within = np.divmod(places[whole], self.block)
-        shards, numbers = _located(numbers, self._blocks)
-        samples[whole] = self._starts[shards] + numbers * self.block + within
+        block_numbers, offsets = np.divmod(list_positions[is_in_block], self.block_size)
+        shards, block_numbers = _find_shards(block_numbers, self._cumulative_blocks)
+        samples[is_in_block] = self._shard_starts[shards] + block_numbers * self.block_size + offsets
 
-        shards, numbers = _located(places[~whole] - in_blocks, self._ends)
-        samples[~whole] = self._first_ends[shards] + numbers
+        shards, offsets = _find_shards(
+            list_positions[~is_in_block] - samples_in_blocks, self._cumulative_ends
+        )
+        samples[~is_in_block] = self._end_starts[shards] + offsets
         return samples
 
 
-def _located(numbers: Integers, counts: Integers) -> tuple[Integers, Integers]:
-    """The shard of each number, and its number in it.
+def _find_shards(numbers: Integers, cumulative_counts: Integers) -> tuple[Integers, Integers]:
+    """The shard of each number over all shards, and the number within that shard, int64 [n] each.
 
     Args:
-        counts: int64 [shards], how many there are in all shards up to each.
+        cumulative_counts: int64 [shards], the count of all shards up to each, itself included.
     """
-    shards = np.searchsorted(counts, numbers, side="right")
-    return shards, numbers - np.where(shards > 0, counts[shards - 1], 0)
+    shards = np.searchsorted(cumulative_counts, numbers, side="right")
+    return shards, numbers - np.where(shards > 0, cumulative_counts[shards - 1], 0)
 
 
 class SampleOrder:
-    """Draws samples from data sets, without end.
+    """Draws samples from data sets. The draws never end.
 
     Args:
         sample_counts: number of samples of each data set.
-        source_weights: share of the draws that each gets.
-        seed: of the run.
-        is_shuffled: off keeps the order of each data set.
-        source_keys: what each data set is known by. It decides the data set's order, which is the same at any
-            position of a blend. Left out: its position.
-        first_indices: index of the first sample of each data set. Left out: 0.
-        a_pass: number of draws from each data set in one pass of a blend by repetitions; 0 for all, or left
-            out: the weights decide.
-        shards: for each data set, int64 [shards] with the samples of each shard. Left out: each is one shard.
-        block: as for :class:`BlockOrder`.
+        source_weights: share of the draws that each data set gets. They need not sum to 1.
+        seed: the seed of the run.
+        is_shuffled: whether each data set is shuffled. Otherwise, it keeps its order.
+        source_keys: identifies each data set. The key decides the data set's order, which is the same at any
+            position of a blend. None: its position is the key.
+        first_indices: index of the first sample of each data set; None: 0.
+        draws_per_pass: number of draws from each data set in one pass of a blend by repetitions. None, or 0
+            for all: the weights decide.
+        shard_sizes: for each data set, int64 [shards] with the number of samples of each shard. None: each
+            data set is one shard.
+        block_size: as for :class:`BlockOrder`.
     """
 
     def __init__(
@@ -194,36 +197,41 @@ class SampleOrder:
         source_keys: Sequence[str] | None = None,
         first_indices: Sequence[int] | None = None,
         draws_per_pass: Sequence[int] | None = None,
-        shards: Sequence[Integers] | None = None,
-        block: int = 1,
+        shard_sizes: Sequence[Integers] | None = None,
+        block_size: int = 1,
     ) -> None:
         self.sample_counts, self.seed, self.is_shuffled = list(sample_counts), seed, is_shuffled
         self.source_weights = list(source_weights)
         self.source_keys = list(source_keys or map(str, range(len(sample_counts))))
         self.first_indices = list(first_indices or [0] * len(sample_counts))
         self._source_numbers = [_key_number(key) for key in self.source_keys]
-        self._orders = [
-            BlockOrder(each, block)
-            for each in shards or [np.array([size], np.int64) for size in sample_counts]
-        ]
+        shard_sizes = shard_sizes or [np.array([count], np.int64) for count in sample_counts]
+        self._orders = [BlockOrder(sizes, block_size) for sizes in shard_sizes]
         self._pass_bounds = np.cumsum(draws_per_pass or [0])
         self._weight_bounds = np.cumsum(np.array(source_weights, np.float64) / sum(source_weights))
         self.draw_counts = [0] * len(sample_counts)
         """Number of draws from each data set so far."""
         self.total_draws = 0
-        """Number of all draws, those from data sets of before included."""
+        """Number of all draws, including those from data sets that the blend no longer has."""
 
     def draw_samples(self, draw_count: int) -> tuple[Integers, Integers]:
-        """The next samples: data set and number of the draw from it, int64 [count] each."""
+        """Draws the next samples.
+
+        Returns:
+            The data set of each sample and the number of the draw from that data set, int64 [draw_count]
+            each.
+        """
         first_draw = self.total_draws
         self.total_draws += draw_count
-        sources = self._choose_sources(np.arange(first_draw, first_draw + draw_count))
+        source_indices = self._choose_sources(np.arange(first_draw, first_draw + draw_count))
+
+        # A data set's order follows the draws from it alone, so that it does not change with the blend.
         draw_numbers = np.zeros(draw_count, np.int64)
-        for source in np.unique(sources).tolist():
-            own_positions = np.flatnonzero(sources == source)
-            draw_numbers[own_positions] = self.draw_counts[source] + np.arange(len(own_positions))
-            self.draw_counts[source] += len(own_positions)
-        return sources, draw_numbers
+        for source_index in np.unique(source_indices).tolist():
+            positions = np.flatnonzero(source_indices == source_index)
+            draw_numbers[positions] = self.draw_counts[source_index] + np.arange(len(positions))
+            self.draw_counts[source_index] += len(positions)
+        return source_indices, draw_numbers
 
     def _choose_sources(self, draw_positions: Integers) -> Integers:
         """The data set of each draw."""
@@ -243,19 +251,23 @@ class SampleOrder:
         return np.minimum(chosen_sources, len(self.sample_counts) - 1)
 
     def sample_indices(self, source_indices: Integers, draw_numbers: Integers) -> Integers:
-        """The samples of draws: their indices in their data sets, int64 [n]."""
+        """The samples of draws: their indices in their data sets, int64 [n].
+
+        Args:
+            source_indices, draw_numbers: int64 [n] each, as :meth:`draw_samples` returns them.
+        """
         sample_indices = np.zeros(len(source_indices), np.int64)
-        for source in np.unique(source_indices).tolist():
-            size = self.sample_counts[source]
-            epoch_numbers, epoch_positions = np.divmod(draw_numbers, size)
-            for epoch_number in np.unique(epoch_numbers[source_indices == source]).tolist():
-                is_own_epoch = (source_indices == source) & (epoch_numbers == epoch_number)
-                key = combine_hash_key(self.seed, 2, self._source_numbers[source], epoch_number)
-                order = self._orders[source]
-                sample_indices[is_own_epoch] = (
-                    order.samples(epoch_positions[is_own_epoch], key)
-                    if self.is_shuffled
-                    else epoch_positions[is_own_epoch]
-                )
-            sample_indices[source_indices == source] += self.first_indices[source]
+        for source_index in np.unique(source_indices).tolist():
+            is_of_source = source_indices == source_index
+            epochs, positions = np.divmod(draw_numbers, self.sample_counts[source_index])
+            for epoch in np.unique(epochs[is_of_source]).tolist():
+                is_of_epoch = is_of_source & (epochs == epoch)
+                samples = positions[is_of_epoch]
+                if self.is_shuffled:
+                    # Each data set has another order in each epoch.
+                    source_number = self._source_numbers[source_index]
+                    epoch_key = combine_hash_key(self.seed, 2, source_number, epoch)
+                    samples = self._orders[source_index].samples(samples, epoch_key)
+                sample_indices[is_of_epoch] = samples
+            sample_indices[is_of_source] += self.first_indices[source_index]
         return sample_indices

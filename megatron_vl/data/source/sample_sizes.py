@@ -1,8 +1,9 @@
 """Sizes of all samples of a data set, so that batches are planned without reading the samples.
 
 ``megatron-vl data index`` writes a folder ``.nv-meta/sizes/ID`` for each way in which text becomes tokens
-(see :func:`compute_tokenization_id`). It holds facts of the data only: the tokens of each sample's text, and the sizes of its
-media as they are stored. Patches and placeholders follow from the settings of the run that reads them.
+(see :func:`compute_tokenization_id`). It holds facts of the data only: the tokens of each sample's text, and
+the sizes of its media as they are stored. Patches and placeholders follow from the settings of the run that
+reads them.
 
 * ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
 * ``media.npy``: :data:`MEDIUM`, 21 bytes for each picture or video.
@@ -49,7 +50,8 @@ SAMPLE_DTYPE = np.dtype([("tokens", "<u4"), ("media_end", "<u8")])
 MEDIUM_DTYPE = np.dtype(
     [("height", "<u4"), ("width", "<u4"), ("frames", "<u4"), ("fps", "<f8"), ("whole", "u1")]
 )
-"""A picture has no frames. ``whole``: the video is a list of pictures that is taken whole (``VideoInfo``)."""
+"""A picture has 0 frames. ``whole`` says that the video is a list of pictures that is taken whole
+(:class:`~megatron_vl.data.sample.pixels.VideoInfo`)."""
 
 type MediumFields = tuple[int, int, int, float, int]
 
@@ -61,16 +63,15 @@ class SizesError(UserError, ValueError):
 
 
 def compute_tokenization_id(hf_dir: str | Path, spec: ModelSpec, data_config: DataConfig) -> str:
-    """Names the way in which text becomes tokens: tokenizer, chat template, and text written around videos.
+    """An id of what turns text into tokens: tokenizer, chat template, and the text written around videos.
 
-    No tokenizer is built for this.
+    It is a hash of files. No tokenizer is built.
     """
     hf_path = Path(hf_dir)
     hasher = hashlib.sha256(read_chat_template(hf_path).encode())
-    tokenizer_file = hf_path / "tokenizer.json"
-    tokenizer_files = (
-        [tokenizer_file] if tokenizer_file.is_file() else [hf_path / "vocab.json", hf_path / "merges.txt"]
-    )
+    tokenizer_files = [hf_path / "tokenizer.json"]
+    if not tokenizer_files[0].is_file():
+        tokenizer_files = [hf_path / "vocab.json", hf_path / "merges.txt"]
     for file_path in tokenizer_files:
         hasher.update(file_path.read_bytes() if file_path.is_file() else b"")
     special_token_ids = [
@@ -105,20 +106,21 @@ def has_stored_sizes(dataset_description: DatasetDescription, tokenization_id: s
 def find_datasets_without_sizes(
     description: Description, hf_dir: str | Path, data_config: DataConfig, split_name: str = "train"
 ) -> list[DatasetDescription]:
-    """The data sets of a split that have no sizes for this tokenizer and chat template, each once.
+    """The data sets of a split that have no sizes for this tokenizer and chat template. Each is listed once.
 
     Raises:
         LoaderError: there is no such split.
     """
-    name = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
-    dataset_by_path = {str(one.path): one for one, _ in list_split_datasets(description, split_name)}
-    return [one for one in dataset_by_path.values() if not has_stored_sizes(one, name)]
+    tokenization_id = compute_tokenization_id(hf_dir, read_spec(hf_dir), data_config)
+    datasets = {str(dataset.path): dataset for dataset, _ in list_split_datasets(description, split_name)}
+    return [dataset for dataset in datasets.values() if not has_stored_sizes(dataset, tokenization_id)]
 
 
 def missing_sizes_advice(
     description: Description, hf_dir: str | Path, data_config: DataConfig, split_name: str = "train"
 ) -> str:
-    """Which data set of a split has no sizes, and the command that writes them; empty if all have some.
+    """Names a data set of a split that has no sizes, and the command that writes them; empty if all have
+    sizes.
 
     Raises:
         LoaderError: there is no such split.
@@ -141,17 +143,20 @@ def list_all_datasets(description: Description) -> list[DatasetDescription]:
     """A data set, or all data sets that a metadataset names, each once."""
     if isinstance(description, DatasetDescription):
         return [description]
-    inner_datasets = [
-        found for part in description.inner_by_path.values() for found in list_all_datasets(part)
-    ]
-    return list({str(one.path): one for one in inner_datasets}.values())
+    dataset_by_path: dict[str, DatasetDescription] = {}
+    for inner_description in description.inner_by_path.values():
+        for dataset in list_all_datasets(inner_description):
+            dataset_by_path[str(dataset.path)] = dataset
+    return list(dataset_by_path.values())
 
 
 def list_split_datasets(
     description: Description, split_name: str
 ) -> Iterator[tuple[DatasetDescription, str]]:
-    """The data sets that a split reads, each with its own split that is read; in the order of a blend's
-    sources."""
+    """Yields the data sets that a split reads, each with the split that is read of it.
+
+    The order is that of a blend's sources.
+    """
     if isinstance(description, DatasetDescription):
         yield description, split_name
         return
@@ -166,21 +171,21 @@ class StoredSizes:
     sample_records: Any
     medium_records: Any
     shard_ranges: dict[str, tuple[int, int]]
-    """For each shard, the number of its first sample in ``sample_records``, and how many it has."""
+    """For each shard, the number of its first sample in ``sample_records``, and its number of samples."""
     content_id: str
-    """Id of the data set's content that they are of."""
+    """Id of the content to which the sizes belong."""
     shard_facts: dict[str, dict[str, Any]]
-    """``sample_records``, ``turns`` (the assistant's, in usable samples) and ``unusable`` (samples by reason) of
-    each shard."""
+    """For each shard: its number of ``samples``, of the assistant's ``turns`` in usable samples, and of
+    ``unusable`` samples by reason."""
 
     def first_sample_numbers(self, named_shards: Sequence[tuple[str, int]]) -> Integers:
-        """The number in ``sample_records`` of the first sample of each of these shards.
+        """The number in ``sample_records`` of the first sample of each of these shards, int64 [shards].
 
         Args:
-            named_shards: name and number of samples.
+            named_shards: name and number of samples of each shard.
 
         Raises:
-            SizesError: the sizes are of other shards.
+            SizesError: the sizes belong to other shards.
         """
         for name, count in named_shards:
             if self.shard_ranges.get(name, (0, -1))[1] != count:
@@ -188,7 +193,8 @@ class StoredSizes:
         return np.array([self.shard_ranges[name][0] for name, _ in named_shards], np.int64)
 
     def media_ranges(self, sample_numbers: Integers) -> tuple[Integers, Integers]:
-        """Numbers in ``medium_records`` of the first medium of samples and of the one after their last, int64 [n]."""
+        """The media of samples: numbers in ``medium_records`` of the first one and of the one after the last,
+        int64 [n] each."""
         media_ends = self.sample_records["media_end"][sample_numbers].astype(np.int64)
         media_starts = self.sample_records["media_end"][np.maximum(sample_numbers - 1, 0)].astype(np.int64)
         return np.where(sample_numbers > 0, media_starts, 0), media_ends
@@ -204,15 +210,14 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
     try:
         json_fields = json.loads(read_text_file(sizes_dir / SHARDS_FILE))
         shard_facts, content_id = json_fields["shards"], str(json_fields["content"])
-        sample_counts = [(tokenization_id, one["samples"]) for tokenization_id, one in shard_facts.items()]
-        sample_records, medium_records = (
-            _load_array(sizes_dir / f"{part}.npy") for part in ("samples", "media")
-        )
-        shard_ends = np.cumsum([0, *(count for _, count in sample_counts)])
-        shard_ranges = {
-            shard: (int(start), count)
-            for (shard, count), start in zip(sample_counts, shard_ends[:-1], strict=True)
-        }
+        sample_records = _load_array(sizes_dir / "samples.npy")
+        medium_records = _load_array(sizes_dir / "media.npy")
+
+        shard_ranges = {}
+        sample_total = 0
+        for shard_name, facts in shard_facts.items():
+            shard_ranges[shard_name] = (sample_total, facts["samples"])
+            sample_total += facts["samples"]
         media_count = int(sample_records[-1]["media_end"]) if len(sample_records) else 0
         is_consistent = (
             sample_records.dtype == SAMPLE_DTYPE
@@ -229,12 +234,13 @@ def open_stored_sizes(metadata_dir: Location, tokenization_id: str) -> StoredSiz
         zipfile.BadZipFile,
     ) as error:
         raise SizesError(
-            f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node can"
-            " read it"
+            f"{sizes_dir} cannot be read ({error}); write it with `megatron-vl data index`, where every node"
+            " can read it"
         ) from error
-    if not is_consistent or shard_ends[-1] != len(sample_records):
+    if not is_consistent or sample_total != len(sample_records):
         raise SizesError(
-            f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data index`"
+            f"{sizes_dir} is damaged: its files do not fit together; delete it and run `megatron-vl data"
+            " index`"
         )
     return StoredSizes(sample_records, medium_records, shard_ranges, content_id, shard_facts)
 
@@ -250,57 +256,54 @@ class SampleSizeCounter:
 
     Args:
         chat_encoder: counts the tokens that a medium adds to a text.
-        pixel_settings: of the run.
+        pixel_settings: the settings of the run.
     """
 
     def __init__(self, chat_encoder: ChatEncoder, pixel_settings: PixelSettings) -> None:
         self.chat_encoder, self.pixel_settings = chat_encoder, pixel_settings
         self._cached_media_sizes: dict[bytes, int] = {}
-        """For each medium as it is stored, its tokens x 2^32 + patches."""
+        """For each stored medium, ``tokens << 32 | patches``."""
 
     def count_samples(self, stored_sizes: StoredSizes, sample_numbers: Integers) -> tuple[Integers, Integers]:
-        """Tokens and patches int64 [n] of samples; 0 tokens if one cannot be used.
+        """Tokens and patches of samples, int64 [n] each; 0 for a sample that cannot be used.
 
         Args:
-            sample_numbers: int64 [n], numbers in ``stored.samples``.
+            sample_numbers: int64 [n], numbers in ``stored_sizes.sample_records``.
         """
         token_counts = stored_sizes.sample_records["tokens"][sample_numbers].astype(np.int64)
         media_starts, media_ends = stored_sizes.media_ranges(sample_numbers)
         media_counts = np.where(token_counts > 0, media_ends - media_starts, 0)
-        owner_samples = np.repeat(np.arange(len(sample_numbers)), media_counts)
-        index_in_sample = np.arange(len(owner_samples)) - np.repeat(
-            np.cumsum(media_counts) - media_counts, media_counts
-        )
-        media_tokens, media_patches = np.divmod(
-            self._count_media(
-                stored_sizes.medium_records[np.repeat(media_starts, media_counts) + index_in_sample]
-            ),
-            1 << 32,
-        )
-        # No other medium makes a sample usable again.
+
+        # All media of all samples, one after the other.
+        sample_of_medium = np.repeat(np.arange(len(sample_numbers)), media_counts)
+        first_of_sample = np.repeat(np.cumsum(media_counts) - media_counts, media_counts)
+        index_in_sample = np.arange(len(sample_of_medium)) - first_of_sample
+        medium_numbers = np.repeat(media_starts, media_counts) + index_in_sample
+        media_sizes = self._count_media(stored_sizes.medium_records[medium_numbers])
+        media_tokens, media_patches = np.divmod(media_sizes, 1 << 32)
+
+        # One unusable medium makes its sample unusable, whatever its other media add.
         media_tokens[media_tokens == 0] = -(1 << 40)
-        np.add.at(token_counts, owner_samples, media_tokens)
+        np.add.at(token_counts, sample_of_medium, media_tokens)
         is_usable = token_counts > 0
         patch_counts = np.zeros_like(token_counts)
-        np.add.at(patch_counts, owner_samples, media_patches)
+        np.add.at(patch_counts, sample_of_medium, media_patches)
         return np.where(is_usable, token_counts, 0), np.where(is_usable, patch_counts, 0)
 
     def _count_media(self, medium_records: NDArray[np.void]) -> Integers:
-        """Tokens x 2^32 + patches of media, int64 [n]; 0 if one cannot be used."""
+        """``tokens << 32 | patches`` of media, int64 [n]; 0 for a medium that cannot be used."""
         if len(self._cached_media_sizes) > MAX_CACHED_MEDIA:
             self._cached_media_sizes.clear()
         keys = np.ascontiguousarray(medium_records).view(f"V{MEDIUM_DTYPE.itemsize}").tolist()
         uncached_media = [number for number, key in enumerate(keys) if key not in self._cached_media_sizes]
-        for number, medium_fields in zip(
-            uncached_media, medium_records[uncached_media].tolist(), strict=True
-        ):
+        uncached_fields = medium_records[uncached_media].tolist()
+        for number, medium_fields in zip(uncached_media, uncached_fields, strict=True):
             try:
                 grid = self._medium_grid(*medium_fields)
-                self._cached_media_sizes[keys[number]] = (
-                    self.chat_encoder.media_token_count(grid) << 32
-                ) + grid.num_patches
+                media_size = (self.chat_encoder.media_token_count(grid) << 32) + grid.num_patches
             except PixelError:
-                self._cached_media_sizes[keys[number]] = 0
+                media_size = 0
+            self._cached_media_sizes[keys[number]] = media_size
         return np.fromiter(map(self._cached_media_sizes.__getitem__, keys), np.int64, len(keys))
 
     def _medium_grid(
@@ -309,9 +312,8 @@ class SampleSizeCounter:
         if not frame_count:
             return image_grid(medium_height, medium_width, self.pixel_settings)
         frame_sampling: Sampling = "whole" if takes_all_frames else "as a file"
-        return video_grid(
-            VideoInfo(frame_count, fps, medium_height, medium_width, frame_sampling), self.pixel_settings
-        )
+        video_info = VideoInfo(frame_count, fps, medium_height, medium_width, frame_sampling)
+        return video_grid(video_info, self.pixel_settings)
 
 
 MAX_CACHED_MEDIA = 1 << 20

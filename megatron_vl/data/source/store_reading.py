@@ -28,58 +28,66 @@ from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from multistorageclient.types import Range
 from numpy.typing import NDArray
 
-REQUESTS = 16
-"""Number of requests that are made at a time before their samples are needed."""
-LARGEST = 16 << 20
-"""Bytes up to which a block is read with one request. A larger one is read sample by sample."""
-MOST_BYTES = 512 << 20
-"""Bytes of samples that a rank keeps, beside those of the requests that run."""
-MOST_RANKS = 4
-"""Number of ranks up to which each reads whole blocks. Beyond, a rank would use too few samples of one."""
-PAGE = 1024
-"""Number of a shard's offsets that are read together, 8 bytes each."""
-MOST_PAGES = 1024
+MAX_REQUESTS = 16
+"""Largest number of concurrent requests for samples that are not needed yet."""
+MAX_BLOCK_BYTES = 16 << 20
+"""Largest number of bytes that one request reads for a block. Larger blocks are read sample by sample."""
+MAX_KEPT_BYTES = 512 << 20
+"""Largest number of bytes of samples that a rank keeps, without those of requests that are under way."""
+MAX_BLOCK_RANKS = 4
+"""Largest number of ranks that read whole blocks. Among more ranks, each would use too few samples of a
+block."""
+PAGE_SIZE = 1024
+"""Number of a shard's offsets, of 8 bytes each, that are read together."""
+MAX_PAGES = 1024
+"""Largest number of pages of offsets that are kept."""
 
 
 class ReadAhead:
-    """What a process reads from object stores.
+    """Reads the samples of a process from object stores.
 
     Args:
         datasets: Energon's data sets. Those on a local disk are left out.
-        block: samples of a block, as for :class:`megatron_vl.data.source.sample_order.BlockOrder`.
-        blocks: number of blocks that are in use at a time.
-        ranks: number of ranks that read the same data sets together.
+        block_size: number of samples of a block, as for
+            :class:`megatron_vl.data.source.sample_order.BlockOrder`.
+        block_count: number of blocks that are in use at a time.
+        rank_count: number of ranks that read the same data sets together.
     """
 
-    def __init__(self, datasets: Sequence[Any], block: int, blocks: int, ranks: int) -> None:
-        self._shards = [None if one.path.is_local() else StoreShards(one, block) for one in datasets]
-        self._blocks, self._whole = blocks, ranks <= MOST_RANKS
+    def __init__(self, datasets: Sequence[Any], block_size: int, block_count: int, rank_count: int) -> None:
+        self._shards: list[StoreShards | None] = []
+        for dataset in datasets:
+            self._shards.append(None if dataset.path.is_local() else StoreShards(dataset, block_size))
+        self._block_count = block_count
+        self._reads_blocks = rank_count <= MAX_BLOCK_RANKS
         self._lock = threading.Lock()
         self._expected: OrderedDict[tuple[int, int], None] = OrderedDict()
         """Samples that were not requested yet: data set and index."""
         self._requests: OrderedDict[_Request, None] = OrderedDict()
-        """All that are kept; those that were used last come last."""
-        self._of_sample: dict[tuple[int, int], _Request] = {}
-        self._running, self._bytes = 0, 0
-        self._turn = 0
+        """All requests that are kept. Those that were used last come last."""
+        self._request_of_sample: dict[tuple[int, int], _Request] = {}
+        self._running_requests = 0
+        self._kept_bytes = 0
+        self._expect_calls = 0
+        """Number of calls of :meth:`expect` so far."""
 
     def __bool__(self) -> bool:
         """Whether any data set is in a store."""
         return any(self._shards)
 
     def expect(self, samples: Iterable[tuple[int, int]]) -> None:
-        """Says which samples are read after those of the last call, in this order.
+        """Announces the samples that are read after those of the last call, in this order.
 
         Args:
-            samples: number of the data set, and index in it.
+            samples: number of the data set and index in it, for each sample.
         """
         with self._lock:
-            self._turn += 1
+            self._expect_calls += 1
             self._expected.update((sample, None) for sample in samples if self._shards[sample[0]])
-            self._go_on()
+            self._start_requests()
 
     def take(self, source: int, index: int) -> bytes:
-        """The bytes of a sample, which are not kept any longer. Waits for them.
+        """Waits for the bytes of a sample and returns them. They are not kept any longer.
 
         Raises:
             FileNotFoundError: the shard or its index is missing.
@@ -87,85 +95,89 @@ class ReadAhead:
         """
         while True:
             with self._lock:
-                request = self._request(source, index)
-            request.done.wait()
+                request = self._find_or_start_request(source, index)
+            request.is_done.wait()
 
             with self._lock:
                 if request.error is not None:
                     raise request.error
                 content = request.samples.pop(index, None)
                 if content is not None:
-                    del self._of_sample[source, index]
-                    request.size -= len(content)
-                    self._bytes -= len(content)
+                    del self._request_of_sample[source, index]
+                    request.kept_bytes -= len(content)
+                    self._kept_bytes -= len(content)
                 if not request.samples:
                     self._forget(request)
-                self._go_on()
+                self._start_requests()
             if content is not None:
                 return content
 
-    def _request(self, source: int, index: int) -> _Request:
-        """The request that reads a sample. A new one reads its block too, if that is used soon."""
+    def _find_or_start_request(self, source: int, index: int) -> _Request:
+        """The request that reads a sample. A new one reads the whole block if the block is used soon."""
         self._expected.pop((source, index), None)
-        request = self._of_sample.get((source, index))
+        request = self._request_of_sample.get((source, index))
         if request is None:
             shards = self._shards[source]
             assert shards is not None
-            fits = shards.mean_bytes * shards.block * self._blocks <= MOST_BYTES
-            indices = shards.block_of(index) if self._whole and fits else range(index, index + 1)
+            blocks_fit = shards.mean_bytes * shards.block_size * self._block_count <= MAX_KEPT_BYTES
+            indices = range(index, index + 1)
+            if self._reads_blocks and blocks_fit:
+                indices = shards.block_of(index)
             request = _Request(source, index, indices)
-            for each in indices:
-                self._of_sample.setdefault((source, each), request)
-            self._running += 1
+            for block_index in indices:
+                self._request_of_sample.setdefault((source, block_index), request)
+            self._running_requests += 1
             threading.Thread(target=self._fetch, args=(request, shards), daemon=True).start()
 
-        request.turn = self._turn
+        request.last_use = self._expect_calls
         self._requests[request] = None
         self._requests.move_to_end(request)
         return request
 
     def _fetch(self, request: _Request, shards: StoreShards) -> None:
         try:
-            samples = shards.fetch(request.indices, request.index, LARGEST)
+            samples = shards.fetch(request.indices, request.index, MAX_BLOCK_BYTES)
         except BaseException as error:  # raised again where the sample is taken
             request.error, samples = error, {}
 
         with self._lock:
-            self._running -= 1
+            self._running_requests -= 1
             for index in request.indices:
-                if self._of_sample.get((request.source, index)) is not request:
+                if self._request_of_sample.get((request.source, index)) is not request:
                     continue  # another request reads it
                 if index in samples:
                     request.samples[index] = samples[index]
                 else:
-                    del self._of_sample[request.source, index]
-            request.size = sum(map(len, request.samples.values()))
-            self._bytes += request.size
+                    del self._request_of_sample[request.source, index]
+            request.kept_bytes = sum(map(len, request.samples.values()))
+            self._kept_bytes += request.kept_bytes
             if not request.samples:
                 self._forget(request)
-            self._go_on()
-        request.done.set()
+            self._start_requests()
+        request.is_done.set()
 
-    def _go_on(self) -> None:
-        """Requests what is expected, as long as there is room."""
-        while self._expected and self._running < REQUESTS and self._has_room():
-            self._request(*next(iter(self._expected)))
+    def _start_requests(self) -> None:
+        """Requests expected samples while there is room."""
+        while self._expected and self._running_requests < MAX_REQUESTS and self._has_room():
+            self._find_or_start_request(*next(iter(self._expected)))
 
     def _has_room(self) -> bool:
-        """Whether more may be kept. Drops what no sample of the last three calls of :meth:`expect` is in."""
-        while self._bytes > MOST_BYTES:
-            oldest = next(iter(self._requests))
-            if oldest.turn > self._turn - 3 or not oldest.done.is_set():
+        """Whether more may be kept. Drops requests that the last three calls of :meth:`expect` did not
+        use."""
+        while self._kept_bytes > MAX_KEPT_BYTES:
+            oldest_request = next(iter(self._requests))
+            was_used = oldest_request.last_use > self._expect_calls - 3
+            if was_used or not oldest_request.is_done.is_set():
                 return False
-            self._forget(oldest)
+            self._forget(oldest_request)
         return True
 
     def _forget(self, request: _Request) -> None:
         if request in self._requests:
             del self._requests[request]
-            self._bytes -= request.size
+            self._kept_bytes -= request.kept_bytes
         for index in request.samples:
-            del self._of_sample[request.source, index]
+            del self._request_of_sample[request.source, index]
         request.samples = {}
 
 
@@ -175,11 +187,12 @@ class _Request:
     def __init__(self, source: int, index: int, indices: range) -> None:
         self.source, self.index, self.indices = source, index, indices
         self.samples: dict[int, bytes] = {}
-        """Those that were read and not taken yet."""
-        self.size = 0
+        """The samples that were read and not taken yet."""
+        self.kept_bytes = 0
         self.error: BaseException | None = None
-        self.done = threading.Event()
-        self.turn = 0
+        self.is_done = threading.Event()
+        self.last_use = 0
+        """The number of calls of :meth:`ReadAhead.expect` at its last use."""
 
 
 class StoreShards:
@@ -187,71 +200,74 @@ class StoreShards:
 
     Args:
         dataset: Energon's data set.
-        block: number of successive samples in a block of a shard.
+        block_size: number of successive samples in a block of a shard.
     """
 
-    def __init__(self, dataset: Any, block: int) -> None:
-        self.block = block
+    def __init__(self, dataset: Any, block_size: int) -> None:
+        self.block_size = block_size
         self.mean_bytes = 0.0
-        """Of the samples that were read last."""
+        """Mean number of bytes of the samples that were read last."""
         self._shards = dataset.shards
-        self._starts = np.cumsum([0, *(shard.count for shard in dataset.shards)]).tolist()
+        self._shard_starts = np.cumsum([0, *(shard.count for shard in dataset.shards)]).tolist()
         self._pages: OrderedDict[tuple[int, int], NDArray[np.uint64]] = OrderedDict()
 
     def block_of(self, index: int) -> range:
         """The indices of the samples in the block of a sample."""
-        shard, number = self._located(index)
-        first = index - number % self.block
-        return range(first, min(first + self.block, self._starts[shard + 1]))
+        shard, index_in_shard = self._shard_position(index)
+        first_index = index - index_in_shard % self.block_size
+        return range(first_index, min(first_index + self.block_size, self._shard_starts[shard + 1]))
 
-    def fetch(self, indices: range, index: int, most: int) -> dict[int, bytes]:
+    def fetch(self, indices: range, index: int, max_bytes: int) -> dict[int, bytes]:
         """Reads successive samples of a shard.
 
         Args:
-            indices: of the samples.
-            index: the one to read alone if all have more bytes than ``most``.
+            indices: the indices of the samples.
+            index: the only sample to read if all of them have more than ``max_bytes`` bytes.
 
         Raises:
             FileNotFoundError: the shard or its index is missing.
             OSError: the store does not give them.
         """
-        shard, number = self._located(indices[0])
-        offsets = self._offsets(shard, number, number + len(indices))
-        mean = (offsets[-1] - offsets[0]) / len(indices)
-        self.mean_bytes += 0.1 * (mean - self.mean_bytes) if self.mean_bytes else mean
-        if offsets[-1] - offsets[0] > most:
-            at = index - indices[0]
-            indices, offsets = range(index, index + 1), offsets[at : at + 2]
+        shard, index_in_shard = self._shard_position(indices[0])
+        offsets = self._read_offsets(shard, index_in_shard, index_in_shard + len(indices))
+        mean_bytes = (offsets[-1] - offsets[0]) / len(indices)
+        self.mean_bytes += 0.1 * (mean_bytes - self.mean_bytes) if self.mean_bytes else mean_bytes
+        if offsets[-1] - offsets[0] > max_bytes:
+            position = index - indices[0]
+            indices, offsets = range(index, index + 1), offsets[position : position + 2]
 
-        content = _read(self._shards[shard].path, offsets[0], offsets[-1])
-        ends = [offset - offsets[0] for offset in offsets]
-        return {each: content[ends[i] : ends[i + 1]] for i, each in enumerate(indices)}
+        content = _read_bytes(self._shards[shard].path, offsets[0], offsets[-1])
+        samples = {}
+        for i, sample_index in enumerate(indices):
+            samples[sample_index] = content[offsets[i] - offsets[0] : offsets[i + 1] - offsets[0]]
+        return samples
 
-    def _offsets(self, shard: int, first: int, end: int) -> list[int]:
-        """Where samples of a shard begin, and where the last one ends, in bytes."""
-        page = first // PAGE
+    def _read_offsets(self, shard: int, first_sample: int, end_sample: int) -> list[int]:
+        """The first byte of each of some samples of a shard, and the end of the last one."""
+        page = first_sample // PAGE_SIZE
+        page_start = page * PAGE_SIZE
         offsets = self._pages.get((shard, page))
-        if offsets is None or page * PAGE + len(offsets) <= end:
-            path = self._shards[shard].path.with_suffix(ITAR_SUFFIX)
-            last = max(end, min((page + 1) * PAGE, self._shards[shard].count))
-            offsets = np.frombuffer(_read(path, 8 * page * PAGE, 8 * (last + 1)), "<u8")
+        if offsets is None or page_start + len(offsets) <= end_sample:
+            index_path = self._shards[shard].path.with_suffix(ITAR_SUFFIX)
+            last_offset = max(end_sample, min(page_start + PAGE_SIZE, self._shards[shard].count))
+            offsets = np.frombuffer(_read_bytes(index_path, 8 * page_start, 8 * (last_offset + 1)), "<u8")
             self._pages[shard, page] = offsets
-            if len(self._pages) > MOST_PAGES:
+            if len(self._pages) > MAX_PAGES:
                 self._pages.popitem(last=False)
-        return [int(offset) for offset in offsets[first - page * PAGE : end - page * PAGE + 1]]
+        return [int(offset) for offset in offsets[first_sample - page_start : end_sample - page_start + 1]]
 
-    def _located(self, index: int) -> tuple[int, int]:
-        """The shard of a sample, and its number in it."""
-        shard = bisect_right(self._starts, index) - 1
-        return shard, index - self._starts[shard]
+    def _shard_position(self, index: int) -> tuple[int, int]:
+        """The shard of a sample, and the sample's number in it."""
+        shard = bisect_right(self._shard_starts, index) - 1
+        return shard, index - self._shard_starts[shard]
 
 
-def _read(path: EPath, start: int, end: int) -> bytes:
+def _read_bytes(path: EPath, start: int, end: int) -> bytes:
     try:
         content = path.fs.read(str(path.internal_path), byte_range=Range(offset=start, size=end - start))
     except FileNotFoundError as error:
         raise FileNotFoundError(str(path)) from error
-    except Exception as error:  # the client raises errors of its own and of each provider
+    except Exception as error:  # the client raises its own errors and those of each provider
         raise OSError(f"{path}: {error}") from error
     return bytes(content)
 
@@ -261,7 +277,7 @@ class StoreReader(ShardInfosITarReader):
 
     Args:
         dataset: Energon's data set.
-        take: gives the bytes of a sample.
+        take: returns the bytes of a sample.
     """
 
     def __init__(self, dataset: Any, take: Callable[[int], bytes]) -> None:
@@ -270,53 +286,56 @@ class StoreReader(ShardInfosITarReader):
 
     def __getitem__(self, index: int) -> Any:
         self._content = self._take(index)
-        shard = self.shard_tar_file_idxs[bisect_right(self.shard_count_cumsum, index) - 1]
-        pointer = ITarSamplePointer(tar_file_id=shard, byte_offset=0, byte_size=len(self._content))
+        tar_file_id = self.shard_tar_file_idxs[bisect_right(self.shard_count_cumsum, index) - 1]
+        pointer = ITarSamplePointer(tar_file_id=tar_file_id, byte_offset=0, byte_size=len(self._content))
         return self._get_item_by_sample_pointer(pointer, index)
 
     @contextmanager
     def _open_itarfile(self, tar_file_id: int) -> Iterator[ITarFile]:
         """The sample that was taken last, as a file."""
-        with ITarFile.open(fileobj=io.BytesIO(self._content), mode="r:") as file:
-            yield file
+        with ITarFile.open(fileobj=io.BytesIO(self._content), mode="r:") as tar_file:
+            yield tar_file
 
 
-def serve(ahead: ReadAhead, connection: Connection) -> None:
-    """Gives another process its samples, in a thread, until that process ends."""
-    threading.Thread(target=_serve, args=(ahead, connection), daemon=True, name="give samples").start()
+def serve_samples(read_ahead: ReadAhead, connection: Connection) -> None:
+    """Sends another process its samples, in a thread, until that process ends."""
+    threading.Thread(
+        target=_serve_requests, args=(read_ahead, connection), daemon=True, name="give samples"
+    ).start()
 
 
-def _serve(ahead: ReadAhead, connection: Connection) -> None:
-    lock = threading.Lock()
+def _serve_requests(read_ahead: ReadAhead, connection: Connection) -> None:
+    send_lock = threading.Lock()
 
-    def answer(number: int, source: int, index: int) -> None:
+    def answer_request(request_number: int, source: int, index: int) -> None:
         content: bytes | BaseException
         try:
-            content = ahead.take(source, index)
+            content = read_ahead.take(source, index)
         except BaseException as error:  # raised again in the process that asked
             content = error
-        with lock, suppress(OSError):
-            connection.send((number, content))
+        with send_lock, suppress(OSError):
+            connection.send((request_number, content))
 
     with suppress(EOFError, OSError):
         while True:
-            # A sample for which the store gives no answer does not delay the next one.
-            threading.Thread(target=answer, args=connection.recv(), daemon=True).start()
+            # Each request has a thread, so that a store that does not answer delays no other sample.
+            threading.Thread(target=answer_request, args=connection.recv(), daemon=True).start()
 
 
 class ServedSamples:
-    """Samples that another process reads (:func:`serve`).
+    """Samples that another process reads (:func:`serve_samples`).
 
     Args:
-        ended: what to say if that process has ended.
+        ended_message: the error's message if that process has ended.
     """
 
-    def __init__(self, connection: Connection, ended: str) -> None:
-        self._connection, self._ended = connection, ended
+    def __init__(self, connection: Connection, ended_message: str) -> None:
+        self._connection = connection
+        self._ended_message = ended_message
         self._lock = threading.Lock()
-        self._numbers = count()
-        self._asked: dict[int, Future[Any]] = {}
-        self._thread: threading.Thread | None = None
+        self._request_numbers = count()
+        self._pending_answers: dict[int, Future[Any]] = {}
+        self._receiving_thread: threading.Thread | None = None
 
     def take(self, source: int, index: int) -> bytes:
         """As :meth:`ReadAhead.take`.
@@ -326,24 +345,26 @@ class ServedSamples:
         """
         answer: Future[Any] = Future()
         with self._lock:
-            if self._thread is None:  # not before the fork
-                self._thread = threading.Thread(target=self._receive, daemon=True, name="receive samples")
-                self._thread.start()
-            number = next(self._numbers)
-            self._asked[number] = answer
+            if self._receiving_thread is None:  # not earlier, because threads do not survive the fork
+                self._receiving_thread = threading.Thread(
+                    target=self._receive_answers, daemon=True, name="receive samples"
+                )
+                self._receiving_thread.start()
+            request_number = next(self._request_numbers)
+            self._pending_answers[request_number] = answer
             try:
-                self._connection.send((number, source, index))
+                self._connection.send((request_number, source, index))
             except OSError as error:
-                raise FatalSampleError(self._ended) from error
+                raise FatalSampleError(self._ended_message) from error
         content = answer.result()
         if isinstance(content, BaseException):
             raise content
         return bytes(content)
 
-    def _receive(self) -> None:
+    def _receive_answers(self) -> None:
         with suppress(EOFError, OSError):
             while True:
-                number, content = self._connection.recv()
-                self._asked.pop(number).set_result(content)
-        for answer in list(self._asked.values()):
-            answer.set_result(FatalSampleError(self._ended))
+                request_number, content = self._connection.recv()
+                self._pending_answers.pop(request_number).set_result(content)
+        for answer in list(self._pending_answers.values()):
+            answer.set_result(FatalSampleError(self._ended_message))

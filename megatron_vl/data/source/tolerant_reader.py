@@ -32,10 +32,10 @@ class StalledReadError(Exception):
 
 
 class TolerantReader:
-    """Wraps an Energon reader. If reading fails, it returns a crude sample with the field :data:`BROKEN_FIELD`.
+    """Wraps an Energon reader. A sample that cannot be read comes back with the field :data:`BROKEN_FIELD`.
 
     Args:
-        timeout_seconds: seconds to wait for a sample; 0: without end.
+        timeout_seconds: seconds to wait for a sample; 0: no limit.
     """
 
     def __init__(self, shard_reader: Any, timeout_seconds: float = 0.0) -> None:
@@ -60,8 +60,8 @@ class TolerantReader:
             failure_reason = "shard missing"
             failure_detail = f"{error.filename or error} does not exist"
         except OSError as error:
-            # A handle that failed once may keep failing (for instance
-            # after a network file system was down): reopen it.
+            # A handle that failed once may keep failing, for instance after a network file system was down.
+            # The next read opens the file again.
             self.shard_reader.close()
             failure_reason = "shard unreadable"
             failure_detail = str(error)
@@ -79,18 +79,16 @@ class TolerantReader:
         }
 
     def _read_freeing_files(self, sample_index: int) -> dict[str, Any] | None:
-        """Reads a sample. If this process or machine may open no more files, it first closes its own.
+        """Reads a sample. If no more files may be opened, it closes those of this reader and tries again.
 
         Raises:
-            FatalSampleError: no file can be opened even then. That is no fault of the sample.
+            FatalSampleError: no file can be opened even then. The sample is not to blame.
         """
         for has_closed in (False, True):
             try:
-                return (
-                    self._read_with_timeout(sample_index)
-                    if self.timeout_seconds
-                    else self.shard_reader[sample_index]
-                )
+                if self.timeout_seconds:
+                    return self._read_with_timeout(sample_index)
+                return self.shard_reader[sample_index]
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
@@ -116,7 +114,7 @@ class TolerantReader:
             self.reading_thread = None
 
     def _read_with_timeout(self, sample_index: int) -> dict[str, Any] | None:
-        """Reads in a thread, because nothing else can give up a read that does not return."""
+        """Reads in a thread, because a read that does not return cannot be ended."""
         shard_name, _ = self._shard_position(sample_index)
         stalled_thread = self.stalled_threads.get(shard_name)
         if stalled_thread is not None and stalled_thread.is_busy:
@@ -128,8 +126,9 @@ class TolerantReader:
         try:
             return self.reading_thread.read_sample(sample_index, self.timeout_seconds)
         except StalledReadError:
-            # The thread keeps its reader; the next read has its own.
-            self.stalled_threads[shard_name], self.reading_thread = self.reading_thread, None
+            # The thread keeps its reader. The next read gets another one.
+            self.stalled_threads[shard_name] = self.reading_thread
+            self.reading_thread = None
             self.shard_reader = _reopen_reader(self.shard_reader)
             raise
 
@@ -143,7 +142,7 @@ class TolerantReader:
 
 
 def _reopen_reader(shard_reader: Any) -> Any:
-    """A reader of the same files with handles of its own."""
+    """A reader of the same files with separate handles."""
     new_reader = copy.copy(shard_reader)
     new_reader.itar_files_cache = {}
     if isinstance(shard_reader, ShardInfosITarReader):
@@ -185,9 +184,9 @@ class _ReadingThread:
 
 
 def reconnect_stores(loaded_datasets: Iterable[LoadedDataset]) -> None:
-    """Gives a forked process connections of its own to object stores.
+    """Opens new connections to object stores in a forked process.
 
-    Two processes that share one would read each other's answers.
+    Two processes with one connection would read each other's answers.
     """
     for loaded_dataset in loaded_datasets:
         for path in (loaded_dataset.dataset.path, *(shard.path for shard in loaded_dataset.dataset.shards)):

@@ -91,7 +91,10 @@ class RowCountExchange:
         )
 
     def rows_per_expert(self) -> Tensor:
-        """Rows of each local expert, int64 [local experts] on the device. Call it after :meth:`wait_for_splits`."""
+        """Number of rows of each local expert, int64 [local experts] on the device.
+
+        Call it after :meth:`wait_for_splits`.
+        """
         return self._count_table[1, :, 1:].sum(0)
 
 
@@ -116,14 +119,12 @@ class _ExchangeRows(torch.autograd.Function):
         ctx.group = process_group
         ctx.lengths = (row_buffer.shape[0], prob_buffer.shape[0])
         num_received_rows = sum(splits.rows_received)
-        received_tensors = [
-            sent_buffer.new_empty(num_received_rows, sent_buffer.shape[1])
-            for sent_buffer in (row_buffer, prob_buffer)
-        ]
-        for received_tensor, buffer_to_send in zip(
-            reversed(received_tensors), (prob_buffer, row_buffer), strict=True
-        ):
-            sent_part = buffer_to_send[: sum(splits.rows_sent)]
+        received_rows = row_buffer.new_empty(num_received_rows, row_buffer.shape[1])
+        received_probs = prob_buffer.new_empty(num_received_rows, prob_buffer.shape[1])
+
+        # Probabilities go first, so that positions can be computed from them while rows are sent.
+        for received_tensor, sent_buffer in ((received_probs, prob_buffer), (received_rows, row_buffer)):
+            sent_part = sent_buffer[: sum(splits.rows_sent)]
             transfers.append(
                 dist.all_to_all_single(
                     received_tensor,
@@ -134,7 +135,7 @@ class _ExchangeRows(torch.autograd.Function):
                     async_op=True,
                 )
             )
-        return tuple(received_tensors)
+        return received_rows, received_probs
 
     @staticmethod
     def backward(ctx, row_grads: Tensor, prob_grads: Tensor):
@@ -144,9 +145,8 @@ class _ExchangeRows(torch.autograd.Function):
         for i, received_grad in ((1, prob_grads), (0, row_grads)):
             if not ctx.needs_input_grad[i]:
                 continue
-            full_grad = received_grad.new_empty(
-                ctx.lengths[i], received_grad.shape[1]
-            )  # rows after the sent ones are never read
+            # Rows after the sent ones are never read.
+            full_grad = received_grad.new_empty(ctx.lengths[i], received_grad.shape[1])
             sent_part = full_grad[: sum(splits.rows_sent)]
             received_grad = received_grad.contiguous()
             transfers.append(
@@ -223,36 +223,36 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         self._input_shape = hidden_states.shape
         flat_states = hidden_states.reshape(-1, hidden_states.shape[-1])
 
+        # Without other ranks, tokens can be sorted by expert at once.
         if self.ep_size == 1:
             self._row_ids_by_expert = make_row_ids(routing_map)
             self._tokens_per_expert = routing_map.sum(0)
-            # Without exact_rows this is an upper bound: padding has no experts.
-            num_expert_rows = (
-                int(self._tokens_per_expert.sum()) if self.exact_rows else flat_states.shape[0] * self.top_k
-            )
+            # Padding has no experts, so this is an upper bound. The exact number would make the host wait.
+            num_expert_rows = flat_states.shape[0] * self.top_k
+            if self.exact_rows:
+                num_expert_rows = int(self._tokens_per_expert.sum())
             self._row_buffer, self._prob_buffer = self._sort_by_expert(flat_states, probs, num_expert_rows)
             return hidden_states, probs
 
+        # The counts travel while the buffers are filled.
         rank_map = routing_map.view(-1, self.ep_size, self.num_local_experts).any(-1)
         self._count_exchange = RowCountExchange(rank_map, routing_map, self.ep_group)
         self._row_ids_by_rank = make_row_ids(rank_map)
 
-        max_sent_rows = flat_states.shape[0] * min(
-            self.ep_size, self.top_k
-        )  # an upper bound, as the number is not known yet
+        # The host does not know yet how many rows are sent. A token goes to each rank at most once.
+        max_sent_rows = flat_states.shape[0] * min(self.ep_size, self.top_k)
         self._row_buffer = scatter_rows(flat_states, self._row_ids_by_rank, max_sent_rows)
-        self._prob_buffer = scatter_parts(
-            torch.where(routing_map, probs, NOT_CHOSEN), self._row_ids_by_rank, max_sent_rows
-        )
+        chosen_probs = torch.where(routing_map, probs, NOT_CHOSEN)
+        self._prob_buffer = scatter_parts(chosen_probs, self._row_ids_by_rank, max_sent_rows)
         return hidden_states, probs
 
     def _sort_by_expert(
         self, received_rows: Tensor, received_probs: Tensor, num_expert_rows: int
     ) -> tuple[Tensor, Tensor]:
-        """Rows [total, H] and their probabilities [total], sorted by expert."""
+        """Rows [expert rows, H] and their probabilities [expert rows], sorted by expert."""
         expert_rows = scatter_rows(received_rows, self._row_ids_by_expert, num_expert_rows)
-        weights = scatter_parts(received_probs, self._row_ids_by_expert, num_expert_rows)
-        return expert_rows, weights.flatten()
+        row_probs = scatter_parts(received_probs, self._row_ids_by_expert, num_expert_rows)
+        return expert_rows, row_probs.flatten()
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Waits for the counts and starts to send. Returns its arguments."""
@@ -260,7 +260,7 @@ class OncePerRankDispatcher(MoETokenDispatcher):
             self._row_splits = self._count_exchange.wait_for_splits()
             self._transfers = []
             self._tokens_per_expert = self._count_exchange.rows_per_expert()
-            del self._count_exchange
+            del self._count_exchange  # its table is no longer needed
             self._row_buffer, self._prob_buffer = _ExchangeRows.apply(
                 *self._take_buffers(), self._row_splits, self.ep_group, self._transfers
             )
@@ -277,15 +277,18 @@ class OncePerRankDispatcher(MoETokenDispatcher):
         if self.ep_size > 1:
             expert_rows, received_probs = self._take_buffers()
             probs_transfer, rows_transfer = self._transfers
+
+            # Positions need only the probabilities. The rows arrive meanwhile.
             probs_transfer.wait()
-            self._row_ids_by_expert = make_row_ids(
-                received_probs != NOT_CHOSEN
-            )  # a NaN also belongs to a chosen expert
+            is_chosen = received_probs != NOT_CHOSEN  # true for a NaN, which belongs to a chosen expert
+            self._row_ids_by_expert = make_row_ids(is_chosen)
+
             rows_transfer.wait()
             self._row_buffer, self._prob_buffer = self._sort_by_expert(
                 expert_rows, received_probs, self._row_splits.num_expert_rows
             )
             self._transfers = []
+
         expert_rows, row_probs = self._take_buffers()
         return expert_rows, self._tokens_per_expert, row_probs
 
@@ -304,6 +307,7 @@ class OncePerRankDispatcher(MoETokenDispatcher):
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums [sent rows, H] over the ranks of each token -> the shape of the layer's input."""
         token_outputs = hidden_states if self.ep_size == 1 else sum_rows(hidden_states, self._row_ids_by_rank)
+        # Empty tensors release the memory of this micro-batch.
         self._row_ids_by_rank = self._row_ids_by_expert = self._tokens_per_expert = hidden_states.new_empty(0)
         return token_outputs.view(self._input_shape)
 

@@ -63,10 +63,8 @@ class ExpertWeights:
         if not first_parameter.requires_grad:
             return [None] * len(autograd_parameters)
 
-        if not (
-            getattr(self.linear_module, "fuse_wgrad_accumulation", False)
-            and hasattr(first_parameter, "main_grad")
-        ):
+        adds_to_main_grad = getattr(self.linear_module, "fuse_wgrad_accumulation", False)
+        if not (adds_to_main_grad and hasattr(first_parameter, "main_grad")):
             packed_grads = x.new_empty(len(self.expert_parameters), *first_parameter.shape)
             bytes_per_expert = packed_grads[0].numel() * packed_grads.element_size()
             grad_addresses = (
@@ -77,20 +75,13 @@ class ExpertWeights:
             return list(packed_grads.unbind())
 
         main_grads = [parameter.main_grad for parameter in self.expert_parameters]
-        weight_product(
-            output_grad,
-            x,
-            self._grad_addresses.device_addresses(main_grads),
-            tile_plan,
-            main_grads[0],
-            accumulate=True,
-        )
+        grad_addresses = self._grad_addresses.device_addresses(main_grads)
+        weight_product(output_grad, x, grad_addresses, tile_plan, main_grads[0], accumulate=True)
         for parameter in autograd_parameters:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         if self.ddp is not None:
-            self.ddp.report_gradients_ready(
-                self.expert_parameters[1:]
-            )  # autograd calls the hook of the first one next
+            # Autograd calls the hook of the first weight itself, after this function.
+            self.ddp.report_gradients_ready(self.expert_parameters[1:])
         return [_placeholder_gradient(first_parameter) for _ in autograd_parameters]
 
 
@@ -121,7 +112,10 @@ class _GroupedLinear(torch.autograd.Function):
 
 
 class PlannedLinear:
-    """A mixin for Transformer Engine's grouped linears that takes a :class:`Plan` instead of row counts."""
+    """A mixin for Transformer Engine's grouped linears.
+
+    They then also take a :class:`~megatron_vl.kernels.grouped_gemm.TilePlan` instead of row counts.
+    """
 
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
         """x [rows, in], sorted by expert -> [rows, out] and no bias."""
@@ -156,7 +150,8 @@ class GroupedExperts(TEGroupedMLP):
         """Runs each expert on its rows.
 
         Args:
-            permuted_local_hidden_states: [rows, H], sorted by expert. Rows after those of the last expert are ignored.
+            permuted_local_hidden_states: [rows, H], sorted by expert. Rows after those of the last expert are
+                ignored.
             tokens_per_expert: [local experts], number of rows of each.
             permuted_probs: [rows], the weight of each row.
 
@@ -166,8 +161,12 @@ class GroupedExperts(TEGroupedMLP):
         if not self.planned:
             return super().forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs, *buffers)
 
+        # The plan is made on the device from the counts there, so that the host does not wait for them.
         tile_plan = plan_tiles(tokens_per_expert, permuted_local_hidden_states.shape[0])
         intermediate_states, _ = self.linear_fc1(permuted_local_hidden_states, tile_plan)
+
+        # Rows are multiplied by their probabilities before the second linear, which is linear in them. SwiGLU
+        # does it in the same kernel.
         if not self.activation_recompute:
             return self.linear_fc2(swiglu(intermediate_states, permuted_probs), tile_plan)
 

@@ -55,7 +55,8 @@ def moe_core_settings(
     """Megatron-core's settings for the experts.
 
     Args:
-        aux_loss_coefficient: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no such loss.
+        aux_loss_coefficient: coefficient of the load-balancing loss as ``transformers`` defines it; 0: no
+            such loss.
     """
     moe_spec = language_spec.moe
     is_cuda = platform.name == "cuda"
@@ -230,9 +231,8 @@ def reset_router_counts(chunks: Iterable[nn.Module], device_rows: Sequence[Devic
         return
 
     loss_tokens = torch.stack([(row.loss_mask != 0).sum() for row in device_rows]).sum(dtype=torch.float64)
-    token_counts = torch.stack(
-        (loss_tokens, torch.full_like(loss_tokens, sum(row.num_real_tokens for row in device_rows)))
-    )
+    real_tokens = torch.full_like(loss_tokens, sum(row.num_real_tokens for row in device_rows))
+    token_counts = torch.stack((loss_tokens, real_tokens))
     dist.all_reduce(token_counts, group=mpu.get_data_parallel_group(with_context_parallel=True))
     for router in local_routers:
         router.load.zero_()

@@ -26,7 +26,7 @@ FAMILIES = {
 }
 """HF ``model_type`` -> the module that reads its config."""
 FIELD_LIMITS = {"num_hidden_layers": 10_000, "depth": 10_000, "num_experts": 100_000}
-"""The largest value that is accepted for each of these fields."""
+"""Largest accepted value of each of these fields."""
 
 
 class MissingConfigError(ConfigError, FileNotFoundError):
@@ -71,15 +71,12 @@ def _check_layer_counts(config: dict[str, Any]) -> None:
     A config may come from an untrusted source.
     """
     for config_section in (config, config.get("text_config"), config.get("vision_config")):
+        if not isinstance(config_section, dict):
+            continue
         for name, field_limit in FIELD_LIMITS.items():
-            if (
-                isinstance(config_section, dict)
-                and isinstance(config_section.get(name), (int, float))
-                and config_section[name] > field_limit
-            ):
-                raise ConfigError(
-                    f"config.json: {name} {config_section[name]} is too large; the limit is {field_limit}"
-                )
+            value = config_section.get(name)
+            if isinstance(value, (int, float)) and value > field_limit:
+                raise ConfigError(f"config.json: {name} {value} is too large; the limit is {field_limit}")
 
 
 __all__ = [

@@ -1,11 +1,11 @@
 """Model descriptions, which each family reads from a model's config.
 
 A family turns a Hugging Face ``config.json`` into a :class:`ModelSpec`, which holds plain numbers and flags
-and needs no torch. Everything else (model building, the tensor table, conversion, FLOP counts)
-is derived from the spec.
+and needs no torch. Everything else (model building, the tensor table, conversion, FLOP counts) is derived
+from the spec.
 
 If a size is missing, an error names it. Other missing fields get the defaults of the family's config classes
-in transformers (5.17 to 5.23), so that a folder describes the same model here and there.
+in transformers (5.17 to 5.23), so that a folder describes the same model there and here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class VisionSpec:
         return self.spatial_merge_size**2
 
     def is_full_attention(self, layer_index: int) -> bool:
-        """Whether the zero-based ``layer_index`` attends over whole frames instead of windows."""
+        """Whether the layer ``layer_index`` (from 0) attends over whole frames instead of windows."""
         return self.window_size == 0 or layer_index in self.full_attention_layers
 
 
@@ -138,8 +138,11 @@ class LinearAttentionSpec:
 
     @property
     def state_exchange_size(self) -> int:
-        """Number of float32 elements that a context-parallel rank sends: for each value head, a state [K, V]
-        and the matrix [K, K] that its shard applies to the state of a sequence which crosses the shard."""
+        """Number of float32 elements that a context-parallel rank sends.
+
+        They are, for each value head, a state [K, V] and the matrix [K, K] that the rank's shard applies to
+        the state of a sequence which crosses the shard.
+        """
         return self.value_heads * self.key_dim * (self.key_dim + self.value_dim)
 
 
@@ -188,11 +191,11 @@ class LanguageSpec:
         return int(self.head_dim * self.rotary_fraction)
 
     def has_linear_attention(self, layer_index: int) -> bool:
-        """Whether the zero-based decoder ``layer_index`` has linear attention."""
+        """Whether the decoder layer ``layer_index`` (from 0) has linear attention."""
         return self.linear_attention is not None and layer_index in self.linear_attention.linear_layers
 
     def has_experts(self, layer_index: int) -> bool:
-        """Whether the zero-based decoder ``layer_index`` has experts instead of a dense MLP."""
+        """Whether the decoder layer ``layer_index`` (from 0) has experts instead of a dense MLP."""
         return self.moe is not None and layer_index not in self.moe.dense_layers
 
 
@@ -279,10 +282,10 @@ TEXT_FIELDS_PLACE = "the text fields (text_config, or the top of the file)"
 
 
 def require_field(config: dict[str, Any], field_name: str, section_name: str) -> Any:
-    """Returns ``config[name]``.
+    """Returns ``config[field_name]``.
 
     Raises:
-        ConfigError: the field is missing or null. The message names it and ``section_name`` it is missing.
+        ConfigError: the field is missing or null. The message names the field and ``section_name``.
     """
     if config.get(field_name) is None:
         raise ConfigError(f"config.json: field {field_name!r} is missing in {section_name}")
@@ -304,7 +307,8 @@ def read_language_spec(
     Args:
         norm_eps, rope_theta: the family's defaults for a file without these fields.
         head_dim: the family's default; None: ``hidden_size`` divided by the number of heads.
-        tied_embeddings: whether the output layer shares the embedding's weight; None: read it from either level.
+        tied_embeddings: whether the output layer shares the embedding's weight; None: read it from either
+            level.
         rotary_fraction: fraction of a head that RoPE rotates.
         has_dense_layers: whether the family has dense layers. If not, their FFN width is 0.
 
@@ -318,10 +322,8 @@ def read_language_spec(
     rope_fields = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
     _check_text_fields(text_fields, rope_fields)
 
-    hidden_size, num_heads = (
-        require_field(text_fields, "hidden_size", TEXT_FIELDS_PLACE),
-        require_field(text_fields, "num_attention_heads", TEXT_FIELDS_PLACE),
-    )
+    hidden_size = require_field(text_fields, "hidden_size", TEXT_FIELDS_PLACE)
+    num_heads = require_field(text_fields, "num_attention_heads", TEXT_FIELDS_PLACE)
     if "num_key_value_heads" not in text_fields:  # null means one for each attention head
         require_field(text_fields, "num_key_value_heads", TEXT_FIELDS_PLACE)
     head_dim = text_fields.get("head_dim", head_dim) or hidden_size // num_heads
@@ -350,9 +352,9 @@ def read_language_spec(
 
 def _check_text_fields(text_fields: dict[str, Any], rope_fields: dict[str, Any]) -> None:
     """Raises ConfigError for settings of the language model that no family supports."""
-    kind = rope_fields.get("rope_type", rope_fields.get("type", "default"))
-    if kind not in ("mrope", "default"):
-        raise ConfigError(f"config.json: rope type {kind!r} is not supported; valid: 'mrope', 'default'")
+    rope_type = rope_fields.get("rope_type", rope_fields.get("type", "default"))
+    if rope_type not in ("mrope", "default"):
+        raise ConfigError(f"config.json: rope type {rope_type!r} is not supported; valid: 'mrope', 'default'")
     if text_fields.get("use_sliding_window"):
         raise ConfigError("config.json: use_sliding_window=true is not supported; set it to false")
     if text_fields.get("hidden_act", "silu") != "silu":
@@ -409,7 +411,8 @@ def assemble_model_spec(
         )
     if vision_spec.hidden_size % vision_spec.num_heads:
         raise ConfigError(
-            f"config.json: vision width {vision_spec.hidden_size} is not divisible by {vision_spec.num_heads} heads"
+            f"config.json: vision width {vision_spec.hidden_size} is not divisible by {vision_spec.num_heads}"
+            " heads"
         )
     if vision_spec.head_dim % 4:
         raise ConfigError(
@@ -417,12 +420,11 @@ def assemble_model_spec(
         )
 
     deepstack_layers = vision_spec.deepstack_layers
-    if list(deepstack_layers) != sorted(set(deepstack_layers)) or any(
-        not 0 <= layer < vision_spec.num_layers for layer in deepstack_layers
-    ):
+    are_ascending = list(deepstack_layers) == sorted(set(deepstack_layers))
+    if not are_ascending or any(not 0 <= layer < vision_spec.num_layers for layer in deepstack_layers):
         raise ConfigError(
-            f"config.json: DeepStack layers {list(deepstack_layers)} (deepstack_visual_indexes; default 8, 16, 24) "
-            f"must ascend and be below {vision_spec.num_layers}, the number of vision layers"
+            f"config.json: DeepStack layers {list(deepstack_layers)} (deepstack_visual_indexes; default 8,"
+            f" 16, 24) must ascend and be below {vision_spec.num_layers}, the number of vision layers"
         )
     if len(deepstack_layers) > language_spec.num_layers:
         raise ConfigError(

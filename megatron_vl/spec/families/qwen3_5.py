@@ -26,7 +26,8 @@ from megatron_vl.spec.families.base import (
 )
 from megatron_vl.spec.families.qwen3_vl import read_vision_spec as read_qwen3_vl_vision
 
-LINEAR_LAYER_TYPE, FULL_LAYER_TYPE = "linear_attention", "full_attention"
+LINEAR_LAYER_TYPE = "linear_attention"
+FULL_LAYER_TYPE = "full_attention"
 SPECIAL_TOKENS = {
     "image_token_id": 248056,
     "video_token_id": 248057,
@@ -51,14 +52,17 @@ def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
     vision_fields = require_field(config, "vision_config", "config.json")
     if vision_fields.get("deepstack_visual_indexes"):
         raise ConfigError(
-            f"config.json: deepstack_visual_indexes {vision_fields['deepstack_visual_indexes']} is not supported; "
-            "this family has no DeepStack: set it to []"
+            f"config.json: deepstack_visual_indexes {vision_fields['deepstack_visual_indexes']} is not"
+            " supported; this family has no DeepStack: set it to []"
         )
     return dataclasses.replace(read_qwen3_vl_vision(config), deepstack_layers=())
 
 
 def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> LanguageSpec:
-    """Reads the language model's fields. ``has_dense_layers`` is passed to :func:`~.base.read_language`.
+    """Reads the language model's fields.
+
+    Args:
+        has_dense_layers: as in :func:`~megatron_vl.spec.families.base.read_language_spec`.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.
@@ -66,7 +70,8 @@ def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> 
     text_fields = require_field(config, "text_config", "config.json")
     for field_name, supported_value in (("attention_bias", False), ("attn_output_gate", True)):
         if bool(text_fields.get(field_name, supported_value)) is not supported_value:
-            value_text, valid_text = (str(flag).lower() for flag in (not supported_value, supported_value))
+            value_text = str(not supported_value).lower()
+            valid_text = str(supported_value).lower()
             raise ConfigError(
                 f"config.json: {field_name}={value_text} is not supported; set it to {valid_text}"
             )
@@ -109,24 +114,24 @@ def read_linear_attention(text_fields: dict[str, Any], num_layers: int) -> Linea
             raise ConfigError(
                 f"config.json: full_attention_interval {full_attention_interval} must be at least 1"
             )
-        layer_types = [
-            LINEAR_LAYER_TYPE if (layer_index + 1) % full_attention_interval else FULL_LAYER_TYPE
-            for layer_index in range(num_layers)
-        ]
+        layer_types = []
+        for layer_index in range(num_layers):
+            is_linear = (layer_index + 1) % full_attention_interval
+            layer_types.append(LINEAR_LAYER_TYPE if is_linear else FULL_LAYER_TYPE)
     if len(layer_types) != num_layers or set(layer_types) - {LINEAR_LAYER_TYPE, FULL_LAYER_TYPE}:
         raise ConfigError(
-            f"config.json: layer_types must name {LINEAR_LAYER_TYPE!r} or {FULL_LAYER_TYPE!r} for each of the {num_layers} layers"
+            f"config.json: layer_types must name {LINEAR_LAYER_TYPE!r} or {FULL_LAYER_TYPE!r} for each of the"
+            f" {num_layers} layers"
         )
 
+    linear_layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == LINEAR_LAYER_TYPE)
     linear_attention_spec = LinearAttentionSpec(
         key_heads=text_fields.get("linear_num_key_heads", 16),
         value_heads=text_fields.get("linear_num_value_heads", 32),
         key_dim=text_fields.get("linear_key_head_dim", 128),
         value_dim=text_fields.get("linear_value_head_dim", 128),
         conv_width=text_fields.get("linear_conv_kernel_dim", 4),
-        linear_layers=tuple(
-            layer_index for layer_index, kind in enumerate(layer_types) if kind == LINEAR_LAYER_TYPE
-        ),
+        linear_layers=linear_layers,
     )
     head_sizes = (
         linear_attention_spec.key_heads,
@@ -137,8 +142,8 @@ def read_linear_attention(text_fields: dict[str, Any], num_layers: int) -> Linea
     )
     if min(head_sizes) < 1 or linear_attention_spec.value_heads % linear_attention_spec.key_heads:
         raise ConfigError(
-            f"config.json: linear_num_value_heads {linear_attention_spec.value_heads} must be a multiple of "
-            f"linear_num_key_heads {linear_attention_spec.key_heads}, and all sizes of linear attention must be at least 1 "
-            f"({TEXT_FIELDS_PLACE})"
+            f"config.json: linear_num_value_heads {linear_attention_spec.value_heads} must be a multiple of"
+            f" linear_num_key_heads {linear_attention_spec.key_heads}, and all sizes of linear attention must"
+            f" be at least 1 ({TEXT_FIELDS_PLACE})"
         )
     return linear_attention_spec

@@ -32,8 +32,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
     moe_spec = read_moe_spec(config)
     if moe_spec.dense_layers:
         raise ConfigError(
-            f"config.json: dense layers {list(moe_spec.dense_layers)} (mlp_only_layers, decoder_sparse_step) are "
-            "not supported; every layer of this family has experts"
+            f"config.json: dense layers {list(moe_spec.dense_layers)} (mlp_only_layers, decoder_sparse_step)"
+            " are not supported; every layer of this family has experts"
         )
 
     shared_ffn_hidden_size = require_field(text_fields, "shared_expert_intermediate_size", TEXT_FIELDS_PLACE)

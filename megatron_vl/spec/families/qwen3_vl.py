@@ -40,11 +40,13 @@ def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
     hidden_act = vision_fields.get("hidden_act", "gelu_pytorch_tanh")
     if isqrt(num_position_embeddings) ** 2 != num_position_embeddings:
         raise ConfigError(
-            f"config.json: num_position_embeddings {num_position_embeddings} is not the square of a whole number"
+            f"config.json: num_position_embeddings {num_position_embeddings} is not the square of a whole"
+            " number"
         )
     if hidden_act not in ACTIVATION_NAMES:
         raise ConfigError(
-            f"config.json: vision hidden_act {hidden_act!r} is not supported; valid: {', '.join(ACTIVATION_NAMES)}"
+            f"config.json: vision hidden_act {hidden_act!r} is not supported; valid:"
+            f" {', '.join(ACTIVATION_NAMES)}"
         )
 
     return VisionSpec(
@@ -69,7 +71,10 @@ def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
 
 
 def read_text_spec(config: dict[str, Any], head_dim: int | None = 128) -> LanguageSpec:
-    """Reads the language model's fields. ``head_dim`` is passed to :func:`~.base.read_language`.
+    """Reads the language model's fields.
+
+    Args:
+        head_dim: as in :func:`~megatron_vl.spec.families.base.read_language_spec`.
 
     Raises:
         ConfigError: a field is missing, or its value is not supported.

@@ -62,6 +62,10 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
     if sparse_step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step {sparse_step} must be at least 1")
     mlp_only_layers = text_fields.get("mlp_only_layers") or ()
+    dense_layers = []
+    for layer_index in layer_range:
+        if layer_index in mlp_only_layers or (layer_index + 1) % sparse_step:
+            dense_layers.append(layer_index)
 
     return MoeSpec(
         num_experts=num_experts,
@@ -69,11 +73,7 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
         ffn_hidden_size=require_field(text_fields, "moe_intermediate_size", section_name),
         norm_topk_prob=True,
         aux_loss_coef=float(text_fields.get("router_aux_loss_coef", 0.001)),
-        dense_layers=tuple(
-            layer_index
-            for layer_index in layer_range
-            if layer_index in mlp_only_layers or (layer_index + 1) % sparse_step
-        ),
+        dense_layers=tuple(dense_layers),
         output_router_logits=bool(
             text_fields.get("output_router_logits", config.get("output_router_logits", False))
         ),
