@@ -169,7 +169,10 @@ def sweep(case: Case) -> None:
         failures = dict(zip(jobs, pool.map(compiled, jobs), strict=True))
     for name, tiles, run, operations in runs:
         for tile in tiles:
-            label = f"  {name:10s} {tile.own_rows:3d} x {tile.step_rows:3d}, {tile.num_warps} warps, {tile.num_stages} stages"
+            label = (
+                f"  {name:10s} {tile.own_rows:3d} x {tile.step_rows:3d}, "
+                f"{tile.num_warps} warps, {tile.num_stages} stages"
+            )
             label += f", {tile.max_registers} registers" if tile.max_registers else ""
             failure = failures[run, tile]
             print(

@@ -101,7 +101,8 @@ def _open_checkpoint(checkpoint_path: Path) -> _CheckpointTensors:
 def _match_renamed_tensors(
     first_checkpoint: _CheckpointTensors, second_checkpoint: _CheckpointTensors
 ) -> dict[str, str]:
-    """Maps names in ``first_checkpoint`` to names in ``second_checkpoint`` for tensors of two HF folders that differ only in naming style.
+    """Maps names in ``first_checkpoint`` to names in ``second_checkpoint`` for tensors of two HF folders that
+    differ only in naming style.
 
     A tensor that one folder has under both names is left out, because the match would be ambiguous.
     """
@@ -152,9 +153,9 @@ def compare_weights(
     if first_checkpoint.is_hf != second_checkpoint.is_hf:
         kind_names = ("a folder of Megatron weights", "a Hugging Face folder")
         raise WeightsError(
-            f"{first_path} is {kind_names[first_checkpoint.is_hf]}, but {second_path} is {kind_names[second_checkpoint.is_hf]}: their names and shapes differ. "
-            "Compare two folders of the same kind; `megatron-vl export` makes a Hugging Face folder from "
-            "Megatron weights"
+            f"{first_path} is {kind_names[first_checkpoint.is_hf]}, but {second_path} is "
+            f"{kind_names[second_checkpoint.is_hf]}: their names and shapes differ. Compare two folders "
+            "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
         )
 
     other_names = _match_renamed_tensors(first_checkpoint, second_checkpoint)
@@ -202,12 +203,14 @@ def _compare_tensor(
     if first_checkpoint.code_by_name[tensor_name] != second_checkpoint.code_by_name[tensor_name]:
         return TensorDifference(
             tensor_name,
-            f"type {first_checkpoint.code_by_name[tensor_name]} against {second_checkpoint.code_by_name[tensor_name]}",
+            f"type {first_checkpoint.code_by_name[tensor_name]} "
+            f"against {second_checkpoint.code_by_name[tensor_name]}",
         )
     if first_checkpoint.shape_by_name[tensor_name] != second_checkpoint.shape_by_name[tensor_name]:
         return TensorDifference(
             tensor_name,
-            f"shape {list(first_checkpoint.shape_by_name[tensor_name])} against {list(second_checkpoint.shape_by_name[tensor_name])}",
+            f"shape {list(first_checkpoint.shape_by_name[tensor_name])} "
+            f"against {list(second_checkpoint.shape_by_name[tensor_name])}",
         )
     return _compare_bits(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
 
@@ -246,8 +249,8 @@ def _compare_bits(
         return None
     return TensorDifference(
         tensor_name,
-        f"{differing_elements} of {_element_count(first_checkpoint.shape_by_name[tensor_name])} elements differ, the first at {first_difference}, "
-        f"by at most {largest_difference:.3g}",
+        f"{differing_elements} of {_element_count(first_checkpoint.shape_by_name[tensor_name])} "
+        f"elements differ, the first at {first_difference}, by at most {largest_difference:.3g}",
     )
 
 

@@ -534,7 +534,8 @@ def _known_video_rule(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict
 
 
 def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
-    """Writes the rule for videos to ``output_dir``. If no rule is known, removes the file of an earlier export."""
+    """Writes the rule for videos to ``output_dir``. If no rule is known, removes the file of an earlier
+    export."""
     if trained_rule:
         write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
     else:
@@ -578,7 +579,8 @@ def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None
         )
     for name, value, origin_value in source.spec.different_fields(hf_checkpoint.spec):
         raise WeightsError(
-            f"{name} is {value} in {source.path} but {origin_value} in {hf_checkpoint.path}: they are different models"
+            f"{name} is {value} in {source.path} but {origin_value} "
+            f"in {hf_checkpoint.path}: they are different models"
         )
 
 

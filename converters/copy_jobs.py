@@ -56,8 +56,9 @@ class ProgressBar:
         bytes_per_second = self._done_bytes / elapsed_seconds
         seconds_left = (self._total_bytes - self._done_bytes) / bytes_per_second if bytes_per_second else 0.0
         text = (
-            f"{self._task_name}: {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB "
-            f"({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), {bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
+            f"{self._task_name}: {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} "
+            f"GB ({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), "
+            f"{bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
         )
         self._output_stream.write(f"\r{text}\033[K" if self._is_terminal else text + "\n")
         self._output_stream.flush()

@@ -86,7 +86,8 @@ class TensorFolder:
         if not index_path.is_file():
             if not (self.path / SINGLE_FILE).is_file():
                 raise FileNotFoundError(
-                    f"{self.path} holds neither {SINGLE_FILE} nor {WEIGHT_INDEX_FILE}; only safetensors weights are read"
+                    f"{self.path} holds neither {SINGLE_FILE} nor "
+                    f"{WEIGHT_INDEX_FILE}; only safetensors weights are read"
                 )
             return None
 
@@ -102,7 +103,8 @@ class TensorFolder:
             # An index may come from an untrusted source, so its names must stay inside its folder.
             if not isinstance(file_name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
                 raise WeightsError(
-                    f"{index_path} says tensor {tensor_name!r} is in {file_name!r}, which is not a file name of weights"
+                    f"{index_path} says tensor {tensor_name!r} is in "
+                    f"{file_name!r}, which is not a file name of weights"
                 )
 
         return weight_map
@@ -112,7 +114,8 @@ class TensorFolder:
             for tensor_name in reader.tensor_names():
                 if self.file_by_tensor[tensor_name] != file_name:
                     raise WeightsError(
-                        f"{self.path}: tensor {tensor_name!r} is in both {file_name} and {self.file_by_tensor[tensor_name]}"
+                        f"{self.path}: tensor {tensor_name!r} is in both "
+                        f"{file_name} and {self.file_by_tensor[tensor_name]}"
                     )
         if self.weight_map is None or self.weight_map == self.file_by_tensor:
             return
@@ -122,7 +125,8 @@ class TensorFolder:
             actual_file = self.file_by_tensor.get(tensor_name, "no file")
             if indexed_file != actual_file:
                 raise WeightsError(
-                    f"{self.path}: {WEIGHT_INDEX_FILE} says tensor {tensor_name!r} is in {indexed_file}, but it is in {actual_file}"
+                    f"{self.path}: {WEIGHT_INDEX_FILE} says tensor {tensor_name!r} "
+                    f"is in {indexed_file}, but it is in {actual_file}"
                 )
 
     def shape(self, tensor_name: str) -> tuple[int, ...]:
@@ -179,7 +183,8 @@ class TensorFolder:
             link_target = (resolved_root / path).resolve()
             if not any(link_target.is_relative_to(allowed) for allowed in allowed_roots):
                 raise WeightsError(
-                    f"{self.path / path} is a link to {link_target}, outside the folder; put the file itself there"
+                    f"{self.path / path} is a link to {link_target}, "
+                    "outside the folder; put the file itself there"
                 )
 
 
@@ -225,9 +230,9 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     for tensor_name, (row_count, col_count) in expert_stacks.items():
         if row_count == col_count:
             raise WeightsError(
-                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} by {col_count}, so it is not known "
-                "whether their inputs or their outputs come first. Store each expert's gate_proj, up_proj "
-                "and down_proj as separate tensors"
+                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
+                f"by {col_count}, so it is not known whether their inputs or their outputs come "
+                "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
             )
 
     has_output_first = any(
@@ -237,7 +242,8 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
-    """Whether a stored tensor is not part of the model and is copied unchanged (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
+    """Whether a stored tensor is not part of the model and is copied unchanged
+    (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
     carried_prefix = CARRIED_PREFIX_BY_FAMILY.get(spec.family)
     return carried_prefix is not None and tensor_name.startswith(carried_prefix)
 
@@ -287,8 +293,8 @@ class HfCheckpoint:
             )
             if released_name in stored_by_released:
                 raise WeightsError(
-                    f"{self.path}: tensors {stored_by_released[released_name]!r} and {stored_name!r} are the same tensor "
-                    "under two names"
+                    f"{self.path}: tensors {stored_by_released[released_name]!r} "
+                    f"and {stored_name!r} are the same tensor under two names"
                 )
             stored_by_released[released_name] = stored_name
         return stored_by_released
@@ -329,7 +335,10 @@ class HfCheckpoint:
                     "with this config.json"
                 )
             if self.tensor_folder.shape(stored_name) != expected_by_name[released_name]:
-                shapes_text = f"{list(self.tensor_folder.shape(stored_name))}; config.json says {list(expected_by_name[released_name])}"
+                shapes_text = (
+                    f"{list(self.tensor_folder.shape(stored_name))}; "
+                    f"config.json says {list(expected_by_name[released_name])}"
+                )
                 raise WeightsError(f"{self.path}: tensor {stored_name!r} has shape {shapes_text}")
             self.hf_dtype(released_name)
 
@@ -346,7 +355,10 @@ class HfCheckpoint:
 
         narrow_names = [name for name in decay_names if self.hf_dtype(name) != torch.float32]
         if narrow_names:
-            storage_text = f"{len(narrow_names)} of {len(decay_names)} A_log are stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
+            storage_text = (
+                f"{len(narrow_names)} of {len(decay_names)} A_log are "
+                f"stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
+            )
         else:
             reader_by_file = self.tensor_folder.reader_by_file
             stored_names = [self.stored_name_by_released[name] for name in decay_names]
@@ -359,9 +371,9 @@ class HfCheckpoint:
             storage_text = "every A_log is stored as float32 but holds only values of bfloat16"
 
         return (
-            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were rounded, as transformers "
-            "does when it loads the model as bfloat16 (or auto) and saves it: decays are up to 1.6 % off. "
-            "Start from the released folder if you can"
+            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were "
+            "rounded, as transformers does when it loads the model as bfloat16 (or auto) and "
+            "saves it: decays are up to 1.6 % off. Start from the released folder if you can"
         )
 
     def check_tied_output(self) -> None:
@@ -388,8 +400,8 @@ class HfCheckpoint:
             for compared_region in compared_regions
         ):
             raise WeightsError(
-                f"{self.path}: tensor {tied_names[0]!r} differs from {tied_names[1]!r}, but config.json ties them; "
-                "set tie_word_embeddings to false, or remove the tensor"
+                f"{self.path}: tensor {tied_names[0]!r} differs from {tied_names[1]!r}, but "
+                "config.json ties them; set tie_word_embeddings to false, or remove the tensor"
             )
 
     def hf_dtype(self, released_name: str) -> torch.dtype:

@@ -90,10 +90,10 @@ def open_output(
     Args:
         input_dirs: the folders that are read.
         header_by_file: file -> its header.
-        conversion_facts: the description of the conversion, in JSON types. If ``output_dir`` is unfinished and its description
-            is equal, the conversion continues.
-        force_overwrite: whether to replace the weights in ``output_dir`` (a HF checkpoint if ``is_hf_export``), or another unfinished
-            conversion there.
+        conversion_facts: the description of the conversion, in JSON types. If ``output_dir`` is unfinished
+            and its description is equal, the conversion continues.
+        force_overwrite: whether to replace the weights in ``output_dir`` (a HF checkpoint if
+            ``is_hf_export``), or another unfinished conversion there.
         worker_count: number of threads that read back the tensors of an earlier attempt.
         is_hf_export: whether ``output_dir`` becomes a Hugging Face folder.
         print_line: receives a line about the files and tensors that were kept.
@@ -143,8 +143,8 @@ def open_output(
 def _continue_message(conversion_output: ConversionOutput) -> str:
     total = sum(len(writer.tensor_names()) for writer in conversion_output.writer_by_file.values())
     return (
-        f"continuing: {conversion_output.count_kept_files()} of {len(conversion_output.writer_by_file)} files kept, "
-        f"{len(conversion_output.kept_tensors)} of {total} tensors"
+        f"continuing: {conversion_output.count_kept_files()} of {len(conversion_output.writer_by_file)} "
+        f"files kept, {len(conversion_output.kept_tensors)} of {total} tensors"
     )
 
 
@@ -205,17 +205,23 @@ def _check_journal_entry(journal_entry: Any) -> Any:
 def _unfinished_message(
     output_dir: Path, earlier_facts: dict[str, Any], current_facts: dict[str, Any]
 ) -> str:
-    """The message if ``output_dir`` holds an unfinished conversion ``earlier_facts`` that differs from ``current_facts``."""
+    """The message if ``output_dir`` holds an unfinished conversion ``earlier_facts`` that differs from
+    ``current_facts``."""
     if earlier_facts.get("kind") != current_facts["kind"]:
-        return f"--out {output_dir} holds an unfinished conversion to {earlier_facts.get('kind')} weights; give another --out"
+        return (
+            f"--out {output_dir} holds an unfinished conversion to "
+            f"{earlier_facts.get('kind')} weights; give another --out"
+        )
     return (
-        f"--out {output_dir} holds an unfinished conversion, and {_first_difference(earlier_facts, current_facts)}; repeat "
-        "its command to continue it, give --force to start over, or give another --out"
+        f"--out {output_dir} holds an unfinished conversion, and "
+        f"{_first_difference(earlier_facts, current_facts)}; repeat its command "
+        "to continue it, give --force to start over, or give another --out"
     )
 
 
 def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bool) -> None:
-    """Raises FileExistsError unless ``output_dir`` is empty, or holds such weights and ``force_overwrite`` is given."""
+    """Raises FileExistsError unless ``output_dir`` is empty, or holds such weights and ``force_overwrite`` is
+    given."""
     present_files = (
         [path for path in output_dir.iterdir() if path.name != JOURNAL_FILE] if output_dir.is_dir() else []
     )
@@ -225,12 +231,13 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
     has_only_weights = len(_weight_files(output_dir, is_hf_export)) == len(present_files)
     if not (has_only_weights or marker_file in present_files and (is_hf_export or _is_manifest(marker_file))):
         raise FileExistsError(
-            f"--out {output_dir} is not empty and holds no checkpoint of this kind, so nothing in it is replaced; "
-            "give another folder"
+            f"--out {output_dir} is not empty and holds no checkpoint of "
+            "this kind, so nothing in it is replaced; give another folder"
         )
     if not force_overwrite:
         raise FileExistsError(
-            f"--out {output_dir} is not empty; give another folder, or --force to replace the checkpoint there"
+            f"--out {output_dir} is not empty; give another "
+            "folder, or --force to replace the checkpoint there"
         )
 
 
@@ -309,5 +316,6 @@ def _check_disk_space(output_dir: Path, writer_by_file: Mapping[str, TensorWrite
     size = sum(max(0, writer.file_size_bytes - writer.allocated_bytes) for writer in writer_by_file.values())
     if free_bytes < size:
         raise DiskFullError(
-            f"{output_dir}: {size / 1e9:.1f} GB must be written, but the disk has {free_bytes / 1e9:.1f} GB free"
+            f"{output_dir}: {size / 1e9:.1f} GB must be written, "
+            f"but the disk has {free_bytes / 1e9:.1f} GB free"
         )

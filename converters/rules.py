@@ -1,9 +1,9 @@
 """Defines which parts of Hugging Face tensors a Megatron tensor consists of, once for both directions.
 
-A :class:`ConversionRule` lists the rectangles (:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`) that a canonical tensor has
-in common with its HF tensors. Conversion reads the list forwards and export backwards, so each is the inverse
-of the other. Elements that no rectangle covers are padding, and zero. The functions below build the lists for
-all structures that occur.
+A :class:`ConversionRule` lists the rectangles (:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`) that
+a canonical tensor has in common with its HF tensors. Conversion reads the list forwards and export backwards,
+so each is the inverse of the other. Elements that no rectangle covers are padding, and zero. The functions
+below build the lists for all structures that occur.
 
 The families' tables (``qwen*.py``) list names as :class:`Entry`. They contain complete names, with ``*`` for
 numbers, so that a text search for a tensor's name finds them.
@@ -161,7 +161,8 @@ def fused_qkv_rule(tensor_info: TensorInfo, hf_name: str, num_heads: int, head_d
 
 
 def gated_rule(tensor_info: TensorInfo, gate_name: str, up_name: str, real_rows: int) -> ConversionRule:
-    """The rule of a gated ``linear_fc1``: gate, then up, each padded with zero rows after ``real_rows`` rows."""
+    """The rule of a gated ``linear_fc1``: gate, then up, each padded with zero rows after ``real_rows``
+    rows."""
     rows, col_count = matrix_shape(tensor_info.shape)
     half_rows = rows // 2
     blocks = [
@@ -213,8 +214,8 @@ def separate_experts_rule(tensor_info: TensorInfo, hf_names: Sequence[str]) -> C
     """The rule of a stack of experts, for separate HF matrices of each expert.
 
     Args:
-        hf_names: the names of one expert's matrices, which are below each other in the canonical tensor. ``*``
-            stands for the expert's number.
+        hf_names: the names of one expert's matrices, which are below each other in the canonical tensor.
+            ``*`` stands for the expert's number.
     """
     count, rows, col_count = tensor_info.shape
     height = rows // len(hf_names)

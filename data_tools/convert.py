@@ -265,8 +265,8 @@ def read_part_arguments(dataset_dir: Path, num_workers: int) -> tuple[list[Path]
 
     if missing_part_names:
         raise ConvertError(
-            f"{dataset_dir}: the parts {missing_part_names} are not complete; run `megatron-vl data convert --shard` for "
-            "them again. Without --shard, it does all that is missing itself"
+            f"{dataset_dir}: the parts {missing_part_names} are not complete; run `megatron-vl data "
+            "convert --shard` for them again. Without --shard, it does all that is missing itself"
         )
 
     options = ConversionOptions(
@@ -494,7 +494,10 @@ class _DuplicateFilter:
             return outcome
 
         shown_id = _escape_invalid_unicode(outcome.record_identity[:100])
-        detail = f"{shown_id} is also the id of record {first_record} of {first_file}; --duplicate-ids keep accepts both"
+        detail = (
+            f"{shown_id} is also the id of record {first_record} "
+            f"of {first_file}; --duplicate-ids keep accepts both"
+        )
         return {**outcome.record_source, "field": "id", "reason": "duplicate id", "detail": detail}
 
 
@@ -523,7 +526,8 @@ def _verify_batch(
 
     Args:
         known_verdicts: the verdicts of an earlier run on this batch; None: decode the media now.
-        embedded_media_path: file for media that records hold themselves; None: the samples are not needed later.
+        embedded_media_path: file for media that records hold themselves; None: the samples are not needed
+            later.
     """
     outcomes: list[ConvertedSample | dict[str, Any]] = []
     embedded_media_file = EmbeddedMediaFile(embedded_media_path) if embedded_media_path is not None else None

@@ -247,8 +247,9 @@ def _index_files(index_path: Path, index: dict[str, dict[str, Any]]) -> list[Inp
             else "no other is local"
         )
         raise InputError(
-            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} on a hub, and nothing is "
-            f"downloaded here. Download it (hf download --repo-type dataset {hub_location} --local-dir DIR) and put "
+            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} "
+            "on a hub, and nothing is downloaded here. Download it (hf download --repo-type "
+            f"dataset {hub_location} --local-dir DIR) and put "
             f'its file or folder under "file_name", or {advice}'
         )
     return [source for name, entry in index.items() for source in _index_entry_files(index_path, name, entry)]

@@ -78,14 +78,15 @@ class MediaInfo:
 
 
 def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file, following links. ``media_root`` must be resolved; None: there is none.
+    """Resolves ``reference`` to a file, following links. ``media_root`` must be resolved; None: there is
+    none.
 
     Args:
         allow_folder: it may also be a folder.
 
     Raises:
-        RecordError: the file lies outside ``media_root``, is missing, is remote, or is not a regular file; or there
-            is no ``media_root``.
+        RecordError: the file lies outside ``media_root``, is missing, is remote, or is not a regular file; or
+            there is no ``media_root``.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
@@ -132,8 +133,8 @@ def _outside_message(reference: str, media_root: Path) -> str:
             and not link_path.resolve().is_relative_to(media_root)
         ):
             return (
-                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not inside the media root;"
-                " copy what it leads to, or give a --media-root that holds both"
+                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not "
+                "inside the media root; copy what it leads to, or give a --media-root that holds both"
             )
     return f"{reference} is not inside the media root"
 
@@ -151,8 +152,8 @@ def check_reference(media_kind: str, reference: Any, media_root: Path | None) ->
 
 
 def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
-    """Reads a medium: a file inside ``media_root``, a base64 ``data:`` URI, or one that was set aside or is given
-    itself. A video that is given as pictures becomes a file of frames. Raises :class:`RecordError`."""
+    """Reads a medium: a file inside ``media_root``, a base64 ``data:`` URI, or one that was set aside or is
+    given itself. A video that is given as pictures becomes a file of frames. Raises :class:`RecordError`."""
     if isinstance(reference, bytes):
         return reference
     if isinstance(reference, StoredMedium):
@@ -274,7 +275,8 @@ def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixe
     if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
         raise RecordError(
             f"{media_kind} too narrow",
-            f"{shown_reference}: {media_info.height} x {media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
+            f"{shown_reference}: {media_info.height} x "
+            f"{media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
         )
 
     return media_info

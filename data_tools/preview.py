@@ -108,7 +108,8 @@ def _argument_notes(
     if absent_columns:
         fields_text = ", ".join(sorted(field_counts)) or "no fields"
         argument_notes.append(
-            f"columns of the index name {', '.join(absent_columns)}, which no record has; they have {fields_text}"
+            f"columns of the index name {', '.join(absent_columns)}, "
+            f"which no record has; they have {fields_text}"
         )
     if file_preview.refused["medium missing"]:
         argument_notes.append(f"media were looked for in {media_root} (--media-root)")

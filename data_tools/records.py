@@ -30,8 +30,8 @@ class ReadError(UserError, ValueError):
 
 
 class UnreadableRecord(str):
-    """Stands in place of a JSON line or a record of an array that cannot be read, and says what is wrong with it.
-    It is counted under ``reason``."""
+    """Stands in place of a JSON line or a record of an array that cannot be read, and says what is wrong with
+    it. It is counted under ``reason``."""
 
     reason = "not JSON"
 
@@ -179,8 +179,8 @@ def _long_integer_error() -> UnreadableRecord:
 
 
 def _check_nesting(json_value: Any, num_brackets: int) -> Any:
-    """A parsed record, or what is wrong with it. ``num_brackets``: the number of brackets and braces in its text,
-    which spares most records the search."""
+    """A parsed record, or what is wrong with it. ``num_brackets``: the number of brackets and braces in its
+    text, which spares most records the search."""
     if num_brackets <= MAX_NESTING:
         return json_value
     nesting_level = [json_value]
@@ -303,7 +303,8 @@ class _JsonArrayBuffer:
                     error_text = error.msg.removesuffix(" starting at")
                     nearby_text = self.buffered_text[error.pos : error.pos + 40]
                     raise ReadError(
-                        f"{self.path}: record {record_number} is not valid JSON: {error_text}, at {nearby_text!r}"
+                        f"{self.path}: record {record_number} is not "
+                        f"valid JSON: {error_text}, at {nearby_text!r}"
                     ) from error
             except ValueError:  # from here on, only the end of the record is looked for
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()

@@ -108,7 +108,8 @@ def describe_differences(old_plan: dict[str, Any], new_plan: dict[str, Any]) -> 
     new_value = new_plan["inputs"]
     if [file["name"] for file in old_value] != [file["name"] for file in new_value]:
         difference_texts.append(
-            f"inputs were {', '.join(input_entry['name'] for input_entry in old_value)}, now {', '.join(input_entry['name'] for input_entry in new_value)}"
+            f"inputs were {', '.join(input_entry['name'] for input_entry in old_value)}, "
+            f"now {', '.join(input_entry['name'] for input_entry in new_value)}"
         )
     else:
         difference_texts += [
@@ -150,7 +151,8 @@ class ConversionWorkspace:
         )
         if foreign_names:
             raise ResumeError(
-                f"--out {dataset_dir} is not an empty folder (it holds {foreign_names[0]}); give another or remove it"
+                f"--out {dataset_dir} is not an empty folder (it "
+                f"holds {foreign_names[0]}); give another or remove it"
             )
 
         durable_files.make_dirs(dataset_dir)
@@ -197,7 +199,8 @@ class ConversionWorkspace:
         )
         if old_plan is None and any(entry_path != self.work_dir for entry_path in self.dataset_dir.iterdir()):
             raise ResumeError(
-                f"--out {self.dataset_dir} is not an empty folder and no conversion can continue there; give another"
+                f"--out {self.dataset_dir} is not an empty folder "
+                "and no conversion can continue there; give another"
             )
 
         if old_plan is not None:
@@ -215,8 +218,9 @@ class ConversionWorkspace:
             if differences_text:
                 folder_state = "a complete data set made" if conversion_record else "an unfinished conversion"
                 raise ResumeError(
-                    f"--out {self.dataset_dir} holds {folder_state} with other arguments or input: {differences_text}. Give the same "
-                    "arguments again, give another --out, or start over there with --force"
+                    f"--out {self.dataset_dir} holds {folder_state} with other "
+                    f"arguments or input: {differences_text}. Give the same arguments "
+                    "again, give another --out, or start over there with --force"
                 )
 
         self.is_complete = conversion_record is not None

@@ -319,7 +319,8 @@ def _measure_shards(
             if show_progress:
                 shards_per_second = num_done / max(time.monotonic() - start_time, 1e-9)
                 show_progress(
-                    f"{num_done} of {num_missing} {tasks_text}, {(num_missing - num_done) / shards_per_second:.0f} s left"
+                    f"{num_done} of {num_missing} {tasks_text}, "
+                    f"{(num_missing - num_done) / shards_per_second:.0f} s left"
                 )
     finally:
         for split_reader in _split_readers.values():
@@ -387,14 +388,15 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
         raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
     if sample is not None and sample.read_failure and sample.read_failure[0] in STORAGE_REASONS:
         raise SizesWriteError(
-            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start `megatron-vl data index` again when the storage"
-            " answers: it continues"
+            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start "
+            "`megatron-vl data index` again when the storage answers: it continues"
         )
     return sample
 
 
 def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
-    """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM_DTYPE`, and "". If it cannot
+    """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM_DTYPE`, and "". If it
+    cannot
     be used: no tokens, turns or media, and the reason. A fault of the machine is none of the sample.
 
     Args:

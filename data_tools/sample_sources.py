@@ -78,8 +78,8 @@ class SampleSource:
             ]
         except KeyError as error:
             raise LoaderError(
-                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not count the samples of {error.args[0]};"
-                " convert the data again"
+                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not "
+                f"count the samples of {error.args[0]}; convert the data again"
             ) from error
 
     def __len__(self) -> int:
@@ -140,8 +140,8 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
-        LoaderError, DescriptionError: as :func:`~megatron_vl.data.source.dataset_description.read_description`; or
-            the split is empty.
+        LoaderError, DescriptionError: as
+            :func:`~megatron_vl.data.source.dataset_description.read_description`; or the split is empty.
     """
     description = read_description(dataset_location)
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, dataset_location.name)

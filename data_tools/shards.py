@@ -145,11 +145,13 @@ def _write_tar(tar_path: Path, shard_samples: list[ConvertedSample], media_root:
                     media_bytes = read_media(media_kind, reference, media_root)
                 except ValueError as error:
                     raise ShardError(
-                        f"{_sample_origin(sample)}: {error}, but was there when it was verified; {RESTART_ADVICE}"
+                        f"{_sample_origin(sample)}: {error}, but was "
+                        f"there when it was verified; {RESTART_ADVICE}"
                     ) from error
                 if zlib.crc32(media_bytes) != media_info.crc32:
                     raise ShardError(
-                        f"{_sample_origin(sample)}: {describe_reference(reference)} changed after it was verified; {RESTART_ADVICE}"
+                        f"{_sample_origin(sample)}: {describe_reference(reference)} "
+                        f"changed after it was verified; {RESTART_ADVICE}"
                     )
                 _add_member(tar_file, f"{sample.key}.{key}", media_bytes)
 

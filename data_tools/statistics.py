@@ -54,8 +54,8 @@ class SourceSizes:
 
     source: SampleSource
     sizes: dict[str, IntegerArray]
-    """int64 [n] of each of :data:`SAMPLE_QUANTITIES`, in the order of ``source.indices``. A sample without tokens
-    cannot be used."""
+    """int64 [n] of each of :data:`SAMPLE_QUANTITIES`, in the order of ``source.indices``. A sample without
+    tokens cannot be used."""
     assistant_turns: int | None
     """The assistant's turns in all samples; None if the source is a part of a data set's split."""
     left_out_masks: dict[str, NDArray[np.bool_]]
@@ -89,7 +89,8 @@ class DatasetStatistics:
         return sum((one.meter.reason_counts for one in self.sources), Counter())
 
     def sample_quantity(self, quantity_name: str) -> tuple[IntegerArray, NDArray[np.float64]]:
-        """One of :data:`SAMPLE_QUANTITIES` of the usable samples, and how often training draws each: [n] both."""
+        """One of :data:`SAMPLE_QUANTITIES` of the usable samples, and how often training draws each: [n]
+        both."""
         values = [one.sizes[quantity_name][one.usable_mask] for one in self.sources]
         weights = np.repeat(
             [one.source.share / len(one.source) for one in self.sources], list(map(len, values))

@@ -33,7 +33,8 @@ def verify_dataset(
         shard_records = json.loads(record_path.read_text())["shards"]
     except FileNotFoundError as error:
         raise VerifyError(
-            f"{dataset_dir} is not a complete data set of `megatron-vl data convert`: {record_path} is missing"
+            f"{dataset_dir} is not a complete data set of "
+            f"`megatron-vl data convert`: {record_path} is missing"
         ) from error
     except (ValueError, KeyError) as error:
         raise VerifyError(f"{record_path} is damaged ({error}); convert the data again") from error

@@ -78,8 +78,8 @@ class PartVerdicts:
 
 
 def describe_missing_parts(work_dir: Path) -> str:
-    """Says which parts are not complete; empty if those of one ``part_count`` are. Raises FileNotFoundError if there
-    is no part at all."""
+    """Says which parts are not complete; empty if those of one ``part_count`` are. Raises FileNotFoundError
+    if there is no part at all."""
     parts_by_count: dict[int, set[int]] = {}
     for journal_path in work_dir.glob("part-*-of-*.jsonl"):
         if (name_match := PART_FILE_NAME.fullmatch(journal_path.name)) is not None:

@@ -22,7 +22,8 @@ def run_group(
     timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``world_size`` processes on this machine and waits for them to end.
+    """Runs ``python -m module arguments`` in ``world_size`` processes on this machine and waits for them to
+    end.
 
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of

@@ -67,7 +67,8 @@ class LayoutSpec:
 
 
 def parse_layout(layout_text: str) -> LayoutSpec:
-    """Parses a layout. Without ``data_parallel_size``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
+    """Parses a layout. Without ``data_parallel_size``, it has as few data-parallel ranks as ``ep`` and
+    ``etp`` allow.
 
     Raises:
         LayoutTextError: the text does not follow the grammar, names a size twice, or has sp without tp.
@@ -80,7 +81,9 @@ def parse_layout(layout_text: str) -> LayoutSpec:
     part_names = [name for name, _ in layout_parts]
     if len(set(part_names)) < len(part_names):
         raise LayoutTextError(
-            f"layout {layout_text!r} names {next(repeated_name for repeated_name in part_names if part_names.count(repeated_name) > 1)} twice"
+            f"layout {layout_text!r} names "
+            f"{next(repeated_name for repeated_name in part_names if part_names.count(repeated_name) > 1)} "
+            "twice"
         )
 
     parallel_sizes = {name: int(number) for name, number in layout_parts if number}

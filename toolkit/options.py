@@ -347,7 +347,8 @@ def _refuse_misspelled(parser: Any, run_words: list[str], program_name: str) -> 
         if close_prefixes:
             suggested_options = " or ".join(options_by_prefix[close_prefixes[0]])
             raise UsageError(
-                f"option {given_option} is unknown; did you mean {suggested_options}? See {program_name} --help"
+                f"option {given_option} is unknown; did you mean "
+                f"{suggested_options}? See {program_name} --help"
             )
 
 

@@ -21,8 +21,8 @@ MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 
 
 class RecordError(UserError, ValueError):
-    """An unusable record. ``reason`` is the heading under which it is counted, ``field_path`` its location in the
-    record, and the message gives details."""
+    """An unusable record. ``reason`` is the heading under which it is counted, ``field_path`` its location in
+    the record, and the message gives details."""
 
     def __init__(self, reason: str, detail: str = "", field_path: str = "") -> None:
         super().__init__(detail or reason)

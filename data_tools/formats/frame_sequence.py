@@ -84,6 +84,9 @@ def read_frame_rate(
         except ValueError:
             pass
     if not is_frame_rate(rate_value):
-        detail = f"{shorten_value(json_object[rate_key])} is no number of frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
+        detail = (
+            f"{shorten_value(json_object[rate_key])} is no number of "
+            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
+        )
         raise RecordError("bad frame rate", detail, f"{key_prefix}{rate_key}")
     return rate_key, float(rate_value)

@@ -106,8 +106,8 @@ class RecordReader:
     def note_ignored_keys(
         self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
     ) -> None:
-        """Notes the keys of an object except those that are ``read_keys`` and those with the empty values that
-        exported tables use for absent keys."""
+        """Notes the keys of an object except those that are ``read_keys`` and those with the empty values
+        that exported tables use for absent keys."""
         self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
 
     def listed_references(self, record: dict[str, Any], field_name: str) -> list[tuple[Any, str]]:
@@ -206,7 +206,10 @@ class RecordReader:
         written_role = turn.get(role_field)
         canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
         if canonical_role is None:
-            detail = f"turn {turn_index + 1} has the unknown role {shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
+            detail = (
+                f"turn {turn_index + 1} has the unknown role "
+                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
+            )
             raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
         structure_keys = ROLE_TURN_KEYS.get(canonical_role, TURN_WEIGHT_KEYS)
@@ -411,8 +414,8 @@ class RecordReader:
         for media_kind in MEDIA_KINDS:
             if self.marker_counts[media_kind] != self.listed_counts[media_kind]:
                 detail = (
-                    f"{self.marker_counts[media_kind]} <{media_kind}> in the text, but {self.listed_counts[media_kind]} listed under "
-                    f"'{media_kind}' / '{media_kind}s'"
+                    f"{self.marker_counts[media_kind]} <{media_kind}> in the text, but "
+                    f"{self.listed_counts[media_kind]} listed under '{media_kind}' / '{media_kind}s'"
                 )
                 if (
                     media_kind == "video"

@@ -118,7 +118,8 @@ def _read_block(
 
 @lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
 def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlock, ...]:
-    """The blocks that make up the full matrix. :attr:`MatrixBlock.part` is a part's number (see :meth:`Sharding.part`).
+    """The blocks that make up the full matrix. :attr:`MatrixBlock.part` is a part's number (see
+    :meth:`Sharding.part`).
 
     A replicated tensor is read from part 0.
     """

@@ -292,8 +292,8 @@ def find_latest_checkpoint(checkpoint_dir: Path) -> SavedCheckpoint | None:
         if has_step:
             problem_text = f"its folder holds an earlier save than number {latest_fields['serial']}"
         raise StepMissingError(
-            f"{checkpoint_dir / LATEST_FILE} names step {latest_fields['step']}, but {problem_text}; fetch it, set checkpoint.step, or "
-            f"remove {LATEST_FILE} to use the newest checkpoint that exists"
+            f"{checkpoint_dir / LATEST_FILE} names step {latest_fields['step']}, but {problem_text}; fetch "
+            f"it, set checkpoint.step, or remove {LATEST_FILE} to use the newest checkpoint that exists"
         )
 
     return checkpoints[-1]
@@ -435,14 +435,18 @@ def _done_rollback_line(
     newest_checkpoint: SavedCheckpoint, done_rollback: RollBack, checkpoints: list[SavedCheckpoint]
 ) -> str:
     line = (
-        f"checkpoint.step {done_rollback.step}: this roll-back was done before, and its branch {newest_checkpoint.lineage.branch} "
-        f"is saved up to step {newest_checkpoint.step}; the run continues from there"
+        f"checkpoint.step {done_rollback.step}: this roll-back was done "
+        f"before, and its branch {newest_checkpoint.lineage.branch} is saved "
+        f"up to step {newest_checkpoint.step}; the run continues from there"
     )
     if CheckpointPoint(done_rollback.branch, done_rollback.step) not in [
         saved.checkpoint_point for saved in checkpoints
     ]:
         return f"{line}. Step {done_rollback.step} itself no longer exists (checkpoint.keep)"
-    return f"{line}. To go back to step {done_rollback.step} once more, give --checkpoint.attempt {done_rollback.attempt + 1}"
+    return (
+        f"{line}. To go back to step {done_rollback.step} once more, "
+        f"give --checkpoint.attempt {done_rollback.attempt + 1}"
+    )
 
 
 def _find_checkpoint(
@@ -469,11 +473,14 @@ def _find_checkpoint(
 
 
 def _rollback_line(source_checkpoint: SavedCheckpoint, newest_checkpoint: SavedCheckpoint | None) -> str:
-    line = f"rolled back to step {source_checkpoint.step} of branch {source_checkpoint.lineage.branch} ({source_checkpoint.path.name})"
+    line = (
+        f"rolled back to step {source_checkpoint.step} of branch "
+        f"{source_checkpoint.lineage.branch} ({source_checkpoint.path.name})"
+    )
     if newest_checkpoint is None or newest_checkpoint.checkpoint_point == source_checkpoint.checkpoint_point:
         return line
     return (
-        f"{line}. Once this run saves, its checkpoints are the latest. The later checkpoints of branch "
-        f"{newest_checkpoint.lineage.branch} stay on disk and are not used. Until then, a start without checkpoint.step "
-        f"resumes from step {newest_checkpoint.step}"
+        f"{line}. Once this run saves, its checkpoints are the latest. The later checkpoints "
+        f"of branch {newest_checkpoint.lineage.branch} stay on disk and are not used. Until "
+        f"then, a start without checkpoint.step resumes from step {newest_checkpoint.step}"
     )

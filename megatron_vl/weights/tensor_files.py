@@ -148,8 +148,8 @@ class TensorReader:
         if self.dtype_code(tensor_name) not in DTYPE_BY_CODE:
             valid_codes = ", ".join(DTYPE_BY_CODE)
             raise WeightsError(
-                f"{self.path}: tensor {tensor_name!r} has type {self.dtype_code(tensor_name)}; weights may be {valid_codes}, not"
-                " quantised"
+                f"{self.path}: tensor {tensor_name!r} has type "
+                f"{self.dtype_code(tensor_name)}; weights may be {valid_codes}, not quantised"
             )
         return DTYPE_BY_CODE[self.dtype_code(tensor_name)]
 
@@ -161,7 +161,8 @@ class TensorReader:
         """
         if self.dtype_code(tensor_name) not in DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE:
             raise WeightsError(
-                f"{self.path}: tensor {tensor_name!r} has type {self.dtype_code(tensor_name)}, which this program does not read"
+                f"{self.path}: tensor {tensor_name!r} has type "
+                f"{self.dtype_code(tensor_name)}, which this program does not read"
             )
         dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[self.dtype_code(tensor_name)]
         col_count = matrix_shape(self.shape(tensor_name))[1]
@@ -188,7 +189,8 @@ class TensorReader:
             self._memory_map.madvise(mmap.MADV_DONTNEED)
 
     def sha256(self, tensor_name: str, on_bytes_read: Callable[[int], object] | None = None) -> str:
-        """The SHA-256 of a tensor's stored bytes. ``on_bytes_read`` is called with the size in bytes of each piece."""
+        """The SHA-256 of a tensor's stored bytes. ``on_bytes_read`` is called with the size in bytes of each
+        piece."""
         hasher = hashlib.sha256()
         start, end = (
             self._data_start + offset for offset in self._header_entries[tensor_name]["data_offsets"]
@@ -263,8 +265,8 @@ class TensorWriter:
 
     Args:
         header: the result of :func:`make_safetensors_header`.
-        keep: whether to continue an existing ``PART_FILE_NAME.partial`` (see :meth:`stored_sha256`) instead of emptying
-            it.
+        keep: whether to continue an existing ``PART_FILE_NAME.partial`` (see :meth:`stored_sha256`) instead
+            of emptying it.
     """
 
     def __init__(self, final_path: Path, header: bytes, keep_partial: bool = False) -> None:
@@ -312,7 +314,8 @@ class TensorWriter:
 
         if file_offset != end_offset:
             raise WeightsError(
-                f"{self.path}: the size of tensor {tensor_name!r} differs from its header by {file_offset - end_offset:+d} bytes"
+                f"{self.path}: the size of tensor {tensor_name!r} differs "
+                f"from its header by {file_offset - end_offset:+d} bytes"
             )
         return hasher.hexdigest()
 
@@ -335,7 +338,8 @@ class TensorWriter:
     def commit(self, sync_to_disk: bool = False) -> None:
         """Gives the file its final name.
 
-        With ``sync_to_disk``, its bytes are on the disk before it is renamed, and its name is on the disk on return.
+        With ``sync_to_disk``, its bytes are on the disk before it is renamed, and its name is on the disk on
+        return.
         """
         if sync_to_disk:
             durable_files.fsync_file(self._file_descriptor, self._partial_file)

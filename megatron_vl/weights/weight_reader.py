@@ -33,7 +33,8 @@ from megatron_vl.weights.tensor_files import (
 
 
 def find_weights_dir(given_path: str | Path) -> Path:
-    """Finds the folder of weights for ``given_path``, which may be that folder, a step folder, or a run folder.
+    """Finds the folder of weights for ``given_path``, which may be that folder, a step folder, or a run
+    folder.
 
     For a run folder, it is the folder of the latest checkpoint.
 
@@ -59,7 +60,10 @@ def find_weights_dir(given_path: str | Path) -> Path:
         raise WeightsError(str(error)) from error
 
     if latest_checkpoint is None:
-        problem_text = f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
+        problem_text = (
+            f"holds no weights: looked for {MANIFEST_FILE}, "
+            f"weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
+        )
         if (given_path / "config.json").is_file():
             problem_text = (
                 "is a Hugging Face folder, not a folder of Megatron weights; write one with"
@@ -70,7 +74,8 @@ def find_weights_dir(given_path: str | Path) -> Path:
     weights_dir = latest_checkpoint.path / "weights"
     if not (weights_dir / MANIFEST_FILE).is_file():
         raise FileNotFoundError(
-            f"{weights_dir / MANIFEST_FILE} is missing, although step {latest_checkpoint.step} is the latest of {given_path}"
+            f"{weights_dir / MANIFEST_FILE} is missing, although step "
+            f"{latest_checkpoint.step} is the latest of {given_path}"
         )
 
     return weights_dir
@@ -139,7 +144,8 @@ class WeightReader:
                     or self._pipeline_stage(tensor_name) != file_entry["pp"]
                 ):
                     raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} does not belong in {file_name}, pipeline rank {file_entry['pp']}"
+                        f"{manifest_path}: tensor {tensor_name!r} does not "
+                        f"belong in {file_name}, pipeline rank {file_entry['pp']}"
                     )
                 shard_index = shard_index_in_file(self.tensor_infos[tensor_name], file_entry, self.layout)
                 if shard_index is None:
@@ -148,16 +154,18 @@ class WeightReader:
                     )
                 if file_by_shard.setdefault((shard_index, tensor_name), file_name) != file_name:
                     raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} of {describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)} is in two"
-                        " files"
+                        f"{manifest_path}: tensor {tensor_name!r} of "
+                        f"{describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)} "
+                        "is in two files"
                     )
 
         for tensor_name, tensor_info in self.tensor_infos.items():
             for shard_index in range(self.sharding.num_shards(tensor_info)):
                 if (shard_index, tensor_name) not in file_by_shard:
                     raise WeightsError(
-                        f"{manifest_path}: no file holds tensor {tensor_name!r} ({tensor_info.parallel_style}) of"
-                        f" {describe_rank(tensor_info, shard_index, self.sharding)}"
+                        f"{manifest_path}: no file holds tensor "
+                        f"{tensor_name!r} ({tensor_info.parallel_style}) of "
+                        f"{describe_rank(tensor_info, shard_index, self.sharding)}"
                     )
 
         if len(file_by_shard) != sum(
@@ -182,7 +190,8 @@ class WeightReader:
             and run_folder.step_of_dir(folder) not in (None, step)
         ):
             raise WeightsError(
-                f"{self.path / MANIFEST_FILE}: the weights belong to step {step}, but they are in {folder.name}"
+                f"{self.path / MANIFEST_FILE}: the weights belong "
+                f"to step {step}, but they are in {folder.name}"
             )
 
     def tensor_names(self) -> list[str]:
@@ -212,8 +221,8 @@ class WeightReader:
                     tensor_name
                 ) != expected_sha256:
                     raise WeightsError(
-                        f"{tensor_reader.path} is damaged: tensor {tensor_name!r} is not what was written (SHA-256 differs"
-                        f" from {MANIFEST_FILE}); fetch or write the weights again"
+                        f"{tensor_reader.path} is damaged: tensor {tensor_name!r} is not what was written "
+                        f"(SHA-256 differs from {MANIFEST_FILE}); fetch or write the weights again"
                     )
                 self._verified_tensors.add((file_name, tensor_name))
 
@@ -276,8 +285,8 @@ class WeightReader:
         Args:
             shard_index: number of the part, out of ``cut.parts(info)`` (see :meth:`Cut.part`).
             sharding: how to cut the model. By default, the part is the full tensor.
-            expert_index: for an expert tensor, the index within the part of the only expert to return, without the
-                leading dimension; None: all experts of the part.
+            expert_index: for an expert tensor, the index within the part of the only expert to return,
+                without the leading dimension; None: all experts of the part.
 
         Raises:
             LayoutError: the model cannot be cut in this way.

@@ -341,8 +341,9 @@ def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> C
     if platform.name == "cuda":
         torch.cuda.empty_cache()
     provenance_lines = [
-        f"Measured by `megatron-vl bench --calibrate` on {world_size} x {accelerator_name}, torch {torch.__version__},"
-        f" {options.config.dtype}: {', '.join(sorted(set(slowest_rates) - {'expert_tflops'}))}.",
+        f"Measured by `megatron-vl bench --calibrate` on {world_size} x "
+        f"{accelerator_name}, torch {torch.__version__}, {options.config.dtype}: "
+        f"{', '.join(sorted(set(slowest_rates) - {'expert_tflops'}))}.",
         f"All other fields: {previous_rates.source}; expert_tflops in proportion to product_tflops.",
     ]
     return dataclasses.replace(
@@ -409,8 +410,8 @@ def finish_calibration(
         f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match measured"
         f" steps on average ({spec.family}, {measured_text} ms)."
         if factor_is_valid
-        else f"No factor explains the measured steps ({spec.family}, {measured_text} ms), so the rates were not"
-        " scaled."
+        else f"No factor explains the measured steps ({spec.family}, {measured_text} ms), so the rates were "
+        "not scaled."
     )
     scaled_calibration = dataclasses.replace(
         scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)

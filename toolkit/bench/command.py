@@ -53,7 +53,8 @@ def _check_gpus(requested_gpus: int) -> None:
 
     if (visible_gpus := torch.cuda.device_count()) < requested_gpus:
         raise UserError(
-            f"--gpus {requested_gpus}: torch sees {visible_gpus} GPUs here; use --processes {requested_gpus} for small models on CPU"
+            f"--gpus {requested_gpus}: torch sees {visible_gpus} GPUs here; "
+            f"use --processes {requested_gpus} for small models on CPU"
         )
 
 

@@ -146,7 +146,8 @@ def measure_workload(
     for _ in range(bench_run.warm_up):
         run_one_step(bench_model, batch_broadcast)
     if chunked_optimizer := chunked_state(bench_model.optimizer):
-        chunked_optimizer.wait_for_host_state()  # memory of copies that are still under way does not count as held
+        # The buffers of copies that are still under way would count as allocated.
+        chunked_optimizer.wait_for_host_state()
     steady_bytes = allocated_bytes(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -366,6 +367,7 @@ def _layout_note(bench_model: BenchModel) -> str:
     experts += ", experts chosen evenly" if bench_model.bench_run.even_routing else ""
     recompute_note = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
     return (
-        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp {grid.dp}{experts}, "
-        f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step, {config.dtype}, {recompute_note}"
+        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp "
+        f"{grid.dp}{experts}, {config.global_batch_size} rows of "
+        f"{config.data.seq_len} tokens per step, {config.dtype}, {recompute_note}"
     )

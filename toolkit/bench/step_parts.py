@@ -189,8 +189,9 @@ def _hook_module(
 ) -> list[Any]:
     """Marks ``name forward`` and ``name backward`` of a module.
 
-    The backward span begins when the gradient of an output arrives. It ends with the gradient of ``last_grad_parameter``,
-    the module's first parameter, or, without ``last_grad_parameter``, when the whole backward pass ends.
+    The backward span begins when the gradient of an output arrives. It ends with the gradient of
+    ``last_grad_parameter``, the module's first parameter, or, without ``last_grad_parameter``, when the whole
+    backward pass ends.
     """
     forward_span, backward_span = f"{span_prefix} forward", f"{span_prefix} backward"
 

@@ -137,7 +137,8 @@ def lineage_lines(run_lineage: dict[str, Any]) -> list[str]:
             continue
         folder_names = ", ".join(lineage_entry["folder"] for lineage_entry in branch_entries)
         text_lines.append(
-            f"abandoned: steps {step_numbers} of branch {branch_name}{origin_note}. They are used only if you ask for them "
-            f"(--checkpoint.step N --checkpoint.branch {branch_name}); delete {folder_names} if you do not need them"
+            f"abandoned: steps {step_numbers} of branch {branch_name}{origin_note}. They "
+            "are used only if you ask for them (--checkpoint.step N --checkpoint.branch "
+            f"{branch_name}); delete {folder_names} if you do not need them"
         )
     return text_lines

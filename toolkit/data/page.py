@@ -96,7 +96,8 @@ def _write_page(
         durable_files.write_file(html_path, (page + "\n").encode(errors="backslashreplace"))
     except OSError as error:
         raise UserError(
-            f"--html {html_path} cannot be written ({error.strerror}); give a file that this user may write to"
+            f"--html {html_path} cannot be written ({error.strerror}); "
+            "give a file that this user may write to"
         ) from error
 
 

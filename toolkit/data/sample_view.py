@@ -123,7 +123,8 @@ def find_sample(
         remaining_index -= len(sample_source)
     num_samples = sum(map(len, all_sources))
     raise SourceError(
-        f"{prepared.dataset_location} has {num_samples} samples in {prepared.split}: --index is from 0 to {num_samples - 1}"
+        f"{prepared.dataset_location} has {num_samples} samples in "
+        f"{prepared.split}: --index is from 0 to {num_samples - 1}"
     )
 
 
@@ -141,7 +142,8 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
     if raw_sample is None:
         shard_name, sample_position = sample_source.shard_position(sample_index)
         raise SourceError(
-            f"sample {sample_position} of {shard_name} is excluded by {sample_source.dataset.path}'s split.yaml"
+            f"sample {sample_position} of {shard_name} is excluded "
+            f"by {sample_source.dataset.path}'s split.yaml"
         )
 
     encoder, spec = prepared.row_encoder, prepared.spec

@@ -85,7 +85,8 @@ def stats_sentences(prepared: PreparedDataset, statistics: DatasetStatistics) ->
         "all samples" if statistics.num_samples <= MAX_PACKED_SAMPLES else f"{MAX_PACKED_SAMPLES:,} samples"
     )
     sentence_list = [
-        f"Rows of {statistics.data_config.seq_len:,} tokens are made of {samples_text} in random order, as a loader makes them",
+        f"Rows of {statistics.data_config.seq_len:,} tokens are made "
+        f"of {samples_text} in random order, as a loader makes them",
         describe_pass(statistics.pass_facts(prepared.config.global_batch_size)),
     ]
     sentence_list += [
@@ -106,7 +107,8 @@ def print_stats(prepared: PreparedDataset, statistics: DatasetStatistics) -> Non
         console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
 
     print_line(
-        f"{prepared.dataset_location}: {statistics.num_samples:,} samples of {prepared.split}, {statistics.num_usable:,} usable"
+        f"{prepared.dataset_location}: {statistics.num_samples:,} "
+        f"samples of {prepared.split}, {statistics.num_usable:,} usable"
     )
     for table_title, table_lines in stats_tables(statistics).items():
         rich_table = Table(table_title, *table_lines[0][1], title_justify="left")

@@ -265,8 +265,8 @@ def prepare_inputs(demo: DemoRun) -> None:
     demo.run_yaml.write_text(yaml.safe_dump(run_settings, sort_keys=False))
     num_parameters = sum(torch.Size(shape).numel() for shape in _tensor_shapes(demo.hf_dir))
     demo.console.print(
-        f"{demo.hf_dir}: {num_parameters / 1e6:.2f} M parameters, random; {conversations_path}: {len(_read_samples(demo))} "
-        "conversations"
+        f"{demo.hf_dir}: {num_parameters / 1e6:.2f} M parameters, random; "
+        f"{conversations_path}: {len(_read_samples(demo))} conversations"
     )
     demo.console.print(f"{demo.run_yaml}: the configuration of the training below")
 
@@ -324,7 +324,8 @@ def train_until_killed(demo: DemoRun) -> None:
 
         if process.poll() is not None:
             raise UserError(
-                f"the training ended with exit code {process.returncode} before it was killed; {log_path} says why"
+                f"the training ended with exit code {process.returncode} "
+                f"before it was killed; {log_path} says why"
             )
         kill_process_tree(process.pid)
         process.wait()
@@ -356,7 +357,10 @@ def check_training(demo: DemoRun) -> None:
         default=float("inf"),
     )
     first_step = min(losses_after)
-    result_text = f"resumed at step {first_step}; {len(repeated_steps)} repeated steps differ by at most {largest_difference:.1e}"
+    result_text = (
+        f"resumed at step {first_step}; {len(repeated_steps)} "
+        f"repeated steps differ by at most {largest_difference:.1e}"
+    )
     demo.record_check(
         "A killed run resumes from its checkpoint and repeats its losses",
         result_text,
@@ -449,8 +453,8 @@ def compare_losses(
     relative_error = abs(mean_loss - trainer_metrics["loss"]) / mean_loss
     demo.record_check(
         f"Loss {training_phase}: transformers' equals the trainer's",
-        f"{mean_loss:.6f} and {trainer_metrics['loss']:.6f}, {relative_error:.1e} apart; {token_count} and {trainer_metrics['loss_tokens']} "
-        "tokens",
+        f"{mean_loss:.6f} and {trainer_metrics['loss']:.6f}, {relative_error:.1e} "
+        f"apart; {token_count} and {trainer_metrics['loss_tokens']} tokens",
         relative_error < tolerance
         and token_count == trainer_metrics["loss_tokens"]
         and trainer_metrics["samples"] == len(samples),
@@ -466,7 +470,8 @@ def compare_answers(demo: DemoRun, reference: DemoReference) -> None:
         answers_match.append(generated_answer == expected_answer)
         result_mark = "[green]as taught[/]" if answers_match[-1] else f"[red]taught: {expected_answer}[/]"
         demo.console.print(
-            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {generated_answer!r} {result_mark}",
+            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} "
+            f"-> {generated_answer!r} {result_mark}",
             soft_wrap=True,
         )
 

@@ -158,7 +158,10 @@ def _check_torch(torch_facts: dict | None, error_text: str, has_gpu: bool) -> Fi
         return broken_finding(
             "torch", f"does not import: {error_text}", "make setup, or: pip install torch -c constraints.txt"
         )
-    version_text = f"{torch_facts['version']}, built for {'CUDA ' + torch_facts['cuda'] if torch_facts['cuda'] else 'CPU'}"
+    version_text = (
+        f"{torch_facts['version']}, built for "
+        f"{'CUDA ' + torch_facts['cuda'] if torch_facts['cuda'] else 'CPU'}"
+    )
     if has_gpu and not torch_facts["gpus"]:
         return broken_finding(
             "torch",
@@ -313,8 +316,8 @@ def check_all_reduce(num_gpus: int) -> Finding:
         [line for line in completed_group.stdout.splitlines() if line.startswith("{")][-1]
     )
     speed_text = (
-        f"{reduce_facts['bytes'] / 2**20:.0f} MiB in {reduce_facts['seconds'] * 1e3:.2f} ms, {reduce_facts['bus_gb_s']:.1f} GB/s "
-        "on the bus"
+        f"{reduce_facts['bytes'] / 2**20:.0f} MiB in {reduce_facts['seconds'] * 1e3:.2f} "
+        f"ms, {reduce_facts['bus_gb_s']:.1f} GB/s on the bus"
     )
     return ok_finding(
         "all-reduce", f"{reduce_facts['backend']} over {pluralize(num_ranks, 'rank')}: correct, {speed_text}"
@@ -330,7 +333,10 @@ def _check_shared_memory(shared_memory_path: Path = Path("/dev/shm")) -> Finding
             "shared memory", f"{shared_memory_path} is missing", "set data.num_workers to 0, or mount it"
         )
     disk_usage = shutil.disk_usage(shared_memory_path)
-    usage_text = f"{shared_memory_path} {disk_usage.total / BYTES_PER_GIB:.1f} GiB, {disk_usage.free / BYTES_PER_GIB:.1f} free"
+    usage_text = (
+        f"{shared_memory_path} {disk_usage.total / BYTES_PER_GIB:.1f} "
+        f"GiB, {disk_usage.free / BYTES_PER_GIB:.1f} free"
+    )
     advice = (
         "loader workers pass rows through it, NCCL its buffers: use docker run --ipc=host, or --shm-size=16g"
     )

@@ -137,7 +137,8 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     add_finding(
         ok_finding(
             "config",
-            f"{pluralize(world_size, 'rank')}: tp {parallel.tp}{context} x pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
+            f"{pluralize(world_size, 'rank')}: tp {parallel.tp}{context} x "
+            f"pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
         )
     )
     refusal_message = ""
@@ -211,7 +212,10 @@ def _check_memory(
             f"{peak_memory_gib:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs"
         )
         return [ok_finding("memory", finding_text)]
-    estimate_text = f"{peak_memory_gib:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} GiB more should stay free"
+    estimate_text = (
+        f"{peak_memory_gib:.1f} GiB estimated for the fullest "
+        f"GPU, {RESERVE_GIB:.0f} GiB more should stay free"
+    )
     advice = (
         "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
         "data.max_patches"
@@ -250,7 +254,10 @@ def _check_memory(
 def _estimate_speed(prediction: RunPrediction) -> Finding:
     """The planner's estimate of the run's speed."""
     speed = prediction
-    speed_text = f"{speed.step_seconds:.2f} s a step, {speed.tokens_per_second:,.0f} tokens/s at {speed.mfu:.0%} MFU estimated on"
+    speed_text = (
+        f"{speed.step_seconds:.2f} s a step, {speed.tokens_per_second:,.0f} "
+        f"tokens/s at {speed.mfu:.0%} MFU estimated on"
+    )
     speed_text += f" {speed.calibration.gpu}" + (
         f", stages wait {speed.bubble_share:.0%} of the time" if speed.layout.pp > 1 else ""
     )
@@ -262,7 +269,10 @@ def _estimate_speed(prediction: RunPrediction) -> Finding:
 def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     max_positions = text_config(spec.hf_config).get("max_position_embeddings")
     if max_positions and config.data.seq_len > max_positions:
-        text = f"data.seq_len {config.data.seq_len} exceeds the {max_positions} positions that the model supports"
+        text = (
+            f"data.seq_len {config.data.seq_len} exceeds the "
+            f"{max_positions} positions that the model supports"
+        )
         return note_finding(
             "positions",
             text,
@@ -270,7 +280,8 @@ def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
         )
     return ok_finding(
         "positions",
-        f"rows of {config.data.seq_len} tokens; the model supports {max_positions or 'any number of'} positions",
+        f"rows of {config.data.seq_len} tokens; the model "
+        f"supports {max_positions or 'any number of'} positions",
     )
 
 
@@ -351,14 +362,20 @@ def _check_first_row(run: ResolvedRun) -> Finding:
 
     samples_text = pluralize(sum(source.sample_count for source in drawn_sources), "sample")
     blend_text = f" of {len(drawn_sources)} sources" if len(drawn_sources) > 1 else ""
-    finding_text = f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} s): {pluralize(first_row.num_samples, 'sample')}, "
+    finding_text = (
+        f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} "
+        f"s): {pluralize(first_row.num_samples, 'sample')}, "
+    )
     loss_tokens = int(first_row.loss_mask.count_nonzero())
-    finding_text += f"{first_row.num_images} pictures, {first_row.num_patches} patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+    finding_text += (
+        f"{first_row.num_images} pictures, {first_row.num_patches} "
+        f"patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+    )
     if split_facts.datasets_without_sizes:
         return note_finding(
             "rows",
-            f"{finding_text}; the sizes of the samples of {', '.join(split_facts.datasets_without_sizes)} are not known for this"
-            " tokenizer and chat template",
+            f"{finding_text}; the sizes of the samples of {', '.join(split_facts.datasets_without_sizes)} "
+            "are not known for this tokenizer and chat template",
             "the first start writes them; megatron-vl data index does it now",
         )
     if first_row.dropped_counts:
@@ -390,7 +407,8 @@ def _check_left_out(run: ResolvedRun) -> list[Finding]:
     return [
         broken_finding(
             "samples",
-            f"{meter.bad_count} of {meter.used_count + meter.bad_count} {samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
+            f"{meter.bad_count} of {meter.used_count + meter.bad_count} "
+            f"{samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
             meter.advice_text(),
         )
         for name, meter in meters.items()

@@ -46,7 +46,8 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: boo
     if table_path.suffix == ".tsv" and table_path.is_file() and table_path.stem.strip("."):
         if lmu_data_dir is not None:
             raise UsageError(
-                f"--lmu-data {lmu_data_dir}: leave it out; --data {data_argument} is a table whose own folder is used"
+                f"--lmu-data {lmu_data_dir}: leave it out; --data "
+                f"{data_argument} is a table whose own folder is used"
             )
         with table_path.open(encoding="utf-8-sig", errors="replace", newline="") as table_file:
             try:
@@ -60,12 +61,14 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: boo
         ]
         if missing_columns := [column for column in needed_columns if column not in column_names]:
             raise UsageError(
-                f"{table_path}: no column {', '.join(missing_columns)}; it has {', '.join(column_names)[:300]}"
+                f"{table_path}: no column {', '.join(missing_columns)}; "
+                f"it has {', '.join(column_names)[:300]}"
             )
         return table_path.stem, table_path.parent.resolve()
     if "/" in data_argument or not data_argument.strip(".") or table_path.suffix == ".tsv":
         raise UsageError(
-            f"--data {data_argument} is not a file; give the path of a table, NAME.tsv, or the name of a data set"
+            f"--data {data_argument} is not a file; give the "
+            "path of a table, NAME.tsv, or the name of a data set"
         )
 
     lmu_data_dir = lmu_data_dir or Path(os.environ.get("LMUData") or Path.home() / "LMUData")

@@ -349,7 +349,8 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     num_processes = options.processes or (num_gpus // options.gpus_per_process if device == "cuda" else 1)
     if device == "cuda" and num_processes * options.gpus_per_process > num_gpus:
         raise UsageError(
-            f"--processes {num_processes} of {options.gpus_per_process} GPUs each: this machine has {num_gpus} GPUs"
+            f"--processes {num_processes} of {options.gpus_per_process} "
+            f"GPUs each: this machine has {num_gpus} GPUs"
         )
 
     check_vlmevalkit()
@@ -440,7 +441,8 @@ def _check_output_dir(output_dir: Path) -> None:
         not output_dir.is_dir() or (any(output_dir.iterdir()) and not (output_dir / MARKER_FILE).exists())
     ):
         raise UsageError(
-            f"--out {output_dir} is not empty and was not written by an earlier evaluation; give another folder"
+            f"--out {output_dir} is not empty and was not written "
+            "by an earlier evaluation; give another folder"
         )
 
 

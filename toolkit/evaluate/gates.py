@@ -65,7 +65,8 @@ def compare_logits(
         differing = sorted(name for name in x.keys() | y.keys() if x.get(name) != y.get(name))
         if differing:
             details.append(
-                f"question {original_line['number'] + 1}: the processors give different {', '.join(differing)}"
+                f"question {original_line['number'] + 1}: the "
+                f"processors give different {', '.join(differing)}"
             )
         elif original_line["logits"]["logits"] != converted_line["logits"]["logits"]:
             logits_file = f"logits_{original_line['number']}.safetensors"
@@ -76,7 +77,8 @@ def compare_logits(
             max_difference = float((original_logits - converted_logits).abs().max())
             largest_difference = max(largest_difference, max_difference)
             details.append(
-                f"question {original_line['number'] + 1}: logits differ, those of the last token by at most {max_difference:.3g}"
+                f"question {original_line['number'] + 1}: logits differ, "
+                f"those of the last token by at most {max_difference:.3g}"
             )
 
     if details:

@@ -34,7 +34,8 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
     if not with_network:
         command_by_name["unshare"] = ["unshare", "--map-root-user", "--net", "--"]
     description_by_name = {
-        "bwrap": f"in bubblewrap, {'with' if with_network else 'without'} a network; it writes in {work_dir} only",
+        "bwrap": f"in bubblewrap, {'with' if with_network else 'without'} a network; it writes in {work_dir} "
+        "only",
         "unshare": "without a network, but writes where you can: install bubblewrap for tables of others",
     }
 

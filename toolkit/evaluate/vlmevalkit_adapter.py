@@ -139,7 +139,8 @@ def first_rows(data_frame: Any, row_limit: int) -> Any:
     num_tables = data_frame["SUB_DATASET"].nunique()
     if row_limit < num_tables:
         _exit_unusable(
-            f"--limit {row_limit} is less than one question of each of the {num_tables} tables of this data set"
+            f"--limit {row_limit} is less than one question of "
+            f"each of the {num_tables} tables of this data set"
         )
     row_order = data_frame.groupby("SUB_DATASET").cumcount()
     return data_frame.iloc[sorted(row_order.to_numpy().argsort(kind="stable")[:row_limit])]
@@ -167,11 +168,13 @@ def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
         dataset = build_dataset(dataset_name)
     except Exception as error:
         _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit cannot use it, and nothing is downloaded ({advice}): {error!r}"
+            f"--data {dataset_name}: VLMEvalKit cannot use it, "
+            f"and nothing is downloaded ({advice}): {error!r}"
         )
     if dataset is None:
         _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit knows no such data set, and finds no table with a column question"
+            f"--data {dataset_name}: VLMEvalKit knows no such "
+            "data set, and finds no table with a column question"
         )
     if getattr(dataset, "pack", False):
         _exit_unusable(

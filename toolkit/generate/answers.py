@@ -57,7 +57,8 @@ class GenerateRequest:
     data_config: DataConfig = field(default_factory=DataConfig)
     """Limits of pictures and videos."""
     asked_rules: dict[str, str] = field(default_factory=dict)
-    """The rules for videos that were asked for, by the fields of ``data_config``; others are the checkpoint's."""
+    """The rules for videos that were asked for, by the fields of ``data_config``; others are the
+    checkpoint's."""
 
 
 def run_generate(
@@ -159,8 +160,8 @@ def checkpoint_video_rules(
 ) -> dict[str, Any]:
     """Fields of :class:`DataConfig`: the rules asked for, and the one that the checkpoint was trained under.
 
-    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf_dir`` does, if it is
-    an export.
+    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf_dir`` does, if it
+    is an export.
 
     Raises:
         UserError: like :func:`toolkit.trained_video_rules.resolve_video_rules`.

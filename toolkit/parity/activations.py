@@ -3,7 +3,8 @@
 Hooks on both sides record outputs while the loss is computed; nothing is recomputed. Patches are in the
 tower's order (by windows, where the family has them), as in ``transformers``. Tokens are those of all
 samples, one sample after another, without the padding of rows. Logits are compared for the tokens for which
-the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.packing.training_row.loss_index`).
+the trainer computes them: those with loss and a few more
+(:func:`megatron_vl.data.packing.training_row.loss_index`).
 """
 
 from __future__ import annotations
@@ -171,7 +172,8 @@ class MegatronActivationRecorder(ActivationRecorder):
     def _local_contribution(self, step_data: StepBatch) -> dict[str, Tensor]:
         """Maps "location/row" to the values [positions, width] that this rank contributes.
 
-        The entries :data:`LENGTHS` and :data:`SELECTED_TOKENS` describe the rows; a rank without values has none.
+        The entries :data:`LENGTHS` and :data:`SELECTED_TOKENS` describe the rows; a rank without values has
+        none.
         """
         local_values: dict[str, Tensor] = {}
         row_length = step_data.rows[0].tokens.numel()

@@ -76,7 +76,8 @@ class ParityCase:
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
-    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
+    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third
+    sample."""
     reference: str = ""
     """Folder written by :mod:`toolkit.parity.reference_job`; empty: rank 0 computes the reference."""
     activations: bool = False

@@ -139,8 +139,8 @@ def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
     if spec.language.moe and layout_spec.tp > 1 and not layout_spec.sequence_parallel:
         sizes, colon, layers = layout_spec.layout_text.partition(":")
         raise UserError(
-            f"--layouts {layout_spec.layout_text}: with experts, tensor parallelism needs sequence parallelism "
-            f"(each rank routes its own tokens); write {sizes}sp{colon}{layers}"
+            f"--layouts {layout_spec.layout_text}: with experts, tensor parallelism needs sequence "
+            f"parallelism (each rank routes its own tokens); write {sizes}sp{colon}{layers}"
         )
     try:
         make_layout(spec, **layout_spec.layout_arguments)
@@ -189,8 +189,8 @@ def _megatron_weights(
     weight_reader = WeightReader(request.checkpoint_dir)
     if weight_reader.spec.different_fields(spec):
         raise UserError(
-            f"--checkpoint {request.checkpoint_dir} holds a {weight_reader.spec.family} model of other sizes than "
-            f"--hf {hf_dir}"
+            f"--checkpoint {request.checkpoint_dir} holds a "
+            f"{weight_reader.spec.family} model of other sizes than --hf {hf_dir}"
         )
     return request.checkpoint_dir
 
@@ -301,7 +301,8 @@ def run_layouts(
         ]
 
         print_line(
-            f"{', '.join(layout_spec.layout_text for layout_spec in same_size_layouts)} in {world_size} process{'es' if world_size > 1 else ''}"
+            f"{', '.join(layout_spec.layout_text for layout_spec in same_size_layouts)} "
+            f"in {world_size} process{'es' if world_size > 1 else ''}"
         )
         cases_path, results_path = (
             work_dir / f"cases_{world_size}.json",

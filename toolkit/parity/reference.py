@@ -166,7 +166,8 @@ _cached_results: dict[tuple[str, ...], Any] = {}
 def cached_result(cache_key: tuple[str, ...], compute_result: Callable[[], Any]) -> Any:
     """Returns the cached result for ``cache_key``, or computes it.
 
-    Many layouts of one model share a batch, and thus a result. The last :data:`MAX_CACHED_RESULTS` results used are kept.
+    Many layouts of one model share a batch, and thus a result. The last :data:`MAX_CACHED_RESULTS` results
+    used are kept.
     """
     value = _cached_results.pop(cache_key) if cache_key in _cached_results else compute_result()
     _cached_results[cache_key] = value

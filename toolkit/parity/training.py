@@ -214,7 +214,8 @@ def reference_training(
     """Trains with ``transformers``, torch's AdamW and gradient clipping.
 
     Returns:
-        (losses, gradient norms, canonical tensors by kind and name), as :func:`save_and_read_state` names the kinds.
+        (losses, gradient norms, canonical tensors by kind and name), as :func:`save_and_read_state` names the
+        kinds.
     """
     spec = read_spec(hf_dir)
     pixel_norm = read_pixel_norm(hf_dir)

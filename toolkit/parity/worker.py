@@ -4,8 +4,8 @@
 
 ``CASES.json`` is a list of :class:`Case` fields. Every case runs the trainer's own schedule, DDP and gradient
 finalisation; no part of the model is rebuilt for the comparison. ``megatron-vl parity`` and the tests run
-this program. Rank 0 computes the reference, unless :mod:`toolkit.parity.reference_job` did so before the group
-started.
+this program. Rank 0 computes the reference, unless :mod:`toolkit.parity.reference_job` did so before the
+group started.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
     """Runs the steps of a case and compares each with the reference. Collective.
 
     Returns:
-        On rank 0, {"ok", "steps": [output of :func:`compare`, with that of :meth:`MegatronActivationRecorder.compare`]}; on the
-        other ranks, no steps. A training returns what :func:`.training.run_training` does.
+        On rank 0, {"ok", "steps": [output of :func:`compare`, with that of
+        :meth:`MegatronActivationRecorder.compare`]}; on the other ranks, no steps. A training returns what
+        :func:`.training.run_training` does.
     """
     if case.train:
         from .training import run_training
@@ -118,8 +119,8 @@ def collect_gradients(
     The ranks of a data-parallel group hold equal gradients after the reduction; the first one contributes.
 
     Returns:
-        Maps each name to its copies, and each copy maps parts (see :meth:`Sharding.part`) to gradients. A tied
-        tensor has a copy on each of two stages.
+        Maps each name to its copies, and each copy maps parts (see :meth:`Sharding.part`) to gradients. A
+        tied tensor has a copy on each of two stages.
     """
     _gather_slices(ddp_chunks)
     tensor_infos = tensor_table(spec)

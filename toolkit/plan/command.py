@@ -158,13 +158,15 @@ def _predict_run_layout(search_request: SearchRequest) -> RunPrediction:
 
 def _nothing_fits_message(search_result: SearchResult, search_request: SearchRequest) -> str:
     nearest_note = (
-        f"; the nearest, {search_result.rejected_layouts[0].text}, takes {search_result.rejected_layouts[0].why}"
+        f"; the nearest, {search_result.rejected_layouts[0].text}, "
+        f"takes {search_result.rejected_layouts[0].why}"
         if search_result.rejected_layouts
         else ""
     )
     return (
-        f"no layout of {search_request.world_size} {search_request.calibration.gpu} fits {search_request.spec.family} with rows of"
-        f" {search_request.config.data.seq_len} tokens{nearest_note}: take more GPUs, or lower data.seq_len"
+        f"no layout of {search_request.world_size} {search_request.calibration.gpu} fits "
+        f"{search_request.spec.family} with rows of {search_request.config.data.seq_len} "
+        f"tokens{nearest_note}: take more GPUs, or lower data.seq_len"
     )
 
 

@@ -30,9 +30,12 @@ def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dic
 
     chosen_prediction = prediction
     header_comment = (
-        f"# GPUs: {chosen_prediction.world_size} x {chosen_prediction.calibration.gpu}, {chosen_prediction.peak_gib:.0f} GiB estimated on the fullest, when a row"
-        f" is all pictures\n# Layout of megatron-vl plan: {describe_layout(chosen_prediction.config, chosen_prediction.layout, chosen_prediction.data_parallel_size)}. Predicted:"
-        f" {chosen_prediction.step_seconds:.2f} s a step,\n# {chosen_prediction.tokens_per_second:,.0f} tokens/s at {chosen_prediction.mfu:.1%} MFU\n"
+        f"# GPUs: {chosen_prediction.world_size} x {chosen_prediction.calibration.gpu}, "
+        f"{chosen_prediction.peak_gib:.0f} GiB estimated on the fullest, when a row"
+        " is all pictures\n# Layout of megatron-vl plan: "
+        f"{describe_layout(chosen_prediction.config, chosen_prediction.layout, chosen_prediction.data_parallel_size)}. Predicted:"
+        f" {chosen_prediction.step_seconds:.2f} s a step,\n# {chosen_prediction.tokens_per_second:,.0f} "
+        f"tokens/s at {chosen_prediction.mfu:.1%} MFU\n"
         f"# Rows: {chosen_prediction.row_statistics.source_text}\n"
     )
     yaml_path.parent.mkdir(parents=True, exist_ok=True)

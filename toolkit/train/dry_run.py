@@ -181,8 +181,8 @@ def _print_offload(run_facts: dict[str, Any]) -> None:
         print(f"Adam's moments: {run_facts['moments_dtype']}")
     if offload_fraction := run_facts["offload_fraction"]:
         print(
-            f"optimizer state in host memory: {offload_fraction:.0%}, {run_facts['host_gib_per_rank']} GiB for each rank of"
-            " the fullest stage"
+            f"optimizer state in host memory: {offload_fraction:.0%}, "
+            f"{run_facts['host_gib_per_rank']} GiB for each rank of the fullest stage"
         )
     for name, least_fraction in run_facts["least_offload_fraction"].items():
         if name not in run_facts["fits"] and least_fraction is not None:
@@ -202,8 +202,8 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     print(
-        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"
-        f"{experts_note}{sequence_note}"
+        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp "
+        f"{layout_sizes['vpp']} x dp {layout_sizes['dp']}{experts_note}{sequence_note}"
     )
 
     for pipeline_stage, stage_contents in enumerate(run_facts["stages"]):
@@ -220,7 +220,8 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
             zip(schedule["warm_up"], schedule["steady"], strict=True)
         ):
             print(
-                f"  stage {pipeline_stage}: {warm_up_count} forward, {steady_count} x (forward, backward), {warm_up_count} backward"
+                f"  stage {pipeline_stage}: {warm_up_count} forward, "
+                f"{steady_count} x (forward, backward), {warm_up_count} backward"
             )
         speed_facts = run_facts["speed"]
         bubble_note = (
