@@ -116,11 +116,12 @@ def _match_renamed_tensors(
         for tensor_name in checkpoint_tensors.shape_by_name:
             side_names.setdefault(short_tensor_name(tensor_name), []).append(tensor_name)
     name_pairs = ((names, names_by_short[1].get(short, [])) for short, names in names_by_short[0].items())
-    return {
-        names[0]: others[0]
-        for names, others in name_pairs
-        if len(names) == len(others) == 1 and names != others
-    }
+
+    renamed_tensors: dict[str, str] = {}
+    for names, others in name_pairs:
+        if len(names) == len(others) == 1 and names != others:
+            renamed_tensors[names[0]] = others[0]
+    return renamed_tensors
 
 
 def _element_count(shape: tuple[int, ...]) -> int:

@@ -151,12 +151,13 @@ def _write_weights(
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     tensor_infos = tensor_table(source.spec)
     file_plan = _plan_files(source, tensor_infos, layout)
-    header_by_file = {
-        file: make_safetensors_header(
+
+    header_by_file = {}
+    for file, names in file_plan.tensors_by_file.items():
+        header_by_file[file] = make_safetensors_header(
             {name: file_plan.stored_types[name] for name in names}, {"format": "pt"}
         )
-        for file, names in file_plan.tensors_by_file.items()
-    }
+
     conversion_facts = _describe_conversion(
         command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
     )
@@ -178,17 +179,19 @@ def _write_weights(
             conversion_output,
             worker_count,
         )
-        file_entries = [
-            file_entry(
-                file,
-                {
-                    name: (*file_plan.stored_types[name], conversion_output.sha256_by_tensor[file, name])
-                    for name in names
-                },
-                file_plan.ranks_by_file[file],
+
+        file_entries = []
+        for file, names in file_plan.tensors_by_file.items():
+            file_entries.append(
+                file_entry(
+                    file,
+                    {
+                        name: (*file_plan.stored_types[name], conversion_output.sha256_by_tensor[file, name])
+                        for name in names
+                    },
+                    file_plan.ranks_by_file[file],
+                )
             )
-            for file, names in file_plan.tensors_by_file.items()
-        ]
 
         conversion_output.commit_files()
         write_manifest(output_dir, source.spec, layout, file_entries, weights_origin)
@@ -221,7 +224,12 @@ def _shard_jobs(
     for name, file in file_plan.model_order():
         if (file, name) in conversion_output.kept_tensors:
             continue
-        ranks = {f"{kind}_rank": rank for kind, rank in file_plan.ranks_by_file[file].items() if kind != "pp"}
+
+        ranks = {}
+        for kind, rank in file_plan.ranks_by_file[file].items():
+            if kind != "pp":
+                ranks[f"{kind}_rank"] = rank
+
         shard_index = file_plan.sharding.shard_index(tensor_infos[name], **ranks)
         jobs_by_tensor.setdefault(name, []).append(
             _shard_job(
@@ -323,10 +331,11 @@ def _plan_files(
     source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
 ) -> _FilePlan:
     sharding = layout.sharding if layout else UNSHARDED
-    stored_types = {
-        tensor_name: (source.dtype(tensor_name), info.shard_shape(sharding))
-        for tensor_name, info in tensor_infos.items()
-    }
+
+    stored_types = {}
+    for tensor_name, info in tensor_infos.items():
+        stored_types[tensor_name] = (source.dtype(tensor_name), info.shard_shape(sharding))
+
     if layout:
         return _FilePlan(stored_types, *_shard_files(tensor_infos, layout), sharding)
 
@@ -340,10 +349,10 @@ def _plan_files(
             group_bytes = row_count * col_count * dtype.itemsize
         file_groups[-1].append(tensor_name)
 
-    tensors_by_file = {
-        f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors": names
-        for i, names in enumerate(file_groups)
-    }
+    tensors_by_file = {}
+    for i, names in enumerate(file_groups):
+        tensors_by_file[f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors"] = names
+
     return _FilePlan(stored_types, tensors_by_file, {file: {"tp": 0, "pp": 0} for file in tensors_by_file})
 
 
@@ -425,10 +434,11 @@ def export_weights(
     _check_padding(source, hf_checkpoint, workers)
     trained_rule = _known_video_rule(source, hf_checkpoint)
     companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
-    header_by_file = {
-        file: read_safetensors_header(hf_checkpoint.path / file)
-        for file in hf_checkpoint.tensor_folder.reader_by_file
-    }
+
+    header_by_file = {}
+    for file in hf_checkpoint.tensor_folder.reader_by_file:
+        header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
+
     input_dirs = [source.path, hf_checkpoint.path]
     conversion_facts = _describe_conversion(
         "export", source, header_by_file, None, hf_checkpoint.fingerprint()

@@ -206,18 +206,20 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     released_style = RELEASED_EXPERT_STYLE[spec.family]
     ffn_hidden_size = spec.language.moe.ffn_hidden_size
     hidden_size = spec.language.hidden_size
-    model_tensors = [
-        tensor_name
-        for tensor_name in tensor_folder.file_by_tensor
-        if not is_carried_tensor(spec, tensor_name)
-    ]
-    expert_stacks = {
-        tensor_name: (2 * ffn_hidden_size, hidden_size)
-        if tensor_name.endswith(GATE_UP_STACK)
-        else (hidden_size, ffn_hidden_size)
-        for tensor_name in model_tensors
-        if tensor_name.endswith((GATE_UP_STACK, DOWN_STACK))
-    }
+
+    model_tensors = []
+    for tensor_name in tensor_folder.file_by_tensor:
+        if not is_carried_tensor(spec, tensor_name):
+            model_tensors.append(tensor_name)
+
+    expert_stacks = {}
+    for tensor_name in model_tensors:
+        if tensor_name.endswith((GATE_UP_STACK, DOWN_STACK)):
+            expert_stacks[tensor_name] = (
+                (2 * ffn_hidden_size, hidden_size)
+                if tensor_name.endswith(GATE_UP_STACK)
+                else (hidden_size, ffn_hidden_size)
+            )
 
     if not expert_stacks:
         return (
@@ -282,9 +284,11 @@ class HfCheckpoint:
     def _map_released_names(self) -> dict[str, str]:
         """Released name -> stored name, for all tensors of the model."""
         stored_by_released: dict[str, str] = {}
-        released_by_short = {
-            short_tensor_name(stored_name): stored_name for stored_name in self.expected_shapes
-        }
+
+        released_by_short = {}
+        for stored_name in self.expected_shapes:
+            released_by_short[short_tensor_name(stored_name)] = stored_name
+
         for stored_name in self.tensor_folder.file_by_tensor:
             if is_carried_tensor(self.spec, stored_name):
                 continue
@@ -348,12 +352,20 @@ class HfCheckpoint:
         Released Qwen3.5 stores them in float32, like the norm within these layers. Qwen3.6 and 3.8 store them
         in bfloat16. They are recognised by the ``bos_token_id`` in their text config.
         """
-        decay_names = [name for name in self.expected_shapes if name.endswith(".linear_attn.A_log")]
+        decay_names = []
+        for name in self.expected_shapes:
+            if name.endswith(".linear_attn.A_log"):
+                decay_names.append(name)
+
         text_config = self.spec.hf_config.get("text_config") or {}
         if not decay_names or text_config.get("bos_token_id") is not None:
             return ""
 
-        narrow_names = [name for name in decay_names if self.hf_dtype(name) != torch.float32]
+        narrow_names = []
+        for name in decay_names:
+            if self.hf_dtype(name) != torch.float32:
+                narrow_names.append(name)
+
         if narrow_names:
             storage_text = (
                 f"{len(narrow_names)} of {len(decay_names)} A_log are "
@@ -362,10 +374,13 @@ class HfCheckpoint:
         else:
             reader_by_file = self.tensor_folder.reader_by_file
             stored_names = [self.stored_name_by_released[name] for name in decay_names]
-            decay_tensors = [
-                reader_by_file[self.tensor_folder.file_by_tensor[name]].read_tensor(name)
-                for name in stored_names
-            ]
+
+            decay_tensors = []
+            for name in stored_names:
+                decay_tensors.append(
+                    reader_by_file[self.tensor_folder.file_by_tensor[name]].read_tensor(name)
+                )
+
             if not all(torch.equal(value, value.bfloat16().float()) for value in decay_tensors):
                 return ""
             storage_text = "every A_log is stored as float32 but holds only values of bfloat16"

@@ -251,7 +251,12 @@ def _is_manifest(file_path: Path) -> bool:
 
 def _weight_files(output_dir: Path, is_hf_export: bool) -> list[Path]:
     names = re.compile(HF_FILE_PATTERN if is_hf_export else MEGATRON_FILE_PATTERN)
-    return [path for path in output_dir.iterdir() if names.fullmatch(path.name)]
+
+    weight_files: list[Path] = []
+    for path in output_dir.iterdir():
+        if names.fullmatch(path.name):
+            weight_files.append(path)
+    return weight_files
 
 
 def _remove_weights(output_dir: Path, is_hf_export: bool) -> None:
@@ -298,11 +303,11 @@ def _verify_kept_tensors(
         (file, name), tensor_sha256 = recorded_item
         return writer_by_file[file].stored_sha256(name) == tensor_sha256
 
-    recorded_items = [
-        item
-        for item in recorded_sha256.items()
-        if item[0][0] in writer_by_file and item[0][1] in writer_by_file[item[0][0]].tensor_names()
-    ]
+    recorded_items = []
+    for item in recorded_sha256.items():
+        if item[0][0] in writer_by_file and item[0][1] in writer_by_file[item[0][0]].tensor_names():
+            recorded_items.append(item)
+
     with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
         return frozenset(
             item[0]

@@ -133,10 +133,11 @@ def stacked_rows_rule(
     """The rule of a tensor that consists of HF tensors with ``row_counts`` rows, one below the other."""
     col_count = matrix_shape(tensor_info.shape)[1]
     first_rows = [sum(row_counts[:i]) for i in range(len(row_counts))]
-    blocks = [
-        MatrixBlock(name, row_count, col_count, row=start)
-        for name, row_count, start in zip(hf_names, row_counts, first_rows, strict=True)
-    ]
+
+    blocks = []
+    for name, row_count, start in zip(hf_names, row_counts, first_rows, strict=True):
+        blocks.append(MatrixBlock(name, row_count, col_count, row=start))
+
     return _rule_with_same_columns(tensor_info, dict(zip(hf_names, row_counts, strict=True)), blocks)
 
 
@@ -146,17 +147,20 @@ def fused_qkv_rule(tensor_info: TensorInfo, hf_name: str, num_heads: int, head_d
     For each head, the canonical tensor has its query, key and value.
     """
     col_count = matrix_shape(tensor_info.shape)[1]
-    blocks = [
-        MatrixBlock(
-            hf_name,
-            head_dim,
-            col_count,
-            row=(3 * head + which) * head_dim,
-            part_row=(which * num_heads + head) * head_dim,
-        )
-        for head in range(num_heads)
-        for which in range(3)
-    ]
+
+    blocks = []
+    for head in range(num_heads):
+        for which in range(3):
+            blocks.append(
+                MatrixBlock(
+                    hf_name,
+                    head_dim,
+                    col_count,
+                    row=(3 * head + which) * head_dim,
+                    part_row=(which * num_heads + head) * head_dim,
+                )
+            )
+
     return _rule_with_same_columns(tensor_info, {hf_name: 3 * num_heads * head_dim}, blocks)
 
 
@@ -165,15 +169,16 @@ def gated_rule(tensor_info: TensorInfo, gate_name: str, up_name: str, real_rows:
     rows."""
     rows, col_count = matrix_shape(tensor_info.shape)
     half_rows = rows // 2
-    blocks = [
-        MatrixBlock(hf_name, real_rows, col_count, row=i * half_rows)
-        for i, hf_name in enumerate((gate_name, up_name))
-    ]
-    padding_regions = [
-        MatrixRegion(i * half_rows + real_rows, (i + 1) * half_rows, 0, col_count)
-        for i in (0, 1)
-        if half_rows > real_rows
-    ]
+
+    blocks = []
+    for i, hf_name in enumerate((gate_name, up_name)):
+        blocks.append(MatrixBlock(hf_name, real_rows, col_count, row=i * half_rows))
+
+    padding_regions = []
+    for i in (0, 1):
+        if half_rows > real_rows:
+            padding_regions.append(MatrixRegion(i * half_rows + real_rows, (i + 1) * half_rows, 0, col_count))
+
     return _rule_with_same_columns(
         tensor_info, {gate_name: real_rows, up_name: real_rows}, blocks, padding_regions
     )

@@ -356,7 +356,12 @@ def _convert_records(
         for batch_number, outcomes in enumerate(pool.results_in_order(_verify_batch, verify_tasks)):
             if batch_number >= journal.num_known:
                 journal.append_entry(verdicts_to_json(_batch_verdicts(outcomes)))
-            samples = [outcome for outcome in outcomes if isinstance(outcome, ConvertedSample)]
+
+            samples = []
+            for outcome in outcomes:
+                if isinstance(outcome, ConvertedSample):
+                    samples.append(outcome)
+
             embedded_media.add_references(samples)
             for outcome in map(duplicate_filter.first_or_refusal, outcomes):
                 report.records += 1
@@ -376,9 +381,11 @@ def _convert_records(
     durable_files.publish_file(quarantine_partial, options.out / "quarantine.jsonl")
 
     # The time it took is left out, so that the same input gives the same files.
-    report_fields = {
-        name: value for name, value in report.as_json().items() if name not in RUN_DEPENDENT_FIELDS
-    }
+    report_fields = {}
+    for name, value in report.as_json().items():
+        if name not in RUN_DEPENDENT_FIELDS:
+            report_fields[name] = value
+
     durable_files.write_file(
         options.out / "report.json", (json.dumps(report_fields, indent=2) + "\n").encode()
     )
@@ -561,15 +568,11 @@ def _verify_batch(
         else:
             references: list[tuple[str, Any]] = []
             if embedded_media_file is not None:
-                references = [
-                    (
-                        kind,
-                        embedded_media_file.append_medium(read_media(kind, ref, media_root))
-                        if is_embedded(ref)
-                        else ref,
-                    )
-                    for kind, ref in conversation.media_references
-                ]
+                for kind, ref in conversation.media_references:
+                    if is_embedded(ref):
+                        ref = embedded_media_file.append_medium(read_media(kind, ref, media_root))
+                    references.append((kind, ref))
+
             sample = ConvertedSample(
                 f"{record_index:09d}",
                 conversation.messages,

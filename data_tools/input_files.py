@@ -74,9 +74,12 @@ class InputFile:
         if self.field_by_column:
             known_fields = {**self.field_by_column, "id": "id"}
             taken_fields = set(known_fields.values())
-            renamed_record = {
-                known_fields[name]: value for name, value in record.items() if name in known_fields
-            }
+
+            renamed_record = {}
+            for name, value in record.items():
+                if name in known_fields:
+                    renamed_record[known_fields[name]] = value
+
             # A field that the index leaves out must not be read under its own name.
             renamed_record |= {
                 (
@@ -100,11 +103,11 @@ class InputFile:
         role_key, content_key = self.role_tags["role_tag"], self.role_tags["content_tag"]
         role_by_tag = {self.role_tags[tag]: ours for tag, (_, ours) in ROLE_TAGS.items()}
         # A field that the tags leave out must not be read as the role or the content.
-        other_fields = {
-            f"{name} (not in the index)" if name in ("role", "content") else name: value
-            for name, value in turn.items()
-            if name not in (role_key, content_key)
-        }
+        other_fields = {}
+        for name, value in turn.items():
+            if name not in (role_key, content_key):
+                other_fields[f"{name} (not in the index)" if name in ("role", "content") else name] = value
+
         written_role = turn.get(role_key)
         known_role = (
             role_by_tag.get(written_role, written_role) if isinstance(written_role, str) else written_role
@@ -279,9 +282,12 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
             raise InputError(f"{location}: {key} must give a field's name for each of its keys")
     if unknown_keys := [key for key in columns if key not in FIELD_BY_COLUMN]:
         raise InputError(f"{location}: the columns {', '.join(unknown_keys)} are unknown")
-    field_by_column = {
-        theirs: FIELD_BY_COLUMN[key] or "conversations" for key, theirs in columns.items() if theirs
-    }
+
+    field_by_column = {}
+    for key, theirs in columns.items():
+        if theirs:
+            field_by_column[theirs] = FIELD_BY_COLUMN[key] or "conversations"
+
     default_tags = {
         "role_tag": "from",
         "content_tag": "value",
@@ -296,9 +302,15 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     files = _folder_files(data_path) if data_path.is_dir() else [data_path]
     if not files[0].is_file():
         raise InputError(f"{location}: {data_path} does not exist")
-    return [
-        InputFile(
-            file, FORMAT_BY_FORMATTING[formatting], field_by_column, {**default_tags, **tags} if tags else {}
+
+    input_files: list[InputFile] = []
+    for file in files:
+        input_files.append(
+            InputFile(
+                file,
+                FORMAT_BY_FORMATTING[formatting],
+                field_by_column,
+                {**default_tags, **tags} if tags else {},
+            )
         )
-        for file in files
-    ]
+    return input_files

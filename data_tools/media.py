@@ -219,9 +219,10 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
         return list(frame_sequence.pictures)
     frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
     try:
-        picture_names = [
-            path.name for path in frame_dir.iterdir() if path.suffix[1:].lower() in PICTURE_SUFFIXES
-        ]
+        picture_names = []
+        for path in frame_dir.iterdir():
+            if path.suffix[1:].lower() in PICTURE_SUFFIXES:
+                picture_names.append(path.name)
     except OSError as error:
         raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
     ordered_names = sorted((natural_order(name), name) for name in picture_names if not name.startswith("."))

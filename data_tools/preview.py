@@ -102,9 +102,12 @@ def _argument_notes(
         field_counts: the fields of the records.
     """
     argument_notes = []
-    absent_columns = [
-        name for name in input_file.field_by_column if file_preview.records and not field_counts[name]
-    ]
+
+    absent_columns = []
+    for name in input_file.field_by_column:
+        if file_preview.records and not field_counts[name]:
+            absent_columns.append(name)
+
     if absent_columns:
         fields_text = ", ".join(sorted(field_counts)) or "no fields"
         argument_notes.append(

@@ -186,9 +186,13 @@ def _check_nesting(json_value: Any, num_brackets: int) -> Any:
     nesting_level = [json_value]
     for _ in range(MAX_NESTING):
         child_groups = (item.values() if isinstance(item, dict) else item for item in nesting_level)
-        nesting_level = [
-            child for items in child_groups for child in items if isinstance(child, (dict, list))
-        ]
+
+        nesting_level = []
+        for items in child_groups:
+            for child in items:
+                if isinstance(child, (dict, list)):
+                    nesting_level.append(child)
+
         if not nesting_level:
             return json_value
     return UnreadableRecord.with_reason(

@@ -48,10 +48,10 @@ class ResumeError(UserError, ValueError):
 
 def make_plan(input_paths: list[Path], media_root: Path | None, **options: Any) -> dict[str, Any]:
     """Everything that determines the output: options, media root, and the content of the input files."""
-    files = [
-        {"name": name, "bytes": path.stat().st_size, **_file_digest(path)}
-        for name, path in zip(input_names(input_paths), input_paths, strict=True)
-    ]
+    files = []
+    for name, path in zip(input_names(input_paths), input_paths, strict=True):
+        files.append({"name": name, "bytes": path.stat().st_size, **_file_digest(path)})
+
     return {"format": PLAN_VERSION, "options": options, "inputs": files, "media_root": str(media_root or "")}
 
 
@@ -84,7 +84,11 @@ def _file_digest(file_path: Path) -> dict[str, str]:
 
 def public_plan(full_plan: dict[str, Any]) -> dict[str, Any]:
     """The plan as it stays in the data set, without the location of the media on this machine."""
-    return {name: value for name, value in full_plan.items() if name != "media_root"}
+    public_fields: dict[str, Any] = {}
+    for name, value in full_plan.items():
+        if name != "media_root":
+            public_fields[name] = value
+    return public_fields
 
 
 def describe_differences(old_plan: dict[str, Any], new_plan: dict[str, Any]) -> str:
@@ -292,15 +296,19 @@ def _remove_path(path: Path) -> None:
 def verdicts_to_json(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
     """Verdicts as they are written: for each record, the measures of its media or its line of the
     quarantine file."""
-    return [
-        verdict if isinstance(verdict, dict) else [dataclasses.astuple(info) for info in verdict]
-        for verdict in verdicts
-    ]
+    json_verdicts: list[Any] = []
+    for verdict in verdicts:
+        json_verdicts.append(
+            verdict if isinstance(verdict, dict) else [dataclasses.astuple(info) for info in verdict]
+        )
+    return json_verdicts
 
 
 def parse_verdicts(json_verdicts: Any) -> list[Any]:
     """The verdicts that :func:`verdicts_to_json` wrote. Raises TypeError if they are something else."""
-    return [
-        verdict if isinstance(verdict, dict) else [MediaInfo(*info) for info in verdict]
-        for verdict in json_verdicts
-    ]
+    parsed_verdicts: list[Any] = []
+    for verdict in json_verdicts:
+        parsed_verdicts.append(
+            verdict if isinstance(verdict, dict) else [MediaInfo(*info) for info in verdict]
+        )
+    return parsed_verdicts

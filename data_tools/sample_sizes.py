@@ -112,10 +112,11 @@ def index_datasets(
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
-    return [
-        _index_dataset(one, sizes_name, encoder, num_workers, show_progress)
-        for one in _local_datasets(data_config)
-    ]
+
+    index_results: list[IndexResult] = []
+    for dataset in _local_datasets(data_config):
+        index_results.append(_index_dataset(dataset, sizes_name, encoder, num_workers, show_progress))
+    return index_results
 
 
 def index_datasets_part(
@@ -133,10 +134,13 @@ def index_datasets_part(
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
-    return [
-        _index_dataset_part(one, sizes_name, encoder, work_part, num_workers, show_progress)
-        for one in _local_datasets(data_config)
-    ]
+
+    part_results: list[IndexPartResult] = []
+    for dataset in _local_datasets(data_config):
+        part_results.append(
+            _index_dataset_part(dataset, sizes_name, encoder, work_part, num_workers, show_progress)
+        )
+    return part_results
 
 
 def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:

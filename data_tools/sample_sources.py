@@ -145,13 +145,16 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     """
     description = read_description(dataset_location)
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, dataset_location.name)
-    drawn_sources = [
-        SampleSource(
-            known.source_name, data, part, known.sample_share, known.first_sample, known.sample_count
-        )
-        for known, (data, part) in zip(sized_sources, list_split_datasets(description, split), strict=True)
-        if known.sample_share
-    ]
+
+    drawn_sources = []
+    for known, (data, part) in zip(sized_sources, list_split_datasets(description, split), strict=True):
+        if known.sample_share:
+            drawn_sources.append(
+                SampleSource(
+                    known.source_name, data, part, known.sample_share, known.first_sample, known.sample_count
+                )
+            )
+
     if not sum(source.shard_starts[-1] for source in drawn_sources):
         raise LoaderError(f"{dataset_location}: the split {split!r} is empty")
     return drawn_sources

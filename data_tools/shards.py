@@ -198,12 +198,14 @@ def _sample_json(sample: ConvertedSample, keys: list[str]) -> bytes:
     def named_part(p: dict[str, Any]) -> dict[str, Any]:
         return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(member_iterator)}
 
-    messages = [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [named_part(p) for p in message["content"]]}
-        for message in sample.messages
-    ]
+    messages = []
+    for message in sample.messages:
+        messages.append(
+            message
+            if isinstance(message["content"], str)
+            else {**message, "content": [named_part(p) for p in message["content"]]}
+        )
+
     media_records = [info.loader_record(key) for key, info in zip(keys, sample.media_infos, strict=True)]
     tools_field = {"tools": sample.tool_definitions} if sample.tool_definitions else {}
     sample_fields = {
@@ -296,7 +298,11 @@ class IndexWriter:
         )
 
         def rows_of_type(row_type: type) -> list[Any]:
-            return [row for row in shard.index_rows if isinstance(row, row_type)]
+            matching_rows: list[Any] = []
+            for row in shard.index_rows:
+                if isinstance(row, row_type):
+                    matching_rows.append(row)
+            return matching_rows
 
         self.sqlite_writer.append_samples(rows_of_type(IndexSample))
         self.sqlite_writer.append_parts(rows_of_type(IndexSamplePart))
@@ -315,10 +321,11 @@ class IndexWriter:
         (self.meta_dir / ".info.json").write_text(
             json.dumps({"energon_version": __version__, "shard_counts": sample_counts}, indent=2)
         )
-        split_shards = {
-            part: [s.name for s in self.written_shards if s.name.startswith(part)]
-            for part in ("train", "val")
-        }
+
+        split_shards = {}
+        for part in ("train", "val"):
+            split_shards[part] = [s.name for s in self.written_shards if s.name.startswith(part)]
+
         (self.meta_dir / "split.yaml").write_text(
             yaml.safe_dump({"split_parts": split_shards, "exclude": []}, sort_keys=False)
         )

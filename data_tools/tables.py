@@ -94,7 +94,11 @@ def _batch_records(record_batch: Any, row_start: int, is_wanted: Callable[[int, 
 def _without_nulls(field_value: Any) -> Any:
     """A value without the null fields of its structures."""
     if isinstance(field_value, dict):
-        return {name: _without_nulls(item) for name, item in field_value.items() if item is not None}
+        kept_items = {}
+        for name, item in field_value.items():
+            if item is not None:
+                kept_items[name] = _without_nulls(item)
+        return kept_items
     if isinstance(field_value, list):
         return [_without_nulls(item) for item in field_value]
     return field_value

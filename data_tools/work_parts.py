@@ -91,7 +91,12 @@ def describe_missing_parts(work_dir: Path) -> str:
     if any(len(complete_parts) == num_parts for num_parts, complete_parts in parts_by_count.items()):
         return ""
     num_parts = max(parts_by_count, key=lambda part_count: len(parts_by_count[part_count]) / part_count)
-    missing_indices = [i for i in range(num_parts) if i not in parts_by_count[num_parts]]
+
+    missing_indices = []
+    for i in range(num_parts):
+        if i not in parts_by_count[num_parts]:
+            missing_indices.append(i)
+
     more_text = f" and {len(missing_indices) - 10} more" if len(missing_indices) > 10 else ""
     return ", ".join(f"{i}/{num_parts}" for i in missing_indices[:10]) + more_text
 

@@ -83,7 +83,11 @@ def _unknown_command_message(argv: list[str]) -> str:
 
     if group_commands:
         similar_words = difflib.get_close_matches(second_words[0], group_commands.values(), 3)
-        similar_commands = [name for name, word in group_commands.items() if word in similar_words]
+
+        similar_commands = []
+        for name, word in group_commands.items():
+            if word in similar_words:
+                similar_commands.append(name)
     else:
         similar_commands = difflib.get_close_matches(first_word, COMMANDS, 3)
     given_command = " ".join([first_word, *second_words]) if group_commands else first_word

@@ -177,10 +177,11 @@ def _media_grids(
     seconds_of_media = (
         [1.0] * len(shapes) if seconds_per_grid is None else [float(value) for value in seconds_per_grid]
     )
-    return [
-        GridTHW(t, h, w, media_kind, second)
-        for (t, h, w), second in zip(shapes, seconds_of_media, strict=True)
-    ]
+
+    media_grids: list[GridTHW] = []
+    for (t, h, w), second in zip(shapes, seconds_of_media, strict=True):
+        media_grids.append(GridTHW(t, h, w, media_kind, second))
+    return media_grids
 
 
 def _grids_in_text_order(

@@ -86,7 +86,11 @@ def parse_layout(layout_text: str) -> LayoutSpec:
             "twice"
         )
 
-    parallel_sizes = {name: int(number) for name, number in layout_parts if number}
+    parallel_sizes = {}
+    for name, number in layout_parts:
+        if number:
+            parallel_sizes[name] = int(number)
+
     tensor_parallel_size = parallel_sizes.get("tp", 1)
     stage_ranks = tensor_parallel_size * parallel_sizes.get("cp", 1)
     expert_ranks = parallel_sizes.get("ep", 1) * parallel_sizes.get("etp", 1)
@@ -111,7 +115,11 @@ def parse_layout(layout_text: str) -> LayoutSpec:
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:
     """Parses comma-separated layouts. Raises LayoutTextError like :func:`parse_layout`, and for no layout."""
-    layouts = [parse_layout(part) for part in layouts_text.split(",") if part.strip()]
+    layouts = []
+    for part in layouts_text.split(","):
+        if part.strip():
+            layouts.append(parse_layout(part))
+
     if not layouts:
         raise LayoutTextError(f"no layout is given; valid: {LAYOUT_GRAMMAR}")
     return layouts

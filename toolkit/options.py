@@ -86,9 +86,10 @@ def parse_command_line[Options: CommandOptions](
 
 def _explain_parser_error(error_message: str, options_class: type[CommandOptions]) -> str:
     """jsonargparse's message in one line, with options spelled as on the command line."""
-    types_by_field = {
-        name: _without_none(hint) for name, hint in typing.get_type_hints(options_class).items()
-    }
+    types_by_field = {}
+    for name, hint in typing.get_type_hints(options_class).items():
+        types_by_field[name] = _without_none(hint)
+
     return explain_parser_error(
         error_message,
         types_by_field,
@@ -123,7 +124,11 @@ def _check_path(input_path: Path, is_hf: bool) -> None:
 
 def require_exactly_one(options: CommandOptions, *option_names: str) -> None:
     """Raises UsageError unless exactly one of these options is given."""
-    given_names = [name for name in option_names if getattr(options, name)]
+    given_names = []
+    for name in option_names:
+        if getattr(options, name):
+            given_names.append(name)
+
     if len(given_names) != 1:
         option_flags = " or ".join(option_flag(name) for name in option_names)
         raise UsageError(f"give {option_flags}" + (", not both" if given_names else ""))
@@ -362,10 +367,16 @@ def _command_description(options_class: type[CommandOptions]) -> str:
 def _usage_line(options_class: type[CommandOptions], program_name: str) -> str | None:
     if not options_class.run_fields:
         return None
-    required_fields = [field for field in shown_options(options_class) if _is_required(field)]
-    usage_words = [
-        f"{option_flag(field.name)} {field.metadata['metavar'] or 'VALUE'}" for field in required_fields
-    ]
+
+    required_fields = []
+    for field in shown_options(options_class):
+        if _is_required(field):
+            required_fields.append(field)
+
+    usage_words = []
+    for field in required_fields:
+        usage_words.append(f"{option_flag(field.name)} {field.metadata['metavar'] or 'VALUE'}")
+
     return " ".join([program_name, *usage_words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 
 

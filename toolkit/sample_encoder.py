@@ -113,13 +113,15 @@ def read_samples(samples_path: Path) -> list[TokenizedSample]:
     samples = []
     with safe_open(samples_path, framework="pt") as samples_file:
         for i, sample_grids in enumerate(json.loads(samples_file.metadata()["grids"])):
-            media_items = [
-                MediaItem(
-                    GridTHW(**grid | {"timestamps": tuple(grid["timestamps"])}),
-                    samples_file.get_tensor(f"{i}.{j}.planes"),
+            media_items = []
+            for j, grid in enumerate(sample_grids):
+                media_items.append(
+                    MediaItem(
+                        GridTHW(**grid | {"timestamps": tuple(grid["timestamps"])}),
+                        samples_file.get_tensor(f"{i}.{j}.planes"),
+                    )
                 )
-                for j, grid in enumerate(sample_grids)
-            ]
+
             samples.append(
                 TokenizedSample(
                     samples_file.get_tensor(f"{i}.token_ids"),

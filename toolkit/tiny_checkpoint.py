@@ -168,9 +168,11 @@ def write_tiny_checkpoint(
         _save_pretrained(checkpoint_dir, model, processor_dir)
         shutil.rmtree(processor_dir)
 
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
-    }
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not (tied and name == "lm_head.weight"):
+            tensors[name] = tensor
+
     if not (
         memory_names or family in NESTED_CONFIG_FAMILIES
     ):  # the released Qwen3-VL uses the in-memory names
@@ -236,9 +238,11 @@ def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     width = config["text_config"]["hidden_size"]
     generator = torch.Generator().manual_seed(seed + 1)
     shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
-    return {
-        f"mtp.{name}": torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
-    }
+
+    prediction_tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        prediction_tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator).bfloat16()
+    return prediction_tensors
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -249,9 +253,12 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    config_fields = {
-        name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
-    }
+
+    config_fields = {}
+    for name, value in config.items():
+        if name not in ("architectures", "transformers_version"):
+            config_fields[name] = value
+
     # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**config_fields)).float()
     generator = torch.Generator().manual_seed(seed)
@@ -283,11 +290,11 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
         if is_hybrid:
             _relate_keys_to_queries(model, config["text_config"])
 
-    float32_parameters = {
-        name: kept_parameter.detach().clone()
-        for name, kept_parameter in model.named_parameters()
-        if name.endswith(FLOAT32_SUFFIXES)
-    }
+    float32_parameters = {}
+    for name, kept_parameter in model.named_parameters():
+        if name.endswith(FLOAT32_SUFFIXES):
+            float32_parameters[name] = kept_parameter.detach().clone()
+
     model = model.to(dtype)
     for name, value in float32_parameters.items():
         model.get_parameter(name).data = value

@@ -116,7 +116,11 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
 
 def detect_format(record: dict[str, Any]) -> RecordFormat:
     """Recognises the format of a record. Raises RecordError if it has none, or the turns of two."""
-    present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
+    present_fields = []
+    for name in CONVERSATION_FIELDS:
+        if record.get(name) not in EMPTY_VALUES:
+            present_fields.append(name)
+
     if len(present_fields) > 1:
         quoted_names = " and ".join(f"'{name}'" for name in present_fields)
         detail = f"the record has both {quoted_names}, but only one can be learnt; leave out one"

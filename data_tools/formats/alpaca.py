@@ -18,7 +18,11 @@ ANSWER_FIELDS = ("output", "response")
 
 def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
     """The field of these names that has a value. Raises RecordError if several have."""
-    filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
+    filled_fields = []
+    for name in field_names:
+        if record.get(name) not in (None, ""):
+            filled_fields.append(name)
+
     if len(filled_fields) > 1:
         raise RecordError(
             "two conversations",
@@ -44,9 +48,11 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
             ("assistant", history_pair[1], f"history[{i}][1]"),
         ]
 
-    question_fields = [
-        name for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))) if name
-    ]
+    question_fields = []
+    for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))):
+        if name:
+            question_fields.append(name)
+
     question_values = [(record[name], name) for name in question_fields]
     if not question_values:
         raise RecordError("no conversation", "'instruction' and 'input' are empty", "instruction")

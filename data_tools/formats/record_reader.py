@@ -304,13 +304,16 @@ class RecordReader:
         pieces = MEDIA_MARKER.split(marked_text)
         if strip_text:
             pieces = [piece.strip() for piece in pieces]
-        return [
-            self.next_listed_medium(piece[1:-1])
-            if MEDIA_MARKER.fullmatch(piece)
-            else {"type": "text", "text": piece}
-            for piece in pieces
-            if piece
-        ]
+
+        content_parts: list[dict[str, Any]] = []
+        for piece in pieces:
+            if piece:
+                content_parts.append(
+                    self.next_listed_medium(piece[1:-1])
+                    if MEDIA_MARKER.fullmatch(piece)
+                    else {"type": "text", "text": piece}
+                )
+        return content_parts
 
     def read_part(self, item: Any, field_path: str) -> list[dict[str, Any]]:
         """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...), in
@@ -321,7 +324,11 @@ class RecordReader:
 
         part_type = item.get("type") if isinstance(item, dict) else None
         if isinstance(item, dict) and part_type is None:
-            present_keys = [key for key in ("text", *MEDIA_KINDS) if item.get(key) not in EMPTY_VALUES]
+            present_keys = []
+            for key in ("text", *MEDIA_KINDS):
+                if item.get(key) not in EMPTY_VALUES:
+                    present_keys.append(key)
+
             part_type = present_keys[0] if len(present_keys) == 1 else None
         if part_type in audio.AUDIO_PART_TYPES:
             raise unsupported_audio_error(f"a content part of type {part_type!r}", field_path)
@@ -434,11 +441,11 @@ def unread_keys(
     key_location: str, json_object: dict[str, Any], *read_keys: str | None
 ) -> list[tuple[str, str]]:
     """(location, key) of each key of an object that has a value and is not ``read_keys``."""
-    return [
-        (key_location, key[:MAX_SHOWN_KEY])
-        for key, value in json_object.items()
-        if key not in read_keys and value not in EMPTY_VALUES
-    ]
+    located_keys: list[tuple[str, str]] = []
+    for key, value in json_object.items():
+        if key not in read_keys and value not in EMPTY_VALUES:
+            located_keys.append((key_location, key[:MAX_SHOWN_KEY]))
+    return located_keys
 
 
 def read_media_reference(media_value: Any, field_path: str) -> Any:

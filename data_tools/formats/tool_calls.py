@@ -25,9 +25,11 @@ def read_tools(
     Raises:
         RecordError: they are something else.
     """
-    present_fields = [
-        (key, record[key]) for key in tool_fields if record.get(key) not in (None, "", [], {}, "[]")
-    ]
+    present_fields = []
+    for key in tool_fields:
+        if record.get(key) not in (None, "", [], {}, "[]"):
+            present_fields.append((key, record[key]))
+
     if not present_fields:
         return []
     if len(present_fields) > 1:

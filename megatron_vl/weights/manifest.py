@@ -70,10 +70,10 @@ def file_entry(
         stored_tensors: name -> (type, stored shape, SHA-256).
         file_ranks: the ranks that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
-    tensor_entries = {
-        name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
-        for name, (dtype, shape, digest) in stored_tensors.items()
-    }
+    tensor_entries = {}
+    for name, (dtype, shape, digest) in stored_tensors.items():
+        tensor_entries[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
+
     return {"file": file_name, **file_ranks, "tensors": tensor_entries}
 
 
@@ -331,14 +331,14 @@ def check_tensor_table(
     manifest_path: Path, manifest: dict[str, Any], expected_infos: Mapping[str, TensorInfo]
 ) -> None:
     """Raises :class:`WeightsError` unless the manifest's tensors are those of its config."""
-    expected_tensors = {
-        name: {"shape": list(info.shape), "split": info.parallel_style}
-        for name, info in expected_infos.items()
-    }
-    manifest_tensors = {
-        name: {"shape": tensor_entry["shape"], "split": tensor_entry["split"]}
-        for name, tensor_entry in manifest["tensors"].items()
-    }
+    expected_tensors = {}
+    for name, info in expected_infos.items():
+        expected_tensors[name] = {"shape": list(info.shape), "split": info.parallel_style}
+
+    manifest_tensors = {}
+    for name, tensor_entry in manifest["tensors"].items():
+        manifest_tensors[name] = {"shape": tensor_entry["shape"], "split": tensor_entry["split"]}
+
     for name in sorted(expected_tensors.keys() | manifest_tensors.keys()):
         if expected_tensors.get(name) != manifest_tensors.get(name):
             raise WeightsError(

@@ -178,15 +178,16 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
     expert_shard_rows = single_expert.shard_shape(Sharding(sharding.etp))[0]
     experts_per_rank = tensor_info.num_experts // sharding.ep
 
-    blocks = [
-        block._replace(
-            part_id=expert // experts_per_rank * sharding.etp + int(block.part_id),
-            row=block.row + expert * expert_rows,
-            part_row=block.part_row + expert % experts_per_rank * expert_shard_rows,
-        )
-        for expert in range(tensor_info.num_experts)
-        for block in shard_blocks(single_expert, Sharding(sharding.etp))
-    ]
+    blocks = []
+    for expert in range(tensor_info.num_experts):
+        for block in shard_blocks(single_expert, Sharding(sharding.etp)):
+            blocks.append(
+                block._replace(
+                    part_id=expert // experts_per_rank * sharding.etp + int(block.part_id),
+                    row=block.row + expert * expert_rows,
+                    part_row=block.part_row + expert % experts_per_rank * expert_shard_rows,
+                )
+            )
 
     joined_blocks: list[MatrixBlock] = []
     for block in sorted(blocks, key=lambda block: (block.part_id, block.part_row)):
@@ -202,11 +203,12 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
 def blocks_of_shard(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> list[MatrixBlock]:
     """The blocks of the full matrix that make up one part: the inverse of :func:`shard_blocks`."""
     source = 0 if tensor_info.parallel_style == "replicated" else shard_index
-    return [
-        block.inverse_block(tensor_info.name)
-        for block in shard_blocks(tensor_info, sharding)
-        if block.part_id == source
-    ]
+
+    source_blocks: list[MatrixBlock] = []
+    for block in shard_blocks(tensor_info, sharding):
+        if block.part_id == source:
+            source_blocks.append(block.inverse_block(tensor_info.name))
+    return source_blocks
 
 
 def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> Tensor:
@@ -233,10 +235,11 @@ def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, shardi
     """Joins all parts, in order, to the full tensor: the inverse of :func:`shard`."""
     if tensor_info.num_experts:
         single_expert = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
-        expert_groups = [
-            zip(*shard_tensors[first_shard : first_shard + sharding.etp], strict=True)
-            for first_shard in range(0, len(shard_tensors), sharding.etp)
-        ]
+
+        expert_groups = []
+        for first_shard in range(0, len(shard_tensors), sharding.etp):
+            expert_groups.append(zip(*shard_tensors[first_shard : first_shard + sharding.etp], strict=True))
+
         return torch.stack(
             [
                 join_shards(shard_sections, single_expert, Sharding(sharding.etp))
@@ -247,10 +250,10 @@ def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, shardi
     if tensor_info.parallel_style == "replicated" or sharding.tensor_parallel_ways(tensor_info) == 1:
         return shard_tensors[0]
     if tensor_info.parallel_style in ("gated", "sections"):
-        sizes = [
-            row_count // sharding.tp
-            for row_count in _section_rows(tensor_info, len(shard_tensors) * shard_tensors[0].shape[0])
-        ]
+        sizes = []
+        for row_count in _section_rows(tensor_info, len(shard_tensors) * shard_tensors[0].shape[0]):
+            sizes.append(row_count // sharding.tp)
+
         shard_sections = [part.split(sizes) for part in shard_tensors]
         return torch.cat([part[i] for i in range(len(sizes)) for part in shard_sections])
     return torch.cat(list(shard_tensors), dim=1 if tensor_info.parallel_style == "row" else 0)

@@ -456,19 +456,23 @@ def _find_checkpoint(
     step: int,
     branch: str,
 ) -> SavedCheckpoint:
-    matching_checkpoints = [
-        saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)
-    ]
+    matching_checkpoints = []
+    for saved in checkpoints:
+        if saved.step == step and branch in ("", saved.lineage.branch):
+            matching_checkpoints.append(saved)
+
     if not matching_checkpoints:
         requested_text = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
         steps = ", ".join(map(str, sorted({saved.step for saved in checkpoints}))) or "none"
         raise StepMissingError(f"{requested_text} is not in {checkpoint_dir}; existing steps: {steps}")
-    branch_checkpoints = [
-        saved
-        for saved in matching_checkpoints
-        if newest_checkpoint is not None
-        and newest_checkpoint.lineage.contains_checkpoint(newest_checkpoint.step, saved.checkpoint_point)
-    ]
+
+    branch_checkpoints = []
+    for saved in matching_checkpoints:
+        if newest_checkpoint is not None and newest_checkpoint.lineage.contains_checkpoint(
+            newest_checkpoint.step, saved.checkpoint_point
+        ):
+            branch_checkpoints.append(saved)
+
     return (branch_checkpoints or matching_checkpoints)[-1]
 
 

@@ -151,12 +151,15 @@ class KernelTimer:
             causal=True,
             dtype=self.dtype,
         )
-        attention_tflops = [
-            self._attention_rate(
-                backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
+
+        attention_tflops = []
+        for length in self.work_sizes.document_lengths:
+            attention_tflops.append(
+                self._attention_rate(
+                    backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
+                )
             )
-            for length in self.work_sizes.document_lengths
-        ]
+
         return fit_saturating_rate(self.work_sizes.document_lengths, attention_tflops)
 
     def tower_attention_rate(self) -> float:
@@ -237,9 +240,11 @@ class KernelTimer:
             return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
         host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        device_buffers = [
-            torch.empty(byte_count, dtype=torch.uint8, device=self.platform.device) for _ in range(2)
-        ]
+
+        device_buffers = []
+        for _ in range(2):
+            device_buffers.append(torch.empty(byte_count, dtype=torch.uint8, device=self.platform.device))
+
         copy_streams = [torch.cuda.Stream() for _ in range(2)]
 
         def copy_both_ways() -> None:
@@ -387,12 +392,13 @@ def finish_calibration(
 
     def predict_steps(candidate_rates: Calibration) -> dict[str, float]:
         world_size = layout.replica_ranks * _data_parallel_size(options, layout)
-        return {
-            name: predict_layout(
+
+        step_predictions: dict[str, float] = {}
+        for name, found in statistics_by_workload.items():
+            step_predictions[name] = predict_layout(
                 options.config, spec, world_size, layout, row_statistics=found, calibration=candidate_rates
             ).step_seconds
-            for name, found in statistics_by_workload.items()
-        }
+        return step_predictions
 
     unscaled_steps = predict_steps(kernel_calibration)
     rate_factor = fit_speed_factor(

@@ -306,10 +306,11 @@ def measure_parts(
                 count_work(work_counts, bench_model, step_data)
 
     bench_model.platform.synchronize()
-    local_parts = [
-        step_parts.split_into_parts(step, wait)
-        for step, wait in zip(span_timer.seconds_by_step(), data_wait_seconds, strict=True)
-    ]
+
+    local_parts = []
+    for step, wait in zip(span_timer.seconds_by_step(), data_wait_seconds, strict=True):
+        local_parts.append(step_parts.split_into_parts(step, wait))
+
     parts_by_rank = report.gather_to_all(
         (local_parts, (bench_model.grid.pp_rank, bench_model.grid.dp_rank), work_counts.model_flops)
     )

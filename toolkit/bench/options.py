@@ -125,9 +125,10 @@ def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
     run_words += ["--checkpoint.dir", ""]  # a benchmark saves nothing
     config = parse_config(run_words)
 
-    option_values = {
-        field.name: getattr(given_options, field.name) for field in dataclasses.fields(BenchOptions)
-    }
+    option_values = {}
+    for field in dataclasses.fields(BenchOptions):
+        option_values[field.name] = getattr(given_options, field.name)
+
     bench_run = BenchRun(**option_values, config=config)
     bench_run.hf = bench_run.hf or config.model.hf
     bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")

@@ -262,11 +262,12 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
         f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step, "
         f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]
-    gib_by_part = {
-        part: memory_figures[f"{part}_gib"]
-        for part in MEMORY_PARTS
-        if memory_figures.get(f"{part}_gib") is not None
-    }
+
+    gib_by_part = {}
+    for part in MEMORY_PARTS:
+        if memory_figures.get(f"{part}_gib") is not None:
+            gib_by_part[part] = memory_figures[f"{part}_gib"]
+
     if gib_by_part:
         text_lines.append(
             "    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items())

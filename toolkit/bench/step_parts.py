@@ -225,9 +225,10 @@ def _hook_module(
 
 def split_into_parts(span_seconds: dict[str, float], data_wait: float) -> dict[str, float]:
     """Computes the parts of one step of one rank, in seconds, from its spans. They add up to the step."""
-    main_spans = {
-        name: span_seconds.get(name, 0.0) for name in ("step", "feed", "gradient finalisation", "optimizer")
-    }
+    main_spans = {}
+    for name in ("step", "feed", "gradient finalisation", "optimizer"):
+        main_spans[name] = span_seconds.get(name, 0.0)
+
     part_seconds = {"data wait": min(data_wait, main_spans["feed"])}
     part_seconds["feed"] = main_spans["feed"] - part_seconds["data wait"]
     for pass_direction in ("forward", "backward"):
@@ -318,23 +319,27 @@ def summarize_parts(
 
     straggling_by_stage = []
     for stage_ranks in ranks_by_stage.values():
-        compute_by_step = [
-            [sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS) for rank in stage_ranks]
-            for i in range(step_count)
-        ]
+        compute_by_step = []
+        for i in range(step_count):
+            compute_by_step.append(
+                [sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS) for rank in stage_ranks]
+            )
+
         max_seconds = sum(max(rank_seconds) for rank_seconds in compute_by_step)
         mean = sum(sum(rank_seconds) / len(rank_seconds) for rank_seconds in compute_by_step)
         straggling_by_stage.append((max_seconds / mean, max_seconds / step_count, mean / step_count))
 
     max_over_mean, max_seconds, mean = max(straggling_by_stage)
     total_seconds = sum(sum(mean.values()) for mean in mean_parts_by_rank)
-    parts_by_stage = [
-        {
-            name: sum(mean_parts_by_rank[rank][name] for rank in stage_ranks) / len(stage_ranks)
-            for name in STEP_PARTS
-        }
-        for _, stage_ranks in sorted(ranks_by_stage.items())
-    ]
+
+    parts_by_stage = []
+    for _, stage_ranks in sorted(ranks_by_stage.items()):
+        parts_by_stage.append(
+            {
+                name: sum(mean_parts_by_rank[rank][name] for rank in stage_ranks) / len(stage_ranks)
+                for name in STEP_PARTS
+            }
+        )
 
     return {
         "parts": part_figures,

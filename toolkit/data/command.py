@@ -410,10 +410,13 @@ def _ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     shown_counts = sorted(counts.items(), key=lambda item: -item[1])[:MAX_SHOWN_KEYS]
     location_by_count = {1: key_location.removesuffix("s")}
     setting_texts = {key: f" ({text})" for key, text in SETTING_BY_IGNORED_KEY.items()}
-    key_texts = [
-        f"{key if key.isprintable() else ascii(key)} in {key_count} "
-        f"{location_by_count.get(key_count, key_location)}{setting_texts.get(key, '')}"
-        for key, key_count in shown_counts
-    ]
+
+    key_texts = []
+    for key, key_count in shown_counts:
+        key_texts.append(
+            f"{key if key.isprintable() else ascii(key)} in {key_count} "
+            f"{location_by_count.get(key_count, key_location)}{setting_texts.get(key, '')}"
+        )
+
     num_unshown = len(counts) - len(shown_counts)
     return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")

@@ -50,10 +50,10 @@ def write_stats(
     prepared: PreparedDataset, statistics: DatasetStatistics, num_shown: int, html_path: Path
 ) -> None:
     """Writes the page of a data set, with ``num_shown`` of its samples."""
-    cards = [
-        _sample_card(why, view_sample(prepared, one.source, one.source.indices[sample_number]))
-        for why, one, sample_number in choose_samples(statistics, num_shown)
-    ]
+    cards = []
+    for why, one, sample_number in choose_samples(statistics, num_shown):
+        cards.append(_sample_card(why, view_sample(prepared, one.source, one.source.indices[sample_number])))
+
     run_dir = prepared.config.checkpoint.dir
     page_facts = {
         "tables": stats_tables(statistics),
@@ -117,9 +117,10 @@ def _page_settings(prepared: PreparedDataset) -> dict[str, str]:
 
 def _quantity_charts(statistics: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
-    bars_by_title = {
-        f"{name} of a sample": histogram_bars(*statistics.sample_quantity(name)) for name in SAMPLE_QUANTITIES
-    }
+    bars_by_title = {}
+    for name in SAMPLE_QUANTITIES:
+        bars_by_title[f"{name} of a sample"] = histogram_bars(*statistics.sample_quantity(name))
+
     for name, values in statistics.row_quantities.items():
         chart_title, chart_values = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
         bars_by_title[f"{chart_title} of a row"] = histogram_bars(
@@ -138,18 +139,22 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
     upper_quantile = int(describe_values(values, value_weights)["p99"])
     bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, MAX_BARS + 1).astype(int))
     shares, _ = np.histogram(np.minimum(values, upper_quantile), bin_edges, weights=value_weights)
-    labels = [
-        format_number(left_edge)
-        if right_edge == left_edge + 1
-        else f"{format_number(left_edge)} to {format_number(right_edge - 1)}"
-        for left_edge, right_edge in pairwise(bin_edges.tolist())
-    ]
+
+    labels = []
+    for left_edge, right_edge in pairwise(bin_edges.tolist()):
+        labels.append(
+            format_number(left_edge)
+            if right_edge == left_edge + 1
+            else f"{format_number(left_edge)} to {format_number(right_edge - 1)}"
+        )
+
     if values.max() > upper_quantile:
         labels[-1] += " or more"
-    return [
-        (share, f"{label}: {format_percent(share)}")
-        for share, label in zip(shares.tolist(), labels, strict=True)
-    ]
+
+    bars: list[tuple[float, str]] = []
+    for share, label in zip(shares.tolist(), labels, strict=True):
+        bars.append((share, f"{label}: {format_percent(share)}"))
+    return bars
 
 
 # --- Samples ------------------------------------------------------------------------------------------------
@@ -206,10 +211,13 @@ def _frame_pictures(pixels: Tensor | None) -> list[str]:
         return []
     frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_FRAMES_SHOWN)).round().astype(int)
     picture_side = MAX_PICTURE_SIDE if len(frames) == 1 else MAX_PICTURE_SIDE // 2
-    return [
-        _jpeg_base64(Image.fromarray(pixels[int(frame_index)].permute(1, 2, 0).numpy()), picture_side)
-        for frame_index in frames
-    ]
+
+    frame_pictures: list[str] = []
+    for frame_index in frames:
+        frame_pictures.append(
+            _jpeg_base64(Image.fromarray(pixels[int(frame_index)].permute(1, 2, 0).numpy()), picture_side)
+        )
+    return frame_pictures
 
 
 def _jpeg_base64(picture: Image.Image, max_side: int) -> str:
@@ -221,9 +229,10 @@ def _jpeg_base64(picture: Image.Image, max_side: int) -> str:
 
 def _left_out_examples(prepared: PreparedDataset, statistics: DatasetStatistics) -> ReasonExamples:
     """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
-    left_out_reasons: ReasonExamples = {
-        reason: (count, []) for reason, count in statistics.left_out_reasons().most_common()
-    }
+    left_out_reasons: ReasonExamples = {}
+    for reason, count in statistics.left_out_reasons().most_common():
+        left_out_reasons[reason] = (count, [])
+
     for source_sizes in statistics.sources:
         for left_out_mask in source_sizes.left_out_masks.values():
             for sample_number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():

@@ -265,22 +265,24 @@ def visible_text(token_text: str) -> str:
 def sample_as_json(sample: SampleView) -> dict[str, Any]:
     """Returns the output of ``--json``."""
     reason, detail = sample.problem or (None, None)
-    media_facts = [
-        {
-            "key": each.media_item["key"],
-            "kind": each.grid_thw.kind,
-            "stored": [each.media_item["height"], each.media_item["width"]],
-            "resized": list(each.resized_size),
-            "frames": each.media_item.get("frames", 1),
-            "fps": each.media_item.get("fps", 0.0),
-            "sampling": each.media_item.get("sampling", ""),
-            "grid_thw": [each.grid_thw.t, each.grid_thw.h, each.grid_thw.w],
-            "timestamps": list(each.grid_thw.timestamps),
-            "second_per_grid": each.grid_thw.second_per_grid,
-            "tokens": each.num_tokens,
-        }
-        for each in sample.media
-    ]
+
+    media_facts = []
+    for each in sample.media:
+        media_facts.append(
+            {
+                "key": each.media_item["key"],
+                "kind": each.grid_thw.kind,
+                "stored": [each.media_item["height"], each.media_item["width"]],
+                "resized": list(each.resized_size),
+                "frames": each.media_item.get("frames", 1),
+                "fps": each.media_item.get("fps", 0.0),
+                "sampling": each.media_item.get("sampling", ""),
+                "grid_thw": [each.grid_thw.t, each.grid_thw.h, each.grid_thw.w],
+                "timestamps": list(each.grid_thw.timestamps),
+                "second_per_grid": each.grid_thw.second_per_grid,
+                "tokens": each.num_tokens,
+            }
+        )
 
     return {
         "key": sample.key,

@@ -43,9 +43,10 @@ def row_distributions(statistics: DatasetStatistics) -> dict[str, dict[str, floa
 
 def source_facts(source_sizes: SourceSizes) -> dict[str, Any]:
     """What a source holds; sums are those of its usable samples."""
-    quantity_sums = {
-        name: int(source_sizes.sizes[name][source_sizes.usable_mask].sum()) for name in SAMPLE_QUANTITIES
-    }
+    quantity_sums = {}
+    for name in SAMPLE_QUANTITIES:
+        quantity_sums[name] = int(source_sizes.sizes[name][source_sizes.usable_mask].sum())
+
     return {
         "name": source_sizes.source.name,
         "share": round(source_sizes.source.share, 6),
@@ -133,11 +134,11 @@ def stats_tables(statistics: DatasetStatistics) -> dict[str, list[tuple[str, dic
 
 
 def _source_line(line_facts: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    cells = {
-        key: "unknown" if value is None else format_number(value)
-        for key, value in line_facts.items()
-        if key != "name"
-    }
+    cells = {}
+    for key, value in line_facts.items():
+        if key != "name":
+            cells[key] = "unknown" if value is None else format_number(value)
+
     return line_facts["name"], cells | {"share": format_percent(line_facts["share"])}
 
 

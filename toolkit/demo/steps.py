@@ -340,7 +340,12 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Reads the lines of a run's ``metrics.jsonl``, except an incomplete last line."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    step_metrics: list[dict[str, Any]] = []
+    for line in lines:
+        if line.endswith("\n"):
+            step_metrics.append(json.loads(line))
+    return step_metrics
 
 
 def check_training(demo: DemoRun) -> None:

@@ -273,11 +273,18 @@ def _check_environment(has_gpu: bool) -> Iterator[Finding]:
         "PYTORCH_ALLOC_CONF",
     )
 
-    set_variables = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(variable_prefixes)
-    }
+    set_variables = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(variable_prefixes):
+            set_variables[name] = value
+
     variables_text = ", ".join(f"{name}={value}" for name, value in set_variables.items()) or "none set"
-    slow_switches = [name for name in SLOW_NCCL_SWITCHES if set_variables.get(name, "0") not in ("0", "")]
+
+    slow_switches = []
+    for name in SLOW_NCCL_SWITCHES:
+        if set_variables.get(name, "0") not in ("0", ""):
+            slow_switches.append(name)
+
     if slow_switches:
         yield note_finding(
             "nccl environment",

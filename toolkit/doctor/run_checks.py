@@ -84,10 +84,9 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
         if is_run:
             problems = verify_checkpoint(verified_dir)
         else:
-            problems = [
-                f"{difference.name} {difference.how}"
-                for difference in verify_checkpoint_hashes(verified_dir).differences
-            ]
+            problems = []
+            for difference in verify_checkpoint_hashes(verified_dir).differences:
+                problems.append(f"{difference.name} {difference.how}")
     except (ValueError, OSError, RuntimeError) as error:
         return broken_finding(
             "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
@@ -229,7 +228,11 @@ def _check_memory(
             ok_finding("memory", finding_text) if fits else broken_finding("memory", finding_text, advice)
         )
     else:
-        fitting_gpus = [name for name, gib in GPU_MEMORY_GIB.items() if peak_memory_gib + RESERVE_GIB <= gib]
+        fitting_gpus = []
+        for name, gib in GPU_MEMORY_GIB.items():
+            if peak_memory_gib + RESERVE_GIB <= gib:
+                fitting_gpus.append(name)
+
         finding_text = (
             f"{estimate_text}: fits {', '.join(fitting_gpus) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}"
         )
@@ -326,9 +329,12 @@ def _check_first_row(run: ResolvedRun) -> Finding:
     row_loader: Any = None
     try:
         split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
-        drawn_sources = [
-            source for source in read_blend_sources(split_facts.dataset_identity) if source.sample_share
-        ]
+
+        drawn_sources = []
+        for source in read_blend_sources(split_facts.dataset_identity):
+            if source.sample_share:
+                drawn_sources.append(source)
+
         loader_config = dataclasses.replace(config.data, num_workers=0)
         if split_facts.datasets_without_sizes:
             row_iterator = validation_rows(loader_config, run.spec, config.model.hf, "train", split_facts)
@@ -404,16 +410,19 @@ def _check_left_out(run: ResolvedRun) -> list[Finding]:
             meters, samples_phrase = estimate_left_out(encoder, NUM_SAMPLES_READ), "samples drawn from"
     except (ValueError, OSError, RuntimeError):
         return []  # the check of the rows reports it
-    return [
-        broken_finding(
-            "samples",
-            f"{meter.bad_count} of {meter.used_count + meter.bad_count} "
-            f"{samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
-            meter.advice_text(),
-        )
-        for name, meter in meters.items()
-        if meter.bad_share > MAX_LEFT_OUT_SHARE
-    ]
+
+    left_out_findings: list[Finding] = []
+    for name, meter in meters.items():
+        if meter.bad_share > MAX_LEFT_OUT_SHARE:
+            left_out_findings.append(
+                broken_finding(
+                    "samples",
+                    f"{meter.bad_count} of {meter.used_count + meter.bad_count} "
+                    f"{samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
+                    meter.advice_text(),
+                )
+            )
+    return left_out_findings
 
 
 def _check_start_weights(run: ResolvedRun) -> list[Finding]:

@@ -215,9 +215,12 @@ class CheckpointModel:
         video_processor = self.processor.video_processor
         frame_factor = num_frames if self.model.config.model_type.startswith("qwen3") else 1
         names = ("shortest_edge", "longest_edge")
-        edge_limits = {
-            name: limit * frame_factor for name, limit in zip(names, self.frame_limits, strict=True) if limit
-        }
+
+        edge_limits = {}
+        for name, limit in zip(names, self.frame_limits, strict=True):
+            if limit:
+                edge_limits[name] = limit * frame_factor
+
         if edge_limits:
             video_processor.size = {name: video_processor.size[name] for name in names} | edge_limits
 

@@ -69,7 +69,11 @@ class EvaluationResult:
 
     def as_json(self) -> dict[str, Any]:
         """Everything except the answers."""
-        json_fields = {name: value for name, value in asdict(self).items() if name != "answers"}
+        json_fields = {}
+        for name, value in asdict(self).items():
+            if name != "answers":
+                json_fields[name] = value
+
         return {"passed": self.passed} | json_fields
 
 
@@ -180,9 +184,11 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
     }
 
     # Evaluations with the same key have the same answers, and pictures in the same folders.
-    answer_settings = {
-        entry_name: value for entry_name, value in model_settings.items() if entry_name != "judge"
-    }
+    answer_settings = {}
+    for entry_name, value in model_settings.items():
+        if entry_name != "judge":
+            answer_settings[entry_name] = value
+
     answer_settings |= {
         "data": options.data,
         "limit": options.limit,
@@ -284,13 +290,18 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     if not status_path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
     status_fields = json.loads(status_path.read_text()).get("datasets", {}).get(dataset_name, {})
-    numeric_metrics = {
-        name: value
-        for name, value in status_fields.get("metrics", {}).items()
-        if isinstance(value, (int, float))
-    }
+
+    numeric_metrics = {}
+    for name, value in status_fields.get("metrics", {}).items():
+        if isinstance(value, (int, float)):
+            numeric_metrics[name] = value
+
     # A metric is NaN if no question of its kind was asked.
-    finite_metrics = {name: value for name, value in numeric_metrics.items() if value == value}
+    finite_metrics = {}
+    for name, value in numeric_metrics.items():
+        if value == value:
+            finite_metrics[name] = value
+
     skip_reason = status_fields.get("error_message") or status_fields.get("skip_reason") or ""
     return (
         ({}, skip_reason)
@@ -403,9 +414,10 @@ def video_rules_by_folder(
             contradicts a folder's.
         UserError: a folder names a rule that this version does not know.
     """
-    rule_by_role = {
-        role: exported_video_rule(hf_dir, read_spec(hf_dir)) for role, hf_dir in options.checkpoints.items()
-    }
+    rule_by_role = {}
+    for role, hf_dir in options.checkpoints.items():
+        rule_by_role[role] = exported_video_rule(hf_dir, read_spec(hf_dir))
+
     original_rule, converted_rule = rule_by_role.get("original", {}), rule_by_role.get("converted", {})
     if original_rule and converted_rule and original_rule != converted_rule:
         raise UsageError(
@@ -477,9 +489,11 @@ class _AnswerProgress:
             return
 
         self.last_shown_time = current_time
-        files_by_role = {
-            role: (self.work_dir / name).glob("answers_*.jsonl") for role, name in self.answer_folders.items()
-        }
+
+        files_by_role = {}
+        for role, name in self.answer_folders.items():
+            files_by_role[role] = (self.work_dir / name).glob("answers_*.jsonl")
+
         counts = {role: sum(map(_count_lines, some)) for role, some in files_by_role.items()}
         num_answers = sum(counts.values())
         questions = (

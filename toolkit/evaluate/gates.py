@@ -119,11 +119,11 @@ def compare_scores(metrics: dict[str, dict[str, float]], problems: dict[str, str
         metrics: role -> metric -> value; the trained checkpoint may have any values.
         problems: role -> what went wrong with it.
     """
-    missing_scores = [
-        f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}"
-        for role in metrics
-        if not metrics[role]
-    ]
+    missing_scores = []
+    for role in metrics:
+        if not metrics[role]:
+            missing_scores.append(f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}")
+
     if missing_scores:
         return ConversionGate(
             "scores",
@@ -133,9 +133,12 @@ def compare_scores(metrics: dict[str, dict[str, float]], problems: dict[str, str
         )
 
     expected, actual = metrics["original"], metrics["converted"]
-    differing = [
-        name for name in sorted(expected.keys() | actual.keys()) if expected.get(name) != actual.get(name)
-    ]
+
+    differing = []
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            differing.append(name)
+
     details = [f"{name}: {expected.get(name)} against {actual.get(name)}" for name in differing]
     if "trained" in metrics and metrics["trained"].keys() != expected.keys():
         trained_names = sorted(metrics["trained"])

@@ -71,12 +71,15 @@ def metric_names(result: EvaluationResult) -> list[str]:
 def unanswered_sentences(result: EvaluationResult) -> list[str]:
     """Says of each checkpoint how many answers never came."""
     count_by_role = {role: facts.get("unanswered", 0) for role, facts in result.checkpoints.items()}
-    return [
-        f"{role}: answers cut off while the model was thinking, which count as no answer: {count}. Raise"
-        " --max-new-tokens, or give --thinking off"
-        for role, count in count_by_role.items()
-        if count
-    ]
+
+    sentences: list[str] = []
+    for role, count in count_by_role.items():
+        if count:
+            sentences.append(
+                f"{role}: answers cut off while the model was thinking, which count as "
+                f"no answer: {count}. Raise --max-new-tokens, or give --thinking off"
+            )
+    return sentences
 
 
 def _format_number(metric_value: Any) -> str:
@@ -120,9 +123,9 @@ def _format_setting(setting_value: Any) -> str:
 
 def _differing_first(result: EvaluationResult) -> list[dict[str, Any]]:
     """The original's lines; questions that another checkpoint answers differently come first."""
-    answers_by_role = [
-        {line["number"]: line["answer"] for line in lines} for lines in result.answers.values()
-    ]
+    answers_by_role = []
+    for lines in result.answers.values():
+        answers_by_role.append({line["number"]: line["answer"] for line in lines})
 
     def all_agree(line: dict[str, Any]) -> bool:
         return all(answers.get(line["number"]) == line["answer"] for answers in answers_by_role)
@@ -144,7 +147,11 @@ def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str
         )
 
     # A hostile table may have written these names (docs/evaluation.md): no devices, no pipes.
-    pictures = [_read_picture(Path(name)) for name in line["images"][:4] if Path(name).is_file()]
+    pictures = []
+    for name in line["images"][:4]:
+        if Path(name).is_file():
+            pictures.append(_read_picture(Path(name)))
+
     pictures += [_read_first_frame(Path(name)) for name in line["videos"][:4] if Path(name).is_file()]
     return line | {"answers": answers, "pictures": list(map(_encode_thumbnail, pictures))}
 

@@ -182,10 +182,10 @@ def _encode_prompts(
     unusable_records = _UnusableRecords()
     for conversation, media_root, source in conversations:
         try:
-            media_contents = [
-                (kind, describe_reference(ref), read_media(kind, ref, media_root))
-                for kind, ref in conversation.media_references
-            ]
+            media_contents = []
+            for kind, ref in conversation.media_references:
+                media_contents.append((kind, describe_reference(ref), read_media(kind, ref, media_root)))
+
             samples.append(
                 sample_encoder.encode_prompt(
                     conversation.messages, media_contents, conversation.tool_definitions, think
@@ -207,11 +207,12 @@ class _UnusableRecords:
     def add_record(self, record_source: str, error: ValueError) -> None:
         self.record_count += 1
         error_reason = error.reason if isinstance(error, RecordError) else ""
-        message_parts = [
-            part
-            for part in (record_source, error_reason if error_reason != str(error) else "", str(error))
-            if part
-        ]
+
+        message_parts = []
+        for part in (record_source, error_reason if error_reason != str(error) else "", str(error)):
+            if part:
+                message_parts.append(part)
+
         if self.record_count <= MAX_NAMED_RECORDS:
             self.message_lines.append(": ".join(message_parts))
 
@@ -234,9 +235,10 @@ class _UnusableRecords:
 
 def make_conversation(prompt_text: str, image_paths: list[Path], video_paths: list[Path]) -> Conversation:
     """Makes a user's turn of pictures, videos, then the text."""
-    content_parts: list[dict[str, Any]] = [
-        {"type": "image", "image": str(path.resolve())} for path in image_paths
-    ]
+    content_parts: list[dict[str, Any]] = []
+    for path in image_paths:
+        content_parts.append({"type": "image", "image": str(path.resolve())})
+
     content_parts += [{"type": "video", "video": str(path.resolve())} for path in video_paths]
     return read_prompt(
         {"messages": [{"role": "user", "content": [*content_parts, {"type": "text", "text": prompt_text}]}]}

@@ -113,9 +113,11 @@ def _gather_answers(replica_answers: list[list[int]], grid: ProcessGrid) -> list
         return replica_answers
     answers_by_rank: list[Any] = [None] * grid.world_size
     dist.all_gather_object(answers_by_rank, (grid.dp_rank, replica_answers))
-    answers_by_replica = [
-        share for _, share in sorted({replica: share for replica, share in answers_by_rank}.items())
-    ]
+
+    answers_by_replica = []
+    for _, share in sorted({replica: share for replica, share in answers_by_rank}.items()):
+        answers_by_replica.append(share)
+
     return [answer for row in zip(*answers_by_replica, strict=True) for answer in row]
 
 

@@ -110,10 +110,12 @@ class HfActivationRecorder(ActivationRecorder):
 
         The positions are patches in the tower, merge units after a merger, and tokens in the language model.
         """
-        return {
-            location: torch.cat([sample_value.reshape(-1, sample_value.shape[-1]) for sample_value in parts])
-            for location, parts in self.recorded_values.items()
-        }
+        located_tensors: dict[str, Tensor] = {}
+        for location, parts in self.recorded_values.items():
+            located_tensors[location] = torch.cat(
+                [sample_value.reshape(-1, sample_value.shape[-1]) for sample_value in parts]
+            )
+        return located_tensors
 
 
 # --- This project -------------------------------------------------------------------------------------------
@@ -208,11 +210,11 @@ class MegatronActivationRecorder(ActivationRecorder):
 
     def _encoded(self, data: StepBatch) -> list[int]:
         """The rows of which this rank encodes pictures."""
-        return [
-            number
-            for number, row in enumerate(data.rows)
-            if data.vision_lengths[number][0] and (row.feature_route is None or row.feature_route.encodes)
-        ]
+        encoded_rows: list[int] = []
+        for number, row in enumerate(data.rows):
+            if data.vision_lengths[number][0] and (row.feature_route is None or row.feature_route.encodes):
+                encoded_rows.append(number)
+        return encoded_rows
 
     def _is_contributor(self, location: str) -> bool:
         """Whether this rank contributes values of a location.
@@ -234,10 +236,10 @@ def compare_locations(
     """
     reference_facts = json.loads((reference_dir / "reference.json").read_text())
     reference_tensors = LazyTensorFile(reference_dir / "activations.safetensors")
-    errors_by_location = {
-        location: _location_error(values_by_rank, reference_tensors, location)
-        for location in reference_tensors
-    }
+
+    errors_by_location = {}
+    for location in reference_tensors:
+        errors_by_location[location] = _location_error(values_by_rank, reference_tensors, location)
 
     error_limit = partial(activation_limit, noise=reference_facts["activation_noise"], dtype=dtype)
     ordered_locations = [location for location in reference_facts["order"] if location in errors_by_location]
@@ -303,7 +305,11 @@ def rows_at_location(
     """
     location_prefix = f"{location}/"
     for dp_rank in sorted({key[0] for key in values_by_rank}):
-        replica_values = {key: values_by_rank[key] for key in sorted(values_by_rank) if key[0] == dp_rank}
+        replica_values = {}
+        for key in sorted(values_by_rank):
+            if key[0] == dp_rank:
+                replica_values[key] = values_by_rank[key]
+
         value_names = {value_name for rank in replica_values.values() for value_name in rank}
         row_numbers = sorted(
             int(value_name.removeprefix(location_prefix))
@@ -313,7 +319,12 @@ def rows_at_location(
 
         for row_number in row_numbers:
             value_name = f"{location_prefix}{row_number}"
-            holder_values = {key: rank for key, rank in replica_values.items() if value_name in rank}
+
+            holder_values = {}
+            for key, rank in replica_values.items():
+                if value_name in rank:
+                    holder_values[key] = rank
+
             row_length = int(next(iter(holder_values.values()))[ROW_LENGTHS][row_number])
             if location == LOGITS:
                 row_values, token_indices = _logits_of_row(
@@ -340,7 +351,11 @@ def _logits_of_row(
     """
     values, indices = [], []
     for cp in sorted({key[2] for key in holders}):
-        ranks = [holders[key] for key in sorted(holders) if key[2] == cp]
+        ranks = []
+        for key in sorted(holders):
+            if key[2] == cp:
+                ranks.append(holders[key])
+
         values.append(torch.cat([rank[name] for rank in ranks], dim=-1))
         indices.append(ranks[0][selected])
     return torch.cat(values), torch.cat(indices)

@@ -214,10 +214,11 @@ def local_rows(
 ) -> list[Any]:
     """Packs the rows of this data-parallel rank."""
     rows_per_replica = len(samples) // grid.dp
-    return [
-        pack_row(row, spec, seq_len)
-        for row in samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]
-    ]
+
+    packed_rows: list[Any] = []
+    for row in samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]:
+        packed_rows.append(pack_row(row, spec, seq_len))
+    return packed_rows
 
 
 def write_cases(cases: list[ParityCase], cases_path: Path) -> None:

@@ -127,10 +127,13 @@ def _component_errors(step_result: dict[str, Any]) -> list[str]:
 
     output_errors = by_component(step_result.get("activations", {}))
     gradient_errors = by_component(step_result.get("gradients", {}))
-    component_cells = [
-        f"{_error_text(output_errors.get(kind))}\n{_error_text(gradient_errors.get(kind))}"
-        for kind in COMPONENTS
-    ]
+
+    component_cells = []
+    for kind in COMPONENTS:
+        component_cells.append(
+            f"{_error_text(output_errors.get(kind))}\n{_error_text(gradient_errors.get(kind))}"
+        )
+
     return [*component_cells, _error_text(step_result.get("activations", {}).get("logits"))]
 
 

@@ -213,9 +213,11 @@ def prepare_samples(
     """
     if image_paths:
         chat_turns = [{"from": "human", "value": PICTURE_QUESTION}, {"from": "gpt", "value": PICTURE_ANSWER}]
-        conversation_records = [
-            {"image": str(path.resolve()), "conversations": chat_turns} for path in image_paths
-        ]
+
+        conversation_records = []
+        for path in image_paths:
+            conversation_records.append({"image": str(path.resolve()), "conversations": chat_turns})
+
         conversation_records.append(
             {
                 "conversations": [
@@ -237,10 +239,11 @@ def prepare_samples(
     for conversation_record in conversation_records:
         conversation = read_conversation(conversation_record)
         picture_paths = [media_root / reference for _, reference in conversation.media_references]
-        media_contents = [
-            (kind, path.name, path.read_bytes())
-            for (kind, _), path in zip(conversation.media_references, picture_paths, strict=True)
-        ]
+
+        media_contents = []
+        for (kind, _), path in zip(conversation.media_references, picture_paths, strict=True):
+            media_contents.append((kind, path.name, path.read_bytes()))
+
         samples.append(sample_encoder.encode_sample(conversation.messages, media_contents))
         sample_descriptions.append(
             {"messages": conversation.messages, "images": [str(path) for path in picture_paths]}
@@ -275,30 +278,32 @@ def run_layouts(
 
     results_by_layout: dict[str, dict[str, Any]] = {}
     for world_size in sorted({layout_spec.world_size for layout_spec in request.layouts}):
-        same_size_layouts = [
-            layout_spec for layout_spec in request.layouts if layout_spec.world_size == world_size
-        ]
+        same_size_layouts = []
+        for layout_spec in request.layouts:
+            if layout_spec.world_size == world_size:
+                same_size_layouts.append(layout_spec)
 
-        parity_cases = [
-            ParityCase(
-                name=layout_spec.layout_text,
-                hf=str(hf_dir),
-                weights=str(weights_dir),
-                steps=[[[f"sample:{i}" for i in row] for row in sample_rows]]
-                * max(request.optimizer_steps, 1),
-                seq_len=-(-longest_row // length_multiple) * length_multiple,
-                dtype=request.dtype,
-                train=request.optimizer_steps > 0,
-                samples=str(work_dir / "samples.safetensors"),
-                reference=str(work_dir),
-                activations=request.optimizer_steps == 0,
-                optimizer=request.optimizer_steps > 0,
-                sequence_parallel=layout_spec.sequence_parallel,
-                attention="sdpa" if request.dtype == "float32" else "auto",
-                **layout_spec.layout_arguments,
+        parity_cases = []
+        for layout_spec in same_size_layouts:
+            parity_cases.append(
+                ParityCase(
+                    name=layout_spec.layout_text,
+                    hf=str(hf_dir),
+                    weights=str(weights_dir),
+                    steps=[[[f"sample:{i}" for i in row] for row in sample_rows]]
+                    * max(request.optimizer_steps, 1),
+                    seq_len=-(-longest_row // length_multiple) * length_multiple,
+                    dtype=request.dtype,
+                    train=request.optimizer_steps > 0,
+                    samples=str(work_dir / "samples.safetensors"),
+                    reference=str(work_dir),
+                    activations=request.optimizer_steps == 0,
+                    optimizer=request.optimizer_steps > 0,
+                    sequence_parallel=layout_spec.sequence_parallel,
+                    attention="sdpa" if request.dtype == "float32" else "auto",
+                    **layout_spec.layout_arguments,
+                )
             )
-            for layout_spec in same_size_layouts
-        ]
 
         print_line(
             f"{', '.join(layout_spec.layout_text for layout_spec in same_size_layouts)} "
@@ -334,10 +339,11 @@ def run_layouts(
 def spread_samples(sample_count: int, row_count: int) -> list[list[int]]:
     """Distributes sample numbers over rows, in order and as evenly as possible."""
     row_bounds = [sample_count * i // row_count for i in range(row_count + 1)]
-    return [
-        list(range(row_start, row_end))
-        for row_start, row_end in zip(row_bounds, row_bounds[1:], strict=False)
-    ]
+
+    samples_by_row: list[list[int]] = []
+    for row_start, row_end in zip(row_bounds, row_bounds[1:], strict=False):
+        samples_by_row.append(list(range(row_start, row_end)))
+    return samples_by_row
 
 
 def first_departure(layout_result: dict[str, Any]) -> str:
@@ -390,9 +396,11 @@ def differing_tensors(
         convert_weights(hf_dir, converted_dir)
     checkpoint_reader = WeightReader(request.checkpoint_dir)
     converted_reader = WeightReader(converted_dir)
-    return [
-        name
-        for name in tensor_table(checkpoint_reader.spec)
-        if tensor_location(name) == location
-        and not torch.equal(checkpoint_reader.read_shard(name), converted_reader.read_shard(name))
-    ]
+
+    differing_names: list[str] = []
+    for name in tensor_table(checkpoint_reader.spec):
+        if tensor_location(name) == location and not torch.equal(
+            checkpoint_reader.read_shard(name), converted_reader.read_shard(name)
+        ):
+            differing_names.append(name)
+    return differing_names

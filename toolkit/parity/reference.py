@@ -104,10 +104,11 @@ def compute_reference(
     spec = read_spec(hf_dir)
     pixel_norm = read_pixel_norm(hf_dir)
     loss = backward_mean_loss(model, samples, spec, pixel_norm)
-    grads = {
-        name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        for name, parameter in model.named_parameters()
-    }
+
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
     return loss, to_canonical(grads, hf_dir)
 
 
@@ -191,11 +192,11 @@ def to_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str,
         hf_input_dir.mkdir()
         shutil.copy(Path(hf_dir) / "config.json", hf_input_dir / "config.json")
         is_tied = read_spec(hf_dir).language.tied_embeddings
-        stored_tensors = {
-            name: tensor.detach().float().cpu().contiguous()
-            for name, tensor in hf_tensors.items()
-            if not (is_tied and name == "lm_head.weight")
-        }
+
+        stored_tensors = {}
+        for name, tensor in hf_tensors.items():
+            if not (is_tied and name == "lm_head.weight"):
+                stored_tensors[name] = tensor.detach().float().cpu().contiguous()
 
         save_file(stored_tensors, hf_input_dir / "model.safetensors", metadata={"format": "pt"})
         convert_weights(hf_input_dir, temporary_dir / "full")

@@ -132,10 +132,11 @@ def run_transformers(
     activation_recorder = HfActivationRecorder(model, spec)
     mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(reference_job.hf), processor_inputs)
     activation_recorder.remove_hooks()
-    hf_gradients = {
-        name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        for name, parameter in model.named_parameters()
-    }
+
+    hf_gradients = {}
+    for name, parameter in model.named_parameters():
+        hf_gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
     return mean_loss, to_canonical(hf_gradients, reference_job.hf), activation_recorder.tensors_by_location()
 
 

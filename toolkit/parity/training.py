@@ -58,10 +58,11 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
     """
     built_case = build_case(case, platform)
     step_results: list[dict[str, Any]] = []
-    step_batches = [
-        draw_samples(rows, built_case.spec, step_number, case.samples)
-        for step_number, rows in enumerate(case.steps)
-    ]
+
+    step_batches = []
+    for step_number, rows in enumerate(case.steps):
+        step_batches.append(draw_samples(rows, built_case.spec, step_number, case.samples))
+
     for step_number, samples in enumerate(step_batches):
         step_data = built_case.make_step_data(samples, platform, case.seq_len)
         set_learning_rates(built_case.optimizer, built_case.config, step_number)
@@ -96,9 +97,11 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
         step_record["ok"] &= step_record["loss_error"] <= LOSS_TOLERANCE and step_record["norm_error"] <= 1e-4
 
     worst_errors = {kind: worst_tensor(trained_state[kind], expected_state[kind]) for kind in expected_state}
-    error_limits = {
-        kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in expected_state
-    }
+
+    error_limits = {}
+    for kind in expected_state:
+        error_limits[kind] = WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE
+
     is_within_limits = all(error <= error_limits[kind] for kind, (_, error) in worst_errors.items())
     return {
         "ok": is_within_limits and all(compared_step["ok"] for compared_step in step_results),
@@ -156,10 +159,11 @@ def save_and_read_state(built_case: BuiltCase, step_number: int) -> dict[str, di
     state_by_kind: dict[str, dict[str, Tensor]] = {}
     if built_case.grid.rank == 0:
         step_dir = step_dir_path(checkpoint_dir, step_number)
-        optimizer_files = {
-            name.removeprefix("optimizer/"): facts
-            for name, facts in read_run_metadata(step_dir)["files"].items()
-        }
+
+        optimizer_files = {}
+        for name, facts in read_run_metadata(step_dir)["files"].items():
+            optimizer_files[name.removeprefix("optimizer/")] = facts
+
         optimizer_reader = OptimizerStateReader(
             step_dir / "optimizer", optimizer_files, built_case.layout.sharding
         )
@@ -186,12 +190,15 @@ def read_full_state(
 ) -> Tensor:
     """Reads the optimizer state of a whole tensor."""
     single_shape = tensor_info.shape[1:] if tensor_info.num_experts else tensor_info.shape
-    state_pieces = [
-        optimizer_reader.read_range(
-            tensor_info, state_kind, 0, UNSHARDED, 0, torch.Size(single_shape).numel(), expert
+
+    state_pieces = []
+    for expert in range(tensor_info.num_experts) if tensor_info.num_experts else [None]:
+        state_pieces.append(
+            optimizer_reader.read_range(
+                tensor_info, state_kind, 0, UNSHARDED, 0, torch.Size(single_shape).numel(), expert
+            )
         )
-        for expert in (range(tensor_info.num_experts) if tensor_info.num_experts else [None])
-    ]
+
     return torch.cat([piece for piece in state_pieces if piece is not None]).view(tensor_info.shape)
 
 

@@ -221,9 +221,11 @@ def compare_with_reference(
                     relative_error if math.isfinite(relative_error) else math.inf,
                 )
 
-    trained_names = {
-        tensor_name for tensor_name in tensor_infos if model_part(tensor_name) not in case.freeze
-    }
+    trained_names = set()
+    for tensor_name in tensor_infos:
+        if model_part(tensor_name) not in case.freeze:
+            trained_names.add(tensor_name)
+
     unexpected_names = sorted(trained_names - set(gradient_errors)) + sorted(
         set(gradient_errors) - trained_names
     )
@@ -313,10 +315,11 @@ class ComputedReference:
         if self.case.dtype != "bfloat16":
             return loss, float32_gradients, {}
         loss, bf16_gradients = compute_reference(self.case.hf, samples, self.bf16_model)
-        bf16_noise = {
-            name: ((bf16_gradients[name] - exact).norm() / exact.norm().clamp(min=1e-30)).item()
-            for name, exact in float32_gradients.items()
-        }
+
+        bf16_noise = {}
+        for name, exact in float32_gradients.items():
+            bf16_noise[name] = ((bf16_gradients[name] - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
         return loss, float32_gradients, bf16_noise
 
 

@@ -105,10 +105,11 @@ def _build_rank(
         assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (pipeline_stage, 0, 0)
         with _MetaDeviceMode():
             built_model = build_model(config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM)
-        return [
-            BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad)
-            for name, parameter, _ in built_model.live_tensors
-        ]
+
+        chunk_facts: list[BuiltTensor] = []
+        for name, parameter, _ in built_model.live_tensors:
+            chunk_facts.append(BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad))
+        return chunk_facts
     finally:
         from megatron.core import parallel_state as mpu
 

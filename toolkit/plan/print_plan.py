@@ -105,9 +105,12 @@ def _stage_table(best_prediction: RunPrediction) -> Any:
     )
     for i, stage in enumerate(best_prediction.stage_plans):
         layers_text = " + ".join(str(layer_count) for layer_count in stage.layers_per_chunk)
-        stage_ends = [
-            name for name, here in (("tower", i == 0), ("head", i == best_prediction.layout.pp - 1)) if here
-        ]
+
+        stage_ends = []
+        for name, here in (("tower", i == 0), ("head", i == best_prediction.layout.pp - 1)):
+            if here:
+                stage_ends.append(name)
+
         stage_table.add_row(
             str(i),
             f"{layers_text} ({', '.join(stage_ends)})" if stage_ends else layers_text,

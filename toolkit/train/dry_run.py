@@ -50,15 +50,18 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     micro_batches = config.global_batch_size // data_parallel_size
     gpu_calibration = calibration_for_platform(config.platform)
     gib_by_gpu = {} if config.platform == "cpu" else GPU_MEMORY_GIB
-    least_offload_shares = {
-        name: least_offload_fraction(config, spec, layout, data_parallel_size, gib)
-        for name, gib in gib_by_gpu.items()
-    }
+
+    least_offload_shares = {}
+    for name, gib in gib_by_gpu.items():
+        least_offload_shares[name] = least_offload_fraction(config, spec, layout, data_parallel_size, gib)
+
     prediction = predict_layout(config, spec, world_size, layout, calibration=gpu_calibration)
     stage_memories = [stage.stage_memory for stage in prediction.stage_plans]
-    fitting_gpus = [
-        name for name, gib in gib_by_gpu.items() if peak_stage_gib(stage_memories) + RESERVE_GIB <= gib
-    ]
+
+    fitting_gpus = []
+    for name, gib in gib_by_gpu.items():
+        if peak_stage_gib(stage_memories) + RESERVE_GIB <= gib:
+            fitting_gpus.append(name)
 
     return {
         "family": spec.family,
@@ -143,9 +146,11 @@ def _stage_contents(spec: ModelSpec, layout: Layout, pipeline_stage: int) -> lis
 def _schedule_facts(layout: Layout, micro_batches: int) -> dict[str, Any]:
     """The passes of each stage, in micro-batches (with virtual chunks: chunk-micro-batches)."""
     pass_count = micro_batches * layout.vpp
-    warm_up = [
-        warmup_forward_passes(layout.pp, layout.vpp, stage, micro_batches) for stage in range(layout.pp)
-    ]
+
+    warm_up = []
+    for stage in range(layout.pp):
+        warm_up.append(warmup_forward_passes(layout.pp, layout.vpp, stage, micro_batches))
+
     return {
         "kind": "interleaved 1F1B" if layout.vpp > 1 else "1F1B" if layout.pp > 1 else "no pipeline",
         "micro_batches": micro_batches,
