@@ -174,7 +174,16 @@ def write_manifest(
             "the model differs from its hf_config; write weights with the config that describes them"
         )
 
-    tensor_table_entries = _check_entries(spec, layout, rank_entries)
+    tensor_entries = _check_entries(spec, layout, rank_entries)
+
+    # Sorted, so that the manifest does not depend on the order in which ranks finish.
+    file_entries = {}
+    for rank_entry in sorted(rank_entries, key=lambda entry: entry["file"]):
+        file_entries[rank_entry["file"]] = {
+            **{rank: rank_entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in rank_entry},
+            "tensors": {name: tensor["sha256"] for name, tensor in rank_entry["tensors"].items()},
+        }
+
     manifest = {
         "format": WEIGHTS_FORMAT,
         "version": MANIFEST_VERSION,
@@ -182,18 +191,13 @@ def write_manifest(
         "family": spec.family,
         "layout": layout and layout.as_dict(),
         "origin": weights_origin or {},
+        # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
-        "tensors": tensor_table_entries,
-        "files": {
-            entry["file"]: {
-                **{rank: entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in entry},
-                "tensors": {name: tensor["sha256"] for name, tensor in entry["tensors"].items()},
-            }
-            for entry in sorted(rank_entries, key=lambda entry: entry["file"])
-        },
+        "tensors": tensor_entries,
+        "files": file_entries,
     }
-
     manifest["digest"] = manifest_digest(manifest)
+    # The folder counts as weights from here on, so this file must be written as a whole or not at all.
     durable_files.write_file(Path(weights_dir) / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
 
@@ -201,15 +205,12 @@ def write_manifest(
 def shard_index_in_file(
     tensor_info: TensorInfo | None, rank_entry: Mapping[str, Any], layout: Layout | None
 ) -> int | None:
-    """The part of a tensor that the file of ``rank_entry`` may hold; None if it does not belong in that
-    file."""
+    """Which part of a tensor the file of ``rank_entry`` may hold; None: the tensor belongs elsewhere."""
     if tensor_info is None or layout is None or not tensor_info.num_experts:
         return rank_entry.get("tp")
-    return (
-        layout.sharding.shard_index(tensor_info, ep_rank=rank_entry["ep"], etp_rank=rank_entry["etp"])
-        if "ep" in rank_entry
-        else None
-    )
+    if "ep" not in rank_entry:
+        return None
+    return layout.sharding.shard_index(tensor_info, ep_rank=rank_entry["ep"], etp_rank=rank_entry["etp"])
 
 
 def describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> str:
