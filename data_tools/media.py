@@ -152,8 +152,15 @@ def check_reference(media_kind: str, reference: Any, media_root: Path | None) ->
 
 
 def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
-    """Reads a medium: a file inside ``media_root``, a base64 ``data:`` URI, or one that was set aside or is
-    given itself. A video that is given as pictures becomes a file of frames. Raises :class:`RecordError`."""
+    """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
+
+    Args:
+        reference: a path inside ``media_root``, a base64 ``data:`` URI, the bytes themselves, or a medium
+            that was stored on the disk meanwhile.
+
+    Raises:
+        RecordError: the medium cannot be read.
+    """
     if isinstance(reference, bytes):
         return reference
     if isinstance(reference, StoredMedium):
@@ -170,14 +177,11 @@ def read_media(media_kind: str, reference: Any, media_root: Path | None) -> byte
         except (binascii.Error, ValueError) as error:
             raise RecordError("bad media reference", f"a data: URI is not base64: {error}") from error
 
-    media_path = resolve_reference(
-        reference, media_root, allow_folder=media_kind == "video" and may_be_frame_folder(reference)
-    )
-    return (
-        _read_frames(FrameSequence(reference), media_root)
-        if media_path.is_dir()
-        else _file_bytes(media_path, reference)
-    )
+    allow_folder = media_kind == "video" and may_be_frame_folder(reference)
+    media_path = resolve_reference(reference, media_root, allow_folder=allow_folder)
+    if media_path.is_dir():
+        return _read_frames(FrameSequence(reference), media_root)
+    return _file_bytes(media_path, reference)
 
 
 def _file_bytes(file_path: Path, reference: str) -> bytes:
@@ -237,8 +241,10 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
 
 
 def natural_order(file_name: str) -> list[tuple[int, str]]:
-    """A key that sorts file names by the numbers in them: frame_2 comes before frame_10. The suffix does
-    not count."""
+    """A key that sorts file names by the numbers in them: frame_2 comes before frame_10.
+
+    The suffix does not count.
+    """
     name_pieces = re.split(r"([0-9]+)", file_name.rpartition(".")[0])
     return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(name_pieces)]
 
@@ -254,21 +260,26 @@ def describe_reference(reference: Any) -> str:
 
 
 def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
-    """Decodes a medium completely and measures it; ``reference`` names it in messages.
-    Raises :class:`RecordError` if it is unusable."""
+    """Decodes a medium completely and measures it.
+
+    Args:
+        reference: the medium's name in messages, and the suffix of a video.
+
+    Raises:
+        RecordError: the medium does not decode, or is too large or too narrow.
+    """
     shown_reference = describe_reference(reference)
     try:
-        media_info = (
-            _inspect_image(media_bytes, max_pixels)
-            if media_kind == "image"
-            else _inspect_video(reference, media_bytes, max_pixels)
-        )
+        if media_kind == "image":
+            media_info = _inspect_image(media_bytes, max_pixels)
+        else:
+            media_info = _inspect_video(reference, media_bytes, max_pixels)
     except PictureTooLargeError as error:
         raise RecordError(
             f"{media_kind} too large", f"{shown_reference}: {error}; --max-megapixels sets the limit"
         ) from error
     except PixelError as error:
-        # A library names its in-memory source as an object; that means nothing to a reader and differs in
+        # A library names its source in memory as an object, which means nothing to a reader and differs in
         # every run.
         plain_message = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
         raise RecordError(f"{media_kind} does not decode", f"{shown_reference}: {plain_message}") from error

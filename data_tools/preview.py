@@ -102,13 +102,8 @@ def _argument_notes(
         field_counts: the fields of the records.
     """
     argument_notes = []
-
-    absent_columns = []
-    for name in input_file.field_by_column:
-        if file_preview.records and not field_counts[name]:
-            absent_columns.append(name)
-
-    if absent_columns:
+    absent_columns = [name for name in input_file.field_by_column if not field_counts[name]]
+    if file_preview.records and absent_columns:
         fields_text = ", ".join(sorted(field_counts)) or "no fields"
         argument_notes.append(
             f"columns of the index name {', '.join(absent_columns)}, "
@@ -136,7 +131,7 @@ def _count_sample(
         ),
         "loss weights": conversation.has_loss_weights,
     }
-    file_preview.features.update(name for name, there in feature_presence.items() if there)
+    file_preview.features.update(name for name, is_present in feature_presence.items() if is_present)
 
     for message in conversation.messages:
         file_preview.roles[message["role"]] += 1
@@ -151,9 +146,8 @@ def _count_sample(
 def _media_tokens(media_info: MediaInfo) -> int:
     tokens = max(1, media_info.height * media_info.width // TOKEN_SIDE_PIXELS**2)
     if media_info.kind == "video":
-        tokens *= max(
-            1, round(media_info.num_frames / max(media_info.fps, 1e-6))
-        )  # two frames a second, two in a token
+        # Two frames a second are used, and a token covers two of them.
+        tokens *= max(1, round(media_info.num_frames / max(media_info.fps, 1e-6)))
     return min(tokens, MAX_TOKENS_PER_MEDIUM)
 
 

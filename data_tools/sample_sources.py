@@ -55,14 +55,8 @@ class SampleSource:
     @staticmethod
     def whole_split(dataset: DatasetDescription, split: str) -> SampleSource:
         """All samples of a split."""
-        return SampleSource(
-            split,
-            dataset,
-            split,
-            1.0,
-            0,
-            sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split]),
-        )
+        num_samples = sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split])
+        return SampleSource(split, dataset, split, share=1.0, first_index=0, num_samples=num_samples)
 
     @cached_property
     def shard_names(self) -> list[str]:
@@ -72,10 +66,8 @@ class SampleSource:
     def shard_starts(self) -> list[int]:
         """Number of samples before each shard, and at last the number of all."""
         try:
-            return [
-                0,
-                *itertools.accumulate(self.dataset.samples_by_shard[name] for name in self.shard_names),
-            ]
+            shard_sizes = [self.dataset.samples_by_shard[name] for name in self.shard_names]
+            return list(itertools.accumulate(shard_sizes, initial=0))
         except KeyError as error:
             raise LoaderError(
                 f"{self.dataset.path}: {METADATA_DIR}/.info.json does not "
@@ -92,8 +84,8 @@ class SampleSource:
 
     def shard_position(self, sample_index: int) -> tuple[str, int]:
         """The shard of a sample, and its number there."""
-        shard = bisect_right(self.shard_starts, sample_index) - 1
-        return self.shard_names[shard], sample_index - self.shard_starts[shard]
+        shard_number = bisect_right(self.shard_starts, sample_index) - 1
+        return self.shard_names[shard_number], sample_index - self.shard_starts[shard_number]
 
     def find_sample(self, sample_key: str) -> int | None:
         """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
@@ -120,13 +112,15 @@ class SampleSource:
             raise SourceError(
                 f"{index_path} cannot be read ({error}); give the sample's --index instead"
             ) from error
+
+        # A key may occur in several shards, of which this split or subset may have only one.
         all_shard_names = list(self.dataset.samples_by_shard)
-        sample_indices = (
-            self._index_in_source(all_shard_names[tar], sample_position)
-            for tar, sample_position in sample_rows
-            if tar < len(all_shard_names)
-        )
-        return next((place for place in sample_indices if place is not None), None)
+        for shard_number, position_in_shard in sample_rows:
+            if shard_number < len(all_shard_names):
+                sample_index = self._index_in_source(all_shard_names[shard_number], position_in_shard)
+                if sample_index is not None:
+                    return sample_index
+        return None
 
     def _index_in_source(self, shard_name: str, sample_position: int) -> int | None:
         if shard_name not in self.shard_names:
@@ -147,11 +141,17 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, dataset_location.name)
 
     drawn_sources = []
-    for known, (data, part) in zip(sized_sources, list_split_datasets(description, split), strict=True):
-        if known.sample_share:
+    split_datasets = list_split_datasets(description, split)
+    for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
+        if blend_source.sample_share:
             drawn_sources.append(
                 SampleSource(
-                    known.source_name, data, part, known.sample_share, known.first_sample, known.sample_count
+                    blend_source.source_name,
+                    dataset,
+                    split_name,
+                    blend_source.sample_share,
+                    blend_source.first_sample,
+                    blend_source.sample_count,
                 )
             )
 
@@ -164,7 +164,7 @@ class SampleReader:
     """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
 
     Args:
-        timeout: ``data.sample_timeout_s``.
+        timeout_seconds: ``data.sample_timeout_s``.
     """
 
     def __init__(self, sample_source: SampleSource, timeout_seconds: float = 0.0) -> None:
@@ -174,10 +174,12 @@ class SampleReader:
 
         dataset_dir = EPath(sample_source.dataset.path)
         sample_counts = sample_source.dataset.samples_by_shard
-        shard_infos = [
-            ShardInfo(name=name, path=dataset_dir / name, count=sample_counts[name])
-            for name in sample_source.shard_names
-        ]
+        shard_infos = []
+        for shard_name in sample_source.shard_names:
+            shard_infos.append(
+                ShardInfo(name=shard_name, path=dataset_dir / shard_name, count=sample_counts[shard_name])
+            )
+
         excluded_names = set(sample_source.dataset.excluded_names)
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
@@ -244,14 +246,14 @@ def estimate_left_out(encoder: RowEncoder, num_samples: int) -> dict[str, BadSam
         source_encoder = encoder.copy_for_process()
         reader = SampleReader(drawn_source, encoder.data_config.sample_timeout_s)
         sample_count = min(len(drawn_source), max(2, num_samples // len(drawn_sources)))
-        drawn_samples = (
-            reader.read_sample(i, with_media=False)
-            for i in random.Random(0).sample(drawn_source.indices, sample_count)
-        )
-        packed_rows, _ = source_encoder.select_rows(
-            [source_encoder.preencode_sample(sample) for sample in drawn_samples if sample], is_last=True
-        )
+        encoded_samples = []
+        for sample_index in random.Random(0).sample(drawn_source.indices, sample_count):
+            sample = reader.read_sample(sample_index, with_media=False)
+            if sample:
+                encoded_samples.append(source_encoder.preencode_sample(sample))
+        packed_rows, _ = source_encoder.select_rows(encoded_samples, is_last=True)
         reader.close()
+
         meters[drawn_source.name] = meter = BadSampleMeter(1.0, minimum_samples=1)
         dropped_facts = (sample.as_json() for sample in source_encoder.dropped_samples)
         meter.add_counts(

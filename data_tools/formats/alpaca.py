@@ -18,11 +18,7 @@ ANSWER_FIELDS = ("output", "response")
 
 def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str | None:
     """The field of these names that has a value. Raises RecordError if several have."""
-    filled_fields = []
-    for name in field_names:
-        if record.get(name) not in (None, ""):
-            filled_fields.append(name)
-
+    filled_fields = [name for name in field_names if record.get(name) not in (None, "")]
     if len(filled_fields) > 1:
         raise RecordError(
             "two conversations",

@@ -44,13 +44,12 @@ class FrameSequence:
         """How messages name it."""
         if isinstance(self.pictures, str):
             return self.pictures
+
+        name = "pictures in the record"
         first_picture = self.pictures[0]
-        name = (
-            first_picture
-            if isinstance(first_picture, str) and first_picture[:5].lower() != "data:"
-            else "pictures in the record"
-        )
-        return f"{name[:120]} and {len(self.pictures) - 1} more" if len(self.pictures) > 1 else name[:120]
+        if isinstance(first_picture, str) and first_picture[:5].lower() != "data:":
+            name = first_picture[:120]
+        return f"{name} and {len(self.pictures) - 1} more" if len(self.pictures) > 1 else name
 
 
 def may_be_frame_folder(reference: Any) -> bool:
@@ -68,15 +67,17 @@ def read_frame_rate(
     """The key and value of a rate beside a video; None if there is none.
 
     Args:
-        key_prefix: prefix of the key in messages. listed: the video is a list of pictures.
+        key_prefix: prefix of the key in messages.
+        is_picture_list: whether the video is a list of pictures, and not a folder.
 
     Raises:
         RecordError: it is no rate.
     """
     rate_keys = FRAME_RATE_KEYS[:2] if is_picture_list else FRAME_RATE_KEYS[::-1]
-    rate_key = next((rate_key for rate_key in rate_keys if json_object.get(rate_key) not in (None, "")), None)
+    rate_key = next((name for name in rate_keys if json_object.get(name) not in (None, "")), None)
     if rate_key is None:
         return None
+
     rate_value = json_object[rate_key]
     if isinstance(rate_value, str):  # Qwen's own documentation writes '1'
         try:

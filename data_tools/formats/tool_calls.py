@@ -25,18 +25,14 @@ def read_tools(
     Raises:
         RecordError: they are something else.
     """
-    present_fields = []
-    for key in tool_fields:
-        if record.get(key) not in (None, "", [], {}, "[]"):
-            present_fields.append((key, record[key]))
-
+    present_fields = [key for key in tool_fields if record.get(key) not in (None, "", [], {}, "[]")]
     if not present_fields:
         return []
     if len(present_fields) > 1:
-        raise RecordError("bad tools", "the record has both 'tools' and 'functions'", present_fields[1][0])
+        raise RecordError("bad tools", "the record has both 'tools' and 'functions'", present_fields[1])
 
-    field_path, field_value = present_fields[0]
-    tools = parse_json_text(field_value, field_path, "bad tools")
+    field_path = present_fields[0]
+    tools = parse_json_text(record[field_path], field_path, "bad tools")
     if isinstance(tools, dict):
         tools = [tools]
     if not isinstance(tools, list):
@@ -94,8 +90,9 @@ def parse_json_text(json_value: Any, field_path: str, reason: str) -> Any:
 
 
 def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
-    """One call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``, with arguments as
-    an object or as JSON text of one.
+    """Reads a call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``.
+
+    The arguments are an object, or the JSON text of one.
 
     Raises:
         RecordError: it is something else.
