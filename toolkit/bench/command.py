@@ -30,6 +30,7 @@ def bench(options: BenchOptions) -> int:
 
         write_missing_sizes_alone(bench_run.config.data, bench_run.hf)
 
+    # The ranks parse the same options again.
     rank_arguments = to_command_line(options, leave_out=COMMAND_ONLY_OPTIONS) + options.fields
     if options.processes:
         rank_arguments += ["--platform", "cpu"]

@@ -26,8 +26,8 @@ ANSWER_BY_PICTURE = {
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Maps each photograph to the answer to :data:`QUESTION`. The question is always the same, so the answer can
-only come from the picture."""
+"""Maps each photograph to the answer to :data:`PICTURE_QUESTION`. The question is always the same, so the
+answer can only come from the picture."""
 
 # Media are the files for the conversation's placeholders, in the order of the text.
 DEMO_CONVERSATIONS: list[dict[str, Any]] = [

@@ -29,6 +29,7 @@ def print_plan(plan_result: PlanResult) -> None:
     wide_console = Console(
         width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout, soft_wrap=False
     )
+
     search_request, best_prediction = plan_result.search_request, plan_result.best_prediction
     calibration = search_request.calibration
     print(
@@ -63,11 +64,10 @@ def _row_lines(plan_result: PlanResult) -> list[str]:
 
 
 def _layout_lines(best_prediction: RunPrediction) -> list[str]:
-    return [
-        "layout: "
-        f"{describe_layout(best_prediction.config, best_prediction.layout, best_prediction.data_parallel_size)}",
-        f"  {layout_options(best_prediction)}",
-    ]
+    layout_text = describe_layout(
+        best_prediction.config, best_prediction.layout, best_prediction.data_parallel_size
+    )
+    return [f"layout: {layout_text}", f"  {layout_options(best_prediction)}"]
 
 
 def layout_options(best_prediction: RunPrediction) -> str:
@@ -125,11 +125,9 @@ def _stage_table(best_prediction: RunPrediction) -> Any:
 
 
 def _speed_lines(best_prediction: RunPrediction) -> list[str]:
-    bubble_note = (
-        f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
-        if best_prediction.layout.pp > 1
-        else ""
-    )
+    bubble_note = ""
+    if best_prediction.layout.pp > 1:
+        bubble_note = f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
     return [
         f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} "
         f"tokens/s, {best_prediction.mfu:.1%} MFU{bubble_note}; "
