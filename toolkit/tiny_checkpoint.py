@@ -173,9 +173,8 @@ def write_tiny_checkpoint(
         if not (tied and name == "lm_head.weight"):
             tensors[name] = tensor
 
-    if not (
-        memory_names or family in NESTED_CONFIG_FAMILIES
-    ):  # the released Qwen3-VL uses the in-memory names
+    # Released Qwen3-VL and later families use the in-memory names.
+    if not (memory_names or family in NESTED_CONFIG_FAMILIES):
         tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
     if released_style and family == "qwen3_vl_moe":
         tensors = {
@@ -194,7 +193,7 @@ def released_files(
 ) -> dict[str, dict[str, Any]]:
     """The released JSON files of a tiny checkpoint: name -> content, without those of the tokenizer.
 
-    They are those of ``resources/tiny/FAMILY.json``, in which ``$PART_FILE_NAME`` stands for a field of
+    They are those of ``resources/tiny/FAMILY.json``, in which ``$NAME`` stands for a field of
     :class:`TinySizes`, for what follows from it, or for the id of a special token.
     """
     special_token_ids = {token: text_token_count + i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -222,7 +221,7 @@ def _read_resource(resource_name: str) -> Any:
 
 
 def _fill_template(json_template: Any, template_values: dict[str, Any]) -> Any:
-    """A JSON value with ``values["PART_FILE_NAME"]`` in the place of each string ``$PART_FILE_NAME``."""
+    """A JSON value with ``template_values["NAME"]`` in the place of each string ``$NAME``."""
     if isinstance(json_template, dict):
         return {name: _fill_template(value, template_values) for name, value in json_template.items()}
     if isinstance(json_template, list):
@@ -239,10 +238,10 @@ def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
 
-    prediction_tensors: dict[str, Tensor] = {}
+    extra_tensors: dict[str, Tensor] = {}
     for name, shape in shapes.items():
-        prediction_tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator).bfloat16()
-    return prediction_tensors
+        extra_tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator).bfloat16()
+    return extra_tensors
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -253,11 +252,9 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-
-    config_fields = {}
-    for name, value in config.items():
-        if name not in ("architectures", "transformers_version"):
-            config_fields[name] = value
+    config_fields = dict(config)
+    for file_only_field in ("architectures", "transformers_version"):
+        config_fields.pop(file_only_field, None)
 
     # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**config_fields)).float()
@@ -403,23 +400,20 @@ def _released_name(tensor_name: str) -> str:
 
     transformers >= 4.52 names it ``model.visual.*`` or ``model.language_model.*``.
     """
-    return (
-        tensor_name.removeprefix("model.")
-        if tensor_name.startswith("model.visual.")
-        else tensor_name.replace("model.language_model.", "model.", 1)
-    )
+    if tensor_name.startswith("model.visual."):
+        return tensor_name.removeprefix("model.")
+    return tensor_name.replace("model.language_model.", "model.", 1)
 
 
 def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor], shard_count: int) -> None:
     """Writes safetensors files of roughly equal size in model order, with their index."""
-    total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     tensors_by_shard: list[dict[str, Tensor]] = [{} for _ in range(shard_count)]
     assigned_bytes = 0
     for tensor_name, tensor in tensors.items():
-        tensors_by_shard[min(shard_count - 1, assigned_bytes * shard_count // total_bytes)][tensor_name] = (
-            tensor.contiguous()
-        )
-        assigned_bytes += tensor.numel() * tensor.element_size()
+        shard_index = min(shard_count - 1, assigned_bytes * shard_count // total_bytes)
+        tensors_by_shard[shard_index][tensor_name] = tensor.contiguous()
+        assigned_bytes += tensor.nbytes
 
     if shard_count == 1:
         save_file(tensors_by_shard[0], checkpoint_dir / "model.safetensors", metadata={"format": "pt"})

@@ -140,6 +140,8 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
             f"pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
         )
     )
+
+    # The planner decides with this machine's memory, as rank 0 of the run would.
     refusal_message = ""
     gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
     host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
@@ -151,7 +153,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
         add_finding(
             broken_finding("model and layout", refusal_message, _refusal_advice(config, refusal_message))
         )
-        # A damaged folder of the run says nothing against the rest.
+        # A damaged folder of the run says nothing about the rest, so this is checked without it.
         fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
         try:
             run = resolve_run(
@@ -178,19 +180,18 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     ]
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
     report.findings += check_family(config, run.spec, on_gpus)
-    inputs = [_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)]
-    # An input that is not there was already reported with the layout.
-    report.findings += [
-        finding for finding in inputs if not refusal_message or finding.found != refusal_message
-    ]
-    report.findings += [
-        note_finding("run", remark, "") for remark in config_remarks(config, not gpus, run.is_resumed)
-    ]
+
+    for input_finding in (_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)):
+        # An input that is missing was already reported with the layout.
+        if not refusal_message or input_finding.found != refusal_message:
+            add_finding(input_finding)
+    for remark in config_remarks(config, not gpus, run.is_resumed):
+        add_finding(note_finding("run", remark, ""))
     return report
 
 
 def _refusal_advice(config: TrainConfig, refusal_message: str) -> str:
-    """What to do about a run that was refused with the message ``refusal_message``."""
+    """What the user can do about a run that was refused."""
     if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
         return _convert_command(config)
     return "correct the field or path that the message names"
@@ -228,11 +229,8 @@ def _check_memory(
             ok_finding("memory", finding_text) if fits else broken_finding("memory", finding_text, advice)
         )
     else:
-        fitting_gpus = []
-        for name, gib in GPU_MEMORY_GIB.items():
-            if peak_memory_gib + RESERVE_GIB <= gib:
-                fitting_gpus.append(name)
-
+        needed_gib = peak_memory_gib + RESERVE_GIB
+        fitting_gpus = [name for name, gib in GPU_MEMORY_GIB.items() if needed_gib <= gib]
         finding_text = (
             f"{estimate_text}: fits {', '.join(fitting_gpus) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}"
         )
@@ -256,17 +254,14 @@ def _check_memory(
 
 def _estimate_speed(prediction: RunPrediction) -> Finding:
     """The planner's estimate of the run's speed."""
-    speed = prediction
     speed_text = (
-        f"{speed.step_seconds:.2f} s a step, {speed.tokens_per_second:,.0f} "
-        f"tokens/s at {speed.mfu:.0%} MFU estimated on"
+        f"{prediction.step_seconds:.2f} s a step, {prediction.tokens_per_second:,.0f} tokens/s "
+        f"at {prediction.mfu:.0%} MFU estimated on {prediction.calibration.gpu}"
     )
-    speed_text += f" {speed.calibration.gpu}" + (
-        f", stages wait {speed.bubble_share:.0%} of the time" if speed.layout.pp > 1 else ""
-    )
-    return ok_finding(
-        "speed", f"{speed_text} ({speed.calibration.source}); megatron-vl plan compares it with other layouts"
-    )
+    if prediction.layout.pp > 1:
+        speed_text += f", stages wait {prediction.bubble_share:.0%} of the time"
+    source_text = f"({prediction.calibration.source}); megatron-vl plan compares it with other layouts"
+    return ok_finding("speed", f"{speed_text} {source_text}")
 
 
 def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
@@ -289,8 +284,10 @@ def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
 
 
 def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int) -> Finding:
-    """Builds the real modules on the meta device, in a separate process because the CPU platform
-    changes torch globally."""
+    """Builds the real modules on the meta device.
+
+    This happens in a separate process, because the CPU platform changes torch globally.
+    """
     command = [
         sys.executable,
         "-m",
@@ -301,16 +298,13 @@ def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int)
     ]
     completed = subprocess.run(command, capture_output=True, text=True)
     if completed.returncode:
-        last_line = (
-            completed.stderr.strip().splitlines()[-1]
-            if completed.stderr.strip()
-            else f"exit code {completed.returncode}"
-        )
+        error_lines = completed.stderr.strip().splitlines()
+        last_line = error_lines[-1] if error_lines else f"exit code {completed.returncode}"
         return broken_finding(
             "model is built", last_line, "correct what the message names; without one, report a bug"
         )
-    facts = json.loads(completed.stdout.strip().splitlines()[-1])
-    sizes = ", ".join(f"{n / 1e9:.2f}" for n in facts["parameters"])
+    build_facts = json.loads(completed.stdout.strip().splitlines()[-1])
+    sizes = ", ".join(f"{parameter_count / 1e9:.2f}" for parameter_count in build_facts["parameters"])
     return ok_finding(
         "model is built", f"{sizes} B parameters on a rank of each stage, with the checkpoints' shapes"
     )
@@ -330,11 +324,8 @@ def _check_first_row(run: ResolvedRun) -> Finding:
     try:
         split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
 
-        drawn_sources = []
-        for source in read_blend_sources(split_facts.dataset_identity):
-            if source.sample_share:
-                drawn_sources.append(source)
-
+        blend_sources = read_blend_sources(split_facts.dataset_identity)
+        drawn_sources = [source for source in blend_sources if source.sample_share]
         loader_config = dataclasses.replace(config.data, num_workers=0)
         if split_facts.datasets_without_sizes:
             row_iterator = validation_rows(loader_config, run.spec, config.model.hf, "train", split_facts)
@@ -368,14 +359,11 @@ def _check_first_row(run: ResolvedRun) -> Finding:
 
     samples_text = pluralize(sum(source.sample_count for source in drawn_sources), "sample")
     blend_text = f" of {len(drawn_sources)} sources" if len(drawn_sources) > 1 else ""
-    finding_text = (
-        f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} "
-        f"s): {pluralize(first_row.num_samples, 'sample')}, "
-    )
     loss_tokens = int(first_row.loss_mask.count_nonzero())
-    finding_text += (
-        f"{first_row.num_images} pictures, {first_row.num_patches} "
-        f"patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+    finding_text = (
+        f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} s): "
+        f"{pluralize(first_row.num_samples, 'sample')}, {first_row.num_images} pictures, "
+        f"{first_row.num_patches} patches, {loss_tokens} loss tokens of {first_row.seq_len}"
     )
     if split_facts.datasets_without_sizes:
         return note_finding(
@@ -395,8 +383,10 @@ def _check_first_row(run: ResolvedRun) -> Finding:
 
 
 def _check_left_out(run: ResolvedRun) -> list[Finding]:
-    """A finding for each source of which the loader would leave out most samples: of all if their sizes are
-    stored, else of some that are read."""
+    """A finding for each source of which the loader would leave out most samples.
+
+    All samples are judged if their sizes are stored; otherwise, some samples are read.
+    """
     from data_tools.sample_sources import estimate_left_out, open_encoder
     from data_tools.statistics import count_statistics
     from megatron_vl.data.source.sample_sizes import SizesError
@@ -405,7 +395,8 @@ def _check_left_out(run: ResolvedRun) -> list[Finding]:
     try:
         encoder = open_encoder(run.config.data, run.spec, hf_dir)
         try:
-            meters = {one.source.name: one.meter for one in count_statistics(encoder, hf_dir).sources}
+            counted_sources = count_statistics(encoder, hf_dir).sources
+            meters = {source_sizes.source.name: source_sizes.meter for source_sizes in counted_sources}
         except SizesError:
             meters, samples_phrase = estimate_left_out(encoder, NUM_SAMPLES_READ), "samples drawn from"
     except (ValueError, OSError, RuntimeError):

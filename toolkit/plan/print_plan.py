@@ -105,12 +105,9 @@ def _stage_table(best_prediction: RunPrediction) -> Any:
     )
     for i, stage in enumerate(best_prediction.stage_plans):
         layers_text = " + ".join(str(layer_count) for layer_count in stage.layers_per_chunk)
-
-        stage_ends = []
-        for name, here in (("tower", i == 0), ("head", i == best_prediction.layout.pp - 1)):
-            if here:
-                stage_ends.append(name)
-
+        stage_ends = ["tower"] if i == 0 else []
+        if i == best_prediction.layout.pp - 1:
+            stage_ends.append("head")
         stage_table.add_row(
             str(i),
             f"{layers_text} ({', '.join(stage_ends)})" if stage_ends else layers_text,
