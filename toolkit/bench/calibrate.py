@@ -121,18 +121,16 @@ class KernelTimer:
         product_tflops = []
         for product_width in self.work_sizes.product_widths:
             token_count = self.work_sizes.token_count * self.work_sizes.product_widths[-1] // product_width
-            x, weight = (
-                self.random_tensor(token_count, product_width, requires_grad=True),
-                self.random_tensor(product_width, product_width, requires_grad=True),
-            )
+            x = self.random_tensor(token_count, product_width, requires_grad=True)
+            weight = self.random_tensor(product_width, product_width, requires_grad=True)
             output_gradient = self.random_tensor(token_count, product_width)
 
             def run_products(x=x, weight=weight, output_gradient=output_gradient) -> None:
                 torch.autograd.grad(x @ weight.t(), (x, weight), output_gradient)
 
-            product_tflops.append(
-                6 * token_count * product_width * product_width / self.mean_seconds(run_products) / 1e12
-            )
+            # Three products of 2 FLOPs for each multiplication and addition.
+            flops = 6 * token_count * product_width * product_width
+            product_tflops.append(flops / self.mean_seconds(run_products) / 1e12)
         return fit_saturating_rate(self.work_sizes.product_widths, product_tflops)
 
     def memory_rate(self) -> float:
@@ -240,11 +238,7 @@ class KernelTimer:
             return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
         host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-
-        device_buffers = []
-        for _ in range(2):
-            device_buffers.append(torch.empty(byte_count, dtype=torch.uint8, device=self.platform.device))
-
+        device_buffers = [torch.empty_like(buffer, device=self.platform.device) for buffer in host_buffers]
         copy_streams = [torch.cuda.Stream() for _ in range(2)]
 
         def copy_both_ways() -> None:

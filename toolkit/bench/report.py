@@ -79,9 +79,8 @@ class WorkCounts:
         recomputed_flops = recompute_flops(
             spec, model_config, recompute_config, document_lengths, frame_lengths, window_lengths, decoupled
         )
-        self.executed_flops = (
-            self.executed_flops + (all_token_flops if whole_head else needed_flops) + recomputed_flops
-        )
+        forward_and_backward_flops = all_token_flops if whole_head else needed_flops
+        self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
         return WorkCounts(
@@ -155,9 +154,8 @@ def speed_figures(
 
 def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
     """The machine and the versions with which the figures were measured."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "gpus": dist.get_world_size(),
         "peak_tflops": gpu_peak_tflops or None,
         "torch": torch.__version__,
@@ -263,31 +261,27 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
         f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]
 
-    gib_by_part = {}
+    memory_texts = []
     for part in MEMORY_PARTS:
         if memory_figures.get(f"{part}_gib") is not None:
-            gib_by_part[part] = memory_figures[f"{part}_gib"]
+            memory_texts.append(f"{part} {memory_figures[f'{part}_gib']:.1f}")
+    if memory_texts:
+        text_lines.append("    memory (GiB): " + ", ".join(memory_texts))
 
-    if gib_by_part:
-        text_lines.append(
-            "    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items())
-        )
     if workload_figures.get("parts"):
-        part_texts = (
-            f"{part} {part_figures['mean_s'] * 1e3:.1f}"
-            for part, part_figures in workload_figures["parts"].items()
-        )
+        part_texts = []
+        for part, part_figures in workload_figures["parts"].items():
+            part_texts.append(f"{part} {part_figures['mean_s'] * 1e3:.1f}")
         text_lines.append("    ms per step, mean over ranks: " + ", ".join(part_texts))
         text_lines.append(
             "    collectives in one profiled step, including waiting: "
             + _communication_text(workload_figures["communication"])
         )
         if any(workload_figures["efficiency"].values()):
-            half_texts = (
-                f"{half} {share:.1%}"
-                for half, share in workload_figures["efficiency"].items()
-                if share is not None
-            )
+            half_texts = []
+            for half, share in workload_figures["efficiency"].items():
+                if share is not None:
+                    half_texts.append(f"{half} {share:.1%}")
             text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
         straggling_figures = workload_figures["straggling"]
         text_lines.append(
@@ -299,12 +293,11 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
 
 
 def _communication_text(communication_figures: dict[str, dict[str, float]]) -> str:
-    names = {"communication_s": "total", "communication_exposed_s": "with nothing else running"}
-    return ", ".join(
-        f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}"
-        for key, text in names.items()
-        if key in communication_figures
-    )
+    communication_texts = []
+    for key, text in (("communication_s", "total"), ("communication_exposed_s", "with nothing else running")):
+        if key in communication_figures:
+            communication_texts.append(f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}")
+    return ", ".join(communication_texts)
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")
