@@ -67,7 +67,7 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
             needs accelerate.
 
     Raises:
-        Like :func:`check_folder`.
+        The errors of :func:`check_hf_folder`.
     """
     from transformers import AutoModelForImageTextToText
 

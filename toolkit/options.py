@@ -1,9 +1,9 @@
-"""Makes command lines from dataclasses: a field is an option, its type says how to read the value, and its
-docstring is the help.
+"""Makes command lines from dataclasses.
 
-A field ``media_root`` is the option ``--media-root``. The parser is jsonargparse's, as in the trainer. A
-command that sets ``run_fields`` also takes ``--config RUN.yaml`` and every field of a run by its dotted name,
-spelled as in the YAML.
+A field is an option. Its type says how to read the value, and its docstring is the help. A field
+``media_root`` is the option ``--media-root``. The parser is jsonargparse's, as in the trainer. A command that
+sets ``run_fields`` also takes ``--config RUN.yaml`` and every field of a run by its dotted name, spelled as
+in the YAML.
 
 Nothing here imports torch, so that ``--help`` and errors in command lines appear at once.
 """
@@ -76,25 +76,22 @@ def parse_command_line[Options: CommandOptions](
             f"{_explain_parser_error(str(error), options_class)}; see {program_name} --help"
         ) from error
 
-    given_values = {field.name: getattr(parsed_values, field.name) for field in shown_options(options_class)}
-    parsed_options = options_class(
-        fields=run_words, **{name: value for name, value in given_values.items() if value is not None}
-    )
+    given_values = {}
+    for field in shown_options(options_class):
+        value = getattr(parsed_values, field.name)
+        if value is not None:  # otherwise the field keeps its default
+            given_values[field.name] = value
+    parsed_options = options_class(fields=run_words, **given_values)
     parsed_options.check()
     return parsed_options
 
 
 def _explain_parser_error(error_message: str, options_class: type[CommandOptions]) -> str:
     """jsonargparse's message in one line, with options spelled as on the command line."""
-    types_by_field = {}
-    for name, hint in typing.get_type_hints(options_class).items():
-        types_by_field[name] = _without_none(hint)
-
-    return explain_parser_error(
-        error_message,
-        types_by_field,
-        {field.name: _option_string(field) for field in shown_options(options_class)},
-    )[0]
+    type_hints = typing.get_type_hints(options_class)
+    types_by_field = {name: _without_none(type_hint) for name, type_hint in type_hints.items()}
+    option_strings = {field.name: _option_string(field) for field in shown_options(options_class)}
+    return explain_parser_error(error_message, types_by_field, option_strings)[0]
 
 
 def check_paths(options: CommandOptions) -> None:
@@ -124,11 +121,7 @@ def _check_path(input_path: Path, is_hf: bool) -> None:
 
 def require_exactly_one(options: CommandOptions, *option_names: str) -> None:
     """Raises UsageError unless exactly one of these options is given."""
-    given_names = []
-    for name in option_names:
-        if getattr(options, name):
-            given_names.append(name)
-
+    given_names = [name for name in option_names if getattr(options, name)]
     if len(given_names) != 1:
         option_flags = " or ".join(option_flag(name) for name in option_names)
         raise UsageError(f"give {option_flags}" + (", not both" if given_names else ""))
@@ -235,11 +228,9 @@ class _RepeatedValueReader:
         self.item_type = item_type
 
     def __call__(self, word_or_words: Any) -> Any:
-        return (
-            [self.item_type(each) for each in word_or_words]
-            if isinstance(word_or_words, list)
-            else self.item_type(word_or_words)
-        )
+        if isinstance(word_or_words, list):
+            return list(map(self.item_type, word_or_words))
+        return self.item_type(word_or_words)
 
 
 def _read_number(number_type: type, field_metadata: typing.Mapping[str, Any], option_word: Any) -> Any:
@@ -289,9 +280,8 @@ def _is_required(option_field: dataclasses.Field) -> bool:
 
 def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field]:
     """The fields that are options: first those of the class itself, then those of its bases."""
-    visible_fields = [
-        field for field in dataclasses.fields(options_class) if not field.metadata.get("hidden")
-    ]
+    all_fields = dataclasses.fields(options_class)
+    visible_fields = [field for field in all_fields if not field.metadata.get("hidden")]
     own_field_names = set(vars(options_class).get("__annotations__", ()))
     return sorted(visible_fields, key=lambda field: field.name not in own_field_names)
 

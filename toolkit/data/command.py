@@ -1,5 +1,4 @@
-"""``megatron-vl data``: converts conversation files into data sets, verifies them, and shows what they
-hold."""
+"""``megatron-vl data``: converts conversation files into data sets, verifies and describes them."""
 
 from __future__ import annotations
 
@@ -104,10 +103,8 @@ def _index_converted(options: DataConvertOptions, num_workers: int) -> int:
 
 def _reasons_text(reasons: dict[str, int]) -> str:
     """Why samples are unusable, the most frequent reason first."""
-    ordered_counts = Counter(reasons).most_common()
-    return (
-        f" ({', '.join(f'{count} {reason}' for reason, count in ordered_counts)})" if ordered_counts else ""
-    )
+    reason_texts = [f"{count} {reason}" for reason, count in Counter(reasons).most_common()]
+    return f" ({', '.join(reason_texts)})" if reason_texts else ""
 
 
 def merge(command_options: DataMergeOptions) -> int:
@@ -142,19 +139,24 @@ def _print_preview(command_options: DataConvertOptions, conversion_options: Conv
 
     file_previews = preview_files(command_options.input, conversion_options)
     if command_options.json:
-        print(json.dumps([file.as_json() for file in file_previews]))
+        print(json.dumps([file_preview.as_json() for file_preview in file_previews]))
     else:
-        print("\n".join(line for file in file_previews for line in _preview_lines(file)))
-        num_refused = sum(file.refused.total() for file in file_previews)
-        if num_refused > command_options.max_quarantined * sum(file.records for file in file_previews):
+        num_records = num_refused = 0
+        for file_preview in file_previews:
+            print("\n".join(_preview_lines(file_preview)))
+            num_records += file_preview.records
+            num_refused += file_preview.refused.total()
+        if num_refused > command_options.max_quarantined * num_records:
             print(
                 f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
                 f" {command_options.max_quarantined:g} allows; the conversion would end with exit code 3"
             )
-    return 0 if any(file.samples for file in file_previews) else 1
+    return 0 if any(file_preview.samples for file_preview in file_previews) else 1
 
 
 def _preview_lines(file_preview: FilePreview) -> list[str]:
+    """The lines that describe the first records of a file."""
+
     def counts_text(counts: Counter[str]) -> str:
         return ", ".join(f"{name} {count}" for name, count in counts.most_common(MAX_SHOWN_KEYS)) or "none"
 
@@ -200,12 +202,8 @@ def _report_conversion(
 
     quarantine_path = options.out / "quarantine.jsonl"
     if options.json:
-        print(
-            json.dumps(
-                report.as_json()
-                | {"quarantined": report.quarantined_records, "quarantine": str(quarantine_path)}
-            )
-        )
+        quarantine_facts = {"quarantined": report.quarantined_records, "quarantine": str(quarantine_path)}
+        print(json.dumps(report.as_json() | quarantine_facts))
     else:
         _print_summary(report, options.out, quarantine_path)
 
@@ -281,11 +279,10 @@ def index(options: DataIndexOptions) -> int:
         print(json.dumps([index_result.as_json() for index_result in index_results]))
         return 0
     for index_result in index_results:
-        unusable_text = (
-            f", {index_result.unusable} of them unusable{_reasons_text(index_result.reasons)},"
-            if index_result.unusable
-            else ""
-        )
+        unusable_text = ""
+        if index_result.unusable:
+            reasons_text = _reasons_text(index_result.reasons)
+            unusable_text = f", {index_result.unusable} of them unusable{reasons_text},"
         time_text = f"in {index_result.seconds:.1f} s" if index_result.seconds else "were there"
         print(
             f"{index_result.path}: sizes of {index_result.samples} samples{unusable_text} and "

@@ -51,8 +51,9 @@ def write_stats(
 ) -> None:
     """Writes the page of a data set, with ``num_shown`` of its samples."""
     cards = []
-    for why, one, sample_number in choose_samples(statistics, num_shown):
-        cards.append(_sample_card(why, view_sample(prepared, one.source, one.source.indices[sample_number])))
+    for why, source_sizes, sample_number in choose_samples(statistics, num_shown):
+        source = source_sizes.source
+        cards.append(_sample_card(why, view_sample(prepared, source, source.indices[sample_number])))
 
     run_dir = prepared.config.checkpoint.dir
     page_facts = {
@@ -142,12 +143,10 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
 
     labels = []
     for left_edge, right_edge in pairwise(bin_edges.tolist()):
-        labels.append(
-            format_number(left_edge)
-            if right_edge == left_edge + 1
-            else f"{format_number(left_edge)} to {format_number(right_edge - 1)}"
-        )
-
+        label = format_number(left_edge)
+        if right_edge > left_edge + 1:
+            label += f" to {format_number(right_edge - 1)}"
+        labels.append(label)
     if values.max() > upper_quantile:
         labels[-1] += " or more"
 
@@ -179,8 +178,11 @@ def _sample_card(why: str, sample: SampleView) -> dict[str, Any]:
 
 
 def choose_samples(statistics: DatasetStatistics, num_shown: int) -> list[tuple[str, SourceSizes, int]]:
-    """Chooses usable samples to show, each with the reason and its number in the source: the largest ones,
-    then some at equal distances."""
+    """Chooses usable samples to show: the largest ones, then some at equal distances.
+
+    Returns:
+        Why each is shown, its source, and its number there.
+    """
     usable_sources = [source_sizes for source_sizes in statistics.sources if source_sizes.usable_mask.any()]
     chosen_samples: dict[tuple[str, int], tuple[str, SourceSizes, int]] = {}
     for name in SAMPLE_QUANTITIES:
@@ -214,17 +216,16 @@ def _frame_pictures(pixels: Tensor | None) -> list[str]:
 
     frame_pictures: list[str] = []
     for frame_index in frames:
-        frame_pictures.append(
-            _jpeg_base64(Image.fromarray(pixels[int(frame_index)].permute(1, 2, 0).numpy()), picture_side)
-        )
+        frame = pixels[int(frame_index)].permute(1, 2, 0).numpy()
+        frame_pictures.append(_jpeg_base64(Image.fromarray(frame), picture_side))
     return frame_pictures
 
 
 def _jpeg_base64(picture: Image.Image, max_side: int) -> str:
     picture.thumbnail((max_side, max_side))
-    data = io.BytesIO()
-    picture.save(data, "JPEG", quality=80)
-    return base64.b64encode(data.getvalue()).decode()
+    jpeg_buffer = io.BytesIO()
+    picture.save(jpeg_buffer, "JPEG", quality=80)
+    return base64.b64encode(jpeg_buffer.getvalue()).decode()
 
 
 def _left_out_examples(prepared: PreparedDataset, statistics: DatasetStatistics) -> ReasonExamples:

@@ -72,7 +72,7 @@ def _run_conversion(
     """Runs a conversion and prints a report of what was written.
 
     Args:
-        run_conversion: converts and returns a :class:`converters.convert.Report`.
+        run_conversion: converts and returns a :class:`converters.convert.WeightsReport`.
         original_dir: the original folder of an export.
 
     Raises:
@@ -179,7 +179,7 @@ def verify(options: VerifyOptions) -> int:
         if len(comparison_result.differences) > options.show:
             print(f"  ... and {len(comparison_result.differences) - options.show} more")
         if len(comparison_result.differences) == comparison_result.tensors and all(
-            found.how.startswith("missing") for found in comparison_result.differences
+            difference.how.startswith("missing") for difference in comparison_result.differences
         ):
             print("note: the two have no name in common; they are different models")
 
