@@ -82,7 +82,7 @@ class DataReport:
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     assumed_fps: int = 0
-    """Videos given as pictures whose records do not say how many there are a second."""
+    """Videos given as pictures whose records do not give a frame rate."""
     seconds: float = 0.0
     was_complete: bool = False
     """Whether an earlier conversion had written everything."""
@@ -112,7 +112,7 @@ class DataReport:
         self.assumed_fps += sum(info.assumed_fps for info in sample.media_infos)
 
     def count_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> None:
-        """Counts a line of the quarantine file; entries of samples are passed over."""
+        """Counts a line of the quarantine file. A sample is not counted."""
         if isinstance(outcome, dict):
             by_reason = self.refused.setdefault(outcome["file"], {})
             by_reason[outcome["reason"]] = by_reason.get(outcome["reason"], 0) + 1

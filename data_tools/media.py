@@ -34,7 +34,7 @@ from .formats.frame_sequence import VIDEO_SUFFIXES, FrameSequence, may_be_frame_
 
 SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
 PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
-"""Of the files in a folder of frames; others are passed over."""
+"""Suffixes of the pictures in a folder of frames. Other files are ignored."""
 ASSUMED_FPS = 2.0
 """Frames a second of a video that is given as pictures, if its record does not say: as in qwen-vl-utils and
 LLaMA-Factory."""
@@ -57,11 +57,11 @@ class MediaInfo:
     num_frames: int = 0
     fps: float = 0.0
     crc32: int = 0
-    """Checksum of the file's bytes, so that what is stored and read later is what was verified."""
+    """Checksum of the file's bytes, by which a change after the verification is noticed."""
     sampling: str = ""
     """Of a video given as pictures: how frames are taken of it."""
     assumed_fps: bool = False
-    """Whether the record of a video given as pictures does not say how many there are a second."""
+    """Whether the record of a video given as pictures gives no frame rate."""
 
     def loader_record(self, key: str) -> dict[str, object]:
         """The fields that the loader needs to count tokens without decoding."""

@@ -72,7 +72,7 @@ class IndexResult:
     media: int
     bytes: int
     seconds: float
-    """0 if the sizes were there."""
+    """0 if the sizes existed before."""
 
     def as_json(self) -> dict[str, Any]:
         return {**self.__dict__, "path": str(self.path)}
@@ -88,7 +88,7 @@ class IndexPartResult:
     left: int
     """Shards that no call has measured yet. They belong to other parts."""
     joined: bool
-    """Whether the sizes of the whole data set were there."""
+    """Whether the sizes of the whole data set existed before."""
     seconds: float
 
     def as_json(self) -> dict[str, Any]:

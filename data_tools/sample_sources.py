@@ -1,6 +1,6 @@
 """The data sets that a run reads, and single samples of them.
 
-A sample's text can be read alone: the sizes of its pictures are stored there, so that nothing is decoded.
+A sample's text can be read alone. It comes with the sizes of the sample's media, so that nothing is decoded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT_MEMBER = "json"
 
 
 class SourceError(UserError, ValueError):
-    """A sample or a source that is not there. The message says what there is."""
+    """A sample or a source does not exist. The message says which ones do."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SampleSource:
         return range(self.first_index, self.first_index + self.num_samples)
 
     def shard_position(self, sample_index: int) -> tuple[str, int]:
-        """The shard of a sample, and its number there."""
+        """The shard of a sample, and the sample's number in it."""
         shard_number = bisect_right(self.shard_starts, sample_index) - 1
         return self.shard_names[shard_number], sample_index - self.shard_starts[shard_number]
 
@@ -200,7 +200,7 @@ class SampleReader:
         """A sample; None if the data set's description excludes it.
 
         Args:
-            with_media: read the media too; otherwise they are there by name, and empty.
+            with_media: whether to read the media too; otherwise, they are named but empty.
         """
         self.member_names.clear()
         self.reads_media = with_media

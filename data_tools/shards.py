@@ -160,7 +160,7 @@ def _sample_origin(sample: ConvertedSample) -> str:
 def _index_shard(
     shard_name: str, shard_index: int, shard_samples: list[ConvertedSample], shard_dir: Path
 ) -> WrittenShard:
-    """Writes Energon's ``.idx`` beside the tar. Returns the shard with its rows for the index."""
+    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 

@@ -27,8 +27,8 @@ VIDEO_SUFFIXES = {
     "3gp",
 }
 FRAME_RATE_KEYS = ("sample_fps", "fps", "raw_fps")
-"""Keys that say how many of the listed pictures there are a second; the first that is there counts. The last
-is the rate of the video that a folder was made of."""
+"""Keys of a frame rate, in pictures a second. The first that has a value counts. The last one is the rate of
+the video that a folder was made of."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ def may_be_frame_folder(reference: Any) -> bool:
 def read_frame_rate(
     json_object: dict[str, Any], key_prefix: str, *, is_picture_list: bool
 ) -> tuple[str, float] | None:
-    """The key and value of a rate beside a video; None if there is none.
+    """The key and value of the frame rate that an object gives for a video; None if it gives none.
 
     Args:
         key_prefix: prefix of the key in messages.
         is_picture_list: whether the video is a list of pictures, and not a folder.
 
     Raises:
-        RecordError: it is no rate.
+        RecordError: the value is not a frame rate.
     """
     rate_keys = FRAME_RATE_KEYS[:2] if is_picture_list else FRAME_RATE_KEYS[::-1]
     rate_key = next((name for name in rate_keys if json_object.get(name) not in (None, "")), None)

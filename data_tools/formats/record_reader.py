@@ -1,4 +1,5 @@
-"""Reads turns and content, and assigns the media listed beside them, in order, to markers and empty parts."""
+"""Reads turns and content, and assigns the listed media, in order, to markers and to parts without a
+medium."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class RecordReader:
         self.media_folder = media_folder
         self.ignored_keys: list[tuple[str, str]] = []
         self.frame_rate_keys: set[str] = set()
-        """Keys of the record that say how many pictures of a video there are a second."""
+        """Keys of the record that give the frame rate of a video."""
         self.unplaced_media: dict[str, list[tuple[Any, str]]] = {}
         for kind in MEDIA_KINDS:
             self.unplaced_media[kind] = self.listed_references(record, kind)
@@ -283,7 +284,7 @@ class RecordReader:
         message["content"] = join_text_parts(parts)
 
     def add_turn_reasoning(self, message: Message, turn: dict[str, Any], field_path: str) -> None:
-        """Reads the reasoning that stands beside an answer."""
+        """Reads the reasoning in the turn's own fields."""
         for key in REASONING_KEYS:
             if turn.get(key) in EMPTY_VALUES:
                 continue

@@ -22,8 +22,8 @@ class MatrixBlock(NamedTuple):
     rows: int
     cols: int
     row: int = 0
-    """First row in the whole matrix. ``col`` is the first column there; ``part_row`` and ``part_col`` are the
-    first row and column in the part."""
+    """First row in the whole matrix; ``col`` is its first column. ``part_row`` and ``part_col`` are the first
+    row and column in the part."""
     col: int = 0
     part_row: int = 0
     part_col: int = 0

@@ -45,7 +45,7 @@ _BRANCH_PATTERN = re.compile(r"\w{1,32}")
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint cannot be written or resumed from. The message says what is wrong and what to do."""
+    """A checkpoint cannot be written or read. The message says why, and what the user can do."""
 
 
 class StepMissingError(CheckpointError):

@@ -1,4 +1,4 @@
-"""Measures where the time of a step goes on one rank.
+"""Measures the parts of a step's time on one rank.
 
 Marks around the parts of a step are recorded in the order of the device's work (as CUDA events, or as clock
 times on CPU). They are read when all steps are done, so that the host never waits for them. The hooks are

@@ -442,7 +442,7 @@ def _check_start_weights(run: ResolvedRun) -> list[Finding]:
 
 
 def _check_resume(run: ResolvedRun) -> list[Finding]:
-    """Checks the disk space for new checkpoints, and says where the run goes on."""
+    """Checks the disk space for new checkpoints, and says from which step the run continues."""
     config, checkpoint, source = run.config, run.config.checkpoint, run.run_start.source_checkpoint
     if not checkpoint.dir:
         return []

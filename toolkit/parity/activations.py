@@ -31,10 +31,10 @@ from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDI
 VISION_LOCATIONS = (PATCH_EMBEDDING, VISION_MERGER, "vision layer", "DeepStack merger")
 """Prefixes of the names of locations in the vision tower."""
 ROW_LENGTHS = "lengths"
-"""An entry beside the locations: the number of tokens of each row, without padding [rows]."""
+"""Key of an entry that is not a location: the number of tokens of each row without padding, int64 [rows]."""
 SELECTED_TOKENS = "selected"
-"""Entries beside the locations, one per row: the indices of the tokens whose logits were computed, in the
-whole row."""
+"""Prefix of entries that are not locations, one per row: the indices in the whole row of the tokens whose
+logits were computed."""
 
 
 def squared_norms(actual_tensor: Tensor, expected_tensor: Tensor) -> tuple[float, float]:

@@ -116,7 +116,7 @@ def run_parity(
 
 
 def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict[str, Any]:
-    """Runs ``transformers`` in a process of its own and returns the contents of its ``reference.json``."""
+    """Runs ``transformers`` in a separate process. Returns the contents of its ``reference.json``."""
     reference_job = ReferenceJob(
         hf=str(hf_dir),
         samples=str(work_dir / "samples.safetensors"),
