@@ -169,14 +169,14 @@ def compare_weights(
             compared_bytes += _element_count(shape) * _element_bytes(first_checkpoint.code_by_name[name])
 
     progress_bar = ProgressBar("verify", compared_bytes)
+
+    def compare_tensor(tensor_name: str) -> TensorDifference | None:
+        return _compare_tensor(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
+
     try:
         with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
-            tensor_differences = list(
-                thread_pool.map(
-                    lambda name: _compare_tensor(name, first_checkpoint, second_checkpoint, progress_bar),
-                    tensor_names,
-                )
-            )
+            # Results are in the order of the names, whichever thread is first.
+            tensor_differences = list(thread_pool.map(compare_tensor, tensor_names))
     finally:
         progress_bar.clear_line()
 

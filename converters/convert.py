@@ -194,23 +194,15 @@ def _write_weights(
             worker_count,
         )
 
-        file_entries = []
-        for file, names in file_plan.tensors_by_file.items():
-            stored_tensors = {}
-            for name in names:
-                tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
-                stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
-            file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
-
         # The manifest comes last: a folder without one does not count as weights.
         conversion_output.commit_files()
+        file_entries = _file_entries(file_plan, conversion_output)
         write_manifest(output_dir, source.spec, layout, file_entries, weights_origin)
 
-    total_bytes = sum(
-        CopyJob.tensor_bytes(*file_plan.stored_types[name])
-        for names in file_plan.tensors_by_file.values()
-        for name in names
-    )
+    # A replicated tensor counts once for each file that holds it.
+    total_bytes = 0
+    for names in file_plan.tensors_by_file.values():
+        total_bytes += sum(CopyJob.tensor_bytes(*file_plan.stored_types[name]) for name in names)
     return WeightsReport(
         output_dir,
         len(file_plan.stored_types),
@@ -221,6 +213,18 @@ def _write_weights(
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
     )
+
+
+def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> list[dict[str, Any]]:
+    """The entries of all files for :func:`write_manifest`."""
+    file_entries = []
+    for file, names in file_plan.tensors_by_file.items():
+        stored_tensors = {}
+        for name in names:
+            tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
+            stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
+        file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
+    return file_entries
 
 
 def _shard_jobs(
@@ -445,6 +449,7 @@ def export_weights(
     output_dir = Path(output_dir)
     workers = workers or default_worker_count()
 
+    # Everything that can be refused is refused before the first byte is written.
     _check_same_model(source, hf_checkpoint)
     _check_padding(source, hf_checkpoint, workers)
     trained_rule = _known_video_rule(source, hf_checkpoint)
@@ -478,26 +483,21 @@ def export_weights(
             workers,
         )
         conversion_output.commit_files()
-        synced_paths = {output_dir}
-        for companion_path in companion_files:
-            copied_path = output_dir / companion_path
-            copied_path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(hf_checkpoint.path / companion_path, copied_path)
-            synced_paths |= {copied_path, copied_path.parent}
-
+        copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
         _write_video_rule(trained_rule, output_dir)
-        # The journal is deleted after this block. Until then, everything must be on the disk: a folder
-        # without a journal counts as finished.
-        for synced_path in synced_paths:
+
+        # The journal is deleted after this block, and a folder without a journal counts as finished. So
+        # everything must be on the disk now.
+        for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
             durable_files.fsync_path(synced_path)
 
     released_names = hf_checkpoint.names_in_order()
     written_tensors = [hf_checkpoint.stored_name_by_released[name] for name in released_names]
     written_tensors += hf_checkpoint.carried_names
-    total_bytes = sum(
-        CopyJob.tensor_bytes(hf_checkpoint.tensor_folder.dtype(name), hf_checkpoint.tensor_folder.shape(name))
-        for name in written_tensors
-    )
+    total_bytes = 0
+    for name in written_tensors:
+        tensor_folder = hf_checkpoint.tensor_folder
+        total_bytes += CopyJob.tensor_bytes(tensor_folder.dtype(name), tensor_folder.shape(name))
     return WeightsReport(
         output_dir,
         len(written_tensors),
@@ -511,6 +511,17 @@ def export_weights(
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
     )
+
+
+def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
+    """Copies files, and returns their new paths."""
+    copied_paths = []
+    for relative_path in relative_paths:
+        copied_path = target_dir / relative_path
+        copied_path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source_dir / relative_path, copied_path)
+        copied_paths.append(copied_path)
+    return copied_paths
 
 
 def _export_jobs(

@@ -182,6 +182,7 @@ def convert_dataset(
         ShardError: a medium changed while it was converted.
         ReadError: an input is not JSON.
     """
+    # Arguments are checked before the output folder is touched.
     input_files = check_inputs(input_paths, options)
     start_time = time.monotonic()
 
@@ -210,7 +211,7 @@ def convert_dataset(
         ) from error
 
     try:
-        if workspace.is_complete:
+        if workspace.is_complete:  # the same command was given again
             report = DataReport.read_report(options.out / "report.json")
             report.was_complete = True
             return report
@@ -349,6 +350,7 @@ def _convert_records(
     media_root = options.root
     quarantine_partial = workspace.work_dir / "quarantine.jsonl"
 
+    # The quarantine file is written anew by each attempt: it follows from the verdicts.
     with (
         _WorkerPool(options.workers) as pool,
         quarantine_partial.open("w", encoding="utf-8") as quarantine_file,

@@ -151,6 +151,7 @@ def run_demo(
     demo_dir: Path, num_steps: int, machine: DemoMachine | None = None, raw_data: Path | None = None
 ) -> int:
     """Empties ``demo_dir`` and runs all steps in it. Returns exit code 1 if a check failed."""
+    # Every claim below is checked with the commands that a user would type.
     machine = machine or DemoMachine()
     demo = DemoRun(demo_dir, num_steps, machine, raw_data)
     _clear_folder(demo_dir)

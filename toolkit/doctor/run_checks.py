@@ -110,6 +110,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
         world_size: GPUs of the whole run; None: those of this machine or, without GPUs, as few as
             the layout needs.
     """
+    # A check that fails ends the list only if the later ones need its result.
     report = RunReport()
     add_finding = report.findings.append
     try:
@@ -165,6 +166,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
         layers = f"decoder layers {list(run.layout.layers_per_chunk)} on {parallel.pp} stages"
         add_finding(ok_finding("model and layout", f"{run.spec.family}, {layers}"))
 
+    # What the planner predicts, without building anything.
     report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, dp_size)
     report.findings += _check_memory(run.config, report.memory_by_stage, gpus)
     speed_calibration = calibration_for_platform(config.platform)
@@ -181,6 +183,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
     report.findings += check_family(config, run.spec, on_gpus)
 
+    # Weights and data, of which a little is read.
     for input_finding in (_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)):
         # An input that is missing was already reported with the layout.
         if not refusal_message or input_finding.found != refusal_message:

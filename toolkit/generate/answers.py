@@ -91,6 +91,7 @@ def run_generate(
     token_limit = request.max_new_tokens or (THINKING_TOKENS if any(opens_thinking) else ANSWER_TOKENS)
     stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
 
+    # The processes get token ids and pixels through files. They know nothing of prompts and texts.
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
         work_dir = Path(temporary_dir)
         write_samples(samples, work_dir / "samples.safetensors")
@@ -107,22 +108,12 @@ def run_generate(
             video_positions=data_config.video_positions,
         )
 
-        write_generate_job(generate_job, work_dir / "job.json")
         world_size = layout.replica_ranks * layout.min_data_parallel_size
         print_line(
             f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
             f"process{'es' if world_size > 1 else ''}"
         )
-        completed_process = run_group(
-            "toolkit.generate.worker",
-            [work_dir / "job.json", work_dir / "answers.json"],
-            world_size,
-            on_cpu=request.platform == "cpu",
-        )
-        if completed_process.returncode:
-            raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
-
-        answer_token_ids: list[list[int]] = json.loads((work_dir / "answers.json").read_text())
+        answer_token_ids = _run_job(generate_job, world_size, work_dir)
 
     # The first token that the model generates may already be inside a block of thinking.
     answer_records = []
@@ -139,13 +130,27 @@ def run_generate(
                 "finished": is_finished,
             }
         )
-        if not split_answer.is_block_closed:
+        if not split_answer.is_block_closed:  # all of it is thinking
             print_line(_empty_answer_message(len(answer_records), token_limit, is_finished))
         elif not is_finished:
             print_line(
                 f"answer {len(answer_records)} was cut after {token_limit} tokens; raise --max-new-tokens"
             )
     return answer_records
+
+
+def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list[list[int]]:
+    """Runs the processes of a job. Returns the token ids of each answer, in the order of the prompts."""
+    write_generate_job(generate_job, work_dir / "job.json")
+    completed_process = run_group(
+        "toolkit.generate.worker",
+        [work_dir / "job.json", work_dir / "answers.json"],
+        world_size,
+        on_cpu=generate_job.platform == "cpu",
+    )
+    if completed_process.returncode:
+        raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
+    return json.loads((work_dir / "answers.json").read_text())
 
 
 def _empty_answer_message(answer_number: int, token_limit: int, is_finished: bool) -> str:
