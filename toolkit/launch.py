@@ -47,9 +47,8 @@ def run_group(
         "TOKENIZERS_PARALLELISM": "false",
     }
 
-    rank_environment["PYTHONPATH"] = os.pathsep.join(
-        part for part in (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")) if part
-    )
+    python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
+    rank_environment["PYTHONPATH"] = os.pathsep.join(python_path)
     if world_size == 1:  # the variables that torchrun would set, without its start-up time
         single_rank_variables = {
             "RANK": "0",

@@ -239,10 +239,10 @@ def _read_number(number_type: type, field_metadata: typing.Mapping[str, Any], op
     except ValueError:
         value = math.nan
     if not is_in_range(value, field_metadata):
-        least, most = field_metadata["minimum"], field_metadata["maximum"]
-        valid_range = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-        name = "whole number" if number_type is int else "number"
-        raise argparse.ArgumentTypeError(f"{option_word!r} is not a {name} {valid_range}")
+        minimum, maximum = field_metadata["minimum"], field_metadata["maximum"]
+        range_text = f"from {minimum:g} to {maximum:g}" if maximum < math.inf else f"of at least {minimum:g}"
+        number_text = "whole number" if number_type is int else "number"
+        raise argparse.ArgumentTypeError(f"{option_word!r} is not a {number_text} {range_text}")
     return value
 
 

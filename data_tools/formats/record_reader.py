@@ -430,17 +430,16 @@ class RecordReader:
                 self.marker_counts[media_marker[1:-1]] += 1
 
         for media_kind in MEDIA_KINDS:
-            if self.marker_counts[media_kind] != self.listed_counts[media_kind]:
+            marker_count = self.marker_counts[media_kind]
+            listed_count = self.listed_counts[media_kind]
+            if marker_count != listed_count:
                 detail = (
-                    f"{self.marker_counts[media_kind]} <{media_kind}> in the text, but "
-                    f"{self.listed_counts[media_kind]} listed under '{media_kind}' / '{media_kind}s'"
+                    f"{marker_count} <{media_kind}> in the text, but "
+                    f"{listed_count} listed under '{media_kind}' / '{media_kind}s'"
                 )
-                if (
-                    media_kind == "video"
-                    and 1 <= self.marker_counts[media_kind] < self.listed_counts[media_kind]
-                ):
+                if media_kind == "video" and 1 <= marker_count < listed_count:
                     detail += "; to give one video as pictures, write a list of them in the place of its file"
-                unread_fields = [key for where, key in self.ignored_keys if where == "records"]
+                unread_fields = [key for key_location, key in self.ignored_keys if key_location == "records"]
                 if self.unlisted_markers and unread_fields:
                     detail += f"; nothing is read from {shorten_value(', '.join(unread_fields))}"
                 if self.unlisted_markers:

@@ -388,9 +388,14 @@ def finish_calibration(
         world_size = layout.replica_ranks * _data_parallel_size(options, layout)
 
         step_predictions: dict[str, float] = {}
-        for name, found in statistics_by_workload.items():
+        for name, row_statistics in statistics_by_workload.items():
             step_predictions[name] = predict_layout(
-                options.config, spec, world_size, layout, row_statistics=found, calibration=candidate_rates
+                options.config,
+                spec,
+                world_size,
+                layout,
+                row_statistics=row_statistics,
+                calibration=candidate_rates,
             ).step_seconds
         return step_predictions
 
@@ -405,14 +410,17 @@ def finish_calibration(
         rate_factor = 1.0
     scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor)
     predicted_steps = predict_steps(scaled_calibration)
-    measured_text = ", ".join(f"{name} {1e3 * measured_steps[name]:,.0f}" for name in measured_steps)
-    scaling_note = (
-        f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match measured"
-        f" steps on average ({spec.family}, {measured_text} ms)."
-        if factor_is_valid
-        else f"No factor explains the measured steps ({spec.family}, {measured_text} ms), so the rates were "
-        "not scaled."
-    )
+    step_texts = [f"{name} {1e3 * seconds:,.0f}" for name, seconds in measured_steps.items()]
+    measured_text = f"{spec.family}, {', '.join(step_texts)} ms"
+    if factor_is_valid:
+        scaling_note = (
+            f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match"
+            f" measured steps on average ({measured_text})."
+        )
+    else:
+        scaling_note = (
+            f"No factor explains the measured steps ({measured_text}), so the rates were not scaled."
+        )
     scaled_calibration = dataclasses.replace(
         scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)
     )

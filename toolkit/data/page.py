@@ -55,15 +55,18 @@ def write_stats(
         source = source_sizes.source
         cards.append(_sample_card(why, view_sample(prepared, source, source.indices[sample_number])))
 
+    quarantine_reasons = {}
+    for source_sizes in statistics.sources:
+        source = source_sizes.source
+        quarantine_reasons[source.name] = read_quarantine_reasons(source.dataset.path)
+
     run_dir = prepared.config.checkpoint.dir
     page_facts = {
         "tables": stats_tables(statistics),
         "charts": _quantity_charts(statistics),
         "sentences": stats_sentences(prepared, statistics),
         "left_out": _left_out_examples(prepared, statistics),
-        "quarantined": {
-            one.source.name: read_quarantine_reasons(one.source.dataset.path) for one in statistics.sources
-        },
+        "quarantined": quarantine_reasons,
         "run_skipped": read_quarantine_reasons(Path(run_dir)) if run_dir else {},
     }
     _write_page(html_path, prepared, cards, page_facts)
@@ -186,21 +189,22 @@ def choose_samples(statistics: DatasetStatistics, num_shown: int) -> list[tuple[
     usable_sources = [source_sizes for source_sizes in statistics.sources if source_sizes.usable_mask.any()]
     chosen_samples: dict[tuple[str, int], tuple[str, SourceSizes, int]] = {}
     for name in SAMPLE_QUANTITIES:
-        largest_samples = [
-            (source_sizes, int(np.where(source_sizes.usable_mask, source_sizes.sizes[name], -1).argmax()))
-            for source_sizes in usable_sources
-        ]
-        source_sizes, sample_number = max(largest_samples, key=lambda top: top[0].sizes[name][top[1]])
-        if source_sizes.sizes[name][sample_number]:
-            chosen_samples.setdefault(
-                (source_sizes.source.name, sample_number), (f"the most {name}", source_sizes, sample_number)
-            )
+        # The sample with the most of a quantity, over all sources; the first one of equal samples.
+        largest_size = 0
+        for source_sizes in usable_sources:
+            usable_sizes = np.where(source_sizes.usable_mask, source_sizes.sizes[name], -1)
+            if usable_sizes.max() > largest_size:
+                largest_size = usable_sizes.max()
+                largest_sample = (f"the most {name}", source_sizes, int(usable_sizes.argmax()))
+        if largest_size:
+            _, source_sizes, sample_number = largest_sample
+            chosen_samples.setdefault((source_sizes.source.name, sample_number), largest_sample)
+
     for source_sizes in usable_sources:
         usable_numbers = np.flatnonzero(source_sizes.usable_mask)
         num_per_source = min(-(-num_shown // len(usable_sources)), len(usable_numbers))
-        for sample_number in usable_numbers[
-            np.linspace(0, len(usable_numbers) - 1, num_per_source).astype(int)
-        ].tolist():
+        chosen_positions = np.linspace(0, len(usable_numbers) - 1, num_per_source).astype(int)
+        for sample_number in usable_numbers[chosen_positions].tolist():
             chosen_samples.setdefault(
                 (source_sizes.source.name, sample_number), ("one of all", source_sizes, sample_number)
             )

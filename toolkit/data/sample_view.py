@@ -157,16 +157,18 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
 
     encoder.dropped_samples.clear()
     decoded_sample: assemble_row.TokenizedSample = encoder.postencode_sample(encoded).sample
-    problem = next(((one.reason, one.detail) for one in encoder.dropped_samples), None)
+    problem = None
+    if encoder.dropped_samples:
+        dropped_sample = encoder.dropped_samples[0]
+        problem = (dropped_sample.reason, dropped_sample.detail)
+
     patch_size, merge_size = encoder.pixel_settings.patch_size, spec.vision.spatial_merge_size
     media = []
     for item, grid, medium in zip(encoded.media, encoded.grids, decoded_sample.media_items, strict=True):
         pixels = None if problem else planes_to_pixels(medium.planes, grid, encoder.pixel_settings)
-        media.append(
-            MediumView(
-                item, (grid.h * patch_size, grid.w * patch_size), grid, grid.num_tokens(merge_size), pixels
-            )
-        )
+        resized_size = (grid.h * patch_size, grid.w * patch_size)
+        media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
+
     position_ids = mrope_positions(
         decoded_sample.token_ids, encoded.grids, spec, prepared.config.data.video_positions
     )
@@ -194,7 +196,7 @@ def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> 
 
 
 def find_token_runs(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpec) -> list[TokenRun]:
-    """Lists the tokens in order; successive placeholders of one picture form one run."""
+    """Lists the tokens in order. Successive placeholders of one picture form one run."""
     runs: list[TokenRun] = []
     placeholder_ids = (spec.image_token_id, spec.video_token_id)
     for token_index, (token, is_learnt) in enumerate(
@@ -267,20 +269,20 @@ def sample_as_json(sample: SampleView) -> dict[str, Any]:
     reason, detail = sample.problem or (None, None)
 
     media_facts = []
-    for each in sample.media:
+    for medium in sample.media:
         media_facts.append(
             {
-                "key": each.media_item["key"],
-                "kind": each.grid_thw.kind,
-                "stored": [each.media_item["height"], each.media_item["width"]],
-                "resized": list(each.resized_size),
-                "frames": each.media_item.get("frames", 1),
-                "fps": each.media_item.get("fps", 0.0),
-                "sampling": each.media_item.get("sampling", ""),
-                "grid_thw": [each.grid_thw.t, each.grid_thw.h, each.grid_thw.w],
-                "timestamps": list(each.grid_thw.timestamps),
-                "second_per_grid": each.grid_thw.second_per_grid,
-                "tokens": each.num_tokens,
+                "key": medium.media_item["key"],
+                "kind": medium.grid_thw.kind,
+                "stored": [medium.media_item["height"], medium.media_item["width"]],
+                "resized": list(medium.resized_size),
+                "frames": medium.media_item.get("frames", 1),
+                "fps": medium.media_item.get("fps", 0.0),
+                "sampling": medium.media_item.get("sampling", ""),
+                "grid_thw": [medium.grid_thw.t, medium.grid_thw.h, medium.grid_thw.w],
+                "timestamps": list(medium.grid_thw.timestamps),
+                "second_per_grid": medium.grid_thw.second_per_grid,
+                "tokens": medium.num_tokens,
             }
         )
 

@@ -197,8 +197,10 @@ def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
             plan_result.search_result.slowdown_reasons,
             strict=True,
         )
-        plan_facts["others"] = [{**_prediction_facts(other), "why": why} for other, why in other_predictions]
-        plan_facts["lost"] = [dataclasses.asdict(lost) for lost in plan_result.search_result.rejected_layouts]
+        plan_facts["others"] = []
+        for other_prediction, slowdown_reason in other_predictions:
+            plan_facts["others"].append({**_prediction_facts(other_prediction), "why": slowdown_reason})
+        plan_facts["lost"] = list(map(dataclasses.asdict, plan_result.search_result.rejected_layouts))
         plan_facts["combinations"] = plan_result.search_result.combination_count
 
     if plan_result.own_prediction is not None:
