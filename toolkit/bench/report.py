@@ -220,8 +220,8 @@ def calibration_lines(calibration_figures: dict[str, Any]) -> list[str]:
     """Formats a calibration."""
     kernel_rates = calibration_figures["rates"]
     text_lines = [
-        f"calibration of {calibration_figures['gpu']}: products {kernel_rates['product_tflops']:.4g} "
-        f"TFLOP/s (half at a width of {kernel_rates['product_width']:.0f}), elementwise "
+        f"calibration of {calibration_figures['gpu']}: products {kernel_rates['product_tflops']:.4g} TFLOP/s "
+        f"(half at a width of {kernel_rates['product_width']:.0f}), elementwise "
         f"{kernel_rates['memory_tb_s']:.3g} TB/s, attention {kernel_rates['attention_tflops']:.4g}, "
         f"tower {kernel_rates['tower_attention_tflops']:.4g} TFLOP/s, collectives "
         f"{kernel_rates['nvlink_gb_s']:.4g} GB/s"
@@ -255,8 +255,8 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
 
     memory_figures = workload_figures["memory"]
     text_lines = [
-        f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} "
-        f"tok/s/GPU, {workload_figures['images_per_s']:.1f} images/s, "
+        f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, "
+        f"{workload_figures['images_per_s']:.1f} images/s, "
         f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step, "
         f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]

@@ -108,8 +108,8 @@ def print_stats(prepared: PreparedDataset, statistics: DatasetStatistics) -> Non
         console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
 
     print_line(
-        f"{prepared.dataset_location}: {statistics.num_samples:,} "
-        f"samples of {prepared.split}, {statistics.num_usable:,} usable"
+        f"{prepared.dataset_location}: {statistics.num_samples:,} samples "
+        f"of {prepared.split}, {statistics.num_usable:,} usable"
     )
     for table_title, table_lines in stats_tables(statistics).items():
         rich_table = Table(table_title, *table_lines[0][1], title_justify="left")

@@ -358,8 +358,8 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     num_processes = options.processes or (num_gpus // options.gpus_per_process if device == "cuda" else 1)
     if device == "cuda" and num_processes * options.gpus_per_process > num_gpus:
         raise UsageError(
-            f"--processes {num_processes} of {options.gpus_per_process} "
-            f"GPUs each: this machine has {num_gpus} GPUs"
+            f"--processes {num_processes} of {options.gpus_per_process} GPUs "
+            f"each: this machine has {num_gpus} GPUs"
         )
 
     check_vlmevalkit()

@@ -126,8 +126,8 @@ def _speed_lines(best_prediction: RunPrediction) -> list[str]:
     if best_prediction.layout.pp > 1:
         bubble_note = f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
     return [
-        f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} "
-        f"tokens/s, {best_prediction.mfu:.1%} MFU{bubble_note}; "
+        f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} tokens/s, "
+        f"{best_prediction.mfu:.1%} MFU{bubble_note}; "
         f"{best_prediction.hours_per_billion_tokens:.1f} hours per billion tokens",
         f"fullest GPU: {best_prediction.peak_gib:.1f} of {best_prediction.calibration.memory_gib:.1f} GiB,"
         f" of which {RESERVE_GIB:.0f} should stay free",

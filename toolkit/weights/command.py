@@ -108,13 +108,13 @@ def _print_report(conversion_report: Any, original_dir: Path | None) -> None:
     gb_per_second = conversion_report.bytes / max(conversion_report.seconds, 1e-9) / 1e9
     print(
         f"{conversion_report.out}: {conversion_report.tensors} tensors "
-        f"in {pluralize(conversion_report.files, 'file')}, {size_gb:.2f} "
-        f"GB, {conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
+        f"in {pluralize(conversion_report.files, 'file')}, {size_gb:.2f} GB, "
+        f"{conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
     )
     if conversion_report.kept_tensors:
         kept_note = (
-            f"{conversion_report.kept_files} of {conversion_report.files} "
-            "files were kept from before the interruption"
+            f"{conversion_report.kept_files} of {conversion_report.files} files "
+            "were kept from before the interruption"
         )
         print(f"continued: {kept_note}")
 
