@@ -32,7 +32,7 @@ from megatron_vl.journal import JsonLinesJournal
 from megatron_vl.processes import end_with_parent
 
 from .embedded_media import EmbeddedMediaFile, EmbeddedMediaFolder, is_embedded
-from .formats import FORMATS, RecordError, read_conversation
+from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 from .input_files import InputError, InputFile, find_input_files
 from .media import MediaInfo, inspect_medium, read_media, resolve_reference
@@ -582,22 +582,34 @@ def _verify_batch(
                         media_bytes = read_media(media_kind, reference, media_root)
                         reference = embedded_media_file.append_medium(media_bytes)
                     references.append((media_kind, reference))
-
-            sample = ConvertedSample(
-                f"{record_index:09d}",
-                conversation.messages,
-                references,
-                media_infos,
-                record_source,
-                conversation.record_identity,
-            )
-            for key_location, key in conversation.ignored_keys:
-                sample.ignored_keys.append((key_location, _escape_invalid_unicode(key)))
-            sample.answer_media = conversation.answer_media
-            sample.tool_definitions = conversation.tool_definitions
-            outcomes.append(sample)
+            sample_key = f"{record_index:09d}"
+            outcomes.append(_make_sample(sample_key, conversation, references, media_infos, record_source))
 
     return outcomes
+
+
+def _make_sample(
+    sample_key: str,
+    conversation: Conversation,
+    references: list[tuple[str, Any]],
+    media_infos: list[MediaInfo],
+    record_source: dict[str, Any],
+) -> ConvertedSample:
+    """The sample of a usable record."""
+    ignored_keys = []
+    for key_location, key in conversation.ignored_keys:
+        ignored_keys.append((key_location, _escape_invalid_unicode(key)))
+    return ConvertedSample(
+        sample_key,
+        conversation.messages,
+        references,
+        media_infos,
+        record_source,
+        conversation.record_identity,
+        ignored_keys,
+        conversation.answer_media,
+        conversation.tool_definitions,
+    )
 
 
 def _escape_invalid_unicode(detail: str) -> str:

@@ -142,29 +142,9 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
         )
     )
 
-    # The planner decides with this machine's memory, as rank 0 of the run would.
-    refusal_message = ""
-    gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
-    host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
-    machine = MachineMemory(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
-    try:
-        run = resolve_run(config, world_size, machine)
-    except (ValueError, OSError, RuntimeError) as error:
-        refusal_message = str(error)
-        add_finding(
-            broken_finding("model and layout", refusal_message, _refusal_advice(config, refusal_message))
-        )
-        # A damaged folder of the run says nothing about the rest, so this is checked without it.
-        fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
-        try:
-            run = resolve_run(
-                dataclasses.replace(config, checkpoint=fresh_checkpoint), world_size, machine, show_only=True
-            )
-        except (ValueError, OSError, RuntimeError):
-            return report
-    else:
-        layers = f"decoder layers {list(run.layout.layers_per_chunk)} on {parallel.pp} stages"
-        add_finding(ok_finding("model and layout", f"{run.spec.family}, {layers}"))
+    run, refusal_message = _resolve_or_report(config, world_size, gpus, report)
+    if run is None:
+        return report
 
     # What the planner predicts, without building anything.
     report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, dp_size)
@@ -191,6 +171,37 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     for remark in config_remarks(config, not gpus, run.is_resumed):
         add_finding(note_finding("run", remark, ""))
     return report
+
+
+def _resolve_or_report(
+    config: TrainConfig, world_size: int, gpus: list[GpuInfo], report: RunReport
+) -> tuple[ResolvedRun | None, str]:
+    """Resolves a run, and adds a finding about its model and layout to ``report``.
+
+    Returns:
+        The run, and the message if it is refused. A run that is refused only for its checkpoints is resolved
+        without them, because they say nothing about the rest. Otherwise, it is None.
+    """
+    # The planner decides with this machine's memory, as rank 0 of the run would.
+    gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
+    host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
+    machine = MachineMemory(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
+    try:
+        run = resolve_run(config, world_size, machine)
+    except (ValueError, OSError, RuntimeError) as error:
+        refusal_message = str(error)
+        advice = _refusal_advice(config, refusal_message)
+        report.findings.append(broken_finding("model and layout", refusal_message, advice))
+        fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
+        fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
+        try:
+            return resolve_run(fresh_config, world_size, machine, show_only=True), refusal_message
+        except (ValueError, OSError, RuntimeError):
+            return None, refusal_message
+
+    layers_text = f"decoder layers {list(run.layout.layers_per_chunk)} on {config.parallel.pp} stages"
+    report.findings.append(ok_finding("model and layout", f"{run.spec.family}, {layers_text}"))
+    return run, ""
 
 
 def _refusal_advice(config: TrainConfig, refusal_message: str) -> str:
