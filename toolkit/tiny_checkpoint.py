@@ -125,20 +125,21 @@ def write_tiny_checkpoint(
     sizes: TinySizes | None = None,
     **size_overrides: Any,
 ) -> Path:
-    """Writes a small checkpoint of ``family`` with random weights and returns its folder.
+    """Writes a small checkpoint of a family with random weights. Returns its folder.
 
     Args:
-        tied: input and output embeddings are one tensor, as in the 2B and 3B models; there is no
-            ``lm_head.weight``.
-        released_style: flat config, preprocessor and tokenizer files, and stacks of experts with the input
-            dimension first, as in the released folders; False: the files that ``save_pretrained`` of the
-            installed transformers writes (5.x nests the config but keeps the released names, and puts the
-            experts' output dimension first).
-        memory_names: name tensors ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52
-            holds them in memory and some tools save them; False: ``visual.*`` and ``model.*``.
+        tied: whether input and output embeddings are one tensor, as in the 2B and 3B models. There is no
+            ``lm_head.weight`` then.
+        released_style: whether to write the files of the released folders: a flat config, preprocessor and
+            tokenizer files, and stacks of experts with the input dimension first. Otherwise, the files are
+            those that ``save_pretrained`` of the installed transformers writes (5.x nests the config, keeps
+            the released names, and puts the experts' output dimension first).
+        memory_names: whether to name tensors ``model.visual.*`` and ``model.language_model.*``, as
+            transformers >= 4.52 does in memory and some tools do in files; otherwise, ``visual.*`` and
+            ``model.*``.
         texts: texts to train the tokenizer on.
         shards: number of safetensors files.
-        sizes, overrides: a :class:`TinySizes`, or its fields by name.
+        sizes, size_overrides: a :class:`TinySizes`, or its fields by name.
 
     Raises:
         ValueError: the family is unknown.
@@ -177,10 +178,9 @@ def write_tiny_checkpoint(
     if not (memory_names or family in NESTED_CONFIG_FAMILIES):
         tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
     if released_style and family == "qwen3_vl_moe":
-        tensors = {
-            name: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
-            for name, tensor in tensors.items()
-        }
+        for name, tensor in tensors.items():
+            if ".mlp.experts." in name:
+                tensors[name] = tensor.transpose(1, 2)
     if released_style and family in HYBRID_FAMILIES:
         tensors |= prediction_tensors(config, seed)
 

@@ -17,9 +17,9 @@ def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
     try:
         options.data, options.lmu_data = find_dataset(options.data, options.lmu_data, not options.no_scores)
-        from toolkit.evaluate.evaluation import run_evaluation as compare
+        from toolkit.evaluate.evaluation import run_evaluation
 
-        result = compare(options, lambda line: print(line, file=sys.stderr, flush=True))
+        result = run_evaluation(options, lambda line: print(line, file=sys.stderr, flush=True))
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
@@ -36,8 +36,9 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: bool) -> tuple[str, Path]:
-    """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``, before
-    anything heavy is imported.
+    """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``.
+
+    This imports nothing that takes long, so a mistake is reported at once.
 
     Raises:
         UsageError: there is no such table or folder, or the table lacks a column.
@@ -54,11 +55,10 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: boo
                 column_names = next(csv.reader(table_file, delimiter="\t"), [])
             except csv.Error as error:
                 raise UsageError(f"{table_path} is not a table: {error}") from error
-        needed_columns = [
-            "index",
-            "question",
-            *(["answer"] if with_scores and {"A", "B"} <= set(column_names) else []),
-        ]
+
+        needed_columns = ["index", "question"]
+        if with_scores and {"A", "B"} <= set(column_names):  # multiple choice
+            needed_columns.append("answer")
         if missing_columns := [column for column in needed_columns if column not in column_names]:
             raise UsageError(
                 f"{table_path}: no column {', '.join(missing_columns)}; "

@@ -77,12 +77,7 @@ class EvaluateOptions(VideoRuleOptions):
     def checkpoints(self) -> dict[str, Path]:
         """Role (``original``, ``converted``, ``trained``) -> Hugging Face folder."""
         roles = {"original": self.original, "converted": self.converted, "trained": self.trained}
-
-        given_folders: dict[str, Path] = {}
-        for role, folder in roles.items():
-            if folder is not None:
-                given_folders[role] = folder
-        return given_folders
+        return {role: folder for role, folder in roles.items() if folder is not None}
 
     @property
     def tables(self) -> Path:
