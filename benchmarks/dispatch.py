@@ -218,14 +218,14 @@ def kernels(platform: Platform, tokens: int, options: argparse.Namespace) -> Non
         total = int(table.sum())
         wide = scatter_rows(rows, row_ids, total)
         moved = (table.shape[0] + total) * options.hidden * x.element_size() + row_ids.numel() * 4
-        times = [
-            milliseconds(platform, function)
-            for function in (
-                partial(scatter_rows, rows, row_ids, total),
-                partial(sum_rows, wide, row_ids),
-                partial(make_row_ids, table),
-            )
-        ]
+
+        times = []
+        for function in (
+            partial(scatter_rows, rows, row_ids, total),
+            partial(sum_rows, wide, row_ids),
+            partial(make_row_ids, table),
+        ):
+            times.append(milliseconds(platform, function))
 
         say(
             f"  {name} ({table.shape[0]} -> {total}): scatter {times[0]:.3f} ms "

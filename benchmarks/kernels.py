@@ -87,10 +87,11 @@ def windows() -> None:
             apply_rotary_pos_emb(t[:, None], angles, tensor_format="sbhd", fused=False)[:, 0]
             for t in (query, key)
         )
-        out = [
-            scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value)))
-            for a, b in pairwise(bounds)
-        ]
+
+        out = []
+        for a, b in pairwise(bounds):
+            out.append(scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in (query, key, value))))
+
         return torch.cat([o.transpose(0, 1) for o in out]).reshape(PATCHES, -1)
 
     exact = exactly(reference, qkv, grad)

@@ -236,10 +236,13 @@ def show_order(blocks: list[int], samples: int = 1_000_000, per_shard: int = 100
             batches = np.sort(shards[: samples // size * size].reshape(-1, size), axis=1)
             counts = [np.unique(batch, return_counts=True)[1] for batch in batches[:1000]]
             pairs.append(np.mean([(count * (count - 1)).sum() / size / (size - 1) for count in counts]))
-        deviations = [
-            numbers[shards[: samples // size * size]].reshape(-1, size).mean(axis=1).std() * size**0.5
-            for size in (64, 512, 4096)
-        ]
+
+        deviations = []
+        for size in (64, 512, 4096):
+            deviations.append(
+                numbers[shards[: samples // size * size]].reshape(-1, size).mean(axis=1).std() * size**0.5
+            )
+
         rows = numbers[shards].reshape(-1, 8).mean(axis=1)
         correlation = np.corrcoef(rows[:-1], rows[1:])[0, 1]
         print(
@@ -316,9 +319,10 @@ def compare(args: argparse.Namespace, hf: Path, workers: int, counts: Any) -> No
             path = local if kind == "local" else stored
             ways[kind, name] = make(path, kind != "reading", **changes)
 
-    rounds = [
-        {name: timed(way, args.seconds, counts) for name, way in ways.items()} for _ in range(args.rounds)
-    ]
+    rounds = []
+    for _ in range(args.rounds):
+        rounds.append({name: timed(way, args.seconds, counts) for name, way in ways.items()})
+
     first: dict[bool, float] = {}
     for kind, name in ways:
         speed, spent, requests, size = (

@@ -73,10 +73,11 @@ class Case:
 
     def reference(self, qkv: Tensor) -> Tensor:
         parts = self.split(qkv, True, fused=False)
-        out = [
-            scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in parts))
-            for a, b in pairwise(self.bounds)
-        ]
+
+        out = []
+        for a, b in pairwise(self.bounds):
+            out.append(scaled_dot_product_attention(*(t[a:b].transpose(0, 1) for t in parts)))
+
         return torch.cat([o.transpose(0, 1) for o in out]).flatten(1)
 
     def flash(self, qkv: Tensor, rotated: bool) -> Tensor:
@@ -169,7 +170,10 @@ def sweep(case: Case) -> None:
         failures = dict(zip(jobs, pool.map(compiled, jobs), strict=True))
     for name, tiles, run, operations in runs:
         for tile in tiles:
-            label = f"  {name:10s} {tile.own_rows:3d} x {tile.step_rows:3d}, {tile.num_warps} warps, {tile.num_stages} stages"
+            label = (
+                f"  {name:10s} {tile.own_rows:3d} x {tile.step_rows:3d}, "
+                f"{tile.num_warps} warps, {tile.num_stages} stages"
+            )
             label += f", {tile.max_registers} registers" if tile.max_registers else ""
             failure = failures[run, tile]
             print(

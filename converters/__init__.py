@@ -1,8 +1,9 @@
 """Converts weights between Hugging Face and Megatron, with one table of rules per family for both directions.
 
 The converters run on CPU and stream tensors. ``rules.py`` defines what a tensor consists of, ``qwen*.py`` are
-the families' tables, ``hf.py`` reads HF folders, ``stream.py`` copies bytes, ``convert.py`` combines them for
-conversion, splitting, merging and export, and ``verify.py`` compares checkpoints.
+the families' tables, ``hf_checkpoint.py`` reads HF folders, ``copy_jobs.py`` copies tensors in threads,
+``output_folder.py`` continues an interrupted conversion, ``convert.py`` combines them for conversion,
+splitting, merging and export, and ``compare.py`` compares checkpoints.
 """
 
 from __future__ import annotations

@@ -74,12 +74,11 @@ class _CheckpointTensors:
 
 def _open_checkpoint(checkpoint_path: Path) -> _CheckpointTensors:
     """Opens a HF folder with its stored names, or Megatron weights of any layout as full tensors."""
-    if any(
-        (checkpoint_path / name).exists() for name in (MANIFEST_FILE, LATEST_FILE, f"weights/{MANIFEST_FILE}")
-    ) or any(checkpoint_path.glob("step_*")):
-        weight_reader = WeightReader(
-            checkpoint_path, should_verify=False
-        )  # differences are to be shown, not refused
+    marker_files = (MANIFEST_FILE, LATEST_FILE, f"weights/{MANIFEST_FILE}")
+    has_marker = any((checkpoint_path / name).exists() for name in marker_files)
+    if has_marker or any(checkpoint_path.glob("step_*")):
+        # The reader must not refuse damaged tensors: a comparison shows the differences.
+        weight_reader = WeightReader(checkpoint_path, should_verify=False)
         shape_by_name = {name: info.shape for name, info in weight_reader.tensor_infos.items()}
         return _CheckpointTensors(
             shape_by_name,
@@ -101,25 +100,28 @@ def _open_checkpoint(checkpoint_path: Path) -> _CheckpointTensors:
 def _match_renamed_tensors(
     first_checkpoint: _CheckpointTensors, second_checkpoint: _CheckpointTensors
 ) -> dict[str, str]:
-    """Maps names in ``first_checkpoint`` to names in ``second_checkpoint`` for tensors of two HF folders that differ only in naming style.
+    """Matches tensors of two HF folders whose names differ only in style: first name -> second name.
 
     A tensor that one folder has under both names is left out, because the match would be ambiguous.
     """
     if not (first_checkpoint.is_hf and second_checkpoint.is_hf):
         return {}
 
-    names_by_short: list[dict[str, list[str]]] = [{}, {}]
-    for side_names, checkpoint_tensors in zip(
-        names_by_short, (first_checkpoint, second_checkpoint), strict=True
+    first_by_short: dict[str, list[str]] = {}
+    second_by_short: dict[str, list[str]] = {}
+    for names_by_short, checkpoint in (
+        (first_by_short, first_checkpoint),
+        (second_by_short, second_checkpoint),
     ):
-        for tensor_name in checkpoint_tensors.shape_by_name:
-            side_names.setdefault(short_tensor_name(tensor_name), []).append(tensor_name)
-    name_pairs = ((names, names_by_short[1].get(short, [])) for short, names in names_by_short[0].items())
-    return {
-        names[0]: others[0]
-        for names, others in name_pairs
-        if len(names) == len(others) == 1 and names != others
-    }
+        for tensor_name in checkpoint.shape_by_name:
+            names_by_short.setdefault(short_tensor_name(tensor_name), []).append(tensor_name)
+
+    renamed_tensors: dict[str, str] = {}
+    for short_name, first_names in first_by_short.items():
+        second_names = second_by_short.get(short_name, [])
+        if len(first_names) == len(second_names) == 1 and first_names != second_names:
+            renamed_tensors[first_names[0]] = second_names[0]
+    return renamed_tensors
 
 
 def _element_count(shape: tuple[int, ...]) -> int:
@@ -145,42 +147,43 @@ def compare_weights(
     Raises:
         WeightsError: one folder is a Hugging Face folder, and the other holds Megatron weights.
     """
-    first_checkpoint, second_checkpoint = (
-        _open_checkpoint(Path(first_path)),
-        _open_checkpoint(Path(second_path)),
-    )
+    first_checkpoint = _open_checkpoint(Path(first_path))
+    second_checkpoint = _open_checkpoint(Path(second_path))
     if first_checkpoint.is_hf != second_checkpoint.is_hf:
         kind_names = ("a folder of Megatron weights", "a Hugging Face folder")
         raise WeightsError(
-            f"{first_path} is {kind_names[first_checkpoint.is_hf]}, but {second_path} is {kind_names[second_checkpoint.is_hf]}: their names and shapes differ. "
-            "Compare two folders of the same kind; `megatron-vl export` makes a Hugging Face folder from "
-            "Megatron weights"
+            f"{first_path} is {kind_names[first_checkpoint.is_hf]}, but {second_path} is "
+            f"{kind_names[second_checkpoint.is_hf]}: their names and shapes differ. Compare two folders "
+            "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
         )
 
+    # transformers saves one model under two styles of names. Such tensors are still the same tensor.
     other_names = _match_renamed_tensors(first_checkpoint, second_checkpoint)
     second_checkpoint = second_checkpoint.with_new_names(other_names)
     tensor_names = sorted(first_checkpoint.shape_by_name.keys() | second_checkpoint.shape_by_name.keys())
-    compared_bytes = sum(
-        _element_count(shape) * _element_bytes(first_checkpoint.code_by_name[name])
-        for name, shape in first_checkpoint.shape_by_name.items()
-        if name in second_checkpoint.shape_by_name
-    )
+
+    # Tensors that only one folder has are reported without being read.
+    compared_bytes = 0
+    for name, shape in first_checkpoint.shape_by_name.items():
+        if name in second_checkpoint.shape_by_name:
+            compared_bytes += _element_count(shape) * _element_bytes(first_checkpoint.code_by_name[name])
 
     progress_bar = ProgressBar("verify", compared_bytes)
+
+    def compare_tensor(tensor_name: str) -> TensorDifference | None:
+        return _compare_tensor(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
+
     try:
         with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
-            tensor_differences = list(
-                thread_pool.map(
-                    lambda name: _compare_tensor(name, first_checkpoint, second_checkpoint, progress_bar),
-                    tensor_names,
-                )
-            )
+            # Results are in the order of the names, whichever thread is first.
+            tensor_differences = list(thread_pool.map(compare_tensor, tensor_names))
     finally:
         progress_bar.clear_line()
 
-    renamed_example = next(
-        (f"{name} is {other} in the second folder" for name, other in sorted(other_names.items())), ""
-    )
+    renamed_example = ""
+    if other_names:
+        first_name = min(other_names)
+        renamed_example = f"{first_name} is {other_names[first_name]} in the second folder"
     return CheckpointComparison(
         len(tensor_names),
         compared_bytes,
@@ -196,18 +199,22 @@ def _compare_tensor(
     second_checkpoint: _CheckpointTensors,
     progress_bar: ProgressBar,
 ) -> TensorDifference | None:
-    for folder, checkpoint_name in ((first_checkpoint, "first"), (second_checkpoint, "second")):
-        if tensor_name not in folder.shape_by_name:
-            return TensorDifference(tensor_name, f"missing in the {checkpoint_name} folder")
+    """The difference between two tensors of one name; None if they are equal bit for bit."""
+    for checkpoint, ordinal in ((first_checkpoint, "first"), (second_checkpoint, "second")):
+        if tensor_name not in checkpoint.shape_by_name:
+            return TensorDifference(tensor_name, f"missing in the {ordinal} folder")
+
     if first_checkpoint.code_by_name[tensor_name] != second_checkpoint.code_by_name[tensor_name]:
         return TensorDifference(
             tensor_name,
-            f"type {first_checkpoint.code_by_name[tensor_name]} against {second_checkpoint.code_by_name[tensor_name]}",
+            f"type {first_checkpoint.code_by_name[tensor_name]} "
+            f"against {second_checkpoint.code_by_name[tensor_name]}",
         )
     if first_checkpoint.shape_by_name[tensor_name] != second_checkpoint.shape_by_name[tensor_name]:
         return TensorDifference(
             tensor_name,
-            f"shape {list(first_checkpoint.shape_by_name[tensor_name])} against {list(second_checkpoint.shape_by_name[tensor_name])}",
+            f"shape {list(first_checkpoint.shape_by_name[tensor_name])} "
+            f"against {list(second_checkpoint.shape_by_name[tensor_name])}",
         )
     return _compare_bits(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
 
@@ -218,7 +225,9 @@ def _compare_bits(
     second_checkpoint: _CheckpointTensors,
     progress_bar: ProgressBar,
 ) -> TensorDifference | None:
-    differing_elements, first_difference, largest_difference = 0, -1, 0.0
+    differing_elements = 0
+    first_difference = -1
+    largest_difference = 0.0
     col_count = matrix_shape(first_checkpoint.shape_by_name[tensor_name])[1]
     for region in row_regions(
         first_checkpoint.shape_by_name[tensor_name],
@@ -231,11 +240,8 @@ def _compare_bits(
         differs_mask = (first_values.view(integer_dtype) != second_values.view(integer_dtype)).flatten()
         if differs_mask.any():
             differing_elements += int(differs_mask.sum())
-            first_difference = (
-                first_difference
-                if first_difference >= 0
-                else region.row * col_count + int(differs_mask.nonzero()[0])
-            )
+            if first_difference < 0:
+                first_difference = region.row * col_count + int(differs_mask.nonzero()[0])
             largest_difference = max(
                 largest_difference,
                 float((first_values.double() - second_values.double()).abs().nan_to_num(float("inf")).max()),
@@ -246,24 +252,22 @@ def _compare_bits(
         return None
     return TensorDifference(
         tensor_name,
-        f"{differing_elements} of {_element_count(first_checkpoint.shape_by_name[tensor_name])} elements differ, the first at {first_difference}, "
-        f"by at most {largest_difference:.3g}",
+        f"{differing_elements} of {_element_count(first_checkpoint.shape_by_name[tensor_name])} "
+        f"elements differ, the first at {first_difference}, by at most {largest_difference:.3g}",
     )
 
 
 def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int = 0) -> CheckpointComparison:
     """Compares every stored tensor of Megatron weights with its SHA-256 in the manifest."""
     weight_reader = WeightReader(checkpoint_path, should_verify=False)
-    stored_tensors = [
-        (file, name, digest)
-        for file, entry in weight_reader.manifest["files"].items()
-        for name, digest in entry["tensors"].items()
-    ]
     reader_by_file = {file: weight_reader.open_file(file) for file in weight_reader.manifest["files"]}
-    total_bytes = sum(
-        _element_count(reader_by_file[file].shape(name)) * reader_by_file[file].dtype(name).itemsize
-        for file, name, _ in stored_tensors
-    )
+    stored_tensors = []
+    total_bytes = 0
+    for file_name, tensor_reader in reader_by_file.items():
+        for name, digest in weight_reader.manifest["files"][file_name]["tensors"].items():
+            stored_tensors.append((file_name, name, digest))
+            total_bytes += _element_count(tensor_reader.shape(name)) * tensor_reader.dtype(name).itemsize
+
     progress_bar = ProgressBar("verify", total_bytes)
 
     def check(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:

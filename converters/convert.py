@@ -104,16 +104,19 @@ def convert_weights(
         FileExistsError: ``out`` holds something that is not to be replaced.
     """
     source = HfCheckpoint(hf)
+    # A tied output layer is not stored in Megatron weights, so a different one would be lost.
     source.check_tied_output()
     weights_origin = {
         "hf": Path(hf).resolve().name,
         **video_rule_entry(exported_video_rule(Path(hf), source.spec)),
     }
+
     weights_report = _write_weights(
         source, [Path(hf)], out, layout, "convert", workers, force, weights_origin
     )
     weights_report.carried = len(source.carried_names)
-    weights_report.notes += [note for note in (source.rounded_decays(),) if note]
+    if rounding_note := source.rounded_decays():
+        weights_report.notes.append(rounding_note)
     return weights_report
 
 
@@ -127,10 +130,11 @@ def reshard_weights(
 ) -> WeightsReport:
     """Converts Megatron weights of any layout to another layout, or merges them if ``layout`` is None.
 
-    Arguments and errors are those of :func:`convert`.
+    The arguments and errors are those of :func:`convert_weights`.
     """
     source = WeightReader(checkpoint)
     command_name = "split" if layout else "merge"
+
     # A run's rule for videos is not stored in its weights but in the step folder.
     trained_rule = weights_video_rule(source.path, source.manifest, source.spec)
     weights_origin = {**(source.manifest.get("origin") or {}), **video_rule_entry(trained_rule)}
@@ -147,16 +151,27 @@ def _write_weights(
     force_overwrite: bool,
     weights_origin: dict | None,
 ) -> WeightsReport:
+    """Writes Megatron weights of a layout: their files first, then the manifest.
+
+    Args:
+        input_dirs: the folders that are read; none of them may be ``output_dir``.
+        layout_arguments: arguments of :func:`make_layout` for shards; None: unsplit weights.
+        worker_count: number of threads; 0: as many as the machine can use.
+        weights_origin: facts about the origin of the weights, for the manifest.
+    """
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
     tensor_infos = tensor_table(source.spec)
     file_plan = _plan_files(source, tensor_infos, layout)
-    header_by_file = {
-        file: make_safetensors_header(
+
+    # Names, types and shapes are known in advance, so each file gets its final size and header before any
+    # tensor is read, and threads fill it in any order.
+    header_by_file = {}
+    for file, names in file_plan.tensors_by_file.items():
+        header_by_file[file] = make_safetensors_header(
             {name: file_plan.stored_types[name] for name in names}, {"format": "pt"}
         )
-        for file, names in file_plan.tensors_by_file.items()
-    }
+
     conversion_facts = _describe_conversion(
         command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
     )
@@ -178,26 +193,16 @@ def _write_weights(
             conversion_output,
             worker_count,
         )
-        file_entries = [
-            file_entry(
-                file,
-                {
-                    name: (*file_plan.stored_types[name], conversion_output.sha256_by_tensor[file, name])
-                    for name in names
-                },
-                file_plan.ranks_by_file[file],
-            )
-            for file, names in file_plan.tensors_by_file.items()
-        ]
 
+        # The manifest comes last: a folder without one does not count as weights.
         conversion_output.commit_files()
+        file_entries = _file_entries(file_plan, conversion_output)
         write_manifest(output_dir, source.spec, layout, file_entries, weights_origin)
 
-    total_bytes = sum(
-        CopyJob.tensor_bytes(*file_plan.stored_types[name])
-        for names in file_plan.tensors_by_file.values()
-        for name in names
-    )
+    # A replicated tensor counts once for each file that holds it.
+    total_bytes = 0
+    for names in file_plan.tensors_by_file.values():
+        total_bytes += sum(CopyJob.tensor_bytes(*file_plan.stored_types[name]) for name in names)
     return WeightsReport(
         output_dir,
         len(file_plan.stored_types),
@@ -208,6 +213,18 @@ def _write_weights(
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
     )
+
+
+def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> list[dict[str, Any]]:
+    """The entries of all files for :func:`write_manifest`."""
+    file_entries = []
+    for file, names in file_plan.tensors_by_file.items():
+        stored_tensors = {}
+        for name in names:
+            tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
+            stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
+        file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
+    return file_entries
 
 
 def _shard_jobs(
@@ -221,8 +238,14 @@ def _shard_jobs(
     for name, file in file_plan.model_order():
         if (file, name) in conversion_output.kept_tensors:
             continue
-        ranks = {f"{kind}_rank": rank for kind, rank in file_plan.ranks_by_file[file].items() if kind != "pp"}
-        shard_index = file_plan.sharding.shard_index(tensor_infos[name], **ranks)
+
+        # The pipeline rank selects tensors; the other ranks select the shard of a tensor.
+        shard_ranks = {}
+        for kind, rank in file_plan.ranks_by_file[file].items():
+            if kind != "pp":
+                shard_ranks[f"{kind}_rank"] = rank
+
+        shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
         jobs_by_tensor.setdefault(name, []).append(
             _shard_job(
                 source,
@@ -277,9 +300,8 @@ def _run_copy_jobs(
         if tensor_name in tensor_infos:  # other tensors are copied from a folder without hashes
             source.verify_tensor(tensor_name)
 
-    progress_bar = ProgressBar(
-        command_name, sum(job.byte_count for some in jobs_by_tensor.values() for job in some)
-    )
+    total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
+    progress_bar = ProgressBar(command_name, total_bytes)
     try:
         run_copy_tasks(
             order_with_checks(jobs_by_tensor, check, worker_count),
@@ -290,6 +312,7 @@ def _run_copy_jobs(
     finally:
         progress_bar.clear_line()
 
+    # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
         if fingerprint_before[source_file] != current_fact:
             raise WeightsError(
@@ -322,11 +345,14 @@ class _FilePlan:
 def _plan_files(
     source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
 ) -> _FilePlan:
+    """Decides which tensors go into which file: one file for each rank of ``layout``, or files of at most
+    ``MAX_FILE_BYTES`` in model order."""
     sharding = layout.sharding if layout else UNSHARDED
-    stored_types = {
-        tensor_name: (source.dtype(tensor_name), info.shard_shape(sharding))
-        for tensor_name, info in tensor_infos.items()
-    }
+
+    stored_types = {}
+    for tensor_name, info in tensor_infos.items():
+        stored_types[tensor_name] = (source.dtype(tensor_name), info.shard_shape(sharding))
+
     if layout:
         return _FilePlan(stored_types, *_shard_files(tensor_infos, layout), sharding)
 
@@ -340,10 +366,10 @@ def _plan_files(
             group_bytes = row_count * col_count * dtype.itemsize
         file_groups[-1].append(tensor_name)
 
-    tensors_by_file = {
-        f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors": names
-        for i, names in enumerate(file_groups)
-    }
+    tensors_by_file = {}
+    for i, names in enumerate(file_groups):
+        tensors_by_file[f"weights-{i + 1:05d}-of-{len(file_groups):05d}.safetensors"] = names
+
     return _FilePlan(stored_types, tensors_by_file, {file: {"tp": 0, "pp": 0} for file in tensors_by_file})
 
 
@@ -355,18 +381,19 @@ def _shard_files(
     tensors_by_file: dict[str, list[str]] = {}
     ranks_by_file: dict[str, dict[str, int]] = {}
     for pipeline_rank in range(layout.pp):
-        stage_infos = [
-            info for info in tensor_infos.values() if layout.owning_pipeline_rank(info) == pipeline_rank
-        ]
-        dense_tensors, expert_tensors = (
-            [info.name for info in stage_infos if bool(info.num_experts) is which] for which in (False, True)
-        )
+        dense_tensors: list[str] = []
+        expert_tensors: list[str] = []
+        for info in tensor_infos.values():
+            if layout.owning_pipeline_rank(info) == pipeline_rank:
+                (expert_tensors if info.num_experts else dense_tensors).append(info.name)
+
         for tensor_rank in range(layout.tp):
             tensors_by_file[rank_file_name(tensor_rank, pipeline_rank)] = dense_tensors
             ranks_by_file[rank_file_name(tensor_rank, pipeline_rank)] = {
                 "tp": tensor_rank,
                 "pp": pipeline_rank,
             }
+
         for expert_rank in range(layout.ep if expert_tensors else 0):
             for tensor_rank in range(layout.etp):
                 file_name = expert_file_name(expert_rank, tensor_rank, pipeline_rank)
@@ -410,7 +437,7 @@ def export_weights(
     Args:
         checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.
         hf: the original Hugging Face folder.
-        workers, force: as in :func:`convert`.
+        workers, force: as in :func:`convert_weights`.
 
     Raises:
         WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
@@ -421,14 +448,18 @@ def export_weights(
     hf_checkpoint = HfCheckpoint(hf)
     output_dir = Path(output_dir)
     workers = workers or default_worker_count()
+
+    # Everything that can be refused is refused before the first byte is written.
     _check_same_model(source, hf_checkpoint)
     _check_padding(source, hf_checkpoint, workers)
     trained_rule = _known_video_rule(source, hf_checkpoint)
     companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
-    header_by_file = {
-        file: read_safetensors_header(hf_checkpoint.path / file)
-        for file in hf_checkpoint.tensor_folder.reader_by_file
-    }
+
+    # With the original headers, unchanged tensors give the original files byte for byte.
+    header_by_file = {}
+    for file in hf_checkpoint.tensor_folder.reader_by_file:
+        header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
+
     input_dirs = [source.path, hf_checkpoint.path]
     conversion_facts = _describe_conversion(
         "export", source, header_by_file, None, hf_checkpoint.fingerprint()
@@ -452,27 +483,21 @@ def export_weights(
             workers,
         )
         conversion_output.commit_files()
-        for companion_path in companion_files:
-            (output_dir / companion_path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(hf_checkpoint.path / companion_path, output_dir / companion_path)
-
+        copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
         _write_video_rule(trained_rule, output_dir)
-        for companion_path in (
-            {output_dir / companion_path for companion_path in companion_files}
-            | {output_dir / companion_path.parent for companion_path in companion_files}
-            | {output_dir}
-        ):
-            durable_files.fsync_path(companion_path)
 
-    skipped_names = [str(companion_path) for companion_path in skipped_files]
-    written_tensors = [
-        *(hf_checkpoint.stored_name_by_released[hf] for hf in hf_checkpoint.names_in_order()),
-        *hf_checkpoint.carried_names,
-    ]
-    total_bytes = sum(
-        CopyJob.tensor_bytes(hf_checkpoint.tensor_folder.dtype(name), hf_checkpoint.tensor_folder.shape(name))
-        for name in written_tensors
-    )
+        # The journal is deleted after this block, and a folder without a journal counts as finished. So
+        # everything must be on the disk now.
+        for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
+            durable_files.fsync_path(synced_path)
+
+    released_names = hf_checkpoint.names_in_order()
+    written_tensors = [hf_checkpoint.stored_name_by_released[name] for name in released_names]
+    written_tensors += hf_checkpoint.carried_names
+    total_bytes = 0
+    for name in written_tensors:
+        tensor_folder = hf_checkpoint.tensor_folder
+        total_bytes += CopyJob.tensor_bytes(tensor_folder.dtype(name), tensor_folder.shape(name))
     return WeightsReport(
         output_dir,
         len(written_tensors),
@@ -481,11 +506,22 @@ def export_weights(
         write_seconds,
         None,
         _count_casts(source, hf_checkpoint),
-        skipped_names,
+        [str(skipped_path) for skipped_path in skipped_files],
         carried=len(hf_checkpoint.carried_names),
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
     )
+
+
+def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
+    """Copies files, and returns their new paths."""
+    copied_paths = []
+    for relative_path in relative_paths:
+        copied_path = target_dir / relative_path
+        copied_path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source_dir / relative_path, copied_path)
+        copied_paths.append(copied_path)
+    return copied_paths
 
 
 def _export_jobs(
@@ -534,7 +570,7 @@ def _known_video_rule(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict
 
 
 def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
-    """Writes the rule for videos to ``output_dir``. If no rule is known, removes the file of an earlier export."""
+    """Writes the rule for videos to ``output_dir``, or removes an earlier export's if no rule is known."""
     if trained_rule:
         write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
     else:
@@ -571,6 +607,7 @@ def _carried_job(hf_checkpoint: HfCheckpoint, writer: TensorWriter, stored_name:
 
 
 def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
+    """Raises :class:`WeightsError` unless both are checkpoints of one model."""
     if source.spec.family != hf_checkpoint.spec.family:
         raise WeightsError(
             f"{source.path} holds a {source.spec.family} model, but {hf_checkpoint.path} holds a"
@@ -578,7 +615,8 @@ def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None
         )
     for name, value, origin_value in source.spec.different_fields(hf_checkpoint.spec):
         raise WeightsError(
-            f"{name} is {value} in {source.path} but {origin_value} in {hf_checkpoint.path}: they are different models"
+            f"{name} is {value} in {source.path} but {origin_value} "
+            f"in {hf_checkpoint.path}: they are different models"
         )
 
 

@@ -57,7 +57,8 @@ class ProgressBar:
         seconds_left = (self._total_bytes - self._done_bytes) / bytes_per_second if bytes_per_second else 0.0
         text = (
             f"{self._task_name}: {self._done_bytes / 1e9:.2f} of {self._total_bytes / 1e9:.2f} GB "
-            f"({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), {bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
+            f"({100 * self._done_bytes / max(1, self._total_bytes):.0f} %), "
+            f"{bytes_per_second / 1e9:.2f} GB/s, {seconds_left:.0f} s left"
         )
         self._output_stream.write(f"\r{text}\033[K" if self._is_terminal else text + "\n")
         self._output_stream.flush()
@@ -122,14 +123,15 @@ def order_with_checks(
 ) -> list[CopyTask]:
     """Orders jobs by the tensor that they read, and puts the check of each tensor a few tensors earlier.
 
-    If a tensor is unchecked, a job checks it first. Earlier checks keep workers from waiting for each other.
+    A job checks its tensor itself if no one has. The workers would wait for each other if all of them started
+    with jobs of one tensor, so the check of a tensor runs ``worker_count`` tensors ahead of its jobs.
     """
     tensor_names = list(jobs_by_tensor)
     ordered_tasks = list[CopyTask]()
-    later_names = tensor_names[worker_count:]
     ordered_tasks += [partial(check_tensor, tensor_name) for tensor_name in tensor_names[:worker_count]]
     for i, tensor_name in enumerate(tensor_names):
-        ordered_tasks += [partial(check_tensor, other) for other in later_names[i : i + 1]]
+        if i + worker_count < len(tensor_names):
+            ordered_tasks.append(partial(check_tensor, tensor_names[i + worker_count]))
         ordered_tasks += jobs_by_tensor[tensor_name]
     return ordered_tasks
 
@@ -148,19 +150,20 @@ def run_copy_tasks(
     return_freed_memory()
     stop_event = threading.Event()
 
-    def chunks(copy_job: CopyJob) -> Iterator[Tensor]:
+    def read_chunks(copy_job: CopyJob) -> Iterator[Tensor]:
         for region in row_regions(copy_job.shape, copy_job.dtype.itemsize):
             if stop_event.is_set():
                 raise _StoppedError
-            data = copy_job.read_region(region)
-            yield data
-            progress_bar.add_bytes(data.numel() * copy_job.dtype.itemsize)
+            chunk = copy_job.read_region(region)
+            yield chunk
+            progress_bar.add_bytes(chunk.numel() * copy_job.dtype.itemsize)
 
-    def work(copy_task: CopyTask) -> None:
+    def run_task(copy_task: CopyTask) -> None:
         try:
             if isinstance(copy_task, CopyJob):
-                tensor_sha256 = copy_task.tensor_writer.write_tensor(copy_task.tensor_name, chunks(copy_task))
-                record_tensor(copy_task.tensor_writer.path.name, copy_task.tensor_name, tensor_sha256)
+                tensor_writer = copy_task.tensor_writer
+                tensor_sha256 = tensor_writer.write_tensor(copy_task.tensor_name, read_chunks(copy_task))
+                record_tensor(tensor_writer.path.name, copy_task.tensor_name, tensor_sha256)
             else:
                 copy_task()
         except BaseException:
@@ -168,18 +171,18 @@ def run_copy_tasks(
             raise
 
     with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
-        task_futures = [thread_pool.submit(work, task) for task in copy_tasks]
+        task_futures = [thread_pool.submit(run_task, task) for task in copy_tasks]
         try:
             wait(task_futures, return_when=FIRST_EXCEPTION)
         except BaseException:  # including an interrupt from the keyboard
             stop_event.set()
             raise
         finally:
+            # Tasks that have not started must not start: their output is removed.
             thread_pool.shutdown(wait=True, cancel_futures=True)
 
-    task_errors = [
-        error for future in task_futures if not future.cancelled() and (error := future.exception())
-    ]
-    for error in task_errors:
-        if not isinstance(error, _StoppedError):
+    # The other workers stop with an error of their own; only the first failure tells what is wrong.
+    for future in task_futures:
+        error = None if future.cancelled() else future.exception()
+        if error and not isinstance(error, _StoppedError):
             raise error

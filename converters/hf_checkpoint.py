@@ -67,11 +67,11 @@ class TensorFolder:
     def __init__(self, hf_dir: str | Path) -> None:
         self.path = Path(hf_dir)
         self.weight_map: dict[str, str] | None = self._read_index()
-        names = sorted(set(self.weight_map.values())) if self.weight_map is not None else [SINGLE_FILE]
-        self.reader_by_file = {name: TensorReader(self.path / name) for name in names}
-        self.file_by_tensor = {
-            tensor: file for file, reader in self.reader_by_file.items() for tensor in reader.tensor_names()
-        }
+        file_names = sorted(set(self.weight_map.values())) if self.weight_map is not None else [SINGLE_FILE]
+        self.reader_by_file = {name: TensorReader(self.path / name) for name in file_names}
+        self.file_by_tensor: dict[str, str] = {}
+        for file_name, tensor_reader in self.reader_by_file.items():
+            self.file_by_tensor.update(dict.fromkeys(tensor_reader.tensor_names(), file_name))
         self._check_index()
 
     def _read_index(self) -> dict[str, str] | None:
@@ -86,7 +86,8 @@ class TensorFolder:
         if not index_path.is_file():
             if not (self.path / SINGLE_FILE).is_file():
                 raise FileNotFoundError(
-                    f"{self.path} holds neither {SINGLE_FILE} nor {WEIGHT_INDEX_FILE}; only safetensors weights are read"
+                    f"{self.path} holds neither {SINGLE_FILE} nor "
+                    f"{WEIGHT_INDEX_FILE}; only safetensors weights are read"
                 )
             return None
 
@@ -102,7 +103,8 @@ class TensorFolder:
             # An index may come from an untrusted source, so its names must stay inside its folder.
             if not isinstance(file_name, str) or not re.fullmatch(r"[\w.-]+\.safetensors", file_name):
                 raise WeightsError(
-                    f"{index_path} says tensor {tensor_name!r} is in {file_name!r}, which is not a file name of weights"
+                    f"{index_path} says tensor {tensor_name!r} is in "
+                    f"{file_name!r}, which is not a file name of weights"
                 )
 
         return weight_map
@@ -112,7 +114,8 @@ class TensorFolder:
             for tensor_name in reader.tensor_names():
                 if self.file_by_tensor[tensor_name] != file_name:
                     raise WeightsError(
-                        f"{self.path}: tensor {tensor_name!r} is in both {file_name} and {self.file_by_tensor[tensor_name]}"
+                        f"{self.path}: tensor {tensor_name!r} is in both "
+                        f"{file_name} and {self.file_by_tensor[tensor_name]}"
                     )
         if self.weight_map is None or self.weight_map == self.file_by_tensor:
             return
@@ -122,7 +125,8 @@ class TensorFolder:
             actual_file = self.file_by_tensor.get(tensor_name, "no file")
             if indexed_file != actual_file:
                 raise WeightsError(
-                    f"{self.path}: {WEIGHT_INDEX_FILE} says tensor {tensor_name!r} is in {indexed_file}, but it is in {actual_file}"
+                    f"{self.path}: {WEIGHT_INDEX_FILE} says tensor {tensor_name!r} "
+                    f"is in {indexed_file}, but it is in {actual_file}"
                 )
 
     def shape(self, tensor_name: str) -> tuple[int, ...]:
@@ -179,7 +183,8 @@ class TensorFolder:
             link_target = (resolved_root / path).resolve()
             if not any(link_target.is_relative_to(allowed) for allowed in allowed_roots):
                 raise WeightsError(
-                    f"{self.path / path} is a link to {link_target}, outside the folder; put the file itself there"
+                    f"{self.path / path} is a link to {link_target}, "
+                    "outside the folder; put the file itself there"
                 )
 
 
@@ -188,9 +193,9 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
     Returns the released style if there are no experts, or if their shapes are wrong.
 
-    Square matrices fit both orientations. Only one of the two stacks can be square, but the other one does
-    not decide for it: transformers 5 decides for each stack separately, reads a square stack as output-first,
-    and scrambles it if this is wrong.
+    Square matrices fit both orientations. At most one of the two stacks is square, but the orientation of the
+    other one says nothing about it: transformers 5 looks at each stack on its own, reads a square one as
+    output-first, and scrambles it if this is wrong.
 
     Raises:
         WeightsError: a stack fits both orientations.
@@ -201,33 +206,29 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
     released_style = RELEASED_EXPERT_STYLE[spec.family]
     ffn_hidden_size = spec.language.moe.ffn_hidden_size
     hidden_size = spec.language.hidden_size
-    model_tensors = [
-        tensor_name
-        for tensor_name in tensor_folder.file_by_tensor
-        if not is_carried_tensor(spec, tensor_name)
-    ]
-    expert_stacks = {
-        tensor_name: (2 * ffn_hidden_size, hidden_size)
-        if tensor_name.endswith(GATE_UP_STACK)
-        else (hidden_size, ffn_hidden_size)
-        for tensor_name in model_tensors
-        if tensor_name.endswith((GATE_UP_STACK, DOWN_STACK))
-    }
+
+    has_separate_experts = False
+    expert_stacks: dict[str, tuple[int, int]] = {}
+    for tensor_name in tensor_folder.file_by_tensor:
+        if is_carried_tensor(spec, tensor_name):
+            continue
+        if tensor_name.endswith(GATE_UP_STACK):
+            expert_stacks[tensor_name] = (2 * ffn_hidden_size, hidden_size)
+        elif tensor_name.endswith(DOWN_STACK):
+            expert_stacks[tensor_name] = (hidden_size, ffn_hidden_size)
+        elif ".mlp.experts." in tensor_name:
+            has_separate_experts = True
 
     if not expert_stacks:
-        return (
-            "apart"
-            if any(".mlp.experts." in tensor_name for tensor_name in model_tensors)
-            else released_style
-        )
+        return "apart" if has_separate_experts else released_style
     if released_style == "output_first":
         return released_style  # as in transformers, which supports no other stacks for this family
     for tensor_name, (row_count, col_count) in expert_stacks.items():
         if row_count == col_count:
             raise WeightsError(
-                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} by {col_count}, so it is not known "
-                "whether their inputs or their outputs come first. Store each expert's gate_proj, up_proj "
-                "and down_proj as separate tensors"
+                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
+                f"by {col_count}, so it is not known whether their inputs or their outputs come "
+                "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
             )
 
     has_output_first = any(
@@ -237,7 +238,7 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
-    """Whether a stored tensor is not part of the model and is copied unchanged (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
+    """Whether a stored tensor is outside the model and only copied (:data:`CARRIED_PREFIX_BY_FAMILY`)."""
     carried_prefix = CARRIED_PREFIX_BY_FAMILY.get(spec.family)
     return carried_prefix is not None and tensor_name.startswith(carried_prefix)
 
@@ -263,32 +264,32 @@ class HfCheckpoint:
             )
         self.spec = _read_spec(self.path / "config.json")
         self.tensor_folder = TensorFolder(self.path)
+        expert_style = detect_expert_style(self.spec, self.tensor_folder)
         self.rule_by_name: dict[str, ConversionRule] = {
-            rule.name: rule
-            for rule in make_conversion_rules(self.spec, detect_expert_style(self.spec, self.tensor_folder))
+            rule.name: rule for rule in make_conversion_rules(self.spec, expert_style)
         }
-        self.carried_names = [
-            name for name in self.tensor_folder.file_by_tensor if is_carried_tensor(self.spec, name)
-        ]
+        self.carried_names: list[str] = []
+        for stored_name in self.tensor_folder.file_by_tensor:
+            if is_carried_tensor(self.spec, stored_name):
+                self.carried_names.append(stored_name)
         self.stored_name_by_released = self._map_released_names()
         self._check_tensors()
 
     def _map_released_names(self) -> dict[str, str]:
         """Released name -> stored name, for all tensors of the model."""
+        released_by_short = {short_tensor_name(name): name for name in self.expected_shapes}
+
         stored_by_released: dict[str, str] = {}
-        released_by_short = {
-            short_tensor_name(stored_name): stored_name for stored_name in self.expected_shapes
-        }
         for stored_name in self.tensor_folder.file_by_tensor:
             if is_carried_tensor(self.spec, stored_name):
                 continue
-            released_name = released_by_short.get(
-                short_tensor_name(stored_name), short_tensor_name(stored_name)
-            )
+            # A tensor that the model does not have keeps its short name; _check_tensors refuses it.
+            short_name = short_tensor_name(stored_name)
+            released_name = released_by_short.get(short_name, short_name)
             if released_name in stored_by_released:
                 raise WeightsError(
-                    f"{self.path}: tensors {stored_by_released[released_name]!r} and {stored_name!r} are the same tensor "
-                    "under two names"
+                    f"{self.path}: tensors {stored_by_released[released_name]!r} "
+                    f"and {stored_name!r} are the same tensor under two names"
                 )
             stored_by_released[released_name] = stored_name
         return stored_by_released
@@ -313,6 +314,7 @@ class HfCheckpoint:
         return self.spec.language.tied_embeddings and HF_OUTPUT in self.stored_name_by_released
 
     def _check_tensors(self) -> None:
+        """Raises WeightsError unless the folder has exactly the model's tensors, with their shapes."""
         expected_by_name = dict(self.expected_shapes)
         if self.has_tied_output:
             expected_by_name[HF_OUTPUT] = expected_by_name[self.embedding_name]
@@ -329,7 +331,10 @@ class HfCheckpoint:
                     "with this config.json"
                 )
             if self.tensor_folder.shape(stored_name) != expected_by_name[released_name]:
-                shapes_text = f"{list(self.tensor_folder.shape(stored_name))}; config.json says {list(expected_by_name[released_name])}"
+                shapes_text = (
+                    f"{list(self.tensor_folder.shape(stored_name))}; "
+                    f"config.json says {list(expected_by_name[released_name])}"
+                )
                 raise WeightsError(f"{self.path}: tensor {stored_name!r} has shape {shapes_text}")
             self.hf_dtype(released_name)
 
@@ -346,22 +351,23 @@ class HfCheckpoint:
 
         narrow_names = [name for name in decay_names if self.hf_dtype(name) != torch.float32]
         if narrow_names:
-            storage_text = f"{len(narrow_names)} of {len(decay_names)} A_log are stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
+            storage_text = (
+                f"{len(narrow_names)} of {len(decay_names)} A_log are "
+                f"stored as {dtype_name(self.hf_dtype(narrow_names[0]))}"
+            )
         else:
-            reader_by_file = self.tensor_folder.reader_by_file
-            stored_names = [self.stored_name_by_released[name] for name in decay_names]
-            decay_tensors = [
-                reader_by_file[self.tensor_folder.file_by_tensor[name]].read_tensor(name)
-                for name in stored_names
-            ]
-            if not all(torch.equal(value, value.bfloat16().float()) for value in decay_tensors):
-                return ""
+            for name in decay_names:
+                stored_name = self.stored_name_by_released[name]
+                file_name = self.tensor_folder.file_by_tensor[stored_name]
+                decays = self.tensor_folder.reader_by_file[file_name].read_tensor(stored_name)
+                if not torch.equal(decays, decays.bfloat16().float()):
+                    return ""
             storage_text = "every A_log is stored as float32 but holds only values of bfloat16"
 
         return (
-            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were rounded, as transformers "
-            "does when it loads the model as bfloat16 (or auto) and saves it: decays are up to 1.6 % off. "
-            "Start from the released folder if you can"
+            f"{self.path}: {storage_text}; released Qwen3.5 has them in float32. They were "
+            "rounded, as transformers does when it loads the model as bfloat16 (or auto) and "
+            "saves it: decays are up to 1.6 % off. Start from the released folder if you can"
         )
 
     def check_tied_output(self) -> None:
@@ -369,27 +375,21 @@ class HfCheckpoint:
         if not self.has_tied_output:
             return
 
-        tied_names = [
-            self.stored_name_by_released[HF_OUTPUT],
-            self.stored_name_by_released[self.embedding_name],
-        ]
-        has_same_dtype = self.tensor_folder.dtype_code(tied_names[0]) == self.tensor_folder.dtype_code(
-            tied_names[1]
-        )
-        compared_regions = (
-            row_regions(self.tensor_folder.shape(tied_names[0]), self.hf_dtype(HF_OUTPUT).itemsize)
-            if has_same_dtype
-            else ()
-        )
-        if not has_same_dtype or any(
-            not _are_bitwise_equal(
-                *(self.tensor_folder.read_region(name, compared_region) for name in tied_names)
-            )
-            for compared_region in compared_regions
-        ):
+        folder = self.tensor_folder
+        output_name = self.stored_name_by_released[HF_OUTPUT]
+        embedding_name = self.stored_name_by_released[self.embedding_name]
+        is_equal = folder.dtype_code(output_name) == folder.dtype_code(embedding_name)
+        if is_equal:
+            # In regions, because the vocabulary's matrix may take gigabytes.
+            for region in row_regions(folder.shape(output_name), self.hf_dtype(HF_OUTPUT).itemsize):
+                is_equal = is_equal and _are_bitwise_equal(
+                    folder.read_region(output_name, region), folder.read_region(embedding_name, region)
+                )
+
+        if not is_equal:
             raise WeightsError(
-                f"{self.path}: tensor {tied_names[0]!r} differs from {tied_names[1]!r}, but config.json ties them; "
-                "set tie_word_embeddings to false, or remove the tensor"
+                f"{self.path}: tensor {output_name!r} differs from {embedding_name!r}, but "
+                "config.json ties them; set tie_word_embeddings to false, or remove the tensor"
             )
 
     def hf_dtype(self, released_name: str) -> torch.dtype:
@@ -460,5 +460,5 @@ def _read_spec(config_path: Path) -> ModelSpec:
         raise ConfigError(f"{config_path} is invalid: {type(error).__name__}: {error}") from error
 
 
-def _are_bitwise_equal(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+def _are_bitwise_equal(first: Tensor, second: Tensor) -> bool:
+    return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

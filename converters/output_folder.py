@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -90,10 +91,10 @@ def open_output(
     Args:
         input_dirs: the folders that are read.
         header_by_file: file -> its header.
-        conversion_facts: the description of the conversion, in JSON types. If ``output_dir`` is unfinished and its description
-            is equal, the conversion continues.
-        force_overwrite: whether to replace the weights in ``output_dir`` (a HF checkpoint if ``is_hf_export``), or another unfinished
-            conversion there.
+        conversion_facts: the description of the conversion, in JSON types. If ``output_dir`` is unfinished
+            and its description is equal, the conversion continues.
+        force_overwrite: whether to replace the weights in ``output_dir`` (a HF checkpoint if
+            ``is_hf_export``), or another unfinished conversion there.
         worker_count: number of threads that read back the tensors of an earlier attempt.
         is_hf_export: whether ``output_dir`` becomes a Hugging Face folder.
         print_line: receives a line about the files and tensors that were kept.
@@ -101,14 +102,16 @@ def open_output(
     Raises:
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
         WeightsError: ``output_dir`` is one of ``input_dirs``.
-        DiskFull: the disk has too little space.
+        DiskFullError: the disk has too little space.
     """
+    # In the types that JSON gives back, so that equal descriptions compare equal.
     conversion_facts = json.loads(
         json.dumps({"kind": "Hugging Face" if is_hf_export else "Megatron"} | conversion_facts)
     )
     journal, recorded_sha256 = _claim_output_dir(
         output_dir, input_dirs, conversion_facts, force_overwrite, is_hf_export
     )
+
     writer_by_file: dict[str, TensorWriter] = {}
     try:
         _prepare_partial_files(output_dir, header_by_file, bool(recorded_sha256), is_hf_export)
@@ -129,9 +132,9 @@ def open_output(
     except BaseException as error:
         for tensor_writer in writer_by_file.values():
             tensor_writer.close()
-        remove_files = (
-            not recorded_sha256 or isinstance(error, WeightsError) and not isinstance(error, DiskFullError)
-        )
+        # Invalid weights stay invalid in the next attempt. After any other error, it can continue.
+        has_bad_weights = isinstance(error, WeightsError) and not isinstance(error, DiskFullError)
+        remove_files = not recorded_sha256 or has_bad_weights
         if remove_files:
             _remove_weights(output_dir, is_hf_export)
         journal.close(remove_file=remove_files)
@@ -143,8 +146,8 @@ def open_output(
 def _continue_message(conversion_output: ConversionOutput) -> str:
     total = sum(len(writer.tensor_names()) for writer in conversion_output.writer_by_file.values())
     return (
-        f"continuing: {conversion_output.count_kept_files()} of {len(conversion_output.writer_by_file)} files kept, "
-        f"{len(conversion_output.kept_tensors)} of {total} tensors"
+        f"continuing: {conversion_output.count_kept_files()} of {len(conversion_output.writer_by_file)} "
+        f"files kept, {len(conversion_output.kept_tensors)} of {total} tensors"
     )
 
 
@@ -177,15 +180,14 @@ def _claim_output_dir(
         if earlier_facts == conversion_facts:
             return journal, {(file, name): digest for file, name, digest in recorded_tensors}
 
-        if earlier_facts is None:
+        if earlier_facts is None:  # a new or damaged journal
             _check_replaceable(output_dir, force_overwrite, is_hf_export)
         elif not force_overwrite or earlier_facts.get("kind") != conversion_facts["kind"]:
             raise FileExistsError(_unfinished_message(output_dir, earlier_facts, conversion_facts))
 
         journal.remove_entries()
-        journal.append_entry(
-            conversion_facts
-        )  # before any removal, so that the folder counts as unfinished from now on
+        # Before any removal, so that the folder counts as unfinished from now on.
+        journal.append_entry(conversion_facts)
         earlier_facts = conversion_facts
         _remove_weights(output_dir, is_hf_export)
         return journal, {}
@@ -205,32 +207,36 @@ def _check_journal_entry(journal_entry: Any) -> Any:
 def _unfinished_message(
     output_dir: Path, earlier_facts: dict[str, Any], current_facts: dict[str, Any]
 ) -> str:
-    """The message if ``output_dir`` holds an unfinished conversion ``earlier_facts`` that differs from ``current_facts``."""
+    """The message if ``output_dir`` holds an unfinished conversion that differs from this one."""
     if earlier_facts.get("kind") != current_facts["kind"]:
-        return f"--out {output_dir} holds an unfinished conversion to {earlier_facts.get('kind')} weights; give another --out"
+        return (
+            f"--out {output_dir} holds an unfinished conversion to "
+            f"{earlier_facts.get('kind')} weights; give another --out"
+        )
     return (
-        f"--out {output_dir} holds an unfinished conversion, and {_first_difference(earlier_facts, current_facts)}; repeat "
-        "its command to continue it, give --force to start over, or give another --out"
+        f"--out {output_dir} holds an unfinished conversion, and "
+        f"{_first_difference(earlier_facts, current_facts)}; repeat its command "
+        "to continue it, give --force to start over, or give another --out"
     )
 
 
 def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bool) -> None:
-    """Raises FileExistsError unless ``output_dir`` is empty, or holds such weights and ``force_overwrite`` is given."""
-    present_files = (
-        [path for path in output_dir.iterdir() if path.name != JOURNAL_FILE] if output_dir.is_dir() else []
-    )
+    """Raises FileExistsError unless ``output_dir`` is empty, or has weights that may be replaced."""
+    present_files = list(output_dir.iterdir()) if output_dir.is_dir() else []
+    present_files = [path for path in present_files if path.name != JOURNAL_FILE]
     if not present_files:
         return
     marker_file = output_dir / ("config.json" if is_hf_export else MANIFEST_FILE)
     has_only_weights = len(_weight_files(output_dir, is_hf_export)) == len(present_files)
     if not (has_only_weights or marker_file in present_files and (is_hf_export or _is_manifest(marker_file))):
         raise FileExistsError(
-            f"--out {output_dir} is not empty and holds no checkpoint of this kind, so nothing in it is replaced; "
-            "give another folder"
+            f"--out {output_dir} is not empty and holds no checkpoint of "
+            "this kind, so nothing in it is replaced; give another folder"
         )
     if not force_overwrite:
         raise FileExistsError(
-            f"--out {output_dir} is not empty; give another folder, or --force to replace the checkpoint there"
+            f"--out {output_dir} is not empty; give another "
+            "folder, or --force to replace the checkpoint there"
         )
 
 
@@ -287,27 +293,28 @@ def _verify_kept_tensors(
 ) -> frozenset[tuple[str, str]]:
     """The (file, tensor) pairs in the journal whose bytes in the files still have the recorded hash."""
 
-    def same(recorded_item: tuple[tuple[str, str], str]) -> bool:
-        (file, name), tensor_sha256 = recorded_item
-        return writer_by_file[file].stored_sha256(name) == tensor_sha256
+    def is_unchanged(recorded_key: tuple[str, str]) -> bool:
+        file_name, tensor_name = recorded_key
+        return writer_by_file[file_name].stored_sha256(tensor_name) == recorded_sha256[recorded_key]
 
-    recorded_items = [
-        item
-        for item in recorded_sha256.items()
-        if item[0][0] in writer_by_file and item[0][1] in writer_by_file[item[0][0]].tensor_names()
-    ]
+    # The journal may be damaged and name tensors that this conversion does not write.
+    recorded_keys = []
+    for file_name, tensor_name in recorded_sha256:
+        if file_name in writer_by_file and tensor_name in writer_by_file[file_name].tensor_names():
+            recorded_keys.append((file_name, tensor_name))
+
     with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
-        return frozenset(
-            item[0]
-            for item, kept in zip(recorded_items, thread_pool.map(same, recorded_items), strict=True)
-            if kept
-        )
+        unchanged_flags = thread_pool.map(is_unchanged, recorded_keys)
+        return frozenset(compress(recorded_keys, unchanged_flags))
 
 
 def _check_disk_space(output_dir: Path, writer_by_file: Mapping[str, TensorWriter]) -> None:
     free_bytes = shutil.disk_usage(output_dir).free
-    size = sum(max(0, writer.file_size_bytes - writer.allocated_bytes) for writer in writer_by_file.values())
-    if free_bytes < size:
+    missing_bytes = 0
+    for writer in writer_by_file.values():
+        missing_bytes += max(0, writer.file_size_bytes - writer.allocated_bytes)
+    if free_bytes < missing_bytes:
         raise DiskFullError(
-            f"{output_dir}: {size / 1e9:.1f} GB must be written, but the disk has {free_bytes / 1e9:.1f} GB free"
+            f"{output_dir}: {missing_bytes / 1e9:.1f} GB must be written, "
+            f"but the disk has {free_bytes / 1e9:.1f} GB free"
         )

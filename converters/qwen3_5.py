@@ -102,7 +102,11 @@ SHARED_EXPERT = (
 
 
 def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "output_first") -> list[ConversionRule]:
-    """Returns one rule for each tensor of the model. ``detect_expert_style`` says how HF stores its experts, if any."""
+    """Returns one rule for each tensor of the model.
+
+    Args:
+        expert_style: how the HF folder stores experts, if the model has any.
+    """
     decoder_entries = (
         *LANGUAGE,
         *LINEAR_ATTENTION,

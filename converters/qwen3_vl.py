@@ -260,5 +260,9 @@ EXPERTS: dict[ExpertStyle, tuple[NameEntry, ...]] = {
 
 
 def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "input_first") -> list[ConversionRule]:
-    """Returns one rule for each tensor of the model. ``detect_expert_style`` says how HF stores its experts, if any."""
+    """Returns one rule for each tensor of the model.
+
+    Args:
+        expert_style: how the HF folder stores experts, if the model has any.
+    """
     return rules_from_entries(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[expert_style]))

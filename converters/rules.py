@@ -1,17 +1,18 @@
 """Defines which parts of Hugging Face tensors a Megatron tensor consists of, once for both directions.
 
-A :class:`ConversionRule` lists the rectangles (:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`) that a canonical tensor has
-in common with its HF tensors. Conversion reads the list forwards and export backwards, so each is the inverse
-of the other. Elements that no rectangle covers are padding, and zero. The functions below build the lists for
-all structures that occur.
+A :class:`ConversionRule` lists the rectangles (:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`) that
+a canonical tensor has in common with its HF tensors. Conversion reads the list forwards and export backwards,
+so each is the inverse of the other. Elements that no rectangle covers are padding, and zero. The functions
+below build the lists for all structures that occur.
 
-The families' tables (``qwen*.py``) list names as :class:`Entry`. They contain complete names, with ``*`` for
-numbers, so that a text search for a tensor's name finds them.
+The families' tables (``qwen*.py``) list names as :class:`NameEntry`. They contain complete names, with ``*``
+for numbers, so that a text search for a tensor's name finds them.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -95,21 +96,26 @@ def split_gated_qkv_rule(
     query_name, key_name, value_name = hf_names
     heads_per_group = num_heads // num_groups
     col_count = matrix_shape(tensor_info.shape)[1]
+
+    # Blocks are listed in the canonical order of rows, so that first_row only counts up.
     blocks = []
     first_row = 0
     for group_index in range(num_groups):
+        group_heads = range(group_index * heads_per_group, (group_index + 1) * heads_per_group)
         for is_gate in (0, 1):
-            for head_index in range(group_index * heads_per_group, (group_index + 1) * heads_per_group):
+            for head_index in group_heads:
                 blocks.append(
                     MatrixBlock(
                         query_name,
                         head_dim,
                         col_count,
                         row=first_row,
+                        # HF alternates between the query and the gate of each head.
                         part_row=(2 * head_index + is_gate) * head_dim,
                     )
                 )
                 first_row += head_dim
+
         for hf_name in (key_name, value_name):
             blocks.append(
                 MatrixBlock(hf_name, head_dim, col_count, row=first_row, part_row=group_index * head_dim)
@@ -119,6 +125,7 @@ def split_gated_qkv_rule(
     return _rule_with_same_columns(
         tensor_info,
         {
+            # Queries and their gates.
             query_name: 2 * num_heads * head_dim,
             key_name: num_groups * head_dim,
             value_name: num_groups * head_dim,
@@ -132,11 +139,12 @@ def stacked_rows_rule(
 ) -> ConversionRule:
     """The rule of a tensor that consists of HF tensors with ``row_counts`` rows, one below the other."""
     col_count = matrix_shape(tensor_info.shape)[1]
-    first_rows = [sum(row_counts[:i]) for i in range(len(row_counts))]
-    blocks = [
-        MatrixBlock(name, row_count, col_count, row=start)
-        for name, row_count, start in zip(hf_names, row_counts, first_rows, strict=True)
-    ]
+    blocks = []
+    first_row = 0
+    for name, row_count in zip(hf_names, row_counts, strict=True):
+        blocks.append(MatrixBlock(name, row_count, col_count, row=first_row))
+        first_row += row_count
+
     return _rule_with_same_columns(tensor_info, dict(zip(hf_names, row_counts, strict=True)), blocks)
 
 
@@ -146,33 +154,35 @@ def fused_qkv_rule(tensor_info: TensorInfo, hf_name: str, num_heads: int, head_d
     For each head, the canonical tensor has its query, key and value.
     """
     col_count = matrix_shape(tensor_info.shape)[1]
-    blocks = [
-        MatrixBlock(
-            hf_name,
-            head_dim,
-            col_count,
-            row=(3 * head + which) * head_dim,
-            part_row=(which * num_heads + head) * head_dim,
-        )
-        for head in range(num_heads)
-        for which in range(3)
-    ]
+
+    blocks = []
+    for head_index in range(num_heads):
+        for qkv_index in range(3):
+            blocks.append(
+                MatrixBlock(
+                    hf_name,
+                    head_dim,
+                    col_count,
+                    row=(3 * head_index + qkv_index) * head_dim,
+                    part_row=(qkv_index * num_heads + head_index) * head_dim,
+                )
+            )
+
     return _rule_with_same_columns(tensor_info, {hf_name: 3 * num_heads * head_dim}, blocks)
 
 
 def gated_rule(tensor_info: TensorInfo, gate_name: str, up_name: str, real_rows: int) -> ConversionRule:
-    """The rule of a gated ``linear_fc1``: gate, then up, each padded with zero rows after ``real_rows`` rows."""
+    """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
     rows, col_count = matrix_shape(tensor_info.shape)
     half_rows = rows // 2
-    blocks = [
-        MatrixBlock(hf_name, real_rows, col_count, row=i * half_rows)
-        for i, hf_name in enumerate((gate_name, up_name))
-    ]
-    padding_regions = [
-        MatrixRegion(i * half_rows + real_rows, (i + 1) * half_rows, 0, col_count)
-        for i in (0, 1)
-        if half_rows > real_rows
-    ]
+
+    blocks = []
+    padding_regions = []
+    for hf_name, first_row in ((gate_name, 0), (up_name, half_rows)):
+        blocks.append(MatrixBlock(hf_name, real_rows, col_count, row=first_row))
+        if half_rows > real_rows:
+            padding_regions.append(MatrixRegion(first_row + real_rows, first_row + half_rows, 0, col_count))
+
     return _rule_with_same_columns(
         tensor_info, {gate_name: real_rows, up_name: real_rows}, blocks, padding_regions
     )
@@ -201,35 +211,44 @@ def padded_columns_rule(tensor_info: TensorInfo, hf_name: str, real_columns: int
 
 def transposed_stack_rule(tensor_info: TensorInfo, hf_name: str) -> ConversionRule:
     """The rule of a stack of experts, for one HF stack of transposed matrices."""
-    count, rows, col_count = tensor_info.shape
-    blocks = (
+    expert_count, rows, col_count = tensor_info.shape
+    blocks = tuple(
         MatrixBlock(hf_name, rows, col_count, row=i * rows, part_row=i * col_count, is_transposed=True)
-        for i in range(count)
+        for i in range(expert_count)
     )
-    return ConversionRule(tensor_info.name, {hf_name: (count, col_count, rows)}, tuple(blocks))
+    return ConversionRule(tensor_info.name, {hf_name: (expert_count, col_count, rows)}, blocks)
 
 
 def separate_experts_rule(tensor_info: TensorInfo, hf_names: Sequence[str]) -> ConversionRule:
     """The rule of a stack of experts, for separate HF matrices of each expert.
 
     Args:
-        hf_names: the names of one expert's matrices, which are below each other in the canonical tensor. ``*``
-            stands for the expert's number.
+        hf_names: the names of one expert's matrices, which are below each other in the canonical tensor.
+            ``*`` stands for the expert's number.
     """
-    count, rows, col_count = tensor_info.shape
-    height = rows // len(hf_names)
-    tensors = [name.replace("*", str(expert)) for expert in range(count) for name in hf_names]
-    blocks = tuple(MatrixBlock(name, height, col_count, row=i * height) for i, name in enumerate(tensors))
-    return ConversionRule(tensor_info.name, dict.fromkeys(tensors, (height, col_count)), blocks)
+    expert_count, rows, col_count = tensor_info.shape
+    matrix_rows = rows // len(hf_names)
+
+    blocks: list[MatrixBlock] = []
+    for expert_index in range(expert_count):
+        for name_pattern in hf_names:
+            hf_name = name_pattern.replace("*", str(expert_index))
+            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=len(blocks) * matrix_rows))
+
+    hf_shapes: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        hf_shapes[str(block.part_id)] = (matrix_rows, col_count)
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
 
 
 def _interleaved_blocks(rows_by_name: dict[str, int], num_groups: int, col_count: int) -> list[MatrixBlock]:
+    """The blocks of a matrix in which each group has the next ``rows_by_name`` rows of each HF tensor."""
     blocks = []
-    row = 0
-    for group in range(num_groups):
+    first_row = 0
+    for group_index in range(num_groups):
         for hf_name, rows in rows_by_name.items():
-            blocks.append(MatrixBlock(hf_name, rows, col_count, row=row, part_row=group * rows))
-            row += rows
+            blocks.append(MatrixBlock(hf_name, rows, col_count, row=first_row, part_row=group_index * rows))
+            first_row += rows
     return blocks
 
 
@@ -274,13 +293,16 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
 
     rules = []
     for tensor_info in tensor_table(spec).values():
+        # One entry stands for the tensors of all layers: "layers.7.mlp" is looked up as "layers.*.mlp".
         number_match = _NUMBER_PATTERN.search(tensor_info.name)
         name_entry = entry_by_name.get(_NUMBER_PATTERN.sub(".*.", tensor_info.name, count=1))
         if name_entry is None:
             raise ValueError(f"{spec.family}: no rule for tensor {tensor_info.name!r}")
-        hf_names = tuple(
-            name.replace("*", number_match[1], 1) if number_match else name for name in name_entry.hf_names
-        )
+
+        hf_names = name_entry.hf_names
+        if number_match:
+            # Only the first "*" is the layer. A second one is an expert, whose number the rule fills in.
+            hf_names = tuple(name.replace("*", number_match[1], 1) for name in hf_names)
         rules.append(name_entry.make_rule(spec, tensor_info, hf_names))
     return rules
 
@@ -310,11 +332,11 @@ def conv3d_patch_embedding(
 
 def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the query, key and value of a decoder layer."""
-    query_name, key, value = hf_names
+    query_name, key_name, value_name = hf_names
     language_spec = spec.language
     return split_qkv_rule(
         tensor_info,
-        (query_name, key, value),
+        (query_name, key_name, value_name),
         language_spec.num_heads,
         language_spec.num_kv_heads,
         language_spec.head_dim,
@@ -323,11 +345,11 @@ def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, 
 
 def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the query with output gate, the key and the value of a decoder layer."""
-    query_name, key, value = hf_names
+    query_name, key_name, value_name = hf_names
     language_spec = spec.language
     return split_gated_qkv_rule(
         tensor_info,
-        (query_name, key, value),
+        (query_name, key_name, value_name),
         language_spec.num_heads,
         language_spec.num_kv_heads,
         language_spec.head_dim,
@@ -398,10 +420,8 @@ def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, .
 
 def check_rule_coverage(spec: ModelSpec, rules: Sequence[ConversionRule]) -> None:
     """Raises :class:`ValueError` unless every tensor of the model has exactly one rule."""
-    table = tensor_table(spec)
-    names = [rule.name for rule in rules]
-    uncovered_names = sorted(set(table) ^ set(names)) or sorted(
-        name for name in set(names) if names.count(name) > 1
-    )
-    if uncovered_names:
-        raise ValueError(f"{spec.family}: no rule, or more than one, for tensor {uncovered_names[0]!r}")
+    model_tensors = tensor_table(spec)
+    rule_counts = Counter(rule.name for rule in rules)
+    for name in sorted(model_tensors.keys() | rule_counts.keys()):
+        if name not in model_tensors or rule_counts[name] != 1:
+            raise ValueError(f"{spec.family}: no rule, or more than one, for tensor {name!r}")

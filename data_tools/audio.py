@@ -24,7 +24,8 @@ AUDIO_KEYS = ("audios", "audio", "audio_url", "input_audio", "audio_path", "audi
 AMBIGUOUS_AUDIO_KEYS = ("sound", "sounds", "speech", "speeches")
 """Fields that hold sounds where their value is one; it may be a word or a speech in writing."""
 CONTENT_KEYS = ("bytes", "path", "url", "array", "data", "id")
-"""Fields of a structure that hold a sound; beside them, a rate and a format say nothing of one."""
+"""Fields of a structure that hold a sound. Other fields, such as a rate or a format, do not show that there
+is one."""
 AUDIO_PART_TYPES = ("audio", "audio_url", "input_audio")
 """Types of content parts that are sounds."""
 AUDIO_TOKEN = re.compile(r"<\|audio(?:_pad|_\d{1,4})?\|>", re.IGNORECASE)

@@ -32,7 +32,7 @@ from megatron_vl.journal import JsonLinesJournal
 from megatron_vl.processes import end_with_parent
 
 from .embedded_media import EmbeddedMediaFile, EmbeddedMediaFolder, is_embedded
-from .formats import FORMATS, RecordError, read_conversation
+from .formats import FORMATS, Conversation, RecordError, read_conversation
 from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 from .input_files import InputError, InputFile, find_input_files
 from .media import MediaInfo, inspect_medium, read_media, resolve_reference
@@ -82,7 +82,7 @@ class DataReport:
     answer_media: int = 0
     """Images and videos in the assistant's turns; the model sees them but does not learn them."""
     assumed_fps: int = 0
-    """Videos given as pictures whose records do not say how many there are a second."""
+    """Videos given as pictures whose records do not give a frame rate."""
     seconds: float = 0.0
     was_complete: bool = False
     """Whether an earlier conversion had written everything."""
@@ -112,7 +112,7 @@ class DataReport:
         self.assumed_fps += sum(info.assumed_fps for info in sample.media_infos)
 
     def count_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> None:
-        """Counts a line of the quarantine file; entries of samples are passed over."""
+        """Counts a line of the quarantine file. A sample is not counted."""
         if isinstance(outcome, dict):
             by_reason = self.refused.setdefault(outcome["file"], {})
             by_reason[outcome["reason"]] = by_reason.get(outcome["reason"], 0) + 1
@@ -152,7 +152,7 @@ class ConversionOptions:
 
     def planned(self) -> dict[str, Any]:
         """The options that determine the output."""
-        names = (
+        option_names = (
             "val_fraction",
             "samples_per_shard",
             "bytes_per_shard",
@@ -160,18 +160,21 @@ class ConversionOptions:
             "duplicate_ids",
             "format",
         )
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in option_names}
 
 
 def convert_dataset(
     input_paths: list[Path], options: ConversionOptions, show_progress: Callable[[str], None] | None = None
 ) -> DataReport:
-    """Converts conversation files into one data set, or continues an interrupted conversion of
-    the same files.
+    """Converts conversation files into one data set, or continues an interrupted conversion of the same
+    files.
 
     Args:
-        input_paths: files of records, folders of them, or an index; their samples follow each other.
+        input_paths: files of records, folders of them, or an index. Their samples keep this order.
         show_progress: receives a line of text now and then; None: nothing is shown.
+
+    Returns:
+        The results of the whole data set, including what an earlier attempt converted.
 
     Raises:
         ConvertError: the options are impossible, the output folder holds something else, the disk is full, or
@@ -179,8 +182,11 @@ def convert_dataset(
         ShardError: a medium changed while it was converted.
         ReadError: an input is not JSON.
     """
+    # Arguments are checked before the output folder is touched.
     input_files = check_inputs(input_paths, options)
     start_time = time.monotonic()
+
+    # The plan is everything that determines the output. A conversion continues only under an equal plan.
     planned_options = options.planned()
     if any(source.field_by_column or source.role_tags or source.format_name for source in input_files):
         planned_options["index"] = [source.index_plan() for source in input_files]
@@ -190,6 +196,7 @@ def convert_dataset(
         raise ConvertError(
             f"--input {error.filename} cannot be read ({error.strerror}); make it readable for this user"
         ) from error
+
     work_part = options.part
     try:
         workspace = ConversionWorkspace(
@@ -204,13 +211,15 @@ def convert_dataset(
         ) from error
 
     try:
-        if workspace.is_complete:
+        if workspace.is_complete:  # the same command was given again
             report = DataReport.read_report(options.out / "report.json")
             report.was_complete = True
             return report
+
         if work_part is None:
             report = _convert_records(input_files, options, workspace, show_progress)
         else:
+            # The node that writes the shards later is started with the folder only.
             _write_arguments(input_paths, options, workspace)
             report = _verify_part(input_files, options, work_part, workspace, show_progress)
     except (OSError, sqlite3.Error) as error:
@@ -265,8 +274,8 @@ def read_part_arguments(dataset_dir: Path, num_workers: int) -> tuple[list[Path]
 
     if missing_part_names:
         raise ConvertError(
-            f"{dataset_dir}: the parts {missing_part_names} are not complete; run `megatron-vl data convert --shard` for "
-            "them again. Without --shard, it does all that is missing itself"
+            f"{dataset_dir}: the parts {missing_part_names} are not complete; run `megatron-vl data "
+            "convert --shard` for them again. Without --shard, it does all that is missing itself"
         )
 
     options = ConversionOptions(
@@ -298,11 +307,10 @@ def _verify_part(
         return work_part.overlaps_records(first_record, end_record, RECORDS_PER_BATCH)
 
     def pending_tasks() -> Iterator[tuple[Any, ...]]:
-        for number, record_batch in enumerate(
-            _record_batches(_numbered_records(input_files, meter, is_wanted))
-        ):
-            if work_part.owns_batch(number) and number not in finished_batches:
-                pending_batches.append(number)
+        numbered_records = _numbered_records(input_files, meter, is_wanted)
+        for batch_number, record_batch in enumerate(_record_batches(numbered_records)):
+            if work_part.owns_batch(batch_number) and batch_number not in finished_batches:
+                pending_batches.append(batch_number)
                 meter.batch_end_bytes.append(meter.bytes_read)
                 yield record_batch, media_root, options, None, None
 
@@ -314,8 +322,9 @@ def _verify_part(
                 report.train += isinstance(outcome, ConvertedSample)
                 report.count_refusal(outcome)
             meter.finish_batch(report)
+
     meter.show_final_progress(report)
-    if -1 not in finished_batches:
+    if -1 not in finished_batches:  # batch -1 marks the part as complete
         journal.append_entry(journal_line(-1, []))
     journal.close(sync_to_disk=True)
     return report
@@ -327,6 +336,11 @@ def _convert_records(
     workspace: ConversionWorkspace,
     show_progress: Callable[[str], None] | None,
 ) -> DataReport:
+    """Converts all records, and publishes the data set at the end.
+
+    Workers verify batches of records; this process puts the usable samples into shards in the order of the
+    input, which other workers write.
+    """
     meter = _ProgressMeter(sum(source.path.stat().st_size for source in input_files), show_progress)
     report = DataReport()
     journal = JsonLinesJournal(workspace.work_dir / "journal.jsonl", parse_verdicts)
@@ -336,59 +350,61 @@ def _convert_records(
     media_root = options.root
     quarantine_partial = workspace.work_dir / "quarantine.jsonl"
 
+    # The quarantine file is written anew by each attempt: it follows from the verdicts.
     with (
         _WorkerPool(options.workers) as pool,
         quarantine_partial.open("w", encoding="utf-8") as quarantine_file,
         _DuplicateFilter(options.duplicate_ids, workspace.work_dir / "ids.sqlite") as duplicate_filter,
     ):
-        writer = _ShardWriter(pool, media_root, options, report, workspace, embedded_media)
-        record_batches = meter.mark_batches(_record_batches(_numbered_records(input_files, meter)))
-        verify_tasks = (
-            (
-                batch,
-                media_root,
-                options,
-                next(known_verdicts, None) or part_verdicts.verdicts_of_batch(batch_number),
-                embedded_media.batch_path(batch_number),
-            )
-            for batch_number, batch in enumerate(record_batches)
-        )
-        for batch_number, outcomes in enumerate(pool.results_in_order(_verify_batch, verify_tasks)):
+        shard_writer = _ShardWriter(pool, media_root, options, report, workspace, embedded_media)
+
+        def verify_tasks() -> Iterator[tuple[Any, ...]]:
+            record_batches = meter.mark_batches(_record_batches(_numbered_records(input_files, meter)))
+            for batch_number, record_batch in enumerate(record_batches):
+                # Verdicts of an earlier attempt, or of a part, spare the decoding of the media.
+                verdicts = next(known_verdicts, None) or part_verdicts.verdicts_of_batch(batch_number)
+                yield record_batch, media_root, options, verdicts, embedded_media.batch_path(batch_number)
+
+        for batch_number, outcomes in enumerate(pool.results_in_order(_verify_batch, verify_tasks())):
             if batch_number >= journal.num_known:
                 journal.append_entry(verdicts_to_json(_batch_verdicts(outcomes)))
+
+            # This loop holds references of its own until the shard writer has counted those it waits for.
             samples = [outcome for outcome in outcomes if isinstance(outcome, ConvertedSample)]
             embedded_media.add_references(samples)
             for outcome in map(duplicate_filter.first_or_refusal, outcomes):
                 report.records += 1
                 if isinstance(outcome, ConvertedSample):
                     report.count_sample(outcome)
-                    writer.add_sample(outcome)
+                    shard_writer.add_sample(outcome)
                 else:
                     quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
                     report.count_refusal(outcome)
-            embedded_media.release_references(samples)  # the writer has counted those that it waits for
+            embedded_media.release_references(samples)
             meter.finish_batch(report, is_resuming=batch_number < journal.num_known)
 
         meter.show_final_progress(report)
-        writer.finish_splits()
+        shard_writer.finish_splits()
 
     journal.close()
     durable_files.publish_file(quarantine_partial, options.out / "quarantine.jsonl")
 
     # The time it took is left out, so that the same input gives the same files.
-    report_fields = {
-        name: value for name, value in report.as_json().items() if name not in RUN_DEPENDENT_FIELDS
-    }
+    report_fields = report.as_json()
+    for field_name in RUN_DEPENDENT_FIELDS:
+        del report_fields[field_name]
     durable_files.write_file(
         options.out / "report.json", (json.dumps(report_fields, indent=2) + "\n").encode()
     )
-    workspace.publish_dataset(
-        {
-            s.name: {"samples": s.num_samples, "bytes": s.size_bytes, "sha256": s.sha256}
-            for s in writer.index_writer.written_shards
-        }
-    )
 
+    shard_records = {}
+    for shard in shard_writer.index_writer.written_shards:
+        shard_records[shard.name] = {
+            "samples": shard.num_samples,
+            "bytes": shard.size_bytes,
+            "sha256": shard.sha256,
+        }
+    workspace.publish_dataset(shard_records)
     return report
 
 
@@ -414,6 +430,7 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
         raise ConvertError(f"--val-fraction {options.val_fraction} must be at least 0 and below 1")
     if options.format and options.format not in FORMATS:
         raise ConvertError(f"--format {options.format} is unknown; valid: {', '.join(FORMATS)}")
+
     positive_options = {
         "--workers": options.workers,
         "--samples-per-shard": options.samples_per_shard,
@@ -433,14 +450,15 @@ def _all_wanted(first_record: int, end_record: int) -> bool:
 def _numbered_records(
     input_files: list[InputFile], meter: _ProgressMeter, is_wanted: Callable[[int, int], bool] = _all_wanted
 ) -> Iterator[tuple[int, str, int, Any, str]]:
-    """Yields (index among all records, file, number in the file, record, format or "").
+    """Yields (index among all records, file, number in the file, record, format or "") of each record.
 
-    A record is None if those from its index to before the next are not ``is_wanted``.
+    Args:
+        is_wanted: whether a record with an index from the first argument to before the second is of use.
+            None may take the place of a record that is not.
     """
     record_index = 0
-    for file_name, input_file in zip(
-        input_names([input_file.path for input_file in input_files]), input_files, strict=True
-    ):
+    file_names = input_names([input_file.path for input_file in input_files])
+    for file_name, input_file in zip(file_names, input_files, strict=True):
 
         def is_wanted_here(first_record: int, end_record: int, file_start: int = record_index) -> bool:
             return is_wanted(file_start + first_record, file_start + end_record)
@@ -460,8 +478,8 @@ class _DuplicateFilter:
     """Refuses records whose id occurred in an earlier usable record, if that is requested.
 
     Args:
-        duplicates: :attr:`ConversionOptions.duplicate_ids`.
-        path: a file that grows by about 30 bytes per record during the conversion.
+        duplicate_ids: :attr:`ConversionOptions.duplicate_ids`.
+        table_path: a file that grows by about 30 bytes per record during the conversion.
     """
 
     def __init__(self, duplicate_ids: str, table_path: Path) -> None:
@@ -477,13 +495,12 @@ class _DuplicateFilter:
             self.seen_ids.close()
 
     def first_or_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> ConvertedSample | dict[str, Any]:
-        """Returns the entry, or the line of the quarantine file that replaces it."""
-        if (
-            not self.refuses_duplicates
-            or not isinstance(outcome, ConvertedSample)
-            or not outcome.record_identity
-        ):
+        """Returns ``outcome``, or the line of the quarantine file that replaces it."""
+        if not isinstance(outcome, ConvertedSample):
             return outcome
+        if not self.refuses_duplicates or not outcome.record_identity:
+            return outcome
+
         if self.seen_ids is None:
             # Opened late, because forked worker processes must not share the open table.
             self.seen_ids = RecordIdTable(self.path)
@@ -494,7 +511,10 @@ class _DuplicateFilter:
             return outcome
 
         shown_id = _escape_invalid_unicode(outcome.record_identity[:100])
-        detail = f"{shown_id} is also the id of record {first_record} of {first_file}; --duplicate-ids keep accepts both"
+        detail = (
+            f"{shown_id} is also the id of record {first_record} "
+            f"of {first_file}; --duplicate-ids keep accepts both"
+        )
         return {**outcome.record_source, "field": "id", "reason": "duplicate id", "detail": detail}
 
 
@@ -523,7 +543,8 @@ def _verify_batch(
 
     Args:
         known_verdicts: the verdicts of an earlier run on this batch; None: decode the media now.
-        embedded_media_path: file for media that records hold themselves; None: the samples are not needed later.
+        embedded_media_path: file for media that records hold themselves; None: the samples are not needed
+            later.
     """
     outcomes: list[ConvertedSample | dict[str, Any]] = []
     embedded_media_file = EmbeddedMediaFile(embedded_media_path) if embedded_media_path is not None else None
@@ -538,13 +559,11 @@ def _verify_batch(
             if isinstance(record, UnreadableRecord):
                 raise RecordError(record.reason, str(record))
             conversation = read_conversation(record, options.format or record_format)
-            media_infos = (
-                verdict
-                if verdict is not None
-                else inspect_all_media(
+            media_infos = verdict
+            if media_infos is None:
+                media_infos = inspect_all_media(
                     conversation.media_references, conversation.field_paths, media_root, options.max_pixels
                 )
-            )
         except RecordError as error:
             outcomes.append(
                 {
@@ -555,33 +574,42 @@ def _verify_batch(
                 }
             )
         else:
+            # Media inside records would wait in memory for their shard, so they go to the disk now.
             references: list[tuple[str, Any]] = []
             if embedded_media_file is not None:
-                references = [
-                    (
-                        kind,
-                        embedded_media_file.append_medium(read_media(kind, ref, media_root))
-                        if is_embedded(ref)
-                        else ref,
-                    )
-                    for kind, ref in conversation.media_references
-                ]
-            sample = ConvertedSample(
-                f"{record_index:09d}",
-                conversation.messages,
-                references,
-                media_infos,
-                record_source,
-                conversation.record_identity,
-            )
-            sample.ignored_keys = [
-                (where, _escape_invalid_unicode(key)) for where, key in conversation.ignored_keys
-            ]
-            sample.answer_media = conversation.answer_media
-            sample.tool_definitions = conversation.tool_definitions
-            outcomes.append(sample)
+                for media_kind, reference in conversation.media_references:
+                    if is_embedded(reference):
+                        media_bytes = read_media(media_kind, reference, media_root)
+                        reference = embedded_media_file.append_medium(media_bytes)
+                    references.append((media_kind, reference))
+            sample_key = f"{record_index:09d}"
+            outcomes.append(_make_sample(sample_key, conversation, references, media_infos, record_source))
 
     return outcomes
+
+
+def _make_sample(
+    sample_key: str,
+    conversation: Conversation,
+    references: list[tuple[str, Any]],
+    media_infos: list[MediaInfo],
+    record_source: dict[str, Any],
+) -> ConvertedSample:
+    """The sample of a usable record."""
+    ignored_keys = []
+    for key_location, key in conversation.ignored_keys:
+        ignored_keys.append((key_location, _escape_invalid_unicode(key)))
+    return ConvertedSample(
+        sample_key,
+        conversation.messages,
+        references,
+        media_infos,
+        record_source,
+        conversation.record_identity,
+        ignored_keys,
+        conversation.answer_media,
+        conversation.tool_definitions,
+    )
 
 
 def _escape_invalid_unicode(detail: str) -> str:
@@ -592,10 +620,15 @@ def _escape_invalid_unicode(detail: str) -> str:
 def inspect_all_media(
     media_references: list[tuple[str, str]], field_paths: list[str], media_root: Path | None, max_pixels: int
 ) -> list[MediaInfo]:
+    """Decodes and measures the media of a record.
+
+    Raises:
+        RecordError: a medium cannot be used. Its ``field_path`` is the medium's location in the record.
+    """
     media_infos = []
-    for (kind, reference), field_path in zip(media_references, field_paths, strict=True):
+    for (media_kind, reference), field_path in zip(media_references, field_paths, strict=True):
         try:
-            media_infos.append(_inspect_reference(kind, reference, media_root, max_pixels))
+            media_infos.append(_inspect_reference(media_kind, reference, media_root, max_pixels))
         except RecordError as error:
             error.field_path = field_path
             raise
@@ -606,15 +639,14 @@ def _inspect_reference(
     media_kind: str, reference: Any, media_root: Path | None, max_pixels: int
 ) -> MediaInfo:
     if is_embedded(reference):
-        return inspect_medium(
-            media_kind, reference, read_media(media_kind, reference, media_root), max_pixels
-        )
-    path = reference
+        media_bytes = read_media(media_kind, reference, media_root)
+        return inspect_medium(media_kind, reference, media_bytes, max_pixels)
+
+    media_path = reference
     if not isinstance(reference, FrameSequence):
-        path = resolve_reference(
-            reference, media_root, allow_folder=media_kind == "video" and may_be_frame_folder(reference)
-        )
-    return _inspect_file(media_kind, reference, path, media_root, max_pixels)
+        allow_folder = media_kind == "video" and may_be_frame_folder(reference)
+        media_path = resolve_reference(reference, media_root, allow_folder=allow_folder)
+    return _inspect_file(media_kind, reference, media_path, media_root, max_pixels)
 
 
 @lru_cache(maxsize=4096)
@@ -661,12 +693,13 @@ class _ShardWriter:
         self.pending_shards: deque[tuple[Future[WrittenShard], list[ConvertedSample]]] = deque()
 
     def add_sample(self, sample: ConvertedSample) -> None:
+        """Puts the next sample of the input into its split."""
         self.embedded_media.add_references([sample])
-        val_fraction = self.options.val_fraction
-        is_val = int((self.samples_seen + 1) * val_fraction + 1e-9) > int(
-            self.samples_seen * val_fraction + 1e-9
-        )
+        # A sample goes to val when the number of val samples that are due passes the next integer.
+        val_before = int(self.samples_seen * self.options.val_fraction + 1e-9)
         self.samples_seen += 1
+        val_after = int(self.samples_seen * self.options.val_fraction + 1e-9)
+        is_val = val_after > val_before
         self._append_sample("val" if is_val else "train", sample)
 
     def _append_sample(self, split_name: str, sample: ConvertedSample) -> None:
@@ -704,14 +737,16 @@ class _ShardWriter:
             self._collect_shard()
 
     def _collect_shard(self) -> None:
-        shard_future, entries = self.pending_shards.popleft()
+        """Waits for the oldest pending shard, and adds it to the index."""
+        shard_future, shard_samples = self.pending_shards.popleft()
         shard = _worker_result(shard_future)
-        self.embedded_media.release_references(entries)
+        self.embedded_media.release_references(shard_samples)
         self.index_writer.add_shard(shard)
         self.report.shards += 1
         self.report.bytes += shard.size_bytes
 
     def finish_splits(self) -> None:
+        """Writes the last shards of both splits, and the index."""
         if self.options.val_fraction > 0 and not self.report.val and self.report.train > 1:
             moved_sample = self.open_samples["train"].pop()
             self.report.train -= 1
@@ -724,8 +759,7 @@ class _ShardWriter:
 
 
 class _WorkerPool:
-    """Worker processes, or none for one worker. Results arrive in the order of the tasks; few
-    tasks are pending."""
+    """Worker processes; with one worker, this process does the work itself."""
 
     def __init__(self, num_workers: int) -> None:
         self.num_workers = num_workers
@@ -753,6 +787,7 @@ class _WorkerPool:
     def results_in_order(
         self, function: Callable[..., Any], task_arguments: Iterator[tuple[Any, ...]]
     ) -> Iterator[Any]:
+        """Yields the results in the order of the tasks. At most four tasks for each worker are pending."""
         pending_futures: deque[Future[Any]] = deque()
         for arguments in task_arguments:
             pending_futures.append(self.submit(function, *arguments))
@@ -767,8 +802,7 @@ def _start_worker() -> None:
 
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process stops the workers
-    # A worker whose parent was killed would wait for its next task indefinitely (it holds both ends of the
-    # queue).
+    # A worker holds both ends of the queue, so it would wait for a task forever if its parent were killed.
     end_with_parent()
 
 
@@ -805,7 +839,12 @@ class _ProgressMeter:
             yield record_batch
 
     def finish_batch(self, report: DataReport, is_resuming: bool = False) -> None:
-        """Counts one more finished batch. ``is_resuming``: the records so far are from an earlier run."""
+        """Counts one more finished batch.
+
+        Args:
+            is_resuming: whether the verdicts on the records so far are those of an earlier run. The rate
+                leaves them out.
+        """
         self.bytes_done = self.batch_end_bytes.popleft()
         current_time = time.monotonic()
         if is_resuming:
@@ -833,14 +872,11 @@ class _ProgressMeter:
         if is_resuming:
             self.write_line(f"{progress_line}; reading what an earlier run did")
             return
-        seconds_left = (
-            (current_time - self.start_time)
-            * max(self.total_bytes - self.bytes_done, 0)
-            / max(self.bytes_done - self.resumed_bytes, 1)
-        )
-        records_per_second = (report.records - self.resumed_records) / max(
-            current_time - self.start_time, 1e-9
-        )
+
+        elapsed_seconds = current_time - self.start_time
+        bytes_left = max(self.total_bytes - self.bytes_done, 0)
+        seconds_left = elapsed_seconds * bytes_left / max(self.bytes_done - self.resumed_bytes, 1)
+        records_per_second = (report.records - self.resumed_records) / max(elapsed_seconds, 1e-9)
         self.write_line(f"{progress_line}, {records_per_second:.0f} records/s, {seconds_left:.0f} s left")
 
 

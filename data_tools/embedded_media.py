@@ -26,12 +26,12 @@ class StoredMedium:
 
     def read_bytes(self) -> bytes:
         """Raises OSError if they are gone."""
-        with self.path.open("rb") as file:
-            file.seek(self.byte_offset)
-            data = file.read(self.byte_length)
-        if len(data) < self.byte_length:
+        with self.path.open("rb") as media_file:
+            media_file.seek(self.byte_offset)
+            media_bytes = media_file.read(self.byte_length)
+        if len(media_bytes) < self.byte_length:
             raise OSError(f"{self.path} is shorter than when it was written")
-        return data
+        return media_bytes
 
 
 class HasReferences(Protocol):
@@ -46,7 +46,7 @@ def is_embedded(reference: Any) -> bool:
 
 
 class EmbeddedMediaFile:
-    """Collects the embedded media of a batch in one file, which is made when the first one comes."""
+    """Collects the embedded media of a batch in one file. A batch without any makes no file."""
 
     def __init__(self, file_path: Path) -> None:
         self.path = file_path
@@ -88,4 +88,9 @@ class EmbeddedMediaFolder:
 
 
 def _embedded_media_paths(samples: Iterable[HasReferences]) -> list[Path]:
-    return [ref.path for entry in samples for _, ref in entry.references if isinstance(ref, StoredMedium)]
+    media_paths = []
+    for sample in samples:
+        for _, reference in sample.references:
+            if isinstance(reference, StoredMedium):
+                media_paths.append(reference.path)
+    return media_paths

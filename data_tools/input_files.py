@@ -73,19 +73,17 @@ class InputFile:
             return record
         if self.field_by_column:
             known_fields = {**self.field_by_column, "id": "id"}
-            taken_fields = set(known_fields.values())
-            renamed_record = {
-                known_fields[name]: value for name, value in record.items() if name in known_fields
-            }
-            # A field that the index leaves out must not be read under its own name.
-            renamed_record |= {
-                (
-                    f"{name} (not in the index)" if name in KNOWN_FIELDS or name in taken_fields else name
-                ): value
-                for name, value in record.items()
-                if name not in known_fields
-            }
-            record = renamed_record
+            taken_fields = KNOWN_FIELDS | set(known_fields.values())
+
+            indexed_values = {}
+            other_values = {}
+            for name, value in record.items():
+                if name in known_fields:
+                    indexed_values[known_fields[name]] = value
+                else:
+                    # A field that the index leaves out must not be read under its own name.
+                    other_values[f"{name} (not in the index)" if name in taken_fields else name] = value
+            record = indexed_values | other_values
 
         if self.role_tags and isinstance(record.get("conversations"), list):
             record = {
@@ -98,18 +96,18 @@ class InputFile:
         if not isinstance(turn, dict):
             return turn
         role_key, content_key = self.role_tags["role_tag"], self.role_tags["content_tag"]
-        role_by_tag = {self.role_tags[tag]: ours for tag, (_, ours) in ROLE_TAGS.items()}
+        role_by_tag = {self.role_tags[tag]: role for tag, (_, role) in ROLE_TAGS.items()}
+
         # A field that the tags leave out must not be read as the role or the content.
-        other_fields = {
-            f"{name} (not in the index)" if name in ("role", "content") else name: value
-            for name, value in turn.items()
-            if name not in (role_key, content_key)
-        }
+        other_fields = {}
+        for name, value in turn.items():
+            if name not in (role_key, content_key):
+                other_fields[f"{name} (not in the index)" if name in ("role", "content") else name] = value
+
         written_role = turn.get(role_key)
-        known_role = (
-            role_by_tag.get(written_role, written_role) if isinstance(written_role, str) else written_role
-        )
-        return {**other_fields, "role": known_role, "content": turn.get(content_key)}
+        if isinstance(written_role, str):  # another type is refused where the record is read
+            written_role = role_by_tag.get(written_role, written_role)
+        return {**other_fields, "role": written_role, "content": turn.get(content_key)}
 
 
 KNOWN_FIELDS = {
@@ -164,10 +162,10 @@ def find_input_files(input_paths: list[Path], dataset_names: list[str] | None = 
 def _folder_files(input_dir: Path) -> list[Path]:
     """The files of a folder: one that ``save_to_disk`` of ``datasets`` wrote, or files of one kind."""
     if (input_dir / "dataset_dict.json").is_file():
-        split_names = _read_list(input_dir / "dataset_dict.json", "splits", str)
+        listed_splits = _read_list(input_dir / "dataset_dict.json", "splits", str)
         raise InputError(
-            f"--input {input_dir} has the splits {', '.join(split_names)}; give the folder of each "
-            "split to use, for instance " + str(input_dir / split_names[0])
+            f"--input {input_dir} has the splits {', '.join(listed_splits)}; give the folder of each "
+            f"split to use, for instance {input_dir / listed_splits[0]}"
         )
     if (input_dir / "state.json").is_file():
         file_entries = _read_list(input_dir / "state.json", "_data_files", dict)
@@ -176,25 +174,26 @@ def _folder_files(input_dir: Path) -> list[Path]:
             raise InputError(f"--input {input_dir}: {missing_files[0].name} is missing")
         return files
 
-    record_files = sorted(
-        path
-        for path in input_dir.rglob("*")
-        if path.is_file() and record_suffix(path) and path.name != INDEX_FILE
-    )
+    record_files = []
+    for path in sorted(input_dir.rglob("*")):
+        if path.is_file() and record_suffix(path) and path.name != INDEX_FILE:
+            record_files.append(path)
+
     file_suffixes = {record_suffix(path) for path in record_files}
     if len(file_suffixes) != 1:
         suffixes_text = (
             " and ".join(sorted(file_suffixes)) or f"no {', '.join((*TABLE_SUFFIXES, *TEXT_SUFFIXES))}"
         )
         raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
-    found_splits = {
-        split_match[1].lower()
-        for path in record_files
-        if (split_match := SPLIT_PATTERN.search(str(path.relative_to(input_dir))))
-    }
-    if len(found_splits) > 1:
+
+    # Test data would be trained on if a folder with several splits were read as a whole.
+    split_names = set()
+    for path in record_files:
+        if split_match := SPLIT_PATTERN.search(str(path.relative_to(input_dir))):
+            split_names.add(split_match[1].lower())
+    if len(split_names) > 1:
         raise InputError(
-            f"--input {input_dir} holds the splits {', '.join(sorted(found_splits))}; give the files to use"
+            f"--input {input_dir} holds the splits {', '.join(sorted(split_names))}; give the files to use"
         )
     return record_files
 
@@ -208,18 +207,18 @@ def _read_json(json_path: Path) -> Any:
 
 def _read_list(json_path: Path, list_key: str, item_type: type) -> list[Any]:
     """The list under a key of a file that ``datasets`` wrote. Raises InputError if it has no such list."""
-    value = _read_json(json_path)
-    listed = value.get(list_key) if isinstance(value, dict) else None
-    if not isinstance(listed, list) or not listed or not all(isinstance(item, item_type) for item in listed):
+    json_object = _read_json(json_path)
+    items = json_object.get(list_key) if isinstance(json_object, dict) else None
+    if not isinstance(items, list) or not items or not all(isinstance(item, item_type) for item in items):
         raise InputError(f"{json_path} is damaged: it has no list {list_key!r}; save the data set again")
-    return listed
+    return items
 
 
 def record_suffix(file_path: Path) -> str:
     """The suffix of a file that can be read, without that of its compression; empty for others."""
-    suffix = (
-        file_path.with_suffix("").suffix if file_path.suffix in COMPRESSION_SUFFIXES else file_path.suffix
-    )
+    suffix = file_path.suffix
+    if suffix in COMPRESSION_SUFFIXES:
+        suffix = file_path.with_suffix("").suffix
     return suffix if suffix in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) else ""
 
 
@@ -236,25 +235,31 @@ def _read_index(index_path: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def _index_files(index_path: Path, index: dict[str, dict[str, Any]]) -> list[InputFile]:
-    remote_names = [name for name, entry in index.items() if any(entry.get(key) for key in REMOTE_KEYS)]
-    if remote_names:
-        name = remote_names[0]
-        hub_location = next(index[name][key] for key in REMOTE_KEYS if index[name].get(key))
-        local_names = [name for name in index if name not in remote_names]
-        advice = (
-            f"choose the local ones with --dataset {' '.join(local_names)}"
-            if local_names
-            else "no other is local"
-        )
+    """The files of an index's data sets, in order. Raises InputError if one of them is on a hub."""
+    location_by_remote: dict[str, Any] = {}
+    for name, entry in index.items():
+        hub_locations = [entry[key] for key in REMOTE_KEYS if entry.get(key)]
+        if hub_locations:
+            location_by_remote[name] = hub_locations[0]
+
+    if location_by_remote:
+        remote_names = list(location_by_remote)
+        hub_location = location_by_remote[remote_names[0]]
+        local_names = [name for name in index if name not in location_by_remote]
+        advice = "no other is local"
+        if local_names:
+            advice = f"choose the local ones with --dataset {' '.join(local_names)}"
         raise InputError(
-            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} on a hub, and nothing is "
-            f"downloaded here. Download it (hf download --repo-type dataset {hub_location} --local-dir DIR) and put "
+            f"{index_path}: {', '.join(remote_names)} {'is' if len(remote_names) == 1 else 'are'} "
+            "on a hub, and nothing is downloaded here. Download it (hf download --repo-type "
+            f"dataset {hub_location} --local-dir DIR) and put "
             f'its file or folder under "file_name", or {advice}'
         )
     return [source for name, entry in index.items() for source in _index_entry_files(index_path, name, entry)]
 
 
 def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any]) -> list[InputFile]:
+    """The files of one data set of an index. Raises InputError if its entry cannot be used."""
     location = f"{index_path}: {dataset_name}"
     if entry.get("ranking"):
         raise InputError(f"{location} has preferences, which supervised training cannot learn")
@@ -278,9 +283,12 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
             raise InputError(f"{location}: {key} must give a field's name for each of its keys")
     if unknown_keys := [key for key in columns if key not in FIELD_BY_COLUMN]:
         raise InputError(f"{location}: the columns {', '.join(unknown_keys)} are unknown")
-    field_by_column = {
-        theirs: FIELD_BY_COLUMN[key] or "conversations" for key, theirs in columns.items() if theirs
-    }
+
+    field_by_column = {}
+    for key, column_name in columns.items():
+        if column_name:
+            field_by_column[column_name] = FIELD_BY_COLUMN[key] or "conversations"
+
     default_tags = {
         "role_tag": "from",
         "content_tag": "value",
@@ -295,9 +303,7 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     files = _folder_files(data_path) if data_path.is_dir() else [data_path]
     if not files[0].is_file():
         raise InputError(f"{location}: {data_path} does not exist")
-    return [
-        InputFile(
-            file, FORMAT_BY_FORMATTING[formatting], field_by_column, {**default_tags, **tags} if tags else {}
-        )
-        for file in files
-    ]
+
+    format_name = FORMAT_BY_FORMATTING[formatting]
+    role_tags = {**default_tags, **tags} if tags else {}
+    return [InputFile(file, format_name, field_by_column, role_tags) for file in files]

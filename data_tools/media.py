@@ -34,7 +34,7 @@ from .formats.frame_sequence import VIDEO_SUFFIXES, FrameSequence, may_be_frame_
 
 SAFE_SUFFIX = re.compile(r"[a-z0-9]{1,8}")
 PICTURE_SUFFIXES = set("jpg jpeg jpe png webp gif bmp tif tiff jp2 ppm avif tga".split())
-"""Of the files in a folder of frames; others are passed over."""
+"""Suffixes of the pictures in a folder of frames. Other files are ignored."""
 ASSUMED_FPS = 2.0
 """Frames a second of a video that is given as pictures, if its record does not say: as in qwen-vl-utils and
 LLaMA-Factory."""
@@ -57,11 +57,11 @@ class MediaInfo:
     num_frames: int = 0
     fps: float = 0.0
     crc32: int = 0
-    """Checksum of the file's bytes, so that what is stored and read later is what was verified."""
+    """Checksum of the file's bytes, by which a change after the verification is noticed."""
     sampling: str = ""
     """Of a video given as pictures: how frames are taken of it."""
     assumed_fps: bool = False
-    """Whether the record of a video given as pictures does not say how many there are a second."""
+    """Whether the record of a video given as pictures gives no frame rate."""
 
     def loader_record(self, key: str) -> dict[str, object]:
         """The fields that the loader needs to count tokens without decoding."""
@@ -78,14 +78,15 @@ class MediaInfo:
 
 
 def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file, following links. ``media_root`` must be resolved; None: there is none.
+    """Resolves ``reference`` to a file, following links. ``media_root`` must be resolved; None: there is
+    none.
 
     Args:
         allow_folder: it may also be a folder.
 
     Raises:
-        RecordError: the file lies outside ``media_root``, is missing, is remote, or is not a regular file; or there
-            is no ``media_root``.
+        RecordError: the file lies outside ``media_root``, is missing, is remote, or is not a regular file; or
+            there is no ``media_root``.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
@@ -132,8 +133,8 @@ def _outside_message(reference: str, media_root: Path) -> str:
             and not link_path.resolve().is_relative_to(media_root)
         ):
             return (
-                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not inside the media root;"
-                " copy what it leads to, or give a --media-root that holds both"
+                f"{reference}: the link {link_path} leads to {link_path.resolve()}, which is not "
+                "inside the media root; copy what it leads to, or give a --media-root that holds both"
             )
     return f"{reference} is not inside the media root"
 
@@ -151,8 +152,15 @@ def check_reference(media_kind: str, reference: Any, media_root: Path | None) ->
 
 
 def read_media(media_kind: str, reference: Any, media_root: Path | None) -> bytes:
-    """Reads a medium: a file inside ``media_root``, a base64 ``data:`` URI, or one that was set aside or is given
-    itself. A video that is given as pictures becomes a file of frames. Raises :class:`RecordError`."""
+    """Reads the bytes of a medium. A video that is given as pictures becomes a file of frames.
+
+    Args:
+        reference: a path inside ``media_root``, a base64 ``data:`` URI, the bytes themselves, or a medium
+            that was stored on the disk meanwhile.
+
+    Raises:
+        RecordError: the medium cannot be read.
+    """
     if isinstance(reference, bytes):
         return reference
     if isinstance(reference, StoredMedium):
@@ -169,14 +177,11 @@ def read_media(media_kind: str, reference: Any, media_root: Path | None) -> byte
         except (binascii.Error, ValueError) as error:
             raise RecordError("bad media reference", f"a data: URI is not base64: {error}") from error
 
-    media_path = resolve_reference(
-        reference, media_root, allow_folder=media_kind == "video" and may_be_frame_folder(reference)
-    )
-    return (
-        _read_frames(FrameSequence(reference), media_root)
-        if media_path.is_dir()
-        else _file_bytes(media_path, reference)
-    )
+    allow_folder = media_kind == "video" and may_be_frame_folder(reference)
+    media_path = resolve_reference(reference, media_root, allow_folder=allow_folder)
+    if media_path.is_dir():
+        return _read_frames(FrameSequence(reference), media_root)
+    return _file_bytes(media_path, reference)
 
 
 def _file_bytes(file_path: Path, reference: str) -> bytes:
@@ -218,9 +223,10 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
         return list(frame_sequence.pictures)
     frame_dir = resolve_reference(frame_sequence.pictures, media_root, allow_folder=True)
     try:
-        picture_names = [
-            path.name for path in frame_dir.iterdir() if path.suffix[1:].lower() in PICTURE_SUFFIXES
-        ]
+        picture_names = []
+        for path in frame_dir.iterdir():
+            if path.suffix[1:].lower() in PICTURE_SUFFIXES:
+                picture_names.append(path.name)
     except OSError as error:
         raise RecordError("medium unreadable", f"{frame_sequence}: {error.strerror}") from error
     ordered_names = sorted((natural_order(name), name) for name in picture_names if not name.startswith("."))
@@ -235,8 +241,10 @@ def list_pictures(frame_sequence: FrameSequence, media_root: Path | None) -> lis
 
 
 def natural_order(file_name: str) -> list[tuple[int, str]]:
-    """A key that sorts file names by the numbers in them: frame_2 comes before frame_10. The suffix does
-    not count."""
+    """A key that sorts file names by the numbers in them: frame_2 comes before frame_10.
+
+    The suffix does not count.
+    """
     name_pieces = re.split(r"([0-9]+)", file_name.rpartition(".")[0])
     return [(int(piece), "") if i % 2 else (0, piece) for i, piece in enumerate(name_pieces)]
 
@@ -252,21 +260,26 @@ def describe_reference(reference: Any) -> str:
 
 
 def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixels: int) -> MediaInfo:
-    """Decodes a medium completely and measures it; ``reference`` names it in messages.
-    Raises :class:`RecordError` if it is unusable."""
+    """Decodes a medium completely and measures it.
+
+    Args:
+        reference: the medium's name in messages, and the suffix of a video.
+
+    Raises:
+        RecordError: the medium does not decode, or is too large or too narrow.
+    """
     shown_reference = describe_reference(reference)
     try:
-        media_info = (
-            _inspect_image(media_bytes, max_pixels)
-            if media_kind == "image"
-            else _inspect_video(reference, media_bytes, max_pixels)
-        )
+        if media_kind == "image":
+            media_info = _inspect_image(media_bytes, max_pixels)
+        else:
+            media_info = _inspect_video(reference, media_bytes, max_pixels)
     except PictureTooLargeError as error:
         raise RecordError(
             f"{media_kind} too large", f"{shown_reference}: {error}; --max-megapixels sets the limit"
         ) from error
     except PixelError as error:
-        # A library names its in-memory source as an object; that means nothing to a reader and differs in
+        # A library names its source in memory as an object, which means nothing to a reader and differs in
         # every run.
         plain_message = re.sub(r" ?<_io\.BytesIO object at 0x[0-9a-f]+>|: '<none>'", "", str(error))
         raise RecordError(f"{media_kind} does not decode", f"{shown_reference}: {plain_message}") from error
@@ -274,7 +287,8 @@ def inspect_medium(media_kind: str, reference: Any, media_bytes: bytes, max_pixe
     if max(media_info.height, media_info.width) > MAX_ASPECT_RATIO * min(media_info.height, media_info.width):
         raise RecordError(
             f"{media_kind} too narrow",
-            f"{shown_reference}: {media_info.height} x {media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
+            f"{shown_reference}: {media_info.height} x "
+            f"{media_info.width} is more than {MAX_ASPECT_RATIO} to 1",
         )
 
     return media_info

@@ -102,13 +102,12 @@ def _argument_notes(
         field_counts: the fields of the records.
     """
     argument_notes = []
-    absent_columns = [
-        name for name in input_file.field_by_column if file_preview.records and not field_counts[name]
-    ]
-    if absent_columns:
+    absent_columns = [name for name in input_file.field_by_column if not field_counts[name]]
+    if file_preview.records and absent_columns:
         fields_text = ", ".join(sorted(field_counts)) or "no fields"
         argument_notes.append(
-            f"columns of the index name {', '.join(absent_columns)}, which no record has; they have {fields_text}"
+            f"columns of the index name {', '.join(absent_columns)}, "
+            f"which no record has; they have {fields_text}"
         )
     if file_preview.refused["medium missing"]:
         argument_notes.append(f"media were looked for in {media_root} (--media-root)")
@@ -120,25 +119,29 @@ def _count_sample(
 ) -> None:
     file_preview.samples += 1
     file_preview.formats[conversation.format_name] += 1
-    file_preview.media.update(info.kind for info in media_infos)
-    file_preview.ignored.update(f"{key} ({where})" for where, key in conversation.ignored_keys)
-    file_preview.tokens += sum(map(_media_tokens, media_infos))
+    for media_info in media_infos:
+        file_preview.media[media_info.kind] += 1
+        file_preview.tokens += _media_tokens(media_info)
+    for key_location, key in conversation.ignored_keys:
+        file_preview.ignored[f"{key} ({key_location})"] += 1
+
+    # A feature counts once for a sample, however many turns have it.
     feature_presence = {
         "tools": bool(conversation.tool_definitions),
-        "tool calls": any(turn_message.get("tool_calls") for turn_message in conversation.messages),
-        "reasoning": any(
-            turn_message.get("reasoning_content") or "<think>" in message_text(turn_message)
-            for turn_message in conversation.messages
-        ),
+        "tool calls": False,
+        "reasoning": False,
         "loss weights": conversation.has_loss_weights,
     }
-    file_preview.features.update(name for name, there in feature_presence.items() if there)
-
     for message in conversation.messages:
         file_preview.roles[message["role"]] += 1
         turn_text = message_text(message)
-        ascii_count = sum(character.isascii() for character in turn_text)
+        if message.get("tool_calls"):
+            feature_presence["tool calls"] = True
+        if message.get("reasoning_content") or "<think>" in turn_text:
+            feature_presence["reasoning"] = True
+        ascii_count = sum(map(str.isascii, turn_text))
         file_preview.tokens += ascii_count // 4 + len(turn_text) - ascii_count + 5
+    file_preview.features.update(name for name, is_present in feature_presence.items() if is_present)
 
     if file_preview.samples == 1:
         file_preview.first = [_shortened_turn(message) for message in conversation.messages]
@@ -147,9 +150,8 @@ def _count_sample(
 def _media_tokens(media_info: MediaInfo) -> int:
     tokens = max(1, media_info.height * media_info.width // TOKEN_SIDE_PIXELS**2)
     if media_info.kind == "video":
-        tokens *= max(
-            1, round(media_info.num_frames / max(media_info.fps, 1e-6))
-        )  # two frames a second, two in a token
+        # Two frames a second are used, and a token covers two of them.
+        tokens *= max(1, round(media_info.num_frames / max(media_info.fps, 1e-6)))
     return min(tokens, MAX_TOKENS_PER_MEDIUM)
 
 

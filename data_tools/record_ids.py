@@ -17,8 +17,8 @@ class RecordIdTable:
     ones count as equal is about 1e-23.
 
     Args:
-        path: the file, which is useless afterwards: a continued conversion reads all records again and
-            refills the table. It is never synced to the disk.
+        table_path: the file. It is never synced to the disk, because a continued conversion reads all records
+            again and refills the table.
     """
 
     def __init__(self, table_path: Path) -> None:
@@ -37,8 +37,7 @@ class RecordIdTable:
         self.connection.execute("BEGIN")
 
     def first_occurrence(self, record_identity: str, file_name: str, record_number: int) -> tuple[str, int]:
-        """Returns file and number of the first record with this id, which is the given record if the
-        id is new.
+        """Returns the file and number of the first record with this id: the given record if the id is new.
 
         Raises:
             sqlite3.Error: the file cannot be written.

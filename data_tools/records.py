@@ -1,5 +1,8 @@
-"""Reads files of records as a stream, never whole in memory: a JSON array, JSON lines (both also as .gz or
-.zst), Parquet, and Arrow."""
+"""Reads files of records as a stream: a JSON array, JSON lines (both also as .gz or .zst), Parquet, and
+Arrow.
+
+No file is in memory as a whole.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +33,19 @@ class ReadError(UserError, ValueError):
 
 
 class UnreadableRecord(str):
-    """Stands in place of a JSON line or a record of an array that cannot be read, and says what is wrong with it.
-    It is counted under ``reason``."""
+    """Takes the place of a record that cannot be read. The text says what is wrong with it.
+
+    Attributes:
+        reason: the heading under which it is counted.
+    """
 
     reason = "not JSON"
 
     @classmethod
     def with_reason(cls, reason: str, detail: object) -> UnreadableRecord:
-        line = cls(detail)
-        line.reason = reason
-        return line
+        unreadable_record = cls(detail)
+        unreadable_record.reason = reason
+        return unreadable_record
 
     def __reduce__(self) -> tuple[Any, ...]:
         return UnreadableRecord.with_reason, (self.reason, str(self))
@@ -54,7 +60,7 @@ def read_records(
     on_bytes: Callable[[int], None] = lambda n: None,
     is_wanted: Callable[[int, int], bool] = _all_wanted,
 ) -> Iterator[tuple[int, Any]]:
-    """Yields ``(number, record)``: the line number in JSON lines, or the position in a JSON array or a table,
+    """Yields ``(number, record)``. The number is a line of JSON lines, or a position in an array or a table,
     from 1.
 
     A line that is not JSON, or a record that is nested too deeply or has an integer that Python does not
@@ -62,8 +68,9 @@ def read_records(
 
     Args:
         on_bytes: receives the number of bytes read for each record.
-        is_wanted: whether records from the ``first`` to before the ``end`` of those that are yielded, counted
-            from 0, are of use; the others are yielded as None, and their lines are not parsed.
+        is_wanted: whether one of the records from ``first_record`` to before ``end_record`` is of use. They
+            are counted from 0 in the order in which they are yielded. The others are yielded as None, and
+            their lines are not parsed.
 
     Raises:
         ReadError: a JSON array or a table is broken (the start of its next record is unknown), or the file
@@ -80,28 +87,30 @@ def read_records(
     with _open_content(records_path) as (raw_file, content_file):
         reported_position = 0
 
-        def report_progress(byte_count: int) -> None:
+        # Progress is measured in bytes of the file, so for a compressed one the size of the text does not
+        # count.
+        def report_compressed_bytes(text_bytes: int) -> None:
             nonlocal reported_position
             on_bytes(raw_file.tell() - reported_position)
             reported_position = raw_file.tell()
 
-        count_bytes = on_bytes if content_file is raw_file else report_progress
-        yield from (
-            _read_array(records_path, content_file, count_bytes)
-            if holds_array
-            else _read_json_lines(content_file, count_bytes, is_wanted)
-        )
+        count_bytes = on_bytes if content_file is raw_file else report_compressed_bytes
+        if holds_array:
+            yield from _read_array(records_path, content_file, count_bytes)
+        else:
+            yield from _read_json_lines(content_file, count_bytes, is_wanted)
 
 
 @contextmanager
 def _open_content(records_path: Path) -> Iterator[tuple[IO[bytes], Any]]:
     """A file and its content, which may be compressed. Raises ReadError if that is damaged."""
     try:
-        with records_path.open("rb") as raw_file, _decompressed(records_path, raw_file) as file:
-            yield raw_file, file
+        with records_path.open("rb") as raw_file, _decompressed(records_path, raw_file) as content_file:
+            yield raw_file, content_file
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ReadError(f"{records_path} is damaged: {error}") from error
     except OSError as error:
+        # pyarrow reports damaged zstd data as an OSError without a number.
         if records_path.suffix != ".zst" or error.errno:
             raise
         raise ReadError(f"{records_path} is damaged: {error}") from error
@@ -124,11 +133,11 @@ def is_json_array(records_path: Path) -> bool:
     """Whether a file is a JSON array rather than JSON lines. Raises ReadError if it is empty."""
     if records_path.suffix in tables.TABLE_SUFFIXES:
         return False
-    with _open_content(records_path) as (_, file):
-        start = file.read(CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-    if not start:
+    with _open_content(records_path) as (_, content_file):
+        first_bytes = content_file.read(CHUNK_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not first_bytes:
         raise ReadError(f"{records_path} is empty")
-    return start == b"["
+    return first_bytes.startswith(b"[")
 
 
 def _read_json_lines(
@@ -146,6 +155,7 @@ def _read_json_lines(
                 ),
             )
             num_yielded += 1
+            # The rest of the line is read and dropped, in pieces.
             while line and not line.endswith(b"\n"):
                 line = content_file.readline(MAX_RECORD_BYTES)
                 on_bytes(len(line))
@@ -179,18 +189,26 @@ def _long_integer_error() -> UnreadableRecord:
 
 
 def _check_nesting(json_value: Any, num_brackets: int) -> Any:
-    """A parsed record, or what is wrong with it. ``num_brackets``: the number of brackets and braces in its text,
-    which spares most records the search."""
+    """A parsed record, or what is wrong with it.
+
+    Args:
+        num_brackets: number of brackets and braces in its text. It bounds the depth, which spares most
+            records the search.
+    """
     if num_brackets <= MAX_NESTING:
         return json_value
+
     nesting_level = [json_value]
     for _ in range(MAX_NESTING):
-        child_groups = (item.values() if isinstance(item, dict) else item for item in nesting_level)
-        nesting_level = [
-            child for items in child_groups for child in items if isinstance(child, (dict, list))
-        ]
-        if not nesting_level:
+        next_level = []
+        for container in nesting_level:
+            for child in container.values() if isinstance(container, dict) else container:
+                if isinstance(child, (dict, list)):
+                    next_level.append(child)
+        if not next_level:
             return json_value
+        nesting_level = next_level
+
     return UnreadableRecord.with_reason(
         "nested too deeply", f"the record has more than {MAX_NESTING} levels of lists and objects"
     )
@@ -199,21 +217,22 @@ def _check_nesting(json_value: Any, num_brackets: int) -> Any:
 def _read_array(
     records_path: Path, content_file: IO[bytes], on_bytes: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
-    buffer = _JsonArrayBuffer(content_file, on_bytes, records_path)
-    buffer.skip_character("[")
-    number = 0
-    while buffer.peek_character(number) != "]":
-        if number:
-            if buffer.peek_character(number) != ",":
-                raise ReadError(f"{records_path}: no comma after record {number}")
-            buffer.skip_character(",")
-        number += 1
-        yield number, buffer.read_record(number)
-    buffer.check_end()
+    array_buffer = _JsonArrayBuffer(content_file, on_bytes, records_path)
+    array_buffer.skip_character("[")
+    record_number = 0
+    while array_buffer.peek_character(record_number) != "]":
+        if record_number:
+            if array_buffer.peek_character(record_number) != ",":
+                raise ReadError(f"{records_path}: no comma after record {record_number}")
+            array_buffer.skip_character(",")
+        record_number += 1
+        yield record_number, array_buffer.read_record(record_number)
+
+    array_buffer.check_end()
 
 
 class _JsonArrayBuffer:
-    """The text of a file from the current position on; grows until it contains a whole record."""
+    """The text of a file from the current position on. It grows until it contains a whole record."""
 
     def __init__(self, content_file: IO[bytes], on_bytes: Callable[[int], None], records_path: Path) -> None:
         import codecs
@@ -276,6 +295,7 @@ class _JsonArrayBuffer:
         )
 
     def read_record(self, record_number: int) -> Any:
+        """Reads the record at the current position, and moves to its end."""
         self.peek_character(record_number - 1)
         chunk_bytes = CHUNK_BYTES
         json_decoder, refused_record = JSON_DECODER, None
@@ -284,9 +304,8 @@ class _JsonArrayBuffer:
                 json_value, end_position = json_decoder.raw_decode(self.buffered_text, self.position)
                 # A number at the end of the buffer may continue in the next chunk.
                 if end_position < len(self.buffered_text) or self.is_at_end:
-                    num_brackets = self.buffered_text.count(
-                        "[", self.position, end_position
-                    ) + self.buffered_text.count("{", self.position, end_position)
+                    num_brackets = self.buffered_text.count("[", self.position, end_position)
+                    num_brackets += self.buffered_text.count("{", self.position, end_position)
                     self.position = end_position
                     self.last_record_number = record_number
                     self.report_progress()
@@ -303,7 +322,8 @@ class _JsonArrayBuffer:
                     error_text = error.msg.removesuffix(" starting at")
                     nearby_text = self.buffered_text[error.pos : error.pos + 40]
                     raise ReadError(
-                        f"{self.path}: record {record_number} is not valid JSON: {error_text}, at {nearby_text!r}"
+                        f"{self.path}: record {record_number} is not "
+                        f"valid JSON: {error_text}, at {nearby_text!r}"
                     ) from error
             except ValueError:  # from here on, only the end of the record is looked for
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()
@@ -315,5 +335,6 @@ class _JsonArrayBuffer:
                     "is a quote missing?"
                 )
 
+            # Chunks double, so that a long record is not parsed again for every MiB of it.
             chunk_bytes *= 2
             self.read_chunk(chunk_bytes)

@@ -48,11 +48,16 @@ class ResumeError(UserError, ValueError):
 
 def make_plan(input_paths: list[Path], media_root: Path | None, **options: Any) -> dict[str, Any]:
     """Everything that determines the output: options, media root, and the content of the input files."""
-    files = [
-        {"name": name, "bytes": path.stat().st_size, **_file_digest(path)}
-        for name, path in zip(input_names(input_paths), input_paths, strict=True)
-    ]
-    return {"format": PLAN_VERSION, "options": options, "inputs": files, "media_root": str(media_root or "")}
+    input_entries = []
+    for name, path in zip(input_names(input_paths), input_paths, strict=True):
+        input_entries.append({"name": name, "bytes": path.stat().st_size, **_file_digest(path)})
+
+    return {
+        "format": PLAN_VERSION,
+        "options": options,
+        "inputs": input_entries,
+        "media_root": str(media_root or ""),
+    }
 
 
 def input_names(input_paths: list[Path]) -> list[str]:
@@ -104,28 +109,29 @@ def describe_differences(old_plan: dict[str, Any], new_plan: dict[str, Any]) -> 
         difference_texts.append(
             f"media root was {old_plan.get('media_root')}, now {new_plan.get('media_root')}"
         )
-    old_value = old_plan.get("inputs", [])
-    new_value = new_plan["inputs"]
-    if [file["name"] for file in old_value] != [file["name"] for file in new_value]:
-        difference_texts.append(
-            f"inputs were {', '.join(input_entry['name'] for input_entry in old_value)}, now {', '.join(input_entry['name'] for input_entry in new_value)}"
-        )
+
+    old_inputs = old_plan.get("inputs", [])
+    new_inputs = new_plan["inputs"]
+    old_names = [input_entry["name"] for input_entry in old_inputs]
+    new_names = [input_entry["name"] for input_entry in new_inputs]
+    if old_names != new_names:
+        difference_texts.append(f"inputs were {', '.join(old_names)}, now {', '.join(new_names)}")
     else:
-        difference_texts += [
-            f"input {old_input['name']} has changed"
-            for old_input, new_input in zip(old_value, new_value, strict=True)
-            if old_input != new_input
-        ]
+        for old_input, new_input in zip(old_inputs, new_inputs, strict=True):
+            if old_input != new_input:
+                difference_texts.append(f"input {old_input['name']} has changed")
 
     return "; ".join(difference_texts) or ("" if old_plan == new_plan else "the plan")
 
 
 class ConversionWorkspace:
-    """The output folder of one conversion, held by one process at a time.
+    """The output folder of one conversion, which one process locks at a time.
 
     Args:
-        dataset_dir: folder of the data set. plan: from :func:`make_plan`. force: delete what an earlier
-            conversion left there. part: name of a part of the work; parts hold the folder together.
+        dataset_dir: folder of the data set.
+        plan: the result of :func:`make_plan`.
+        discard_existing: whether to delete what an earlier conversion left there.
+        part_name: name of a part of the work; empty: the whole. Parts may share the folder.
 
     Raises:
         ResumeError: the folder holds something else, a conversion with another plan, or a running one.
@@ -143,15 +149,12 @@ class ConversionWorkspace:
         if dataset_dir.exists() and not dataset_dir.is_dir():
             raise ResumeError(f"--out {dataset_dir} is not a folder")
 
-        foreign_names = (
-            sorted(path.name for path in dataset_dir.iterdir() if not OWN_FILE_NAME.fullmatch(path.name))
-            if dataset_dir.exists()
-            else []
-        )
-        if foreign_names:
-            raise ResumeError(
-                f"--out {dataset_dir} is not an empty folder (it holds {foreign_names[0]}); give another or remove it"
-            )
+        for path in sorted(dataset_dir.iterdir()) if dataset_dir.exists() else []:
+            if not OWN_FILE_NAME.fullmatch(path.name):
+                raise ResumeError(
+                    f"--out {dataset_dir} is not an empty folder (it "
+                    f"holds {path.name}); give another or remove it"
+                )
 
         durable_files.make_dirs(dataset_dir)
         self.is_complete = False
@@ -160,9 +163,8 @@ class ConversionWorkspace:
             with self._exclusive_access():
                 self._open_folder(discard_existing)
         except BaseException:
-            self.is_complete = (
-                dataset_dir / ".nv-meta" / CONVERSION_FILE
-            ).exists()  # a complete data set has no work folder
+            # A complete data set has no work folder, so closing removes the one that the locks made.
+            self.is_complete = (dataset_dir / ".nv-meta" / CONVERSION_FILE).exists()
             self.close()
             raise
 
@@ -182,6 +184,7 @@ class ConversionWorkspace:
                 durable_files.write_file(self.work_dir / file_name, file_bytes)
 
     def _open_folder(self, discard_existing: bool) -> None:
+        """Compares the plan with that of an earlier conversion, and removes what cannot be continued."""
         if discard_existing:
             self._unmark_complete()
             for entry_path in self.dataset_dir.iterdir():
@@ -192,31 +195,32 @@ class ConversionWorkspace:
                     _remove_path(entry_path)
 
         conversion_record = _read_plan(self.dataset_dir / ".nv-meta" / CONVERSION_FILE)
-        old_plan = (
-            conversion_record.get("plan") if conversion_record else _read_plan(self.work_dir / PLAN_FILE)
-        )
+        if conversion_record:
+            old_plan = conversion_record.get("plan")
+        else:
+            old_plan = _read_plan(self.work_dir / PLAN_FILE)
         if old_plan is None and any(entry_path != self.work_dir for entry_path in self.dataset_dir.iterdir()):
             raise ResumeError(
-                f"--out {self.dataset_dir} is not an empty folder and no conversion can continue there; give another"
+                f"--out {self.dataset_dir} is not an empty folder "
+                "and no conversion can continue there; give another"
             )
 
         if old_plan is not None:
-            restart_advice = "give another --out, or convert again there with --force"
             check_format_version(
                 f"the data set in --out {self.dataset_dir}",
                 old_plan.get("format"),
                 PLAN_VERSION,
-                restart_advice,
+                "give another --out, or convert again there with --force",
                 ResumeError,
             )
-            differences_text = describe_differences(
-                old_plan, public_plan(self.plan) if conversion_record else self.plan
-            )
+            new_plan = public_plan(self.plan) if conversion_record else self.plan
+            differences_text = describe_differences(old_plan, new_plan)
             if differences_text:
                 folder_state = "a complete data set made" if conversion_record else "an unfinished conversion"
                 raise ResumeError(
-                    f"--out {self.dataset_dir} holds {folder_state} with other arguments or input: {differences_text}. Give the same "
-                    "arguments again, give another --out, or start over there with --force"
+                    f"--out {self.dataset_dir} holds {folder_state} with other "
+                    f"arguments or input: {differences_text}. Give the same arguments "
+                    "again, give another --out, or start over there with --force"
                 )
 
         self.is_complete = conversion_record is not None
@@ -224,19 +228,20 @@ class ConversionWorkspace:
             durable_files.write_file(self.work_dir / PLAN_FILE, json.dumps(self.plan).encode())
         if not self.is_complete and not self.part_name:
             _remove_path(self.meta_dir)
-            for stale_path in (
-                *self.work_dir.glob("tmp.*"),
-                *self.dataset_dir.glob("*" + durable_files.PARTIAL_SUFFIX),
-            ):
+            stale_paths = list(self.work_dir.glob("tmp.*"))
+            stale_paths += self.dataset_dir.glob("*" + durable_files.PARTIAL_SUFFIX)
+            for stale_path in stale_paths:
                 _remove_path(stale_path)
 
     def _unmark_complete(self) -> None:
-        """First removes the file that marks the data set as complete, so that an interrupted removal
-        never looks complete."""
-        record = self.dataset_dir / ".nv-meta" / CONVERSION_FILE
-        if record.exists():
-            record.unlink()
-            durable_files.fsync_path(record.parent)
+        """Removes the file that marks the data set as complete.
+
+        It goes first, so that a data set whose removal is interrupted does not look complete.
+        """
+        record_path = self.dataset_dir / ".nv-meta" / CONVERSION_FILE
+        if record_path.exists():
+            record_path.unlink()
+            durable_files.fsync_path(record_path.parent)
 
     def _take_locks(self) -> None:
         import fcntl
@@ -286,17 +291,23 @@ def _remove_path(path: Path) -> None:
 
 
 def verdicts_to_json(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
-    """Verdicts as they are written: for each record, the measures of its media or its line of the
-    quarantine file."""
-    return [
-        verdict if isinstance(verdict, dict) else [dataclasses.astuple(info) for info in verdict]
-        for verdict in verdicts
-    ]
+    """Verdicts in JSON types: for each record, the measures of its media or its line of the quarantine
+    file."""
+    json_verdicts: list[Any] = []
+    for verdict in verdicts:
+        if isinstance(verdict, dict):
+            json_verdicts.append(verdict)
+        else:
+            json_verdicts.append([dataclasses.astuple(media_info) for media_info in verdict])
+    return json_verdicts
 
 
 def parse_verdicts(json_verdicts: Any) -> list[Any]:
     """The verdicts that :func:`verdicts_to_json` wrote. Raises TypeError if they are something else."""
-    return [
-        verdict if isinstance(verdict, dict) else [MediaInfo(*info) for info in verdict]
-        for verdict in json_verdicts
-    ]
+    parsed_verdicts: list[Any] = []
+    for verdict in json_verdicts:
+        if isinstance(verdict, dict):
+            parsed_verdicts.append(verdict)
+        else:
+            parsed_verdicts.append([MediaInfo(*measures) for measures in verdict])
+    return parsed_verdicts

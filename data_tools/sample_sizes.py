@@ -72,7 +72,7 @@ class IndexResult:
     media: int
     bytes: int
     seconds: float
-    """0 if the sizes were there."""
+    """0 if the sizes existed before."""
 
     def as_json(self) -> dict[str, Any]:
         return {**self.__dict__, "path": str(self.path)}
@@ -88,7 +88,7 @@ class IndexPartResult:
     left: int
     """Shards that no call has measured yet. They belong to other parts."""
     joined: bool
-    """Whether the sizes of the whole data set were there."""
+    """Whether the sizes of the whole data set existed before."""
     seconds: float
 
     def as_json(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def index_datasets(
     num_workers: int = 1,
     show_progress: ProgressCallback | None = None,
 ) -> list[IndexResult]:
-    """Writes the sizes of a data set, or of all data sets of a metadataset. Those that are there stay.
+    """Writes the sizes of a data set, or of all data sets of a metadataset. Existing sizes stay.
 
     Raises:
         SizesWriteError: a data set is not on a local disk, its shards cannot be read, or its folder cannot be
@@ -112,10 +112,11 @@ def index_datasets(
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
-    return [
-        _index_dataset(one, sizes_name, encoder, num_workers, show_progress)
-        for one in _local_datasets(data_config)
-    ]
+
+    index_results: list[IndexResult] = []
+    for dataset in _local_datasets(data_config):
+        index_results.append(_index_dataset(dataset, sizes_name, encoder, num_workers, show_progress))
+    return index_results
 
 
 def index_datasets_part(
@@ -126,17 +127,22 @@ def index_datasets_part(
     num_workers: int = 1,
     show_progress: ProgressCallback | None = None,
 ) -> list[IndexPartResult]:
-    """Measures every ``part.count``-th shard; :func:`index` joins the results, and measures what is left.
+    """Measures every ``work_part.num_parts``-th shard.
+
+    :func:`index_datasets` measures what is left, and joins the results.
 
     Raises:
-        As :func:`index`.
+        The errors of :func:`index_datasets`.
     """
     sizes_name = compute_tokenization_id(hf_dir, spec, data_config)
     encoder = RowEncoder(data_config, spec, hf_dir)
-    return [
-        _index_dataset_part(one, sizes_name, encoder, work_part, num_workers, show_progress)
-        for one in _local_datasets(data_config)
-    ]
+
+    part_results: list[IndexPartResult] = []
+    for dataset in _local_datasets(data_config):
+        part_results.append(
+            _index_dataset_part(dataset, sizes_name, encoder, work_part, num_workers, show_progress)
+        )
+    return part_results
 
 
 def _local_datasets(data_config: DataConfig) -> list[DatasetDescription]:
@@ -165,13 +171,13 @@ def _index_dataset(
         tasks = _shard_tasks(dataset, encoder, work_dir)
         _measure_shards(tasks, f"shards of {dataset.path}", num_workers, show_progress)
 
-        joined = work_dir / f"joined-{_process_suffix()}"
-        joined.mkdir()
-        _join_shards(joined, tasks, dataset.content_id)
-        durable_files.fsync_tree(joined)
+        joined_dir = work_dir / f"joined-{_process_suffix()}"
+        joined_dir.mkdir()
+        _join_shards(joined_dir, tasks, dataset.content_id)
+        durable_files.fsync_tree(joined_dir)
         if not has_stored_sizes(dataset, sizes_name):
             shutil.rmtree(sizes_dir, ignore_errors=True)  # of an earlier content
-        durable_files.rename_path(joined, sizes_dir)
+        durable_files.rename_path(joined_dir, sizes_dir)
         shutil.rmtree(work_dir, ignore_errors=True)
     return _index_result(sizes_dir, time.monotonic() - start_time)
 
@@ -296,13 +302,13 @@ STORAGE_REASONS = ("reading takes too long", "shard missing", "shard unreadable"
 def _shard_tasks(dataset: DatasetDescription, encoder: RowEncoder, work_dir: Path) -> list[_ShardTask]:
     """One task for each shard, in order. A shard of two splits has one."""
     task_by_shard: dict[str, _ShardTask] = {}
-    for source in [
-        SampleSource.whole_split(dataset, split) for split, names in dataset.shards_by_split.items() if names
-    ]:
-        for number, name in enumerate(source.shard_names):
-            task_by_shard.setdefault(
-                name, _ShardTask(source, number, encoder, work_dir / f"{len(task_by_shard)}.npz")
-            )
+    for split, split_shards in dataset.shards_by_split.items():
+        if not split_shards:
+            continue
+        source = SampleSource.whole_split(dataset, split)
+        for shard_index, shard_name in enumerate(source.shard_names):
+            result_path = work_dir / f"{len(task_by_shard)}.npz"
+            task_by_shard.setdefault(shard_name, _ShardTask(source, shard_index, encoder, result_path))
     return list(task_by_shard.values())
 
 
@@ -319,7 +325,8 @@ def _measure_shards(
             if show_progress:
                 shards_per_second = num_done / max(time.monotonic() - start_time, 1e-9)
                 show_progress(
-                    f"{num_done} of {num_missing} {tasks_text}, {(num_missing - num_done) / shards_per_second:.0f} s left"
+                    f"{num_done} of {num_missing} {tasks_text}, "
+                    f"{(num_missing - num_done) / shards_per_second:.0f} s left"
                 )
     finally:
         for split_reader in _split_readers.values():
@@ -351,16 +358,19 @@ def _measure_shard(task_number: int) -> None:
             sample_source, task.encoder.data_config.sample_timeout_s
         )
     split_reader = _split_readers[sample_source.split]
-    sample_rows, media_arrays, unusable_reasons = [], [np.zeros(0, MEDIUM_DTYPE)], []
+
+    sample_rows = []
+    media_arrays = [np.zeros(0, MEDIUM_DTYPE)]
+    unusable_reasons = []
     media_count = all_turns = 0
-    for sample_index in range(
-        sample_source.shard_starts[task.shard_index], sample_source.shard_starts[task.shard_index + 1]
-    ):
+    first_index = sample_source.shard_starts[task.shard_index]
+    for sample_index in range(first_index, first_index + task.num_samples):
         text_tokens, assistant_turns, sample_media, unusable_reason = measure_sample(
             task.encoder, _read_sample(split_reader, sample_index)
         )
         all_turns += assistant_turns
-        unusable_reasons += [unusable_reason] if unusable_reason else []
+        if unusable_reason:
+            unusable_reasons.append(unusable_reason)
         media_arrays.append(sample_media)
         media_count += len(sample_media)
         sample_rows.append((text_tokens, media_count))
@@ -387,21 +397,24 @@ def _read_sample(split_reader: SampleReader, sample_index: int) -> RawSample | N
         raise SizesWriteError(f"{error}; then start `megatron-vl data index` again") from error
     if sample is not None and sample.read_failure and sample.read_failure[0] in STORAGE_REASONS:
         raise SizesWriteError(
-            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start `megatron-vl data index` again when the storage"
-            " answers: it continues"
+            f"{sample.read_failure[0]}: {sample.read_failure[1]}. Start "
+            "`megatron-vl data index` again when the storage answers: it continues"
         )
     return sample
 
 
 def measure_sample(encoder: RowEncoder, sample: RawSample | None) -> tuple[int, int, NDArray[np.void], str]:
-    """The tokens of a sample's text, the assistant's turns, its media as :data:`MEDIUM_DTYPE`, and "". If it cannot
-    be used: no tokens, turns or media, and the reason. A fault of the machine is none of the sample.
+    """Measures a sample without decoding its media.
 
     Args:
         sample: None: the data set's description excludes it.
 
+    Returns:
+        The number of tokens of its text, the number of the assistant's turns, its media as
+        :data:`MEDIUM_DTYPE`, and why it cannot be used. If there is such a reason, all else is 0 or empty.
+
     Raises:
-        SizesWriteError: files or memory fail.
+        SizesWriteError: files or memory fail, which says nothing about the sample.
     """
     no_media = np.zeros(0, MEDIUM_DTYPE)
     try:
@@ -440,7 +453,7 @@ def _medium_row(item: dict[str, Any]) -> MediumFields:
     return height, width, video_info.frame_count, video_info.fps, int(video_info.sampling == "whole")
 
 
-def _join_shards(joined: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
+def _join_shards(joined_dir: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -> None:
     """Joins the files of the shards."""
     media_counts = []
     shards = {}
@@ -457,13 +470,13 @@ def _join_shards(joined: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -
             shards[task.name] = {"samples": task.num_samples, "turns": assistant_turns, "unusable": reasons}
 
     all_samples = np.lib.format.open_memmap(
-        joined / "samples.npy",
+        joined_dir / "samples.npy",
         mode="w+",
         dtype=SAMPLE_DTYPE,
         shape=(sum(task.num_samples for task in tasks),),
     )
     all_media = np.lib.format.open_memmap(
-        joined / "media.npy", mode="w+", dtype=MEDIUM_DTYPE, shape=(sum(media_counts),)
+        joined_dir / "media.npy", mode="w+", dtype=MEDIUM_DTYPE, shape=(sum(media_counts),)
     )
     sample_offset = media_offset = 0
     for task, media_count in zip(tasks, media_counts, strict=True):
@@ -476,5 +489,5 @@ def _join_shards(joined: Path, tasks: Sequence[_ShardTask], dataset_uuid: str) -
     all_samples.flush()
     all_media.flush()
     durable_files.write_file(
-        joined / SHARDS_FILE, json.dumps({"content": dataset_uuid, "shards": shards}).encode()
+        joined_dir / SHARDS_FILE, json.dumps({"content": dataset_uuid, "shards": shards}).encode()
     )

@@ -1,6 +1,6 @@
 """The data sets that a run reads, and single samples of them.
 
-A sample's text can be read alone: the sizes of its pictures are stored there, so that nothing is decoded.
+A sample's text can be read alone. It comes with the sizes of the sample's media, so that nothing is decoded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT_MEMBER = "json"
 
 
 class SourceError(UserError, ValueError):
-    """A sample or a source that is not there. The message says what there is."""
+    """A sample or a source does not exist. The message says which ones do."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,8 @@ class SampleSource:
     @staticmethod
     def whole_split(dataset: DatasetDescription, split: str) -> SampleSource:
         """All samples of a split."""
-        return SampleSource(
-            split,
-            dataset,
-            split,
-            1.0,
-            0,
-            sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split]),
-        )
+        num_samples = sum(dataset.samples_by_shard.get(name, 0) for name in dataset.shards_by_split[split])
+        return SampleSource(split, dataset, split, share=1.0, first_index=0, num_samples=num_samples)
 
     @cached_property
     def shard_names(self) -> list[str]:
@@ -72,14 +66,12 @@ class SampleSource:
     def shard_starts(self) -> list[int]:
         """Number of samples before each shard, and at last the number of all."""
         try:
-            return [
-                0,
-                *itertools.accumulate(self.dataset.samples_by_shard[name] for name in self.shard_names),
-            ]
+            shard_sizes = [self.dataset.samples_by_shard[name] for name in self.shard_names]
+            return list(itertools.accumulate(shard_sizes, initial=0))
         except KeyError as error:
             raise LoaderError(
-                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not count the samples of {error.args[0]};"
-                " convert the data again"
+                f"{self.dataset.path}: {METADATA_DIR}/.info.json does not "
+                f"count the samples of {error.args[0]}; convert the data again"
             ) from error
 
     def __len__(self) -> int:
@@ -91,9 +83,9 @@ class SampleSource:
         return range(self.first_index, self.first_index + self.num_samples)
 
     def shard_position(self, sample_index: int) -> tuple[str, int]:
-        """The shard of a sample, and its number there."""
-        shard = bisect_right(self.shard_starts, sample_index) - 1
-        return self.shard_names[shard], sample_index - self.shard_starts[shard]
+        """The shard of a sample, and the sample's number in it."""
+        shard_number = bisect_right(self.shard_starts, sample_index) - 1
+        return self.shard_names[shard_number], sample_index - self.shard_starts[shard_number]
 
     def find_sample(self, sample_key: str) -> int | None:
         """The index of a sample by its key, or by ``SHARD[i]``; None if it is not in this split or subset."""
@@ -120,13 +112,15 @@ class SampleSource:
             raise SourceError(
                 f"{index_path} cannot be read ({error}); give the sample's --index instead"
             ) from error
+
+        # A key may occur in several shards, of which this split or subset may have only one.
         all_shard_names = list(self.dataset.samples_by_shard)
-        sample_indices = (
-            self._index_in_source(all_shard_names[tar], sample_position)
-            for tar, sample_position in sample_rows
-            if tar < len(all_shard_names)
-        )
-        return next((place for place in sample_indices if place is not None), None)
+        for shard_number, position_in_shard in sample_rows:
+            if shard_number < len(all_shard_names):
+                sample_index = self._index_in_source(all_shard_names[shard_number], position_in_shard)
+                if sample_index is not None:
+                    return sample_index
+        return None
 
     def _index_in_source(self, shard_name: str, sample_position: int) -> int | None:
         if shard_name not in self.shard_names:
@@ -140,18 +134,27 @@ def read_sources(dataset_location: Location, split: str) -> list[SampleSource]:
     """The data sets that a run reads for a split, with their shares.
 
     Raises:
-        LoaderError, DescriptionError: as :func:`~megatron_vl.data.source.dataset_description.read_description`; or
-            the split is empty.
+        LoaderError, DescriptionError: as
+            :func:`~megatron_vl.data.source.dataset_description.read_description`; or the split is empty.
     """
     description = read_description(dataset_location)
     sized_sources = read_blend_sources(description.split_facts(split).dataset_identity, dataset_location.name)
-    drawn_sources = [
-        SampleSource(
-            known.source_name, data, part, known.sample_share, known.first_sample, known.sample_count
-        )
-        for known, (data, part) in zip(sized_sources, list_split_datasets(description, split), strict=True)
-        if known.sample_share
-    ]
+
+    drawn_sources = []
+    split_datasets = list_split_datasets(description, split)
+    for blend_source, (dataset, split_name) in zip(sized_sources, split_datasets, strict=True):
+        if blend_source.sample_share:
+            drawn_sources.append(
+                SampleSource(
+                    blend_source.source_name,
+                    dataset,
+                    split_name,
+                    blend_source.sample_share,
+                    blend_source.first_sample,
+                    blend_source.sample_count,
+                )
+            )
+
     if not sum(source.shard_starts[-1] for source in drawn_sources):
         raise LoaderError(f"{dataset_location}: the split {split!r} is empty")
     return drawn_sources
@@ -161,7 +164,7 @@ class SampleReader:
     """Reads samples of one source by index, as the loader does: what cannot be read is marked, not raised.
 
     Args:
-        timeout: ``data.sample_timeout_s``.
+        timeout_seconds: ``data.sample_timeout_s``.
     """
 
     def __init__(self, sample_source: SampleSource, timeout_seconds: float = 0.0) -> None:
@@ -171,10 +174,12 @@ class SampleReader:
 
         dataset_dir = EPath(sample_source.dataset.path)
         sample_counts = sample_source.dataset.samples_by_shard
-        shard_infos = [
-            ShardInfo(name=name, path=dataset_dir / name, count=sample_counts[name])
-            for name in sample_source.shard_names
-        ]
+        shard_infos = []
+        for shard_name in sample_source.shard_names:
+            shard_infos.append(
+                ShardInfo(name=shard_name, path=dataset_dir / shard_name, count=sample_counts[shard_name])
+            )
+
         excluded_names = set(sample_source.dataset.excluded_names)
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
@@ -195,7 +200,7 @@ class SampleReader:
         """A sample; None if the data set's description excludes it.
 
         Args:
-            with_media: read the media too; otherwise they are there by name, and empty.
+            with_media: whether to read the media too; otherwise, they are named but empty.
         """
         self.member_names.clear()
         self.reads_media = with_media
@@ -241,14 +246,14 @@ def estimate_left_out(encoder: RowEncoder, num_samples: int) -> dict[str, BadSam
         source_encoder = encoder.copy_for_process()
         reader = SampleReader(drawn_source, encoder.data_config.sample_timeout_s)
         sample_count = min(len(drawn_source), max(2, num_samples // len(drawn_sources)))
-        drawn_samples = (
-            reader.read_sample(i, with_media=False)
-            for i in random.Random(0).sample(drawn_source.indices, sample_count)
-        )
-        packed_rows, _ = source_encoder.select_rows(
-            [source_encoder.preencode_sample(sample) for sample in drawn_samples if sample], is_last=True
-        )
+        encoded_samples = []
+        for sample_index in random.Random(0).sample(drawn_source.indices, sample_count):
+            sample = reader.read_sample(sample_index, with_media=False)
+            if sample:
+                encoded_samples.append(source_encoder.preencode_sample(sample))
+        packed_rows, _ = source_encoder.select_rows(encoded_samples, is_last=True)
         reader.close()
+
         meters[drawn_source.name] = meter = BadSampleMeter(1.0, minimum_samples=1)
         dropped_facts = (sample.as_json() for sample in source_encoder.dropped_samples)
         meter.add_counts(

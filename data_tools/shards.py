@@ -83,19 +83,13 @@ def finish_shard(
         OSError: the shard cannot be written.
     """
     manifest_path = dataset_dir / WORK_FOLDER / f"{shard_name}.json"
-    content_digest = _sha256_digest(
-        json.dumps(
-            [
-                [
-                    sample.key,
-                    sample.messages,
-                    sample.tool_definitions,
-                    [media_info.crc32 for media_info in sample.media_infos],
-                ]
-                for sample in shard_samples
-            ]
-        ).encode()
-    )
+    # Checksums stand for the media, so that an intact shard is recognised without reading them again.
+    sample_contents = []
+    for sample in shard_samples:
+        media_checksums = [media_info.crc32 for media_info in sample.media_infos]
+        sample_contents.append([sample.key, sample.messages, sample.tool_definitions, media_checksums])
+    content_digest = _sha256_digest(json.dumps(sample_contents).encode())
+
     if _is_finished(manifest_path, content_digest, dataset_dir / shard_name):
         shard = _index_shard(shard_name, shard_index, shard_samples, dataset_dir)
         durable_files.fsync_path(_offsets_path(dataset_dir / shard_name))
@@ -145,11 +139,13 @@ def _write_tar(tar_path: Path, shard_samples: list[ConvertedSample], media_root:
                     media_bytes = read_media(media_kind, reference, media_root)
                 except ValueError as error:
                     raise ShardError(
-                        f"{_sample_origin(sample)}: {error}, but was there when it was verified; {RESTART_ADVICE}"
+                        f"{_sample_origin(sample)}: {error}, but was "
+                        f"there when it was verified; {RESTART_ADVICE}"
                     ) from error
                 if zlib.crc32(media_bytes) != media_info.crc32:
                     raise ShardError(
-                        f"{_sample_origin(sample)}: {describe_reference(reference)} changed after it was verified; {RESTART_ADVICE}"
+                        f"{_sample_origin(sample)}: {describe_reference(reference)} "
+                        f"changed after it was verified; {RESTART_ADVICE}"
                     )
                 _add_member(tar_file, f"{sample.key}.{key}", media_bytes)
 
@@ -164,44 +160,53 @@ def _sample_origin(sample: ConvertedSample) -> str:
 def _index_shard(
     shard_name: str, shard_index: int, shard_samples: list[ConvertedSample], shard_dir: Path
 ) -> WrittenShard:
-    """Writes Energon's ``.idx`` beside the tar. Returns the shard with its rows for the index."""
+    """Writes Energon's ``.idx`` file of a tar. Returns the shard with its rows for the index."""
     from megatron.energon.epathlib import EPath
     from megatron.energon.flavors.webdataset.prepare import IndexShardInfo, WebdatasetPreparator
 
-    rows = list(
-        WebdatasetPreparator._preprocess_tar(
-            shard_name, {shard_name: shard_index}, EPath(shard_dir), max_parts=0
-        )
+    energon_rows = WebdatasetPreparator._preprocess_tar(
+        shard_name, {shard_name: shard_index}, EPath(shard_dir), max_parts=0
     )
-    samples_found = next(row.shard_info.count for row in rows if isinstance(row, IndexShardInfo))
-    if samples_found != len(shard_samples):
+    index_rows = []
+    energon_sample_count = 0
+    for row in energon_rows:
+        if isinstance(row, IndexShardInfo):
+            energon_sample_count = row.shard_info.count
+        else:
+            index_rows.append(row)
+
+    if energon_sample_count != len(shard_samples):
         raise ShardError(
-            f"{shard_dir / shard_name}: Energon finds {samples_found} of {len(shard_samples)} samples"
+            f"{shard_dir / shard_name}: Energon finds {energon_sample_count} of {len(shard_samples)} samples"
         )
-    rows = [row for row in rows if not isinstance(row, IndexShardInfo)]
     return WrittenShard(
         shard_name,
         len(shard_samples),
         (shard_dir / shard_name).stat().st_size,
         _file_sha256(shard_dir / shard_name),
-        rows + _media_rows(shard_samples),
+        index_rows + _media_rows(shard_samples),
     )
 
 
 def _sample_json(sample: ConvertedSample, keys: list[str]) -> bytes:
-    """Messages whose media parts name their tar members, and the media's sizes, so that
-    packing decodes nothing."""
+    """The JSON of a sample: its messages, and the sizes of its media, so that packing decodes nothing.
+
+    Args:
+        keys: names of the tar members of the media. Media parts of the messages refer to them.
+    """
     member_iterator = iter(keys)
 
-    def named_part(p: dict[str, Any]) -> dict[str, Any]:
-        return p if p["type"] == "text" else {"type": p["type"], p["type"]: next(member_iterator)}
+    def named_part(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return part
+        return {"type": part["type"], part["type"]: next(member_iterator)}
 
-    messages = [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [named_part(p) for p in message["content"]]}
-        for message in sample.messages
-    ]
+    messages = []
+    for message in sample.messages:
+        if not isinstance(message["content"], str):
+            message = {**message, "content": [named_part(part) for part in message["content"]]}
+        messages.append(message)
+
     media_records = [info.loader_record(key) for key, info in zip(keys, sample.media_infos, strict=True)]
     tools_field = {"tools": sample.tool_definitions} if sample.tool_definitions else {}
     sample_fields = {
@@ -220,8 +225,10 @@ def _add_member(tar_file: tarfile.TarFile, member_name: str, member_bytes: bytes
 
 
 def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
-    """Sizes as Energon's own ``prepare`` would store them (images as in the file,
-    before EXIF orientation)."""
+    """The rows of the media's sizes that Energon's own ``prepare`` would store.
+
+    The sizes of images are those in the file, before EXIF orientation.
+    """
     from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
     from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
 
@@ -313,10 +320,10 @@ class IndexWriter:
         (self.meta_dir / ".info.json").write_text(
             json.dumps({"energon_version": __version__, "shard_counts": sample_counts}, indent=2)
         )
-        split_shards = {
-            part: [s.name for s in self.written_shards if s.name.startswith(part)]
-            for part in ("train", "val")
-        }
+
+        split_shards: dict[str, list[str]] = {"train": [], "val": []}
+        for shard in self.written_shards:
+            split_shards[shard.name.partition("-")[0]].append(shard.name)
         (self.meta_dir / "split.yaml").write_text(
             yaml.safe_dump({"split_parts": split_shards, "exclude": []}, sort_keys=False)
         )

@@ -1,8 +1,8 @@
 """What a data set holds, counted over all samples from their sizes in the index.
 
-Nothing is read of the samples themselves. How many rows they fill is the one number that is not a sum: the
-loader's own packing makes rows of them in random order, of a large data set of as many as
-:data:`MAX_PACKED_SAMPLES`.
+The samples themselves are not read. The number of rows that they fill is the one figure that is not a sum:
+the loader's own packing makes rows of them in random order. Of a large data set, it packs
+:data:`MAX_PACKED_SAMPLES` samples.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class SourceSizes:
 
     source: SampleSource
     sizes: dict[str, IntegerArray]
-    """int64 [n] of each of :data:`SAMPLE_QUANTITIES`, in the order of ``source.indices``. A sample without tokens
-    cannot be used."""
+    """Quantity of :data:`SAMPLE_QUANTITIES` -> int64 [n], in the order of ``source.indices``. A sample that
+    cannot be used has no tokens."""
     assistant_turns: int | None
     """The assistant's turns in all samples; None if the source is a part of a data set's split."""
     left_out_masks: dict[str, NDArray[np.bool_]]
@@ -78,27 +78,34 @@ class DatasetStatistics:
 
     @property
     def num_samples(self) -> int:
-        return sum(len(one.source) for one in self.sources)
+        return sum(len(source_sizes.source) for source_sizes in self.sources)
 
     @property
     def num_usable(self) -> int:
-        return sum(one.meter.used_count for one in self.sources)
+        return sum(source_sizes.meter.used_count for source_sizes in self.sources)
 
     def left_out_reasons(self) -> Counter[str]:
         """How many samples a run leaves out, by reason."""
-        return sum((one.meter.reason_counts for one in self.sources), Counter())
+        return sum((source_sizes.meter.reason_counts for source_sizes in self.sources), Counter())
 
     def sample_quantity(self, quantity_name: str) -> tuple[IntegerArray, NDArray[np.float64]]:
-        """One of :data:`SAMPLE_QUANTITIES` of the usable samples, and how often training draws each: [n] both."""
-        values = [one.sizes[quantity_name][one.usable_mask] for one in self.sources]
-        weights = np.repeat(
-            [one.source.share / len(one.source) for one in self.sources], list(map(len, values))
-        )
-        return np.concatenate(values), weights / weights.sum()
+        """One of :data:`SAMPLE_QUANTITIES` of the usable samples.
+
+        Returns:
+            int64 [n], and float64 [n]: the probability that training draws the sample next.
+        """
+        values_by_source = []
+        sample_weights = []
+        for source_sizes in self.sources:
+            values_by_source.append(source_sizes.sizes[quantity_name][source_sizes.usable_mask])
+            sample_weights.append(source_sizes.source.share / len(source_sizes.source))
+        weights = np.repeat(sample_weights, list(map(len, values_by_source)))
+        return np.concatenate(values_by_source), weights / weights.sum()
 
     @cached_property
     def row_quantities(self) -> dict[str, NDArray[np.float64]]:
-        """Share of the tokens that are no padding, samples and patches of packed rows: float64 [rows].
+        """Share of tokens that are not padding, number of samples and of patches of packed rows: float64
+        [rows].
 
         Raises:
             SizesError: no sample can be used.
@@ -112,19 +119,23 @@ class DatasetStatistics:
         return {"fill": tokens / self.data_config.seq_len, "samples": samples, "patches": patches}
 
     def pass_facts(self, global_batch_size: int) -> dict[str, Any]:
-        """Rows that hold as many samples as the data set has, drawn by the sources' shares, and the steps of
-        one and more such passes: all tokens divided by those of a packed row."""
-        units_per_row = (
-            self.row_quantities["fill"].mean() * self.data_config.seq_len if self.data_config.pack else 1
-        )
+        """The number of rows of one pass, and of steps of :data:`PASS_COUNTS` passes.
+
+        A pass draws as many samples as the data set has, by the sources' shares. Its rows are its tokens
+        divided by those of a packed row.
+        """
+        # Without packing, every row holds one sample, so samples are counted instead of tokens.
+        units_per_row = 1.0
+        if self.data_config.pack:
+            units_per_row = self.row_quantities["fill"].mean() * self.data_config.seq_len
+
         units_per_sample = 0.0
         for source_sizes in self.sources:
-            size = (
-                source_sizes.sizes["tokens"][source_sizes.usable_mask].sum()
-                if self.data_config.pack
-                else source_sizes.usable_mask.sum()
-            )
-            units_per_sample += source_sizes.source.share * size / len(source_sizes.source)
+            units = source_sizes.usable_mask.sum()
+            if self.data_config.pack:
+                units = source_sizes.sizes["tokens"][source_sizes.usable_mask].sum()
+            units_per_sample += source_sizes.source.share * units / len(source_sizes.source)
+
         rows = math.ceil(self.num_samples * units_per_sample / units_per_row - 1e-6)
         steps = {str(passes): math.ceil(passes * rows / global_batch_size) for passes in PASS_COUNTS}
         return {"rows": rows, "global_batch_size": global_batch_size, "steps": steps}
@@ -139,12 +150,13 @@ def count_statistics(
     """Counts a split.
 
     Args:
-        encoder: as :func:`~.sources.open_encoder` makes it; it has the data set and the settings of a run.
+        encoder: the result of :func:`~data_tools.sample_sources.open_encoder`. It has the data set and the
+            settings of a run.
 
     Raises:
         SizesError: a data set has no sizes for this tokenizer and chat template; the message names the
             command that writes them.
-        LoaderError, DescriptionError: as :func:`~.sources.sources`.
+        LoaderError, DescriptionError: as :func:`~data_tools.sample_sources.read_sources`.
     """
     data_config = encoder.data_config
     dataset_location = resolve_location(data_config.path)
@@ -153,13 +165,11 @@ def count_statistics(
         raise SizesError(missing_reason)
     sizes_name = compute_tokenization_id(hf_dir, encoder.spec, data_config)
     sample_sizes = SampleSizeCounter(encoder.chat_encoder, encoder.pixel_settings)
-    return DatasetStatistics(
-        data_config,
-        [
-            _source_sizes(source, sizes_name, sample_sizes, data_config, show_progress)
-            for source in drawn_sources
-        ],
-    )
+
+    source_sizes = []
+    for source in drawn_sources:
+        source_sizes.append(_source_sizes(source, sizes_name, sample_sizes, data_config, show_progress))
+    return DatasetStatistics(data_config, source_sizes)
 
 
 def _source_sizes(
@@ -171,12 +181,9 @@ def _source_sizes(
 ) -> SourceSizes:
     stored_sizes = open_stored_sizes(drawn_source.dataset.path / METADATA_DIR, sizes_name)
     shard_bounds = list(pairwise(drawn_source.shard_starts))
-    begins = stored_sizes.first_sample_numbers(
-        [
-            (shard, end - start)
-            for shard, (start, end) in zip(drawn_source.shard_names, shard_bounds, strict=True)
-        ]
-    )
+    shard_sizes = [end - start for start, end in shard_bounds]
+    begins = stored_sizes.first_sample_numbers(list(zip(drawn_source.shard_names, shard_sizes, strict=True)))
+
     columns: list[tuple[IntegerArray, ...]] = [(np.zeros(0, np.int64),) * len(SAMPLE_QUANTITIES)]
     end_index = drawn_source.first_index + drawn_source.num_samples
     for number, (begin, (start, end)) in enumerate(zip(begins.tolist(), shard_bounds, strict=True), start=1):
@@ -189,12 +196,12 @@ def _source_sizes(
 
     is_whole = drawn_source.num_samples == drawn_source.shard_starts[-1]
     shard_facts = [stored_sizes.shard_facts[shard] for shard in drawn_source.shard_names] if is_whole else []
-    assistant_turns = sum(one["turns"] for one in shard_facts) if is_whole else None
+    assistant_turns = sum(facts["turns"] for facts in shard_facts) if is_whole else None
     too_long = sizes["tokens"] > data_config.seq_len
     too_large = ~too_long & (sizes["patches"] > (data_config.max_patches or math.inf))
     left_out_masks = {"": sizes["tokens"] == 0, TOO_LONG: too_long, TOO_MANY_PATCHES: too_large}
 
-    reasons = sum((Counter(one["unusable"]) for one in shard_facts), Counter[str]())
+    reasons = sum((Counter(facts["unusable"]) for facts in shard_facts), Counter[str]())
     reasons[NOT_ENCODED] = int(left_out_masks[""].sum()) - reasons.total()
     details = {}
     for reason, (unit, _) in LIMIT_BY_REASON.items():
@@ -226,16 +233,17 @@ def _shard_quantities(
 def _pack_rows(
     all_sources: Sequence[SourceSizes], data_config: DataConfig
 ) -> Iterator[list[tuple[int, int, int]]]:
-    """Rows of samples in random order, each source as often as training draws from it: tokens, patches and 1
-    of each sample."""
+    """Packs samples in random order, of each source as many as training draws from it.
+
+    Yields:
+        A row: (tokens, patches, 1) of each sample.
+    """
     random_generator = np.random.default_rng(0)
     max_samples = min(MAX_PACKED_SAMPLES, sum(len(source_sizes.source) for source_sizes in all_sources))
     drawn_samples = []
     for source_sizes in all_sources:
-        tokens, patches = (
-            source_sizes.sizes["tokens"][source_sizes.usable_mask],
-            source_sizes.sizes["patches"][source_sizes.usable_mask],
-        )
+        tokens = source_sizes.sizes["tokens"][source_sizes.usable_mask]
+        patches = source_sizes.sizes["patches"][source_sizes.usable_mask]
         draw_share = source_sizes.source.share * len(tokens) / len(source_sizes.source)
         # A source with fewer samples is repeated, as in training.
         drawn_indices = np.resize(
@@ -260,7 +268,7 @@ def describe_values(
     """Mean, smallest and largest value, and those that the shares :data:`QUANTILES` do not exceed.
 
     Args:
-        value_weights: of the values; they add up to 1. Left out: all are equal.
+        value_weights: weight of each value; they add up to 1. None: all are equal.
     """
     weight_of_value = np.full(len(values), 1 / len(values)) if value_weights is None else value_weights
     sort_order = values.argsort(kind="stable")
@@ -277,7 +285,7 @@ def describe_pass(pass_facts: dict[str, Any]) -> str:
     """``one pass over the data is about 120 rows, 15 steps at global_batch_size 8 (2 passes: 30, 3: 45)``.
 
     Args:
-        pass_facts: what :meth:`DatasetStatistics.one_pass` gives.
+        pass_facts: the result of :meth:`DatasetStatistics.pass_facts`.
     """
     steps_once, steps_twice, steps_thrice = pass_facts["steps"].values()
     return (

@@ -19,9 +19,12 @@ MAX_BATCH_ROWS = 64
 def read_rows(
     table_path: Path, on_bytes: Callable[[int], None], is_wanted: Callable[[int, int], bool]
 ) -> Iterator[tuple[int, Any]]:
-    """Yields (row number from 1, record); None in place of records that are not ``wanted(first, end)``.
+    """Yields (row number from 1, record).
 
-    ``on_bytes`` receives the file's bytes, in proportion to its rows.
+    Args:
+        on_bytes: receives the file's bytes, in proportion to its rows.
+        is_wanted: whether one of the rows from the first argument to before the second, counted from 0, is of
+            use. None may take the place of a record that is not.
 
     Raises:
         ValueError: the file is damaged (pyarrow's errors are such).
@@ -47,10 +50,8 @@ def _read_parquet(table_path: Path, is_wanted: Callable[[int, int], bool]) -> It
             group_metadata = parquet_file.metadata.row_group(row_group)
             num_rows = group_metadata.num_rows
             if not is_wanted(row_start, row_start + num_rows):
-                yield from (
-                    ([None] * min(MAX_BATCH_ROWS, num_rows - i), parquet_file.metadata.num_rows)
-                    for i in range(0, num_rows, MAX_BATCH_ROWS)
-                )
+                for i in range(0, num_rows, MAX_BATCH_ROWS):
+                    yield [None] * min(MAX_BATCH_ROWS, num_rows - i), parquet_file.metadata.num_rows
                 row_start += num_rows
                 continue
 

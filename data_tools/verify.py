@@ -33,7 +33,8 @@ def verify_dataset(
         shard_records = json.loads(record_path.read_text())["shards"]
     except FileNotFoundError as error:
         raise VerifyError(
-            f"{dataset_dir} is not a complete data set of `megatron-vl data convert`: {record_path} is missing"
+            f"{dataset_dir} is not a complete data set of "
+            f"`megatron-vl data convert`: {record_path} is missing"
         ) from error
     except (ValueError, KeyError) as error:
         raise VerifyError(f"{record_path} is damaged ({error}); convert the data again") from error
@@ -57,14 +58,15 @@ def verify_dataset(
 
 def _shard_problems(tar_path: Path, expected_bytes: int, expected_sha256: str) -> list[str]:
     try:
-        index = [] if tar_path.with_suffix(".tar.idx").is_file() else [f"{tar_path}.idx is missing"]
-        if tar_path.stat().st_size != expected_bytes:
-            return [
-                *index,
-                f"{tar_path} has {tar_path.stat().st_size} bytes, but {expected_bytes} were written",
-            ]
-        with tar_path.open("rb") as file:
-            is_same = hashlib.file_digest(file, "sha256").hexdigest() == expected_sha256
-        return index if is_same else [*index, f"{tar_path}: its SHA-256 differs from the recorded one"]
+        problems = [] if tar_path.with_suffix(".tar.idx").is_file() else [f"{tar_path}.idx is missing"]
+        actual_bytes = tar_path.stat().st_size
+        if actual_bytes != expected_bytes:
+            return [*problems, f"{tar_path} has {actual_bytes} bytes, but {expected_bytes} were written"]
+
+        with tar_path.open("rb") as tar_file:
+            actual_sha256 = hashlib.file_digest(tar_file, "sha256").hexdigest()
+        if actual_sha256 != expected_sha256:
+            problems.append(f"{tar_path}: its SHA-256 differs from the recorded one")
+        return problems
     except OSError as error:
         return [f"{tar_path} cannot be read: {error.strerror}"]

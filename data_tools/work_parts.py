@@ -46,9 +46,9 @@ class WorkPart:
         """Whether one of the records from ``first_record`` to before ``end_record`` belongs to this part."""
         block_size = batch_size * BATCHES_PER_BLOCK
         block_numbers = range(first_record // block_size, (end_record - 1) // block_size + 1)
-        return len(block_numbers) >= self.num_parts or any(
-            block_number % self.num_parts == self.index for block_number in block_numbers
-        )
+        if len(block_numbers) >= self.num_parts:  # every part owns one of so many blocks
+            return True
+        return any(block_number % self.num_parts == self.index for block_number in block_numbers)
 
 
 def part_journal(work_dir: Path, work_part: WorkPart) -> JsonLinesJournal:
@@ -78,8 +78,11 @@ class PartVerdicts:
 
 
 def describe_missing_parts(work_dir: Path) -> str:
-    """Says which parts are not complete; empty if those of one ``part_count`` are. Raises FileNotFoundError if there
-    is no part at all."""
+    """Says which parts are not complete; empty if all parts of one division are.
+
+    Raises:
+        FileNotFoundError: there is no part at all.
+    """
     parts_by_count: dict[int, set[int]] = {}
     for journal_path in work_dir.glob("part-*-of-*.jsonl"):
         if (name_match := PART_FILE_NAME.fullmatch(journal_path.name)) is not None:
@@ -88,10 +91,13 @@ def describe_missing_parts(work_dir: Path) -> str:
                 complete_parts.add(int(name_match[1]))
     if not parts_by_count:
         raise FileNotFoundError(work_dir)
+
     if any(len(complete_parts) == num_parts for num_parts, complete_parts in parts_by_count.items()):
         return ""
+
+    # If the work was divided more than once, the division that is closest to its end is meant.
     num_parts = max(parts_by_count, key=lambda part_count: len(parts_by_count[part_count]) / part_count)
-    missing_indices = [i for i in range(num_parts) if i not in parts_by_count[num_parts]]
+    missing_indices = sorted(set(range(num_parts)) - parts_by_count[num_parts])
     more_text = f" and {len(missing_indices) - 10} more" if len(missing_indices) > 10 else ""
     return ", ".join(f"{i}/{num_parts}" for i in missing_indices[:10]) + more_text
 

@@ -93,7 +93,7 @@ def publish_file(partial_path: Path, final_path: Path) -> None:
 
 
 def write_file(final_path: Path, file_content: bytes) -> None:
-    """Writes a file as ``PART_FILE_NAME.partial``, then gives it its final name."""
+    """Writes a file as ``NAME.partial``, then gives it its final name."""
     partial_path = final_path.with_name(final_path.name + PARTIAL_SUFFIX)
 
     with partial_path.open("wb") as file:

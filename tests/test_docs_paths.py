@@ -19,7 +19,7 @@ TOP = "megatron_vl|converters|data_tools|toolkit|examples|tests|docs|benchmarks"
 WRITTEN = re.compile(rf"`((?:{TOP})/[\w./*-]*)(?:::(\w+))?`")
 """A path from the root, perhaps with a test of the file."""
 DEFINED = re.compile(rf"`(?!transformers)(\w+)` (?:in|\() ?`((?:{TOP})/[\w./-]+\.py)`")
-"""A definition and its file: "`PART_FILE_NAME` in `PATH`" or "`PART_FILE_NAME` (`PATH`)"."""
+"""A definition and its file: "`NAME` in `PATH`" or "`NAME` (`PATH`)"."""
 ELSEWHERE = re.compile(r"NAME|_SIZE|^megatron_vl/_tools/")
 """A name that the reader chooses, and a folder of the built wheel."""
 

@@ -52,13 +52,13 @@ def versions() -> str:
     from toolkit.doctor.machine_checks import TE_DISTRIBUTIONS, installed_version
 
     transformer_engine = next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None)
-    found = {
+    version_by_package = {
         PROGRAM_NAME: __version__,
         "megatron-core": installed_version("megatron-core"),
         "torch": installed_version("torch"),
         "transformer-engine": transformer_engine,
     }
-    return "\n".join(f"{name} {version or 'not installed'}" for name, version in found.items())
+    return "\n".join(f"{name} {version or 'not installed'}" for name, version in version_by_package.items())
 
 
 def find_command(argv: list[str]) -> tuple[str, list[str]]:
@@ -83,7 +83,11 @@ def _unknown_command_message(argv: list[str]) -> str:
 
     if group_commands:
         similar_words = difflib.get_close_matches(second_words[0], group_commands.values(), 3)
-        similar_commands = [name for name, word in group_commands.items() if word in similar_words]
+
+        similar_commands = []
+        for name, word in group_commands.items():
+            if word in similar_words:
+                similar_commands.append(name)
     else:
         similar_commands = difflib.get_close_matches(first_word, COMMANDS, 3)
     given_command = " ".join([first_word, *second_words]) if group_commands else first_word
@@ -102,9 +106,9 @@ def read_command_line(
         SystemExit: ``--help`` was requested and has been printed.
     """
     command: Command = COMMANDS[command_name]
-    options = command.load_options_class()
-    parsed_options = parse_command_line(options, option_words, f"{PROGRAM_NAME} {command_name}")
-    return lambda given: command.load_function()(given), parsed_options
+    options_class = command.load_options_class()
+    parsed_options = parse_command_line(options_class, option_words, f"{PROGRAM_NAME} {command_name}")
+    return lambda options: command.load_function()(options), parsed_options
 
 
 def commands_overview(group_name: str = "") -> str:

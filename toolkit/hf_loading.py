@@ -67,7 +67,7 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
             needs accelerate.
 
     Raises:
-        Like :func:`check_folder`.
+        The errors of :func:`check_hf_folder`.
     """
     from transformers import AutoModelForImageTextToText
 
@@ -145,12 +145,9 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
         rope_deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
 
         for sample_index, row_token_ids in enumerate(input_ids.cpu()):
-            row_mask = (
-                torch.ones_like(row_token_ids)
-                if attention_mask is None
-                else attention_mask[sample_index].cpu()
-            )
-            is_real_token = row_mask.bool()
+            is_real_token = torch.ones_like(row_token_ids).bool()
+            if attention_mask is not None:
+                is_real_token = attention_mask[sample_index].cpu().bool()
             real_token_ids = row_token_ids[is_real_token]
 
             row_position_ids = mrope_positions(
@@ -173,14 +170,12 @@ def _media_grids(
     media_kind: Any, grid_thw: Tensor | None, seconds_per_grid: Iterable[Any] | None
 ) -> list[GridTHW]:
     """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
-    shapes = [] if grid_thw is None else grid_thw.tolist()
-    seconds_of_media = (
-        [1.0] * len(shapes) if seconds_per_grid is None else [float(value) for value in seconds_per_grid]
-    )
-    return [
-        GridTHW(t, h, w, media_kind, second)
-        for (t, h, w), second in zip(shapes, seconds_of_media, strict=True)
-    ]
+    grid_sizes = [] if grid_thw is None else grid_thw.tolist()
+    grid_seconds = [1.0] * len(grid_sizes) if seconds_per_grid is None else list(map(float, seconds_per_grid))
+    media_grids: list[GridTHW] = []
+    for (t, h, w), seconds in zip(grid_sizes, grid_seconds, strict=True):
+        media_grids.append(GridTHW(t, h, w, media_kind, seconds))
+    return media_grids
 
 
 def _grids_in_text_order(

@@ -22,7 +22,8 @@ def run_group(
     timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``world_size`` processes on this machine and waits for them to end.
+    """Runs ``python -m module arguments`` in ``world_size`` processes on this machine and waits for them to
+    end.
 
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
@@ -46,9 +47,8 @@ def run_group(
         "TOKENIZERS_PARALLELISM": "false",
     }
 
-    rank_environment["PYTHONPATH"] = os.pathsep.join(
-        part for part in (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")) if part
-    )
+    python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
+    rank_environment["PYTHONPATH"] = os.pathsep.join(python_path)
     if world_size == 1:  # the variables that torchrun would set, without its start-up time
         single_rank_variables = {
             "RANK": "0",

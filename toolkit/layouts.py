@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class LayoutSpec:
 
 
 def parse_layout(layout_text: str) -> LayoutSpec:
-    """Parses a layout. Without ``data_parallel_size``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
+    """Parses a layout. Without ``dp``, it has as few data-parallel ranks as ``ep`` and ``etp`` allow.
 
     Raises:
         LayoutTextError: the text does not follow the grammar, names a size twice, or has sp without tp.
@@ -78,29 +79,24 @@ def parse_layout(layout_text: str) -> LayoutSpec:
 
     layout_parts = [(key or word, number) for key, number, word in _PART_PATTERN.findall(layout_match[1])]
     part_names = [name for name, _ in layout_parts]
-    if len(set(part_names)) < len(part_names):
-        raise LayoutTextError(
-            f"layout {layout_text!r} names {next(repeated_name for repeated_name in part_names if part_names.count(repeated_name) > 1)} twice"
-        )
+    for name in part_names:
+        if part_names.count(name) > 1:
+            raise LayoutTextError(f"layout {layout_text!r} names {name} twice")
 
     parallel_sizes = {name: int(number) for name, number in layout_parts if number}
+
     tensor_parallel_size = parallel_sizes.get("tp", 1)
     stage_ranks = tensor_parallel_size * parallel_sizes.get("cp", 1)
     expert_ranks = parallel_sizes.get("ep", 1) * parallel_sizes.get("etp", 1)
     if "dp" not in parallel_sizes:
-        parallel_sizes["dp"] = next(
-            data_parallel_size
-            for data_parallel_size in range(1, expert_ranks + 1)
-            if stage_ranks * data_parallel_size % expert_ranks == 0
-        )
+        # The fewest replicas whose ranks can be divided among the experts.
+        parallel_sizes["dp"] = expert_ranks // math.gcd(stage_ranks, expert_ranks)
     if "sp" in part_names and tensor_parallel_size == 1:
         raise LayoutTextError(f"layout {layout_text!r}: sp (sequence parallel) needs tp of at least 2")
 
-    layers_per_chunk = (
-        tuple(int(part) for part in layout_match[layout_match.lastindex or 0].split("-"))
-        if ":layers=" in layout_text
-        else None
-    )
+    layers_per_chunk = None
+    if ":layers=" in layout_text:
+        layers_per_chunk = tuple(map(int, layout_match[layout_match.lastindex or 0].split("-")))
     return LayoutSpec(
         layout_text.strip(), **parallel_sizes, sequence_parallel="sp" in part_names, layers=layers_per_chunk
     )

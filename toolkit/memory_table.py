@@ -15,10 +15,10 @@ TABLE_WIDTH = 132
 
 
 def memory_table(stage_memories: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """One line per stage, in GiB. The column of host memory is there when optimizer state is offloaded.
+    """One line per stage, in GiB. A column of host memory is shown if optimizer state is offloaded.
 
     Args:
-        stage_memories: what ``StageMemory.as_json`` gives, first stage first.
+        stage_memories: the result of ``StageMemory.as_json`` for each stage, in order.
     """
     from rich.table import Table
 

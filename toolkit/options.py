@@ -1,9 +1,9 @@
-"""Makes command lines from dataclasses: a field is an option, its type says how to read the value, and its
-docstring is the help.
+"""Makes command lines from dataclasses.
 
-A field ``media_root`` is the option ``--media-root``. The parser is jsonargparse's, as in the trainer. A
-command that sets ``run_fields`` also takes ``--config RUN.yaml`` and every field of a run by its dotted name,
-spelled as in the YAML.
+A field is an option. Its type says how to read the value, and its docstring is the help. A field
+``media_root`` is the option ``--media-root``. The parser is jsonargparse's, as in the trainer. A command that
+sets ``run_fields`` also takes ``--config RUN.yaml`` and every field of a run by its dotted name, spelled as
+in the YAML.
 
 Nothing here imports torch, so that ``--help`` and errors in command lines appear at once.
 """
@@ -76,24 +76,22 @@ def parse_command_line[Options: CommandOptions](
             f"{_explain_parser_error(str(error), options_class)}; see {program_name} --help"
         ) from error
 
-    given_values = {field.name: getattr(parsed_values, field.name) for field in shown_options(options_class)}
-    parsed_options = options_class(
-        fields=run_words, **{name: value for name, value in given_values.items() if value is not None}
-    )
+    given_values = {}
+    for field in shown_options(options_class):
+        value = getattr(parsed_values, field.name)
+        if value is not None:  # otherwise the field keeps its default
+            given_values[field.name] = value
+    parsed_options = options_class(fields=run_words, **given_values)
     parsed_options.check()
     return parsed_options
 
 
 def _explain_parser_error(error_message: str, options_class: type[CommandOptions]) -> str:
     """jsonargparse's message in one line, with options spelled as on the command line."""
-    types_by_field = {
-        name: _without_none(hint) for name, hint in typing.get_type_hints(options_class).items()
-    }
-    return explain_parser_error(
-        error_message,
-        types_by_field,
-        {field.name: _option_string(field) for field in shown_options(options_class)},
-    )[0]
+    type_hints = typing.get_type_hints(options_class)
+    types_by_field = {name: _without_none(type_hint) for name, type_hint in type_hints.items()}
+    option_strings = {field.name: _option_string(field) for field in shown_options(options_class)}
+    return explain_parser_error(error_message, types_by_field, option_strings)[0]
 
 
 def check_paths(options: CommandOptions) -> None:
@@ -230,11 +228,9 @@ class _RepeatedValueReader:
         self.item_type = item_type
 
     def __call__(self, word_or_words: Any) -> Any:
-        return (
-            [self.item_type(each) for each in word_or_words]
-            if isinstance(word_or_words, list)
-            else self.item_type(word_or_words)
-        )
+        if isinstance(word_or_words, list):
+            return list(map(self.item_type, word_or_words))
+        return self.item_type(word_or_words)
 
 
 def _read_number(number_type: type, field_metadata: typing.Mapping[str, Any], option_word: Any) -> Any:
@@ -243,10 +239,10 @@ def _read_number(number_type: type, field_metadata: typing.Mapping[str, Any], op
     except ValueError:
         value = math.nan
     if not is_in_range(value, field_metadata):
-        least, most = field_metadata["minimum"], field_metadata["maximum"]
-        valid_range = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-        name = "whole number" if number_type is int else "number"
-        raise argparse.ArgumentTypeError(f"{option_word!r} is not a {name} {valid_range}")
+        minimum, maximum = field_metadata["minimum"], field_metadata["maximum"]
+        range_text = f"from {minimum:g} to {maximum:g}" if maximum < math.inf else f"of at least {minimum:g}"
+        number_text = "whole number" if number_type is int else "number"
+        raise argparse.ArgumentTypeError(f"{option_word!r} is not a {number_text} {range_text}")
     return value
 
 
@@ -284,9 +280,8 @@ def _is_required(option_field: dataclasses.Field) -> bool:
 
 def shown_options(options_class: type[CommandOptions]) -> list[dataclasses.Field]:
     """The fields that are options: first those of the class itself, then those of its bases."""
-    visible_fields = [
-        field for field in dataclasses.fields(options_class) if not field.metadata.get("hidden")
-    ]
+    all_fields = dataclasses.fields(options_class)
+    visible_fields = [field for field in all_fields if not field.metadata.get("hidden")]
     own_field_names = set(vars(options_class).get("__annotations__", ()))
     return sorted(visible_fields, key=lambda field: field.name not in own_field_names)
 
@@ -347,7 +342,8 @@ def _refuse_misspelled(parser: Any, run_words: list[str], program_name: str) -> 
         if close_prefixes:
             suggested_options = " or ".join(options_by_prefix[close_prefixes[0]])
             raise UsageError(
-                f"option {given_option} is unknown; did you mean {suggested_options}? See {program_name} --help"
+                f"option {given_option} is unknown; did you mean "
+                f"{suggested_options}? See {program_name} --help"
             )
 
 
@@ -361,10 +357,16 @@ def _command_description(options_class: type[CommandOptions]) -> str:
 def _usage_line(options_class: type[CommandOptions], program_name: str) -> str | None:
     if not options_class.run_fields:
         return None
-    required_fields = [field for field in shown_options(options_class) if _is_required(field)]
-    usage_words = [
-        f"{option_flag(field.name)} {field.metadata['metavar'] or 'VALUE'}" for field in required_fields
-    ]
+
+    required_fields = []
+    for field in shown_options(options_class):
+        if _is_required(field):
+            required_fields.append(field)
+
+    usage_words = []
+    for field in required_fields:
+        usage_words.append(f"{option_flag(field.name)} {field.metadata['metavar'] or 'VALUE'}")
+
     return " ".join([program_name, *usage_words, "[options] [--config RUN.yaml] [--section.field value ...]"])
 
 

@@ -9,7 +9,8 @@ def choose_platform(requested_platform: str, option_flag: str = "--platform") ->
     """Returns ``cuda`` or ``cpu``: ``requested_platform``, or for ``auto`` the one that this machine has.
 
     Raises:
-        UserError: ``requested_platform`` is ``cuda``, but torch sees no GPU. The message names ``option_flag``.
+        UserError: ``requested_platform`` is ``cuda``, but torch sees no GPU. The message names
+            ``option_flag``.
     """
     import torch
 

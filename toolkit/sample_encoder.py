@@ -1,5 +1,4 @@
-"""Turns conversations with media into samples and prompts, with the loader's own functions but
-no data set."""
+"""Turns conversations with media into samples and prompts with the loader's functions, without a data set."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ class SampleEncoder:
 
     Args:
         hf_dir: folder of config, tokenizer, chat template and image processor.
-        data: limits of pictures and videos that replace the folder's own, the rule for text at videos, and
-            what is learnt of thinking.
+        data_config: limits of pictures and videos that replace the folder's own, the rule for text at videos,
+            and what is learnt of thinking.
 
     Raises:
         FileNotFoundError, ChatError, PixelError, ConfigError: the folder is unusable.
@@ -61,7 +60,8 @@ class SampleEncoder:
             tools: the functions that the assistant may call.
 
         Raises:
-            RecordError: a medium does not decode. ChatError: the text and its media disagree.
+            RecordError: a medium does not decode.
+            ChatError: the text and its media disagree.
         """
         media_items = [self._encode_medium(*medium) for medium in media]
         token_ids, loss_mask = self.chat_encoder.encode(
@@ -78,10 +78,14 @@ class SampleEncoder:
     ) -> TokenizedSample:
         """Encodes a conversation up to the header of the assistant's next turn, without loss.
 
-        ``think`` is that of :meth:`ChatEncoder.encode_prompt`. Raises like :meth:`encode_sample`."""
-        items = [self._encode_medium(*medium) for medium in media]
-        token_ids = self.chat_encoder.encode_prompt(messages, [item.grid_thw for item in items], tools, think)
-        return TokenizedSample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), items)
+        Args:
+            think: as in :meth:`megatron_vl.data.sample.chat.ChatEncoder.encode_prompt`; the other arguments
+                and the errors are those of :meth:`encode_sample`.
+        """
+        media_items = [self._encode_medium(*medium) for medium in media]
+        media_grids = [item.grid_thw for item in media_items]
+        token_ids = self.chat_encoder.encode_prompt(messages, media_grids, tools, think)
+        return TokenizedSample(token_ids, token_ids.new_zeros(len(token_ids)).bool(), media_items)
 
     def begins_by_thinking(self, prompt_sample: TokenizedSample) -> bool:
         """Whether what is generated after ``encode_prompt`` begins within a block of thinking."""
@@ -90,11 +94,11 @@ class SampleEncoder:
         )
 
     def _encode_medium(self, media_kind: str, media_name: str, file_content: bytes) -> MediaItem:
-        record = inspect_medium(media_kind, media_name, file_content, DEFAULT_MAX_PIXELS).loader_record(
-            media_name
-        )
-        grid = stored_media_grid(record, self.pixel_settings)
-        return MediaItem(grid, decode_media_planes(record, file_content, grid, self.pixel_settings))
+        media_info = inspect_medium(media_kind, media_name, file_content, DEFAULT_MAX_PIXELS)
+        media_record = media_info.loader_record(media_name)
+        media_grid = stored_media_grid(media_record, self.pixel_settings)
+        media_planes = decode_media_planes(media_record, file_content, media_grid, self.pixel_settings)
+        return MediaItem(media_grid, media_planes)
 
 
 def write_samples(samples: Sequence[TokenizedSample], samples_path: Path) -> None:
@@ -113,18 +117,12 @@ def read_samples(samples_path: Path) -> list[TokenizedSample]:
     samples = []
     with safe_open(samples_path, framework="pt") as samples_file:
         for i, sample_grids in enumerate(json.loads(samples_file.metadata()["grids"])):
-            media_items = [
-                MediaItem(
-                    GridTHW(**grid | {"timestamps": tuple(grid["timestamps"])}),
-                    samples_file.get_tensor(f"{i}.{j}.planes"),
-                )
-                for j, grid in enumerate(sample_grids)
-            ]
-            samples.append(
-                TokenizedSample(
-                    samples_file.get_tensor(f"{i}.token_ids"),
-                    samples_file.get_tensor(f"{i}.loss_mask"),
-                    media_items,
-                )
-            )
+            media_items = []
+            for j, grid_fields in enumerate(sample_grids):
+                media_grid = GridTHW(**grid_fields | {"timestamps": tuple(grid_fields["timestamps"])})
+                media_items.append(MediaItem(media_grid, samples_file.get_tensor(f"{i}.{j}.planes")))
+
+            token_ids = samples_file.get_tensor(f"{i}.token_ids")
+            loss_mask = samples_file.get_tensor(f"{i}.loss_mask")
+            samples.append(TokenizedSample(token_ids, loss_mask, media_items))
     return samples

@@ -125,20 +125,21 @@ def write_tiny_checkpoint(
     sizes: TinySizes | None = None,
     **size_overrides: Any,
 ) -> Path:
-    """Writes a small checkpoint of ``family`` with random weights and returns its folder.
+    """Writes a small checkpoint of a family with random weights. Returns its folder.
 
     Args:
-        tied: input and output embeddings are one tensor, as in the 2B and 3B models; there is no
-            ``lm_head.weight``.
-        released_style: flat config, preprocessor and tokenizer files, and stacks of experts with the input
-            dimension first, as in the released folders; False: the files that ``save_pretrained`` of the
-            installed transformers writes (5.x nests the config but keeps the released names, and puts the
-            experts' output dimension first).
-        memory_names: name tensors ``model.visual.*`` and ``model.language_model.*``, as transformers >= 4.52
-            holds them in memory and some tools save them; False: ``visual.*`` and ``model.*``.
+        tied: whether input and output embeddings are one tensor, as in the 2B and 3B models. There is no
+            ``lm_head.weight`` then.
+        released_style: whether to write the files of the released folders: a flat config, preprocessor and
+            tokenizer files, and stacks of experts with the input dimension first. Otherwise, the files are
+            those that ``save_pretrained`` of the installed transformers writes (5.x nests the config, keeps
+            the released names, and puts the experts' output dimension first).
+        memory_names: whether to name tensors ``model.visual.*`` and ``model.language_model.*``, as
+            transformers >= 4.52 does in memory and some tools do in files; otherwise, ``visual.*`` and
+            ``model.*``.
         texts: texts to train the tokenizer on.
         shards: number of safetensors files.
-        sizes, overrides: a :class:`TinySizes`, or its fields by name.
+        sizes, size_overrides: a :class:`TinySizes`, or its fields by name.
 
     Raises:
         ValueError: the family is unknown.
@@ -168,18 +169,18 @@ def write_tiny_checkpoint(
         _save_pretrained(checkpoint_dir, model, processor_dir)
         shutil.rmtree(processor_dir)
 
-    tensors = {
-        name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")
-    }
-    if not (
-        memory_names or family in NESTED_CONFIG_FAMILIES
-    ):  # the released Qwen3-VL uses the in-memory names
+    tensors = {}
+    for name, tensor in model.state_dict().items():
+        if not (tied and name == "lm_head.weight"):
+            tensors[name] = tensor
+
+    # Released Qwen3-VL and later families use the in-memory names.
+    if not (memory_names or family in NESTED_CONFIG_FAMILIES):
         tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
     if released_style and family == "qwen3_vl_moe":
-        tensors = {
-            name: tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
-            for name, tensor in tensors.items()
-        }
+        for name, tensor in tensors.items():
+            if ".mlp.experts." in name:
+                tensors[name] = tensor.transpose(1, 2)
     if released_style and family in HYBRID_FAMILIES:
         tensors |= prediction_tensors(config, seed)
 
@@ -192,7 +193,7 @@ def released_files(
 ) -> dict[str, dict[str, Any]]:
     """The released JSON files of a tiny checkpoint: name -> content, without those of the tokenizer.
 
-    They are those of ``resources/tiny/FAMILY.json``, in which ``$PART_FILE_NAME`` stands for a field of
+    They are those of ``resources/tiny/FAMILY.json``, in which ``$NAME`` stands for a field of
     :class:`TinySizes`, for what follows from it, or for the id of a special token.
     """
     special_token_ids = {token: text_token_count + i for i, token in enumerate(SPECIAL_TOKENS)}
@@ -220,7 +221,7 @@ def _read_resource(resource_name: str) -> Any:
 
 
 def _fill_template(json_template: Any, template_values: dict[str, Any]) -> Any:
-    """A JSON value with ``values["PART_FILE_NAME"]`` in the place of each string ``$PART_FILE_NAME``."""
+    """A JSON value with ``template_values["NAME"]`` in the place of each string ``$NAME``."""
     if isinstance(json_template, dict):
         return {name: _fill_template(value, template_values) for name, value in json_template.items()}
     if isinstance(json_template, list):
@@ -236,9 +237,11 @@ def prediction_tensors(config: dict[str, Any], seed: int) -> dict[str, Tensor]:
     width = config["text_config"]["hidden_size"]
     generator = torch.Generator().manual_seed(seed + 1)
     shapes = {"fc.weight": (width, 2 * width), "norm.weight": (width,), "pre_fc_norm_hidden.weight": (width,)}
-    return {
-        f"mtp.{name}": torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()
-    }
+
+    extra_tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        extra_tensors[f"mtp.{name}"] = torch.randn(shape, generator=generator).bfloat16()
+    return extra_tensors
 
 
 def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch.nn.Module:
@@ -249,9 +252,10 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     import transformers
 
     model_class = getattr(transformers, config["architectures"][0])
-    config_fields = {
-        name: value for name, value in config.items() if name not in ("architectures", "transformers_version")
-    }
+    config_fields = dict(config)
+    for file_only_field in ("architectures", "transformers_version"):
+        config_fields.pop(file_only_field, None)
+
     # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**config_fields)).float()
     generator = torch.Generator().manual_seed(seed)
@@ -283,11 +287,11 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
         if is_hybrid:
             _relate_keys_to_queries(model, config["text_config"])
 
-    float32_parameters = {
-        name: kept_parameter.detach().clone()
-        for name, kept_parameter in model.named_parameters()
-        if name.endswith(FLOAT32_SUFFIXES)
-    }
+    float32_parameters = {}
+    for name, kept_parameter in model.named_parameters():
+        if name.endswith(FLOAT32_SUFFIXES):
+            float32_parameters[name] = kept_parameter.detach().clone()
+
     model = model.to(dtype)
     for name, value in float32_parameters.items():
         model.get_parameter(name).data = value
@@ -396,23 +400,20 @@ def _released_name(tensor_name: str) -> str:
 
     transformers >= 4.52 names it ``model.visual.*`` or ``model.language_model.*``.
     """
-    return (
-        tensor_name.removeprefix("model.")
-        if tensor_name.startswith("model.visual.")
-        else tensor_name.replace("model.language_model.", "model.", 1)
-    )
+    if tensor_name.startswith("model.visual."):
+        return tensor_name.removeprefix("model.")
+    return tensor_name.replace("model.language_model.", "model.", 1)
 
 
 def _write_shards(checkpoint_dir: Path, tensors: dict[str, Tensor], shard_count: int) -> None:
     """Writes safetensors files of roughly equal size in model order, with their index."""
-    total_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
     tensors_by_shard: list[dict[str, Tensor]] = [{} for _ in range(shard_count)]
     assigned_bytes = 0
     for tensor_name, tensor in tensors.items():
-        tensors_by_shard[min(shard_count - 1, assigned_bytes * shard_count // total_bytes)][tensor_name] = (
-            tensor.contiguous()
-        )
-        assigned_bytes += tensor.numel() * tensor.element_size()
+        shard_index = min(shard_count - 1, assigned_bytes * shard_count // total_bytes)
+        tensors_by_shard[shard_index][tensor_name] = tensor.contiguous()
+        assigned_bytes += tensor.nbytes
 
     if shard_count == 1:
         save_file(tensors_by_shard[0], checkpoint_dir / "model.safetensors", metadata={"format": "pt"})

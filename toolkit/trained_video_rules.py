@@ -36,13 +36,13 @@ def resolve_video_rules(
         option_flag = "--" + field_name.replace("_", "-")
         if asked_rules.get(field_name, trained_rule) != trained_rule:
             raise UsageError(
-                f"{option_flag} {asked_rules[field_name]} contradicts {checkpoint_dir}, which was trained under {trained_rule!r}: leave the"
-                " option out"
+                f"{option_flag} {asked_rules[field_name]} contradicts {checkpoint_dir}, "
+                f"which was trained under {trained_rule!r}: leave the option out"
             )
         if trained_rule not in VALID_RULES[field_name]:
             raise UserError(
-                f"{checkpoint_dir} was trained under data.{field_name} {trained_rule!r}, which this version does not know: use the"
-                " one that trained it"
+                f"{checkpoint_dir} was trained under data.{field_name} {trained_rule!r}, "
+                "which this version does not know: use the one that trained it"
             )
         if trained_rule != RELEASED_RULE:
             print_line(

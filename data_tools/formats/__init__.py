@@ -1,12 +1,11 @@
 """Reads conversations of all formats into one canonical form, with their media in the order of the text.
 
-:data:`FORMATS` is the table of formats, one file each. A record's format is recognised by its fields,
-or given.
-Text stays as it is, including white space (``qwen`` excepted). Nothing is guessed: a record is refused if its
-markers and media disagree, if its roles do not follow the order (system,) user, assistant, user, ..., if an
-answer has no text, or if it holds something that belongs to the task and cannot be shown to the model: boxes
-beside the text, preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys that nothing
-reads are listed in :attr:`Conversation.ignored`.
+:data:`FORMATS` is the table of formats, one file each. A record's format is given, or recognised by its
+fields. Text stays as it is, including white space (except in ``qwen``). Nothing is guessed. A record is
+refused if its markers and media disagree, if its roles do not follow the order (system,) user, assistant,
+user, ..., if an answer has no text, or if it holds something that belongs to the task and cannot be shown to
+the model: boxes beside the text, preferences, audio (:mod:`data_tools.audio` says what counts as audio). Keys
+that nothing reads are listed in :attr:`Conversation.ignored_keys`.
 """
 
 from __future__ import annotations
@@ -71,17 +70,16 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     """Reads a record.
 
     Args:
-        format_name: name in :data:`FORMATS`; empty: recognise it. prompt: the record needs no assistant turn.
+        format_name: name in :data:`FORMATS`; empty: the format is recognised.
+        is_prompt: whether the record needs no assistant turn.
 
     Raises:
         RecordError: the record cannot be used.
     """
     if not isinstance(record, dict):
-        is_record_list = isinstance(record, list) and any(isinstance(item, dict) for item in record)
-        advice = (
-            "; if it is a pack of conversations, write each as a record of its own" if is_record_list else ""
-        )
-        detail = f"the record is a {type(record).__name__}, not an object{advice}"
+        detail = f"the record is a {type(record).__name__}, not an object"
+        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
+            detail += "; if it is a pack of conversations, write each as a record of its own"
         raise RecordError("not an object", detail)
 
     refuse_listed_audio(record, "")
@@ -89,18 +87,22 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     _refuse_unsupervised_fields(record)
     reader = record_format.open_reader(record)
     messages = record_format.read_messages(record, reader)
+    # Media are known to belong to their markers only after all turns are read.
     reader.check_media_counts()
     if not is_prompt:
         check_answers(messages, record_format.turns_field)
 
+    # A system prompt may be a field of the record or a turn. The order of roles is checked with it in place.
     if record.get("system") not in (None, ""):
         system_prompt = checked_text(record["system"], "system")
         refuse_audio_in(system_prompt, "system", match_anywhere=False)
         add_system(messages, system_prompt, "system", record_format.turns_field)
     check_role_order(messages, record_format.turns_field, is_prompt=is_prompt)
+
     apply_record_weight(record, messages)
     if not is_prompt:
         check_loss_weights(messages, record_format.turns_field)
+
     tools = read_tools(record)
     drop_null_arguments(messages, tools)
     return Conversation(

@@ -44,19 +44,19 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
             ("assistant", history_pair[1], f"history[{i}][1]"),
         ]
 
-    question_fields = [
-        name for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))) if name
-    ]
-    question_values = [(record[name], name) for name in question_fields]
-    if not question_values:
+    # The question is the instruction and its input, of which one may be missing.
+    question_fields = []
+    for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))):
+        if name and not isinstance(record[name], str):
+            detail = f"a string is required, but this is {shorten_value(record[name])}"
+            raise RecordError("bad text", detail, name)
+        if name:
+            question_fields.append(name)
+    if not question_fields:
         raise RecordError("no conversation", "'instruction' and 'input' are empty", "instruction")
-    if invalid_field := next((name for value, name in question_values if not isinstance(value, str)), None):
-        raise RecordError(
-            "bad text",
-            f"a string is required, but this is {shorten_value(record[invalid_field])}",
-            invalid_field,
-        )
-    role_turns.append(("user", "\n".join(value for value, _ in question_values), question_values[0][1]))
+    question_text = "\n".join(record[name] for name in question_fields)
+    role_turns.append(("user", question_text, question_fields[0]))
+
     if (answer_field := _filled_field(record, ANSWER_FIELDS)) is not None:
         role_turns.append(("assistant", record[answer_field], answer_field))
     elif history:  # without the empty turn, the answers of the history would hide that this one is missing

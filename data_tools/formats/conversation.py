@@ -21,8 +21,12 @@ MEDIA_PLACEHOLDER = re.compile(r"<\|(?:image|video)_pad\|>")
 
 
 class RecordError(UserError, ValueError):
-    """An unusable record. ``reason`` is the heading under which it is counted, ``field_path`` its location in the
-    record, and the message gives details."""
+    """An unusable record. The message gives details.
+
+    Attributes:
+        reason: the heading under which it is counted.
+        field_path: the location of the fault in the record.
+    """
 
     def __init__(self, reason: str, detail: str = "", field_path: str = "") -> None:
         super().__init__(detail or reason)
@@ -32,7 +36,7 @@ class RecordError(UserError, ValueError):
 
 @dataclass
 class Conversation:
-    """Messages with typed content; the i-th image or video part belongs to ``media[i]``."""
+    """Messages with typed content. The i-th image or video part belongs to ``media_references[i]``."""
 
     messages: list[Message]
     media_references: list[tuple[str, Any]] = field(default_factory=list)
@@ -52,9 +56,10 @@ class Conversation:
 
     @property
     def answer_media(self) -> int:
-        """Number of images and videos in the assistant's turns; the model sees them but learns
-        nothing from them."""
-        return sum(map(count_media, (message for message in self.messages if message["role"] == "assistant")))
+        """Number of images and videos in the assistant's turns. The model sees them but does not learn
+        them."""
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        return sum(map(count_media, answers))
 
     @property
     def has_loss_weights(self) -> bool:
@@ -89,11 +94,9 @@ def join_text_parts(parts: list[dict[str, Any]]) -> str | list[dict[str, Any]]:
 
 def record_identity(id_value: Any) -> str:
     """The form in which ids are compared: 1 and "1" differ."""
-    return (
-        f"{type(id_value).__name__}: {id_value}"
-        if isinstance(id_value, (str, int)) and id_value != ""
-        else ""
-    )
+    if not isinstance(id_value, (str, int)) or id_value == "":
+        return ""
+    return f"{type(id_value).__name__}: {id_value}"
 
 
 def shorten_value(field_value: Any) -> str:
@@ -106,7 +109,11 @@ def add_system(messages: list[Message], system_prompt: str, prompt_field: str, t
     """Puts a record's system prompt first.
 
     Args:
-        prompt_field: field of the prompt. place: field of the turns.
+        prompt_field: the record's field of the prompt, for messages.
+        turns_field: the record's field of the turns, for messages.
+
+    Raises:
+        RecordError: the turns begin with another system prompt.
     """
     if messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -125,8 +132,13 @@ ALLOWED_NEXT_ROLES = {
 
 
 def check_role_order(messages: list[Message], turns_field: str, *, is_prompt: bool) -> None:
-    """Raises RecordError if the roles do not follow the order (system,) user, assistant, user, ..., with
-    results of tools after a turn that calls them. A ``is_prompt`` needs no assistant turn."""
+    """Raises RecordError if the roles do not follow the order (system,) user, assistant, user, ...
+
+    Results of tools may follow a turn that calls them.
+
+    Args:
+        is_prompt: whether no assistant turn is required.
+    """
     turns = messages[1:] if messages[0]["role"] == "system" else messages
     if not is_prompt and not any(message["role"] == "assistant" for message in turns):
         raise RecordError(
@@ -144,7 +156,10 @@ def check_role_order(messages: list[Message], turns_field: str, *, is_prompt: bo
 
 
 def check_answers(messages: list[Message], turns_field: str) -> None:
-    """From an answer without text or calls, a model would only learn to end the turn at once."""
+    """Raises RecordError if an answer has neither text nor calls.
+
+    From such an answer, a model would only learn to end its turn at once.
+    """
     for i, message in enumerate(messages):
         is_empty = not message_text(message).strip() and not message.get("tool_calls")
         if message["role"] == "assistant" and is_empty:
@@ -171,8 +186,11 @@ def drop_last_answer(conversation: Conversation) -> None:
 
 
 def refuse_listed_audio(json_object: dict[str, Any], field_prefix: str) -> None:
-    """Raises RecordError if a record, turn or content part holds a sound. ``field_prefix`` precedes
-    its field names."""
+    """Raises RecordError if a record, turn or content part holds a sound.
+
+    Args:
+        field_prefix: prefix of its field names in messages.
+    """
     key = audio.find_audio_field(json_object)
     if key is not None:
         raise unsupported_audio_error(f"{key!r}, {shorten_value(json_object[key])},", f"{field_prefix}{key}")

@@ -27,8 +27,8 @@ VIDEO_SUFFIXES = {
     "3gp",
 }
 FRAME_RATE_KEYS = ("sample_fps", "fps", "raw_fps")
-"""Keys that say how many of the listed pictures there are a second; the first that is there counts. The last
-is the rate of the video that a folder was made of."""
+"""Keys of a frame rate, in pictures a second. The first that has a value counts. The last one is the rate of
+the video that a folder was made of."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,12 @@ class FrameSequence:
         """How messages name it."""
         if isinstance(self.pictures, str):
             return self.pictures
+
+        name = "pictures in the record"
         first_picture = self.pictures[0]
-        name = (
-            first_picture
-            if isinstance(first_picture, str) and first_picture[:5].lower() != "data:"
-            else "pictures in the record"
-        )
-        return f"{name[:120]} and {len(self.pictures) - 1} more" if len(self.pictures) > 1 else name[:120]
+        if isinstance(first_picture, str) and first_picture[:5].lower() != "data:":
+            name = first_picture[:120]
+        return f"{name} and {len(self.pictures) - 1} more" if len(self.pictures) > 1 else name
 
 
 def may_be_frame_folder(reference: Any) -> bool:
@@ -65,18 +64,20 @@ def may_be_frame_folder(reference: Any) -> bool:
 def read_frame_rate(
     json_object: dict[str, Any], key_prefix: str, *, is_picture_list: bool
 ) -> tuple[str, float] | None:
-    """The key and value of a rate beside a video; None if there is none.
+    """The key and value of the frame rate that an object gives for a video; None if it gives none.
 
     Args:
-        key_prefix: prefix of the key in messages. listed: the video is a list of pictures.
+        key_prefix: prefix of the key in messages.
+        is_picture_list: whether the video is a list of pictures, and not a folder.
 
     Raises:
-        RecordError: it is no rate.
+        RecordError: the value is not a frame rate.
     """
     rate_keys = FRAME_RATE_KEYS[:2] if is_picture_list else FRAME_RATE_KEYS[::-1]
-    rate_key = next((rate_key for rate_key in rate_keys if json_object.get(rate_key) not in (None, "")), None)
+    rate_key = next((name for name in rate_keys if json_object.get(name) not in (None, "")), None)
     if rate_key is None:
         return None
+
     rate_value = json_object[rate_key]
     if isinstance(rate_value, str):  # Qwen's own documentation writes '1'
         try:
@@ -84,6 +85,9 @@ def read_frame_rate(
         except ValueError:
             pass
     if not is_frame_rate(rate_value):
-        detail = f"{shorten_value(json_object[rate_key])} is no number of frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
+        detail = (
+            f"{shorten_value(json_object[rate_key])} is no number of "
+            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
+        )
         raise RecordError("bad frame rate", detail, f"{key_prefix}{rate_key}")
     return rate_key, float(rate_value)

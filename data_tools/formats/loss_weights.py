@@ -37,7 +37,10 @@ def read_loss_weight(
             or not 0 <= weight_value <= MAX_LOSS_WEIGHT
             or math.isnan(weight_value)
         ):
-            detail = f"{shorten_value(weight_value)} is no loss weight; valid: a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false"
+            detail = (
+                f"{shorten_value(weight_value)} is no loss weight; valid: "
+                f"a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false"
+            )
             raise RecordError("bad loss weight", detail, field_path)
         if weight is not None and weight[0] != float(weight_value):
             raise RecordError(

@@ -1,4 +1,5 @@
-"""Reads turns and content, and assigns the media listed beside them, in order, to markers and empty parts."""
+"""Reads turns and content, and assigns the listed media, in order, to markers and to parts without a
+medium."""
 
 from __future__ import annotations
 
@@ -64,8 +65,11 @@ class RecordReader:
     """Reads the turns of one record.
 
     Args:
-        record: the record. place: the field that holds the turns. read: fields of the record that have an
-            effect. strip: remove white space around the user's texts, as Qwen's fine-tuning code does.
+        record: the record.
+        turns_field: the field of the record that holds the turns.
+        read_keys: fields of the record that have an effect.
+        strip_user_text: whether to remove white space around the user's texts, as Qwen's fine-tuning code
+            does.
         media_folder: folder of the record's media.
     """
 
@@ -83,15 +87,18 @@ class RecordReader:
         self.media_folder = media_folder
         self.ignored_keys: list[tuple[str, str]] = []
         self.frame_rate_keys: set[str] = set()
-        """Keys of the record that say how many pictures of a video there are a second."""
-        self.unplaced_media = {
-            kind: [*self.listed_references(record, kind), *self.listed_references(record, kind + "s")]
-            for kind in MEDIA_KINDS
-        }
+        """Keys of the record that give the frame rate of a video."""
+        self.unplaced_media: dict[str, list[tuple[Any, str]]] = {}
+        for kind in MEDIA_KINDS:
+            self.unplaced_media[kind] = self.listed_references(record, kind)
+            self.unplaced_media[kind] += self.listed_references(record, f"{kind}s")
+
+        # The record's own keys come first, but which of them have an effect is known only now.
         media_ignored_keys = self.ignored_keys
         self.ignored_keys = []
         self.note_ignored_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.ignored_keys += media_ignored_keys
+
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):
             detail = f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text"
@@ -106,33 +113,35 @@ class RecordReader:
     def note_ignored_keys(
         self, key_location: str, json_object: dict[str, Any], *read_keys: str | None
     ) -> None:
-        """Notes the keys of an object except those that are ``read_keys`` and those with the empty values that
-        exported tables use for absent keys."""
+        """Notes the keys of an object that have a value and are not among ``read_keys``.
+
+        Exported tables write empty values for absent keys, so these do not count.
+        """
         self.ignored_keys += unread_keys(key_location, json_object, *read_keys)
 
     def listed_references(self, record: dict[str, Any], field_name: str) -> list[tuple[Any, str]]:
-        """Returns (reference, field) of each medium listed in a field; notes keys that have
-        no effect there."""
+        """Returns (reference, field) of each medium listed in a field, and notes keys without effect."""
         field_value = record.get(field_name)
         if field_value is None or field_value == "":
             return []
         listed_items = [(field_value, field_name)]
         if isinstance(field_value, list):
             listed_items = [(listed_item, f"{field_name}[{i}]") for i, listed_item in enumerate(field_value)]
-        located_media = []
 
+        media_kind = field_name.removesuffix("s")
+        located_media = []
         for listed_item, field_path in listed_items:
+            # The rate of a video's pictures stands beside the video: in its own object, or in the record.
             if isinstance(listed_item, dict):
-                medium, rate_key = self.medium_reference(
-                    field_name.removesuffix("s"), listed_item, field_path, listed_item, f"{field_path}."
+                reference, rate_key = self.medium_reference(
+                    media_kind, listed_item, field_path, listed_item, f"{field_path}."
                 )
                 self.note_ignored_keys("listed media", listed_item, "path", "url", "bytes", rate_key)
             else:
-                medium, rate_key = self.medium_reference(
-                    field_name.removesuffix("s"), listed_item, field_path, record, ""
-                )
-                self.frame_rate_keys |= {rate_key} if rate_key else set()
-            located_media.append((medium, field_path))
+                reference, rate_key = self.medium_reference(media_kind, listed_item, field_path, record, "")
+                if rate_key:
+                    self.frame_rate_keys.add(rate_key)
+            located_media.append((reference, field_path))
 
         return located_media
 
@@ -147,18 +156,20 @@ class RecordReader:
         """The reference of a medium, and the key that says how many pictures it has a second.
 
         Args:
-            field_path: its field. beside: the object that may have such a key. prefix: of the object's keys.
+            field_path: the location of the medium in the record, for messages.
+            parent_object: the object that may have such a key.
+            key_prefix: prefix of the object's keys in messages.
         """
         if media_kind == "video" and isinstance(media_value, list):
             if not media_value:
                 raise RecordError("bad media reference", "a video of no frames", field_path)
-            picture_references: Any = tuple(
-                self.reference_in_folder(each, f"{field_path}[{i}]") for i, each in enumerate(media_value)
-            )
+            pictures = []
+            for i, picture in enumerate(media_value):
+                pictures.append(self.reference_in_folder(picture, f"{field_path}[{i}]"))
+
             frame_rate = read_frame_rate(parent_object, key_prefix, is_picture_list=True)
-            return FrameSequence(picture_references, frame_rate[1] if frame_rate else None), frame_rate[
-                0
-            ] if frame_rate else None
+            rate_key, frames_per_second = frame_rate or (None, None)
+            return FrameSequence(tuple(pictures), frames_per_second), rate_key
 
         located_reference = self.reference_in_folder(media_value, field_path)
         if media_kind == "video" and may_be_frame_folder(located_reference):
@@ -169,22 +180,15 @@ class RecordReader:
 
     def reference_in_folder(self, media_value: Any, field_path: str) -> Any:
         """The reference of a medium, in the record's folder."""
-        written_reference = read_media_reference(media_value, field_path)
-        if (
-            not self.media_folder
-            or not isinstance(written_reference, str)
-            or "://" in written_reference
-            or written_reference[:5].lower() == "data:"
-        ):
-            return written_reference
-        return (
-            f"{self.media_folder.rstrip('/')}/{written_reference}"
-            if not written_reference.startswith("/")
-            else written_reference
-        )
+        reference = read_media_reference(media_value, field_path)
+        if not self.media_folder or not isinstance(reference, str):
+            return reference
+        if "://" in reference or reference[:5].lower() == "data:" or reference.startswith("/"):
+            return reference
+        return f"{self.media_folder.rstrip('/')}/{reference}"
 
     def read_turns(self, turns: Any) -> list[Message]:
-        """Reads a list of turns; calls that are turns of their own join the answer in front of them."""
+        """Reads a list of turns. Calls that are turns of their own join the answer in front of them."""
         messages: list[Message] = []
         for i, turn in enumerate(turns):
             message = self.read_turn(turn, i)
@@ -194,6 +198,13 @@ class RecordReader:
         return messages
 
     def read_turn(self, turn: Any, turn_index: int) -> Message:
+        """Reads one turn.
+
+        The message has the key ``call`` if the turn consists of calls written as text.
+
+        Raises:
+            RecordError: the turn cannot be used.
+        """
         field_path = f"{self.turns_field}[{turn_index}]"
         if not isinstance(turn, dict):
             raise RecordError(
@@ -206,7 +217,10 @@ class RecordReader:
         written_role = turn.get(role_field)
         canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
         if canonical_role is None:
-            detail = f"turn {turn_index + 1} has the unknown role {shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
+            detail = (
+                f"turn {turn_index + 1} has the unknown role "
+                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
+            )
             raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
         structure_keys = ROLE_TURN_KEYS.get(canonical_role, TURN_WEIGHT_KEYS)
@@ -216,7 +230,7 @@ class RecordReader:
             "content": "",
         }
         turn_content = turn.get(content_field)
-        if canonical_role == "call":
+        if canonical_role == "call":  # the text is a call, perhaps after reasoning
             tool_calls.refuse_second_calls(
                 turn, content_field, ("tool_calls", "function_call"), f"{field_path}."
             )
@@ -225,19 +239,21 @@ class RecordReader:
             )
             message |= {"content": reasoning_text, "tool_calls": turn_calls, "call": True}
         else:
-            turn_calls = (
-                tool_calls.read_tool_calls(turn, f"{field_path}.") if canonical_role == "assistant" else []
-            )
-            if turn_content is None and turn_calls:
+            turn_calls = []
+            if canonical_role == "assistant":
+                turn_calls = tool_calls.read_tool_calls(turn, f"{field_path}.")
+            if turn_content is None and turn_calls:  # as OpenAI writes a turn of calls only
                 turn_content = ""
             self.read_content(message, turn_content, f"{field_path}.{content_field}")
             if turn_calls:
                 message["tool_calls"] = [*message.get("tool_calls", []), *turn_calls]
+
         if canonical_role in ("assistant", "call"):
             self.add_turn_reasoning(message, turn, field_path)
         if canonical_role == "call" and message["content"] and "reasoning_content" in message:
             detail = f"the turn has reasoning in its {content_field!r} and beside it"
             raise RecordError("two reasonings", detail, field_path)
+
         apply_turn_weight(turn, message, f"{field_path}.")
         return message
 
@@ -268,7 +284,7 @@ class RecordReader:
         message["content"] = join_text_parts(parts)
 
     def add_turn_reasoning(self, message: Message, turn: dict[str, Any], field_path: str) -> None:
-        """Reads the reasoning that stands beside an answer."""
+        """Reads the reasoning in the turn's own fields."""
         for key in REASONING_KEYS:
             if turn.get(key) in EMPTY_VALUES:
                 continue
@@ -294,25 +310,30 @@ class RecordReader:
                 refuse_audio_in(item, text_field_path, match_anywhere=any(self.listed_counts.values()))
 
     def text_parts(self, marked_text: str, strip_text: bool = False) -> list[dict[str, Any]]:
-        """The parts of a text with markers; ``strip_user_text`` removes white space around each text."""
+        """The parts of a text with markers, with the next listed medium in the place of each marker.
+
+        Args:
+            strip_text: whether to remove white space around each piece of text.
+        """
         if self.markers_are_text or not any(self.listed_counts.values()):
             self.unlisted_markers += MEDIA_MARKER.findall(marked_text)
             return [{"type": "text", "text": marked_text.strip() if strip_text else marked_text}]
         pieces = MEDIA_MARKER.split(marked_text)
         if strip_text:
             pieces = [piece.strip() for piece in pieces]
-        return [
-            self.next_listed_medium(piece[1:-1])
-            if MEDIA_MARKER.fullmatch(piece)
-            else {"type": "text", "text": piece}
-            for piece in pieces
-            if piece
-        ]
+
+        content_parts: list[dict[str, Any]] = []
+        for piece in pieces:
+            if MEDIA_MARKER.fullmatch(piece):
+                content_parts.append(self.next_listed_medium(piece[1:-1]))
+            elif piece:
+                content_parts.append({"type": "text", "text": piece})
+        return content_parts
 
     def read_part(self, item: Any, field_path: str) -> list[dict[str, Any]]:
         """Reads a typed part: its reference is in the field of its type (``image``, ``image_url``, ...), in
         ``value`` (LLaMA-Factory v1), or listed separately. A part without a type has one of the keys
-        ``text_parts``, ``image`` and ``video``, as Qwen's API writes it."""
+        ``text``, ``image`` and ``video``, as Qwen's API writes it."""
         if isinstance(item, str):
             return self.text_parts(checked_text(item, field_path))
 
@@ -409,17 +430,16 @@ class RecordReader:
                 self.marker_counts[media_marker[1:-1]] += 1
 
         for media_kind in MEDIA_KINDS:
-            if self.marker_counts[media_kind] != self.listed_counts[media_kind]:
+            marker_count = self.marker_counts[media_kind]
+            listed_count = self.listed_counts[media_kind]
+            if marker_count != listed_count:
                 detail = (
-                    f"{self.marker_counts[media_kind]} <{media_kind}> in the text, but {self.listed_counts[media_kind]} listed under "
-                    f"'{media_kind}' / '{media_kind}s'"
+                    f"{marker_count} <{media_kind}> in the text, but "
+                    f"{listed_count} listed under '{media_kind}' / '{media_kind}s'"
                 )
-                if (
-                    media_kind == "video"
-                    and 1 <= self.marker_counts[media_kind] < self.listed_counts[media_kind]
-                ):
+                if media_kind == "video" and 1 <= marker_count < listed_count:
                     detail += "; to give one video as pictures, write a list of them in the place of its file"
-                unread_fields = [key for where, key in self.ignored_keys if where == "records"]
+                unread_fields = [key for key_location, key in self.ignored_keys if key_location == "records"]
                 if self.unlisted_markers and unread_fields:
                     detail += f"; nothing is read from {shorten_value(', '.join(unread_fields))}"
                 if self.unlisted_markers:
@@ -431,20 +451,19 @@ def unread_keys(
     key_location: str, json_object: dict[str, Any], *read_keys: str | None
 ) -> list[tuple[str, str]]:
     """(location, key) of each key of an object that has a value and is not ``read_keys``."""
-    return [
-        (key_location, key[:MAX_SHOWN_KEY])
-        for key, value in json_object.items()
-        if key not in read_keys and value not in EMPTY_VALUES
-    ]
+    located_keys: list[tuple[str, str]] = []
+    for key, value in json_object.items():
+        if key not in read_keys and value not in EMPTY_VALUES:
+            located_keys.append((key_location, key[:MAX_SHOWN_KEY]))
+    return located_keys
 
 
 def read_media_reference(media_value: Any, field_path: str) -> Any:
     """A medium's path, address or bytes. In a structure of both, as tables have it, bytes come first."""
     if isinstance(media_value, dict):
-        data = media_value.get("bytes")
-        media_value = (
-            data if isinstance(data, bytes) and data else media_value.get("path", media_value.get("url"))
-        )
+        media_bytes = media_value.get("bytes")
+        has_bytes = isinstance(media_bytes, bytes) and media_bytes
+        media_value = media_bytes if has_bytes else media_value.get("path", media_value.get("url"))
     if isinstance(media_value, bytes) and media_value:
         return media_value
     if not isinstance(media_value, str) or not media_value:

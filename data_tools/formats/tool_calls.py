@@ -25,16 +25,14 @@ def read_tools(
     Raises:
         RecordError: they are something else.
     """
-    present_fields = [
-        (key, record[key]) for key in tool_fields if record.get(key) not in (None, "", [], {}, "[]")
-    ]
+    present_fields = [key for key in tool_fields if record.get(key) not in (None, "", [], {}, "[]")]
     if not present_fields:
         return []
     if len(present_fields) > 1:
-        raise RecordError("bad tools", "the record has both 'tools' and 'functions'", present_fields[1][0])
+        raise RecordError("bad tools", "the record has both 'tools' and 'functions'", present_fields[1])
 
-    field_path, field_value = present_fields[0]
-    tools = parse_json_text(field_value, field_path, "bad tools")
+    field_path = present_fields[0]
+    tools = parse_json_text(record[field_path], field_path, "bad tools")
     if isinstance(tools, dict):
         tools = [tools]
     if not isinstance(tools, list):
@@ -92,8 +90,9 @@ def parse_json_text(json_value: Any, field_path: str, reason: str) -> Any:
 
 
 def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
-    """One call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``, with arguments as
-    an object or as JSON text of one.
+    """Reads a call: ``{"function": {"name", "arguments"}}`` or ``{"name", "arguments"}``.
+
+    The arguments are an object, or the JSON text of one.
 
     Raises:
         RecordError: it is something else.
@@ -134,12 +133,14 @@ def drop_null_arguments(messages: list[dict[str, Any]], tools: list[dict[str, An
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            if (function_parameters := parameters_by_function.get(function["name"])) is not None:
-                function["arguments"] = {
-                    name: value
-                    for name, value in function["arguments"].items()
-                    if value is not None or name not in all_parameters - function_parameters
-                }
+            function_parameters = parameters_by_function.get(function["name"])
+            if function_parameters is None:
+                continue
+            kept_arguments = {}
+            for name, value in function["arguments"].items():
+                if value is not None or name not in all_parameters - function_parameters:
+                    kept_arguments[name] = value
+            function["arguments"] = kept_arguments
 
 
 def _parameter_names(function: dict[str, Any]) -> set[str]:
@@ -155,11 +156,10 @@ def read_tool_calls(turn: dict[str, Any], field_prefix: str) -> list[dict[str, A
     refuse_second_calls(turn, "tool_calls", ("function_call",), field_prefix)
     if calls in (None, "", []):
         function_call = turn.get("function_call")
-        return (
-            []
-            if function_call in (None, "", {})
-            else [read_tool_call(function_call, f"{field_prefix}function_call")]
-        )
+        if function_call in (None, "", {}):
+            return []
+        return [read_tool_call(function_call, f"{field_prefix}function_call")]
+
     calls = parse_json_text(calls, f"{field_prefix}tool_calls", "bad tool call")
     if not isinstance(calls, list):
         detail = f"a list of calls is required, but this is {shorten_value(calls)}"
@@ -190,13 +190,15 @@ def read_text_calls(turn_text: str, field_path: str) -> tuple[str, list[dict[str
 
 
 def merge_calls(messages: list[Message], call_message: Message) -> bool:
-    """Adds the calls of a turn of calls to the assistant's turn in front of it. Returns whether it could."""
+    """Adds the calls of a turn of calls to the assistant's turn in front of it, if they can be one turn.
+
+    Returns:
+        Whether the calls were added.
+    """
     last_message = messages[-1] if messages else None
-    if (
-        last_message is None
-        or last_message["role"] != "assistant"
-        or (last_message.get("tool_calls") and call_message["content"])
-    ):
+    if last_message is None or last_message["role"] != "assistant":
+        return False
+    if last_message.get("tool_calls") and call_message["content"]:  # text between two calls
         return False
     if last_message.get("loss_weight") != call_message.get("loss_weight"):
         return False

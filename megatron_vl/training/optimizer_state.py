@@ -6,12 +6,12 @@ moments in their dtype. What is read is fp32, whatever was written.
 Megatron-core's ``dist_checkpointing`` is not used for two reasons: core 0.19.2 packs buckets without their
 padding but slices them with it, so that moments silently get wrong offsets, and its files are pickled.
 
-The key of a tensor is ``PART_FILE_NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
-``step``. For expert 17 of a stack, PART_FILE_NAME ends in ``#17``,
+The key of a tensor is ``NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
+``step``. For expert 17 of a stack, NAME ends in ``#17``,
 and the range is that of the expert's own flattened shard.
 
 ``index.json`` says which file holds which ranges, so that a resuming rank opens only the files that it needs:
-``{"files": [FILE, ...], "slices": {PART_FILE_NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
+``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
 PART is the rank in tensor (or expert tensor) parallelism, FILE an index into ``files``, KINDS has a bit for
 each of :data:`KINDS`, and STEP is Adam's step count.
 """
@@ -256,7 +256,7 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
 def list_index_entries(
     state_tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> list[list[Any]]:
-    """``[PART_FILE_NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
+    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
 
     This is one rank's part of the index.
 
@@ -273,7 +273,7 @@ def list_index_entries(
 def _slice_locations(
     tensor_keys: Iterable[str], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> dict[str, tuple[str, int, int, int, int]]:
-    """``PART_FILE_NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
+    """``NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
     kind_bits: dict[str, int] = {}
     key_matches: dict[str, re.Match[str]] = {}
     for tensor_key in tensor_keys:

@@ -9,11 +9,11 @@ data-parallel size, which weights do not have. Tensors have the canonical names 
 tensor-parallel rank of its stage, so a rank reads only one or two files. A tied output layer is not stored:
 the last stage reads the embedding from the first stage's file.
 
-:meth:`megatron_vl.weights.weight_reader.WeightReader.read_shard` returns any slice for any layout, whatever layout is on
-disk. Before data is returned, it is compared with the manifest's SHA-256, and the manifest with its own
-digest, so that damaged data is never used. The mapping from one cut to another is a list of
-:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`, which converters also use. Nothing here imports Megatron-core, and
-nothing is unpickled.
+:meth:`megatron_vl.weights.weight_reader.WeightReader.read_shard` returns any slice for any layout, whatever
+layout is on disk. Before data is returned, it is compared with the manifest's SHA-256, and the manifest with
+its own digest, so that damaged data is never used. The mapping from one cut to another is a list of
+:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`, which converters also use. Nothing here imports
+Megatron-core, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ WEIGHTS_FORMAT = "megatron-vl-weights"
 MANIFEST_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 JOURNAL_FILE = "unfinished.jsonl"
-"""Journal of an unfinished conversion (see :mod:`converters.output_folder`). A folder that has a journal and no
-manifest is not a checkpoint."""
+"""Journal of an unfinished conversion (see :mod:`converters.output_folder`). A folder that has a journal and
+no manifest is not a checkpoint."""
 
 
 def rank_file_name(tp_rank: int, pp_rank: int) -> str:
@@ -70,10 +70,10 @@ def file_entry(
         stored_tensors: name -> (type, stored shape, SHA-256).
         file_ranks: the ranks that the file belongs to: ``tp`` and ``pp``, or ``ep``, ``etp`` and ``pp``.
     """
-    tensor_entries = {
-        name: {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
-        for name, (dtype, shape, digest) in stored_tensors.items()
-    }
+    tensor_entries = {}
+    for name, (dtype, shape, digest) in stored_tensors.items():
+        tensor_entries[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "sha256": digest}
+
     return {"file": file_name, **file_ranks, "tensors": tensor_entries}
 
 
@@ -83,8 +83,8 @@ def write_rank_file(
     """Writes the dense tensors of one model-parallel rank atomically and flushes them to the disk.
 
     Args:
-        rank_tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. They are copied in
-            small pieces.
+        rank_tensors: canonical name -> this rank's slice, of all virtual chunks, on any device. They are
+            copied in small pieces.
 
     Returns:
         The rank's entry (plain JSON types) for :func:`write_manifest`.
@@ -114,7 +114,8 @@ def _write_tensor_file(
     for tensor_name, tensor in tensors_by_name.items():
         if tensor.dtype not in CODE_BY_DTYPE:
             raise WeightsError(
-                f"tensor {tensor_name!r} has type {tensor.dtype}; weights may be {', '.join(map(dtype_name, CODE_BY_DTYPE))}"
+                f"tensor {tensor_name!r} has type {tensor.dtype}; weights "
+                f"may be {', '.join(map(dtype_name, CODE_BY_DTYPE))}"
             )
 
     file_path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +159,8 @@ def write_manifest(
         layout: None for unsplit weights.
         rank_entries: the results of :func:`write_rank_file` and :func:`write_expert_file` on all ranks, in
             any order.
-        weights_origin: facts about the origin of the weights. A reader compares ``step`` with the name of the folder.
+        weights_origin: facts about the origin of the weights. A reader compares ``step`` with the name of the
+            folder.
 
     Returns:
         The manifest's digest, which identifies these weights.
@@ -172,7 +174,16 @@ def write_manifest(
             "the model differs from its hf_config; write weights with the config that describes them"
         )
 
-    tensor_table_entries = _check_entries(spec, layout, rank_entries)
+    tensor_entries = _check_entries(spec, layout, rank_entries)
+
+    # Sorted, so that the manifest does not depend on the order in which ranks finish.
+    file_entries = {}
+    for rank_entry in sorted(rank_entries, key=lambda entry: entry["file"]):
+        file_entries[rank_entry["file"]] = {
+            **{rank: rank_entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in rank_entry},
+            "tensors": {name: tensor["sha256"] for name, tensor in rank_entry["tensors"].items()},
+        }
+
     manifest = {
         "format": WEIGHTS_FORMAT,
         "version": MANIFEST_VERSION,
@@ -180,18 +191,13 @@ def write_manifest(
         "family": spec.family,
         "layout": layout and layout.as_dict(),
         "origin": weights_origin or {},
+        # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
-        "tensors": tensor_table_entries,
-        "files": {
-            entry["file"]: {
-                **{rank: entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in entry},
-                "tensors": {name: tensor["sha256"] for name, tensor in entry["tensors"].items()},
-            }
-            for entry in sorted(rank_entries, key=lambda entry: entry["file"])
-        },
+        "tensors": tensor_entries,
+        "files": file_entries,
     }
-
     manifest["digest"] = manifest_digest(manifest)
+    # The folder counts as weights from here on, so this file must be written as a whole or not at all.
     durable_files.write_file(Path(weights_dir) / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
 
@@ -199,14 +205,12 @@ def write_manifest(
 def shard_index_in_file(
     tensor_info: TensorInfo | None, rank_entry: Mapping[str, Any], layout: Layout | None
 ) -> int | None:
-    """The part of a tensor that the file of ``rank_entry`` may hold; None if it does not belong in that file."""
+    """Which part of a tensor the file of ``rank_entry`` may hold; None: the tensor belongs elsewhere."""
     if tensor_info is None or layout is None or not tensor_info.num_experts:
         return rank_entry.get("tp")
-    return (
-        layout.sharding.shard_index(tensor_info, ep_rank=rank_entry["ep"], etp_rank=rank_entry["etp"])
-        if "ep" in rank_entry
-        else None
-    )
+    if "ep" not in rank_entry:
+        return None
+    return layout.sharding.shard_index(tensor_info, ep_rank=rank_entry["ep"], etp_rank=rank_entry["etp"])
 
 
 def describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> str:
@@ -247,13 +251,15 @@ def _check_entries(
         for shard_index in range(sharding.num_shards(tensor_info)):
             if (shard_index, pipeline_stage, tensor_name) not in stored_entries:
                 raise WeightsError(
-                    f"tensor {tensor_name!r} is missing on {describe_rank(tensor_info, shard_index, sharding)}, pipeline rank {pipeline_stage}"
+                    f"tensor {tensor_name!r} is missing on "
+                    f"{describe_rank(tensor_info, shard_index, sharding)}, pipeline rank {pipeline_stage}"
                 )
             tensor_entry = stored_entries.pop((shard_index, pipeline_stage, tensor_name))
             if tensor_entry["shape"] != shard_shape:
                 rank_text = describe_rank(tensor_info, shard_index, sharding)
                 raise WeightsError(
-                    f"tensor {tensor_name!r} has shape {tensor_entry['shape']} on {rank_text}; it should be {shard_shape}"
+                    f"tensor {tensor_name!r} has shape {tensor_entry['shape']} "
+                    f"on {rank_text}; it should be {shard_shape}"
                 )
             shard_entries.append(tensor_entry)
 
@@ -326,18 +332,19 @@ def check_tensor_table(
     manifest_path: Path, manifest: dict[str, Any], expected_infos: Mapping[str, TensorInfo]
 ) -> None:
     """Raises :class:`WeightsError` unless the manifest's tensors are those of its config."""
-    expected_tensors = {
-        name: {"shape": list(info.shape), "split": info.parallel_style}
-        for name, info in expected_infos.items()
-    }
-    manifest_tensors = {
-        name: {"shape": tensor_entry["shape"], "split": tensor_entry["split"]}
-        for name, tensor_entry in manifest["tensors"].items()
-    }
+    expected_tensors = {}
+    for name, info in expected_infos.items():
+        expected_tensors[name] = {"shape": list(info.shape), "split": info.parallel_style}
+
+    manifest_tensors = {}
+    for name, tensor_entry in manifest["tensors"].items():
+        manifest_tensors[name] = {"shape": tensor_entry["shape"], "split": tensor_entry["split"]}
+
     for name in sorted(expected_tensors.keys() | manifest_tensors.keys()):
         if expected_tensors.get(name) != manifest_tensors.get(name):
             raise WeightsError(
-                f"{manifest_path}: tensor {name!r} is {manifest_tensors.get(name)}; its config says {expected_tensors.get(name)}"
+                f"{manifest_path}: tensor {name!r} is {manifest_tensors.get(name)}; "
+                f"its config says {expected_tensors.get(name)}"
             )
         if manifest["tensors"][name]["dtype"] not in DTYPE_BY_NAME:
             raise WeightsError(

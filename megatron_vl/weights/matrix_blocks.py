@@ -11,10 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.spec.tensors import Sharding, TensorInfo
-from megatron_vl.weights.tensor_files import (
-    MatrixRegion,
-    matrix_shape,
-)
+from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 
 
 class MatrixBlock(NamedTuple):
@@ -25,8 +22,8 @@ class MatrixBlock(NamedTuple):
     rows: int
     cols: int
     row: int = 0
-    """First row in the whole matrix. ``col`` is the first column there; ``part_row`` and ``part_col`` are the
-    first row and column in the part."""
+    """First row in the whole matrix; ``col`` is its first column. ``part_row`` and ``part_col`` are the first
+    row and column in the part."""
     col: int = 0
     part_row: int = 0
     part_col: int = 0
@@ -65,13 +62,12 @@ def gather_region(
         if first_row >= end_row or first_col >= end_col:
             continue
 
-        block_data = _read_block(block, MatrixRegion(first_row, end_row, first_col, end_col), read_part)
-        if (
-            (first_row, end_row, first_col, end_col) == region
-            and block_data.dtype == dtype
-            and not block.is_transposed
-        ):
+        # A region inside one block of the right type is a view of the part. No memory is filled for it.
+        block_region = MatrixRegion(first_row, end_row, first_col, end_col)
+        block_data = _read_block(block, block_region, read_part)
+        if block_region == region and block_data.dtype == dtype and not block.is_transposed:
             return block_data
+
         if gathered is None:
             gathered = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
         target_view = gathered[
@@ -79,7 +75,7 @@ def gather_region(
         ]
         _copy_matrix(block_data, target_view, block.is_transposed)
 
-    if gathered is None:
+    if gathered is None:  # the whole region is padding
         return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
     return gathered
 
@@ -118,9 +114,10 @@ def _read_block(
 
 @lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
 def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlock, ...]:
-    """The blocks that make up the full matrix. :attr:`MatrixBlock.part` is a part's number (see :meth:`Sharding.part`).
+    """The blocks that make up the full matrix of a tensor.
 
-    A replicated tensor is read from part 0.
+    :attr:`MatrixBlock.part_id` is the number of a part (see
+    :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`). A replicated tensor is read from part 0.
     """
     row_count, col_count = matrix_shape(tensor_info.shape)
     if tensor_info.num_experts:
@@ -177,15 +174,17 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
     expert_shard_rows = single_expert.shard_shape(Sharding(sharding.etp))[0]
     experts_per_rank = tensor_info.num_experts // sharding.ep
 
-    blocks = [
-        block._replace(
-            part_id=expert // experts_per_rank * sharding.etp + int(block.part_id),
-            row=block.row + expert * expert_rows,
-            part_row=block.part_row + expert % experts_per_rank * expert_shard_rows,
-        )
-        for expert in range(tensor_info.num_experts)
-        for block in shard_blocks(single_expert, Sharding(sharding.etp))
-    ]
+    blocks = []
+    for expert_index in range(tensor_info.num_experts):
+        expert_rank, local_index = divmod(expert_index, experts_per_rank)
+        for block in shard_blocks(single_expert, Sharding(sharding.etp)):
+            blocks.append(
+                block._replace(
+                    part_id=expert_rank * sharding.etp + int(block.part_id),
+                    row=block.row + expert_index * expert_rows,
+                    part_row=block.part_row + local_index * expert_shard_rows,
+                )
+            )
 
     joined_blocks: list[MatrixBlock] = []
     for block in sorted(blocks, key=lambda block: (block.part_id, block.part_row)):
@@ -200,16 +199,17 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
 
 def blocks_of_shard(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> list[MatrixBlock]:
     """The blocks of the full matrix that make up one part: the inverse of :func:`shard_blocks`."""
-    source = 0 if tensor_info.parallel_style == "replicated" else shard_index
-    return [
-        block.inverse_block(tensor_info.name)
-        for block in shard_blocks(tensor_info, sharding)
-        if block.part_id == source
-    ]
+    # All ranks hold a replicated tensor, and shard_blocks names only part 0.
+    part_id = 0 if tensor_info.parallel_style == "replicated" else shard_index
+    source_blocks: list[MatrixBlock] = []
+    for block in shard_blocks(tensor_info, sharding):
+        if block.part_id == part_id:
+            source_blocks.append(block.inverse_block(tensor_info.name))
+    return source_blocks
 
 
 def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> Tensor:
-    """One part (see :meth:`Sharding.part`) of a full tensor. It is a view if the cut allows it."""
+    """Part ``shard_index`` of a full tensor. It is a view if the cut allows it."""
     split_axis = 1 if tensor_info.parallel_style == "row" else 0
     shard_count = sharding.tensor_parallel_ways(tensor_info)
     if tensor_info.num_experts:
@@ -229,27 +229,27 @@ def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sh
 
 
 def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, sharding: Sharding) -> Tensor:
-    """Joins all parts, in order, to the full tensor: the inverse of :func:`shard`."""
+    """Joins all parts, in order, to the full tensor: the inverse of :func:`cut_shard`."""
     if tensor_info.num_experts:
         single_expert = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
-        expert_groups = [
-            zip(*shard_tensors[first_shard : first_shard + sharding.etp], strict=True)
-            for first_shard in range(0, len(shard_tensors), sharding.etp)
-        ]
-        return torch.stack(
-            [
-                join_shards(shard_sections, single_expert, Sharding(sharding.etp))
-                for run in expert_groups
-                for shard_sections in run
-            ]
-        )
+
+        # The parts of one expert rank hold slices of the same experts.
+        joined_experts = []
+        for first_shard in range(0, len(shard_tensors), sharding.etp):
+            rank_shards = shard_tensors[first_shard : first_shard + sharding.etp]
+            for expert_slices in zip(*rank_shards, strict=True):
+                joined_experts.append(join_shards(expert_slices, single_expert, Sharding(sharding.etp)))
+        return torch.stack(joined_experts)
     if tensor_info.parallel_style == "replicated" or sharding.tensor_parallel_ways(tensor_info) == 1:
         return shard_tensors[0]
     if tensor_info.parallel_style in ("gated", "sections"):
-        sizes = [
-            row_count // sharding.tp
-            for row_count in _section_rows(tensor_info, len(shard_tensors) * shard_tensors[0].shape[0])
-        ]
-        shard_sections = [part.split(sizes) for part in shard_tensors]
-        return torch.cat([part[i] for i in range(len(sizes)) for part in shard_sections])
+        full_rows = len(shard_tensors) * shard_tensors[0].shape[0]
+        section_sizes = [rows // sharding.tp for rows in _section_rows(tensor_info, full_rows)]
+
+        # Each section of the full tensor consists of that section of all parts.
+        sections_by_shard = [shard_tensor.split(section_sizes) for shard_tensor in shard_tensors]
+        joined_sections: list[Tensor] = []
+        for shard_sections in zip(*sections_by_shard, strict=True):
+            joined_sections += shard_sections
+        return torch.cat(joined_sections)
     return torch.cat(list(shard_tensors), dim=1 if tensor_info.parallel_style == "row" else 0)

@@ -7,8 +7,8 @@
 
 The saves of a folder are numbered (``serial``). **The latest checkpoint is the one saved last**, not the one
 with the largest step: after a roll-back to step 2, step 3 is newer than the abandoned step 6. The whole
-project uses :func:`latest`. The order does not depend on ``latest.json``, so a run that is killed before that
-file is written loses nothing.
+project uses :func:`find_latest_checkpoint`. The order does not depend on ``latest.json``, so a run that is
+killed before that file is written loses nothing.
 
 A roll-back (``checkpoint.step``) begins a branch with the first checkpoint that is saved after it. Until
 then, it has no effect. The checkpoints that the new branch was not trained from stay on disk and are used
@@ -35,8 +35,8 @@ LINEAGE_FILE = "lineage.json"
 EXPORTS_DIR = "hf"
 """Subfolder of a run in which ``checkpoint.export_hf`` writes Hugging Face folders."""
 EXPORT_FACTS_FILE = "megatron_vl.json"
-"""A file next to exported weights. It holds their rule for videos and, in a folder of :data:`EXPORTS`, the
-saved step that they come from."""
+"""A file next to exported weights. It holds their rule for videos and, in a folder of
+:data:`EXPORTS_DIR`, the saved step that they come from."""
 UNKNOWN_BRANCH = "unknown"
 """The branch of a step folder that holds only weights, or whose lineage is damaged."""
 
@@ -45,7 +45,7 @@ _BRANCH_PATTERN = re.compile(r"\w{1,32}")
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint cannot be written or resumed from. The message says what is wrong and what to do."""
+    """A checkpoint cannot be written or read. The message says why, and what the user can do."""
 
 
 class StepMissingError(CheckpointError):
@@ -144,15 +144,15 @@ def step_of_dir(dir_path: Path) -> int | None:
 
 def aside_path(checkpoint: SavedCheckpoint) -> Path:
     """An unused path for a checkpoint whose step is saved again on another branch."""
-    step = step_dir_path(checkpoint.path.parent, checkpoint.step)
+    step_dir = step_dir_path(checkpoint.path.parent, checkpoint.step)
     lineage = checkpoint.lineage
-    base_name = f"{step.name}.branch_{lineage.branch}.{lineage.serial}"
-    path = checkpoint.path.with_name(base_name)
+    base_name = f"{step_dir.name}.branch_{lineage.branch}.{lineage.serial}"
+    unused_path = checkpoint.path.with_name(base_name)
     copy_number = 1
-    while path.exists():
+    while unused_path.exists():
         copy_number += 1
-        path = checkpoint.path.with_name(f"{base_name}.{copy_number}")
-    return path
+        unused_path = checkpoint.path.with_name(f"{base_name}.{copy_number}")
+    return unused_path
 
 
 def make_branch_name() -> str:
@@ -181,11 +181,9 @@ def lineage_from_json(json_fields: Any) -> Lineage:
             _checked_count(rollback_values["attempt"]),
         )
 
-    rollback_fields, restart_fields, parent_fields = (
-        json_fields["rollback"],
-        json_fields["data_restart"],
-        json_fields["parent"],
-    )
+    parent_fields = json_fields["parent"]
+    rollback_fields = json_fields["rollback"]
+    restart_fields = json_fields["data_restart"]
     return Lineage(
         _checked_count(json_fields["serial"]),
         _checked_branch(json_fields["branch"]),
@@ -205,9 +203,8 @@ def _checked_count(stored_count: Any) -> int:
 
 
 def _checked_branch(stored_name: Any) -> str:
-    if not isinstance(stored_name, str) or not _BRANCH_PATTERN.fullmatch(
-        stored_name
-    ):  # it becomes part of a folder's name
+    # The name becomes part of a folder's name.
+    if not isinstance(stored_name, str) or not _BRANCH_PATTERN.fullmatch(stored_name):
         raise ValueError(f"{stored_name!r} is not the name of a branch")
     return stored_name
 
@@ -292,8 +289,8 @@ def find_latest_checkpoint(checkpoint_dir: Path) -> SavedCheckpoint | None:
         if has_step:
             problem_text = f"its folder holds an earlier save than number {latest_fields['serial']}"
         raise StepMissingError(
-            f"{checkpoint_dir / LATEST_FILE} names step {latest_fields['step']}, but {problem_text}; fetch it, set checkpoint.step, or "
-            f"remove {LATEST_FILE} to use the newest checkpoint that exists"
+            f"{checkpoint_dir / LATEST_FILE} names step {latest_fields['step']}, but {problem_text}; fetch "
+            f"it, set checkpoint.step, or remove {LATEST_FILE} to use the newest checkpoint that exists"
         )
 
     return checkpoints[-1]
@@ -305,12 +302,14 @@ def split_by_branch(checkpoint_dir: Path) -> tuple[list[SavedCheckpoint], list[S
     checkpoints = saved_checkpoints(checkpoint_dir)
     if newest_checkpoint is None:
         return [], []
-    branch_checkpoints = [
-        saved
-        for saved in checkpoints
-        if newest_checkpoint.lineage.contains_checkpoint(newest_checkpoint.step, saved.checkpoint_point)
-    ]
-    abandoned_checkpoints = [saved for saved in checkpoints if saved not in branch_checkpoints]
+
+    branch_checkpoints: list[SavedCheckpoint] = []
+    abandoned_checkpoints: list[SavedCheckpoint] = []
+    for checkpoint in checkpoints:
+        is_ancestor = newest_checkpoint.lineage.contains_checkpoint(
+            newest_checkpoint.step, checkpoint.checkpoint_point
+        )
+        (branch_checkpoints if is_ancestor else abandoned_checkpoints).append(checkpoint)
     return sorted(branch_checkpoints, key=lambda saved: saved.step), abandoned_checkpoints
 
 
@@ -318,10 +317,8 @@ def _read_latest_file(file_path: Path) -> dict[str, Any] | None:
     try:
         json_fields = json.loads(file_path.read_text())
         return {"step": json_fields["step"], "serial": json_fields["serial"]}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None  # it was removed, or the run was killed before it was first written
-    except NotADirectoryError:
-        return None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{file_path} is damaged ({error}); remove it to use the newest step_ folder"
@@ -369,35 +366,30 @@ def choose_start_point(
 
     Raises:
         StepMissingError: there is no such checkpoint. The message lists the existing ones.
-        CheckpointError: the latest checkpoint is not known (:func:`latest`).
+        CheckpointError: the latest checkpoint is not known (:func:`find_latest_checkpoint`).
     """
-    newest_checkpoint = (
-        find_latest_checkpoint(checkpoint_dir) if checkpoint_dir is not None and step is None else None
-    )
-    if checkpoint_dir is None or (step is None and newest_checkpoint is None):
+    if checkpoint_dir is None:
         return StartPoint(None, Lineage(branch=make_branch_name()))
 
     if step is None:
-        assert checkpoint_dir is not None and newest_checkpoint is not None
-        return StartPoint(
-            newest_checkpoint,
-            dataclasses.replace(newest_checkpoint.lineage, parent=newest_checkpoint.checkpoint_point),
-        )
+        newest_checkpoint = find_latest_checkpoint(checkpoint_dir)
+        if newest_checkpoint is None:
+            return StartPoint(None, Lineage(branch=make_branch_name()))
+        return StartPoint(newest_checkpoint, _continued_lineage(newest_checkpoint))
 
     checkpoints = saved_checkpoints(checkpoint_dir)
     newest_checkpoint = _latest_for_rollback(checkpoint_dir, checkpoints)
+    # A job that is queued again repeats its command. It must not roll back a second time.
+    done_rollback = newest_checkpoint.lineage.rollback if newest_checkpoint is not None else None
     if (
         newest_checkpoint is not None
-        and newest_checkpoint.lineage.rollback
-        and _is_done_rollback(newest_checkpoint.lineage.rollback, step, branch, attempt)
+        and done_rollback is not None
+        and _is_done_rollback(done_rollback, step, branch, attempt)
     ):
-        user_message = _done_rollback_line(newest_checkpoint, newest_checkpoint.lineage.rollback, checkpoints)
-        return StartPoint(
-            newest_checkpoint,
-            dataclasses.replace(newest_checkpoint.lineage, parent=newest_checkpoint.checkpoint_point),
-            (user_message,),
-        )
+        user_message = _done_rollback_line(newest_checkpoint, done_rollback, checkpoints)
+        return StartPoint(newest_checkpoint, _continued_lineage(newest_checkpoint), (user_message,))
 
+    # A new branch begins. It takes effect with its first save.
     source_checkpoint = _find_checkpoint(checkpoint_dir, checkpoints, newest_checkpoint, step, branch)
     forks = (*source_checkpoint.lineage.forks, source_checkpoint.checkpoint_point)
     rollback = RollBack(step, source_checkpoint.lineage.branch, attempt)
@@ -410,6 +402,11 @@ def choose_start_point(
         source_checkpoint.lineage.data_restart,
     )
     return StartPoint(source_checkpoint, lineage, (_rollback_line(source_checkpoint, newest_checkpoint),))
+
+
+def _continued_lineage(checkpoint: SavedCheckpoint) -> Lineage:
+    """The lineage of the checkpoints that follow ``checkpoint`` on its branch."""
+    return dataclasses.replace(checkpoint.lineage, parent=checkpoint.checkpoint_point)
 
 
 def _latest_for_rollback(checkpoint_dir: Path, checkpoints: list[SavedCheckpoint]) -> SavedCheckpoint | None:
@@ -435,14 +432,17 @@ def _done_rollback_line(
     newest_checkpoint: SavedCheckpoint, done_rollback: RollBack, checkpoints: list[SavedCheckpoint]
 ) -> str:
     line = (
-        f"checkpoint.step {done_rollback.step}: this roll-back was done before, and its branch {newest_checkpoint.lineage.branch} "
-        f"is saved up to step {newest_checkpoint.step}; the run continues from there"
+        f"checkpoint.step {done_rollback.step}: this roll-back was done "
+        f"before, and its branch {newest_checkpoint.lineage.branch} is saved "
+        f"up to step {newest_checkpoint.step}; the run continues from there"
     )
-    if CheckpointPoint(done_rollback.branch, done_rollback.step) not in [
-        saved.checkpoint_point for saved in checkpoints
-    ]:
+    source_point = CheckpointPoint(done_rollback.branch, done_rollback.step)
+    if source_point not in [saved.checkpoint_point for saved in checkpoints]:
         return f"{line}. Step {done_rollback.step} itself no longer exists (checkpoint.keep)"
-    return f"{line}. To go back to step {done_rollback.step} once more, give --checkpoint.attempt {done_rollback.attempt + 1}"
+    return (
+        f"{line}. To go back to step {done_rollback.step} once more, "
+        f"give --checkpoint.attempt {done_rollback.attempt + 1}"
+    )
 
 
 def _find_checkpoint(
@@ -452,28 +452,35 @@ def _find_checkpoint(
     step: int,
     branch: str,
 ) -> SavedCheckpoint:
-    matching_checkpoints = [
-        saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)
-    ]
+    matching_checkpoints = []
+    for saved in checkpoints:
+        if saved.step == step and branch in ("", saved.lineage.branch):
+            matching_checkpoints.append(saved)
+
     if not matching_checkpoints:
         requested_text = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
         steps = ", ".join(map(str, sorted({saved.step for saved in checkpoints}))) or "none"
         raise StepMissingError(f"{requested_text} is not in {checkpoint_dir}; existing steps: {steps}")
-    branch_checkpoints = [
-        saved
-        for saved in matching_checkpoints
-        if newest_checkpoint is not None
-        and newest_checkpoint.lineage.contains_checkpoint(newest_checkpoint.step, saved.checkpoint_point)
-    ]
+
+    branch_checkpoints = []
+    for saved in matching_checkpoints:
+        if newest_checkpoint is not None and newest_checkpoint.lineage.contains_checkpoint(
+            newest_checkpoint.step, saved.checkpoint_point
+        ):
+            branch_checkpoints.append(saved)
+
     return (branch_checkpoints or matching_checkpoints)[-1]
 
 
 def _rollback_line(source_checkpoint: SavedCheckpoint, newest_checkpoint: SavedCheckpoint | None) -> str:
-    line = f"rolled back to step {source_checkpoint.step} of branch {source_checkpoint.lineage.branch} ({source_checkpoint.path.name})"
+    line = (
+        f"rolled back to step {source_checkpoint.step} of branch "
+        f"{source_checkpoint.lineage.branch} ({source_checkpoint.path.name})"
+    )
     if newest_checkpoint is None or newest_checkpoint.checkpoint_point == source_checkpoint.checkpoint_point:
         return line
     return (
-        f"{line}. Once this run saves, its checkpoints are the latest. The later checkpoints of branch "
-        f"{newest_checkpoint.lineage.branch} stay on disk and are not used. Until then, a start without checkpoint.step "
-        f"resumes from step {newest_checkpoint.step}"
+        f"{line}. Once this run saves, its checkpoints are the latest. The later checkpoints "
+        f"of branch {newest_checkpoint.lineage.branch} stay on disk and are not used. Until "
+        f"then, a start without checkpoint.step resumes from step {newest_checkpoint.step}"
     )

@@ -86,10 +86,10 @@ def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
 
 def row_regions(tensor_shape: Sequence[int], itemsize: int) -> Iterator[MatrixRegion]:
     """Regions of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
-    rows, col_count = matrix_shape(tensor_shape)
-    step = max(1, CHUNK_BYTES // max(1, col_count * itemsize))
-    for row in range(0, rows, step):
-        yield MatrixRegion(row, min(rows, row + step), 0, col_count)
+    row_count, col_count = matrix_shape(tensor_shape)
+    rows_per_region = max(1, CHUNK_BYTES // max(1, col_count * itemsize))
+    for row in range(0, row_count, rows_per_region):
+        yield MatrixRegion(row, min(row_count, row + rows_per_region), 0, col_count)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -148,8 +148,8 @@ class TensorReader:
         if self.dtype_code(tensor_name) not in DTYPE_BY_CODE:
             valid_codes = ", ".join(DTYPE_BY_CODE)
             raise WeightsError(
-                f"{self.path}: tensor {tensor_name!r} has type {self.dtype_code(tensor_name)}; weights may be {valid_codes}, not"
-                " quantised"
+                f"{self.path}: tensor {tensor_name!r} has type "
+                f"{self.dtype_code(tensor_name)}; weights may be {valid_codes}, not quantised"
             )
         return DTYPE_BY_CODE[self.dtype_code(tensor_name)]
 
@@ -161,7 +161,8 @@ class TensorReader:
         """
         if self.dtype_code(tensor_name) not in DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE:
             raise WeightsError(
-                f"{self.path}: tensor {tensor_name!r} has type {self.dtype_code(tensor_name)}, which this program does not read"
+                f"{self.path}: tensor {tensor_name!r} has type "
+                f"{self.dtype_code(tensor_name)}, which this program does not read"
             )
         dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[self.dtype_code(tensor_name)]
         col_count = matrix_shape(self.shape(tensor_name))[1]
@@ -172,8 +173,7 @@ class TensorReader:
         region_bytes = self._mapped_bytes[region_start:region_end]
         self._release_pages(len(region_bytes))
         if region_start % dtype.itemsize:
-            # The format allows unaligned tensors, although no current program writes them. torch cannot view
-            # them.
+            # The format allows unaligned tensors, which torch cannot view. No current program writes them.
             region_bytes = region_bytes.clone()
         return region_bytes.view(dtype).view(-1, col_count)[:, region.col : region.col_end]
 
@@ -188,26 +188,26 @@ class TensorReader:
             self._memory_map.madvise(mmap.MADV_DONTNEED)
 
     def sha256(self, tensor_name: str, on_bytes_read: Callable[[int], object] | None = None) -> str:
-        """The SHA-256 of a tensor's stored bytes. ``on_bytes_read`` is called with the size in bytes of each piece."""
+        """The SHA-256 of a tensor's stored bytes.
+
+        Args:
+            on_bytes_read: called after each piece with its number of bytes.
+        """
         hasher = hashlib.sha256()
-        start, end = (
-            self._data_start + offset for offset in self._header_entries[tensor_name]["data_offsets"]
-        )
-        for offset in range(start, end, CHUNK_BYTES):
-            data = self._mapped_bytes[offset : min(end, offset + CHUNK_BYTES)]
-            self._release_pages(len(data))
-            hasher.update(memoryview(data.numpy()))
+        first_offset, end_offset = self._header_entries[tensor_name]["data_offsets"]
+        data_end = self._data_start + end_offset
+        for chunk_start in range(self._data_start + first_offset, data_end, CHUNK_BYTES):
+            chunk_bytes = self._mapped_bytes[chunk_start : min(data_end, chunk_start + CHUNK_BYTES)]
+            self._release_pages(len(chunk_bytes))
+            hasher.update(memoryview(chunk_bytes.numpy()))
             if on_bytes_read:
-                on_bytes_read(len(data))
+                on_bytes_read(len(chunk_bytes))
         return hasher.hexdigest()
 
     def read_tensor(self, tensor_name: str) -> Tensor:
         """A copy of a whole tensor."""
-        return (
-            self.read_region(tensor_name, whole_matrix_region(self.shape(tensor_name)))
-            .clone()
-            .reshape(self.shape(tensor_name))
-        )
+        tensor_shape = self.shape(tensor_name)
+        return self.read_region(tensor_name, whole_matrix_region(tensor_shape)).clone().reshape(tensor_shape)
 
 
 def make_safetensors_header(
@@ -241,13 +241,16 @@ def read_safetensors_header(file_path: Path) -> bytes:
     Raises:
         WeightsError: the file is not a safetensors file.
     """
-    with open(file_path, "rb") as file:
-        length = file.read(8)
-        size = int.from_bytes(length, "little")
-        text = file.read(size) if len(length) == 8 and size <= 100_000_000 else b""
-    if not text or len(text) != size:
+    with open(file_path, "rb") as opened_file:
+        length_field = opened_file.read(8)
+        header_size = int.from_bytes(length_field, "little")
+        # A damaged length must not make this read a whole checkpoint.
+        is_plausible = len(length_field) == 8 and header_size <= 100_000_000
+        header_text = opened_file.read(header_size) if is_plausible else b""
+
+    if not header_text or len(header_text) != header_size:
         raise WeightsError(f"{file_path} is not a whole safetensors file; fetch or write it again")
-    return length + text
+    return length_field + header_text
 
 
 def partial_path(final_path: Path) -> Path:
@@ -259,24 +262,28 @@ class TensorWriter:
     """Writes a safetensors file tensor by tensor, in any order and from several threads.
 
     The header is known in advance, so each tensor has a fixed offset, and nothing is kept in memory. The file
-    is called ``PART_FILE_NAME.partial`` until :meth:`commit` renames it.
+    is called ``FILE.partial`` until :meth:`commit` renames it to ``FILE``.
 
     Args:
+        final_path: the path of the complete file.
         header: the result of :func:`make_safetensors_header`.
-        keep: whether to continue an existing ``PART_FILE_NAME.partial`` (see :meth:`stored_sha256`) instead of emptying
-            it.
+        keep_partial: whether to continue an existing ``FILE.partial`` (see :meth:`stored_sha256`) instead of
+            emptying it.
     """
 
     def __init__(self, final_path: Path, header: bytes, keep_partial: bool = False) -> None:
         self.path = final_path
         self._partial_file = partial_path(final_path)
-        entries = json.loads(header[8:])
-        self._metadata = entries.pop("__metadata__", None)
-        self._tensor_offsets = {
-            name: [len(header) + offset for offset in entry["data_offsets"]]
-            for name, entry in entries.items()
-        }
-        self.file_size_bytes = max([len(header), *(end for _, end in self._tensor_offsets.values())])
+        header_entries = json.loads(header[8:])
+        self._metadata = header_entries.pop("__metadata__", None)
+
+        self.file_size_bytes = len(header)
+        self._tensor_offsets: dict[str, tuple[int, int]] = {}
+        for tensor_name, header_entry in header_entries.items():
+            first_offset, end_offset = header_entry["data_offsets"]
+            self._tensor_offsets[tensor_name] = (len(header) + first_offset, len(header) + end_offset)
+            self.file_size_bytes = max(self.file_size_bytes, len(header) + end_offset)
+
         self._file_descriptor = os.open(
             self._partial_file, os.O_RDWR | os.O_CREAT | (0 if keep_partial else os.O_TRUNC), 0o644
         )
@@ -303,28 +310,30 @@ class TensorWriter:
         hasher = hashlib.sha256()
         file_offset, end_offset = self._tensor_offsets[tensor_name]
         for tensor_chunk in tensor_chunks:
-            chunk_bytes = memoryview(
-                tensor_chunk.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy()
-            )
+            flat_chunk = tensor_chunk.detach().contiguous().cpu().view(-1)
+            chunk_bytes = memoryview(flat_chunk.view(torch.uint8).numpy())
             hasher.update(chunk_bytes)
             self._write_at(chunk_bytes, file_offset)
             file_offset += len(chunk_bytes)
 
         if file_offset != end_offset:
             raise WeightsError(
-                f"{self.path}: the size of tensor {tensor_name!r} differs from its header by {file_offset - end_offset:+d} bytes"
+                f"{self.path}: the size of tensor {tensor_name!r} differs "
+                f"from its header by {file_offset - end_offset:+d} bytes"
             )
         return hasher.hexdigest()
 
     def stored_sha256(self, tensor_name: str) -> str:
         """The SHA-256 of the bytes that the file currently has at a tensor's offset."""
         hasher = hashlib.sha256()
-        offset, end = self._tensor_offsets[tensor_name]
-        while offset < end and (
-            data := os.pread(self._file_descriptor, min(CHUNK_BYTES, end - offset), offset)
-        ):
-            hasher.update(data)
-            offset += len(data)
+        file_offset, end_offset = self._tensor_offsets[tensor_name]
+        while file_offset < end_offset:
+            read_size = min(CHUNK_BYTES, end_offset - file_offset)
+            read_bytes = os.pread(self._file_descriptor, read_size, file_offset)
+            if not read_bytes:  # the file was truncated
+                break
+            hasher.update(read_bytes)
+            file_offset += len(read_bytes)
         return hasher.hexdigest()
 
     @property
@@ -335,7 +344,8 @@ class TensorWriter:
     def commit(self, sync_to_disk: bool = False) -> None:
         """Gives the file its final name.
 
-        With ``sync_to_disk``, its bytes are on the disk before it is renamed, and its name is on the disk on return.
+        With ``sync_to_disk``, its bytes are on the disk before it is renamed, and its name is on the disk on
+        return.
         """
         if sync_to_disk:
             durable_files.fsync_file(self._file_descriptor, self._partial_file)
@@ -347,12 +357,12 @@ class TensorWriter:
             os.replace(self._partial_file, self.path)
 
     def close(self) -> None:
-        """Closes ``PART_FILE_NAME.partial`` without removing it. Closing twice does nothing."""
+        """Closes ``FILE.partial`` without removing it. Closing twice does nothing."""
         if self._file_descriptor >= 0:
             os.close(self._file_descriptor)
             self._file_descriptor = -1
 
     def abort(self) -> None:
-        """Removes ``PART_FILE_NAME.partial``. If the file already has its final name, nothing is removed."""
+        """Removes ``FILE.partial``. If the file already has its final name, nothing is removed."""
         self.close()
         self._partial_file.unlink(missing_ok=True)

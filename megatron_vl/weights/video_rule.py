@@ -23,9 +23,9 @@ _RULE_FIELD = "video_rule"
 
 
 def trained_video_rule(step_dir: Path, spec: ModelSpec) -> dict[str, str]:
-    """Reads the rule of the step folder ``step_dir``; empty if the program that saved it names none.
+    """Reads the rule of a step folder; empty if the program that saved it names none.
 
-    If ``run.json`` is damaged, the first loader's state tells it.
+    If ``run.json`` is damaged, the rule is read from the first loader's state.
 
     Raises:
         CheckpointError: ``run.json`` is damaged, and the loader's state does not name the rule either.

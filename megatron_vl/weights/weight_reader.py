@@ -33,7 +33,7 @@ from megatron_vl.weights.tensor_files import (
 
 
 def find_weights_dir(given_path: str | Path) -> Path:
-    """Finds the folder of weights for ``given_path``, which may be that folder, a step folder, or a run folder.
+    """Finds the folder of weights for a path: that folder itself, a step folder, or a run folder.
 
     For a run folder, it is the folder of the latest checkpoint.
 
@@ -59,7 +59,10 @@ def find_weights_dir(given_path: str | Path) -> Path:
         raise WeightsError(str(error)) from error
 
     if latest_checkpoint is None:
-        problem_text = f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
+        problem_text = (
+            f"holds no weights: looked for {MANIFEST_FILE}, "
+            f"weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
+        )
         if (given_path / "config.json").is_file():
             problem_text = (
                 "is a Hugging Face folder, not a folder of Megatron weights; write one with"
@@ -70,7 +73,8 @@ def find_weights_dir(given_path: str | Path) -> Path:
     weights_dir = latest_checkpoint.path / "weights"
     if not (weights_dir / MANIFEST_FILE).is_file():
         raise FileNotFoundError(
-            f"{weights_dir / MANIFEST_FILE} is missing, although step {latest_checkpoint.step} is the latest of {given_path}"
+            f"{weights_dir / MANIFEST_FILE} is missing, although step "
+            f"{latest_checkpoint.step} is the latest of {given_path}"
         )
 
     return weights_dir
@@ -80,7 +84,7 @@ class WeightReader:
     """Reads weights of any layout as if they had any other layout.
 
     Args:
-        verify_tensor: whether to compare each stored tensor with its SHA-256 before any part of it is first
+        should_verify: whether to compare each stored tensor with its SHA-256 before any part of it is first
             returned. This reads the whole stored tensor, even for a slice (1 to 2 GB/s per core).
 
     Attributes:
@@ -89,7 +93,7 @@ class WeightReader:
         spec: the model.
         layout: the layout of the weights; None for unsplit weights.
         sharding: how the layout cuts the tensors of a stage.
-        tensor_infos: canonical name -> :class:`TensorInfo`.
+        tensor_infos: canonical name -> :class:`~megatron_vl.spec.tensors.TensorInfo`.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -106,7 +110,7 @@ class WeightReader:
             self.tensor_infos = tensor_table(self.spec)
             self._file_by_shard = self._locate_shards()
             self._check_step()
-        except (WeightsError, FileNotFoundError):
+        except (WeightsError, FileNotFoundError):  # they name the file already
             raise
         except (ConfigError, LayoutError) as error:
             raise WeightsError(f"{self.path / MANIFEST_FILE}: {error}") from error
@@ -139,7 +143,8 @@ class WeightReader:
                     or self._pipeline_stage(tensor_name) != file_entry["pp"]
                 ):
                     raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} does not belong in {file_name}, pipeline rank {file_entry['pp']}"
+                        f"{manifest_path}: tensor {tensor_name!r} does not "
+                        f"belong in {file_name}, pipeline rank {file_entry['pp']}"
                     )
                 shard_index = shard_index_in_file(self.tensor_infos[tensor_name], file_entry, self.layout)
                 if shard_index is None:
@@ -148,21 +153,23 @@ class WeightReader:
                     )
                 if file_by_shard.setdefault((shard_index, tensor_name), file_name) != file_name:
                     raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} of {describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)} is in two"
-                        " files"
+                        f"{manifest_path}: tensor {tensor_name!r} of "
+                        f"{describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)} "
+                        "is in two files"
                     )
 
         for tensor_name, tensor_info in self.tensor_infos.items():
             for shard_index in range(self.sharding.num_shards(tensor_info)):
                 if (shard_index, tensor_name) not in file_by_shard:
                     raise WeightsError(
-                        f"{manifest_path}: no file holds tensor {tensor_name!r} ({tensor_info.parallel_style}) of"
-                        f" {describe_rank(tensor_info, shard_index, self.sharding)}"
+                        f"{manifest_path}: no file holds tensor "
+                        f"{tensor_name!r} ({tensor_info.parallel_style}) of "
+                        f"{describe_rank(tensor_info, shard_index, self.sharding)}"
                     )
 
-        if len(file_by_shard) != sum(
-            self.sharding.num_shards(tensor_info) for tensor_info in self.tensor_infos.values()
-        ):
+        # Every part has a file, so more files than parts belong to ranks that the layout does not have.
+        shard_count = sum(self.sharding.num_shards(info) for info in self.tensor_infos.values())
+        if len(file_by_shard) != shard_count:
             raise WeightsError(
                 f"{manifest_path} names files of more ranks than its layout {self.sharding} has"
             )
@@ -182,7 +189,8 @@ class WeightReader:
             and run_folder.step_of_dir(folder) not in (None, step)
         ):
             raise WeightsError(
-                f"{self.path / MANIFEST_FILE}: the weights belong to step {step}, but they are in {folder.name}"
+                f"{self.path / MANIFEST_FILE}: the weights belong "
+                f"to step {step}, but they are in {folder.name}"
             )
 
     def tensor_names(self) -> list[str]:
@@ -212,8 +220,8 @@ class WeightReader:
                     tensor_name
                 ) != expected_sha256:
                     raise WeightsError(
-                        f"{tensor_reader.path} is damaged: tensor {tensor_name!r} is not what was written (SHA-256 differs"
-                        f" from {MANIFEST_FILE}); fetch or write the weights again"
+                        f"{tensor_reader.path} is damaged: tensor {tensor_name!r} is not what was written "
+                        f"(SHA-256 differs from {MANIFEST_FILE}); fetch or write the weights again"
                     )
                 self._verified_tensors.add((file_name, tensor_name))
 
@@ -245,9 +253,8 @@ class WeightReader:
         Raises:
             WeightsError: the tensor is damaged.
         """
-        for shard_index in {
-            block.part_id for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
-        }:
+        tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        for shard_index in {block.part_id for block in tensor_blocks}:
             self._open_shard(int(shard_index), tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
@@ -260,7 +267,9 @@ class WeightReader:
         return gather_region(
             tensor_blocks,
             region,
-            lambda part, w: self._open_shard(int(part), tensor_name).read_region(tensor_name, w),
+            lambda shard_index, shard_region: self._open_shard(int(shard_index), tensor_name).read_region(
+                tensor_name, shard_region
+            ),
             self.dtype(tensor_name),
         )
 
@@ -274,10 +283,14 @@ class WeightReader:
         """Reads a copy of one part of a tensor, whatever layout is on disk.
 
         Args:
-            shard_index: number of the part, out of ``sharding.num_shards(info)``.
+            shard_index: number of the part, below ``sharding.num_shards(info)`` (see
+                :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`).
             sharding: how to cut the model. By default, the part is the full tensor.
-            expert_index: for an expert tensor, the index within the part of the only expert to return, without the
-                leading dimension; None: all experts of the part.
+            expert_index: for an expert tensor, the index within the part of the only expert to return,
+                without the leading dimension; None: all experts of the part.
+
+        Returns:
+            The part, of the stored type, in the shape of ``info.shard_shape(sharding)``.
 
         Raises:
             LayoutError: the model cannot be cut in this way.
@@ -287,17 +300,22 @@ class WeightReader:
         tensor_info = self.tensor_infos[tensor_name]
         dtype = self.dtype(tensor_name)
         shard_shape = tensor_info.shard_shape(sharding)
+
+        # As a matrix, a stack [E, rows, cols] has E * rows rows, so an expert is a range of rows.
         first_row = 0
         if expert_index is not None:
             first_row = range(shard_shape[0])[expert_index] * shard_shape[1]
             shard_shape = shard_shape[1:]
 
-        has_stored_sharding = (
-            sharding[1:3] == self.sharding[1:3]
-            if tensor_info.num_experts
-            else sharding.tensor_parallel_ways(tensor_info) == self.sharding.tensor_parallel_ways(tensor_info)
-        )
-        shard_blocks_list = blocks_of_shard(tensor_info, shard_index, sharding)
+        # A part that is stored in the same cut needs no other file and no rearrangement.
+        if tensor_info.num_experts:
+            has_stored_sharding = sharding[1:3] == self.sharding[1:3]
+        else:
+            stored_ways = self.sharding.tensor_parallel_ways(tensor_info)
+            has_stored_sharding = sharding.tensor_parallel_ways(tensor_info) == stored_ways
+
+        source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
+        # Region by region, so that only a few megabytes are in memory besides the result.
         shard_tensor = torch.empty(matrix_shape(shard_shape), dtype=dtype)
         for region in row_regions(shard_shape, dtype.itemsize):
             source_region = region._replace(row=region.row + first_row, row_end=region.row_end + first_row)
@@ -307,7 +325,7 @@ class WeightReader:
                 )
             else:
                 region_data = gather_region(
-                    shard_blocks_list,
+                    source_blocks,
                     source_region,
                     lambda _, full: self.read_region(tensor_name, full),
                     dtype,

@@ -119,7 +119,8 @@ def test_impossible_layouts(tmp_path: Path, layout: dict, message: str) -> None:
     ],
 )
 def test_square_experts_are_refused(tmp_path: Path, width: int, stack: str, message: str) -> None:
-    """Both orientations fit one of the two stacks; the other does not decide (see ``detect_expert_style``)."""
+    """Both orientations fit one of the two stacks; the other does not decide (see
+    ``detect_expert_style``)."""
     size = "Qwen3-VL-30B-A3B-Instruct"
     config = small_config(size)
     tensors = released_tensors(size)

@@ -266,7 +266,7 @@ INTRODUCTION = f"""\
   code, so it may well work; nothing here claims it.
 - A cell is empty where a family cannot have the feature.
 
-The test of a case is `{PARITY}[RANKS-PART_FILE_NAME]`. `make test` runs the cases that together
+The test of a case is `{PARITY}[RANKS-NAME]`. `make test` runs the cases that together
 hold every pair of settings, `make test-full` all {sum(map(len, CASES.values()))}.
 """
 
@@ -288,7 +288,7 @@ def markdown() -> str:
 
     parts += ["## The cases\n", "One case for each number above.\n"]
     for family, name in FAMILIES.items():
-        parts += [f"### {name}\n", _table(["", "`RANKS-PART_FILE_NAME`", "Run by"], _cases(family))]
+        parts += [f"### {name}\n", _table(["", "`RANKS-NAME`", "Run by"], _cases(family))]
     return "\n".join(parts)
 
 

@@ -121,18 +121,16 @@ class KernelTimer:
         product_tflops = []
         for product_width in self.work_sizes.product_widths:
             token_count = self.work_sizes.token_count * self.work_sizes.product_widths[-1] // product_width
-            x, weight = (
-                self.random_tensor(token_count, product_width, requires_grad=True),
-                self.random_tensor(product_width, product_width, requires_grad=True),
-            )
+            x = self.random_tensor(token_count, product_width, requires_grad=True)
+            weight = self.random_tensor(product_width, product_width, requires_grad=True)
             output_gradient = self.random_tensor(token_count, product_width)
 
             def run_products(x=x, weight=weight, output_gradient=output_gradient) -> None:
                 torch.autograd.grad(x @ weight.t(), (x, weight), output_gradient)
 
-            product_tflops.append(
-                6 * token_count * product_width * product_width / self.mean_seconds(run_products) / 1e12
-            )
+            # Three products of 2 FLOPs for each multiplication and addition.
+            flops = 6 * token_count * product_width * product_width
+            product_tflops.append(flops / self.mean_seconds(run_products) / 1e12)
         return fit_saturating_rate(self.work_sizes.product_widths, product_tflops)
 
     def memory_rate(self) -> float:
@@ -151,12 +149,15 @@ class KernelTimer:
             causal=True,
             dtype=self.dtype,
         )
-        attention_tflops = [
-            self._attention_rate(
-                backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
+
+        attention_tflops = []
+        for length in self.work_sizes.document_lengths:
+            attention_tflops.append(
+                self._attention_rate(
+                    backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
+                )
             )
-            for length in self.work_sizes.document_lengths
-        ]
+
         return fit_saturating_rate(self.work_sizes.document_lengths, attention_tflops)
 
     def tower_attention_rate(self) -> float:
@@ -237,9 +238,7 @@ class KernelTimer:
             return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
         host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        device_buffers = [
-            torch.empty(byte_count, dtype=torch.uint8, device=self.platform.device) for _ in range(2)
-        ]
+        device_buffers = [torch.empty_like(buffer, device=self.platform.device) for buffer in host_buffers]
         copy_streams = [torch.cuda.Stream() for _ in range(2)]
 
         def copy_both_ways() -> None:
@@ -341,8 +340,9 @@ def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> C
     if platform.name == "cuda":
         torch.cuda.empty_cache()
     provenance_lines = [
-        f"Measured by `megatron-vl bench --calibrate` on {world_size} x {accelerator_name}, torch {torch.__version__},"
-        f" {options.config.dtype}: {', '.join(sorted(set(slowest_rates) - {'expert_tflops'}))}.",
+        f"Measured by `megatron-vl bench --calibrate` on {world_size} x "
+        f"{accelerator_name}, torch {torch.__version__}, {options.config.dtype}: "
+        f"{', '.join(sorted(set(slowest_rates) - {'expert_tflops'}))}.",
         f"All other fields: {previous_rates.source}; expert_tflops in proportion to product_tflops.",
     ]
     return dataclasses.replace(
@@ -386,12 +386,18 @@ def finish_calibration(
 
     def predict_steps(candidate_rates: Calibration) -> dict[str, float]:
         world_size = layout.replica_ranks * _data_parallel_size(options, layout)
-        return {
-            name: predict_layout(
-                options.config, spec, world_size, layout, row_statistics=found, calibration=candidate_rates
+
+        step_predictions: dict[str, float] = {}
+        for name, row_statistics in statistics_by_workload.items():
+            step_predictions[name] = predict_layout(
+                options.config,
+                spec,
+                world_size,
+                layout,
+                row_statistics=row_statistics,
+                calibration=candidate_rates,
             ).step_seconds
-            for name, found in statistics_by_workload.items()
-        }
+        return step_predictions
 
     unscaled_steps = predict_steps(kernel_calibration)
     rate_factor = fit_speed_factor(
@@ -404,14 +410,17 @@ def finish_calibration(
         rate_factor = 1.0
     scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor)
     predicted_steps = predict_steps(scaled_calibration)
-    measured_text = ", ".join(f"{name} {1e3 * measured_steps[name]:,.0f}" for name in measured_steps)
-    scaling_note = (
-        f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match measured"
-        f" steps on average ({spec.family}, {measured_text} ms)."
-        if factor_is_valid
-        else f"No factor explains the measured steps ({spec.family}, {measured_text} ms), so the rates were not"
-        " scaled."
-    )
+    step_texts = [f"{name} {1e3 * seconds:,.0f}" for name, seconds in measured_steps.items()]
+    measured_text = f"{spec.family}, {', '.join(step_texts)} ms"
+    if factor_is_valid:
+        scaling_note = (
+            f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match"
+            f" measured steps on average ({measured_text})."
+        )
+    else:
+        scaling_note = (
+            f"No factor explains the measured steps ({measured_text}), so the rates were not scaled."
+        )
     scaled_calibration = dataclasses.replace(
         scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)
     )

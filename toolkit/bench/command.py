@@ -30,6 +30,7 @@ def bench(options: BenchOptions) -> int:
 
         write_missing_sizes_alone(bench_run.config.data, bench_run.hf)
 
+    # The ranks parse the same options again.
     rank_arguments = to_command_line(options, leave_out=COMMAND_ONLY_OPTIONS) + options.fields
     if options.processes:
         rank_arguments += ["--platform", "cpu"]
@@ -53,7 +54,8 @@ def _check_gpus(requested_gpus: int) -> None:
 
     if (visible_gpus := torch.cuda.device_count()) < requested_gpus:
         raise UserError(
-            f"--gpus {requested_gpus}: torch sees {visible_gpus} GPUs here; use --processes {requested_gpus} for small models on CPU"
+            f"--gpus {requested_gpus}: torch sees {visible_gpus} GPUs here; "
+            f"use --processes {requested_gpus} for small models on CPU"
         )
 
 

@@ -65,16 +65,19 @@ def run_benchmark(options: BenchRun) -> None:
     init_distributed(platform)
     options.check_ranks(dist.get_world_size())
     layout = options.resolve_layout(dist.get_world_size())
+    # Before the model is built, while the GPU's memory is free.
     kernel_calibration = calibrate.measure_kernels(options, spec, platform) if options.calibrate else None
     grid = make_grid(layout)
     bench_model = build_bench_model(options, spec, platform, grid, layout)
 
-    name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-    gpu_peak_tflops = peak_tflops(name, config.log.peak_tflops)
-    figures_by_workload = {
-        name: measure_workload(bench_model, name, config.global_batch_size // grid.dp, gpu_peak_tflops)
-        for name in options.workloads
-    }
+    device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
+    gpu_peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+    micro_batches = config.global_batch_size // grid.dp
+    figures_by_workload = {}
+    for workload in options.workloads:
+        figures_by_workload[workload] = measure_workload(
+            bench_model, workload, micro_batches, gpu_peak_tflops
+        )
 
     bench_figures = {
         "system": "megatron-vl",
@@ -103,12 +106,14 @@ def build_bench_model(
         platform.total_memory_gib(),
         host_memory.available_gib_per_rank(),
     )
+
     memory_gib = {}
     bytes_before = allocated_bytes(platform)
     model_chunks = build_model(config, spec, layout, platform, grid, pixel_norm=HALF_PIXEL_NORM).model_chunks
     if options.even_routing:
         for router in iterate_routers(model_chunks):
             router.config.moe_router_force_load_balancing = True
+
     bytes_with_weights = allocated_bytes(platform)
     ddp_chunks = wrap_in_ddp(config, model_chunks)
     if platform.name == "cuda":
@@ -133,7 +138,13 @@ def allocated_bytes(platform: Platform) -> int:
 def measure_workload(
     bench_model: BenchModel, workload: str, micro_batches: int, gpu_peak_tflops: float
 ) -> dict[str, Any]:
-    """Measures one workload; every rank gets the same figures. Collective."""
+    """Measures one workload. Every rank gets the same figures. Collective.
+
+    Args:
+        workload: one of ``images``, ``text`` and ``data``.
+        micro_batches: rows of this replica in a step.
+        gpu_peak_tflops: TFLOP/s of one accelerator; 0 if unknown.
+    """
     bench_run, platform = bench_model.bench_run, bench_model.platform
     row_loader = make_loader(bench_model, workload, micro_batches)
     batch_broadcast = BatchBroadcast(
@@ -143,22 +154,23 @@ def measure_workload(
         micro_batches,
         vision_spec=bench_model.spec.vision,
     )
+
+    # Kernels are compiled and memory is allocated in the first steps, which are not timed.
     for _ in range(bench_run.warm_up):
         run_one_step(bench_model, batch_broadcast)
     if chunked_optimizer := chunked_state(bench_model.optimizer):
-        chunked_optimizer.wait_for_host_state()  # memory of copies that are still under way does not count as held
+        # The buffers of copies that are still under way would count as allocated.
+        chunked_optimizer.wait_for_host_state()
     steady_bytes = allocated_bytes(platform)
     if platform.name == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    work_counts = report.WorkCounts()
-    data_wait_seconds = 0.0
+
     step_end_times = []
     step_result = None
+    fed_steps: list[StepBatch] = []
     dist.barrier()
     platform.synchronize()
     start_time = time.perf_counter()
-    fed_steps: list[StepBatch] = []
-
     for _ in range(bench_run.timed):
         step_result, step_data = run_one_step(bench_model, batch_broadcast)
         # The step has read its loss from the device, so the clock read after it includes all of the step.
@@ -167,17 +179,20 @@ def measure_workload(
 
     platform.synchronize()
     step_end_times[-1] = time.perf_counter()
+
+    # FLOPs are counted after the clock has stopped.
+    work_counts = report.WorkCounts()
+    data_wait_seconds = 0.0
     if bench_model.grid.owns_loader:
         for step_data in fed_steps:
             data_wait_seconds += step_data.loader_wait_s
             count_work(work_counts, bench_model, step_data)
 
     assert step_result is not None
+    total_work = sum(report.gather_to_all(work_counts), start=report.WorkCounts())
+    step_seconds = [end - begin for begin, end in itertools.pairwise([start_time, *step_end_times])]
     workload_figures = report.speed_figures(
-        sum(report.gather_to_all(work_counts), start=report.WorkCounts()),
-        [end - begin for begin, end in itertools.pairwise([start_time, *step_end_times])],
-        bench_model.grid.world_size,
-        gpu_peak_tflops,
+        total_work, step_seconds, bench_model.grid.world_size, gpu_peak_tflops
     )
     workload_figures |= {
         "loss": step_result.loss,
@@ -194,24 +209,26 @@ def measure_workload(
 
 def run_one_step(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> tuple[StepResult, StepBatch]:
     """Runs one step as the training loop does."""
-    data = batch_broadcast.next_batch()
+    step_data = batch_broadcast.next_batch()
     set_learning_rates(bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number)
     step_result = train_step(
         bench_model.ddp_chunks,
         bench_model.optimizer,
-        data.rows,
+        step_data.rows,
         bench_model.grid,
         bench_model.bench_run.config.data.seq_len,
     )
     bench_model.step_number += 1
-    return step_result, data
+    return step_result, step_data
 
 
 def _without_tensors(step_data: StepBatch) -> StepBatch:
+    """The facts about a step, without the rows, whose memory is freed."""
     return dataclasses.replace(step_data, rows=[])
 
 
 def count_work(work_counts: report.WorkCounts, bench_model: BenchModel, step_data: StepBatch) -> None:
+    """Adds the rows of a step of this replica to ``work_counts``."""
     config = bench_model.bench_run.config
     for document_lengths, (frame_lengths, window_lengths), loss_tokens in zip(
         step_data.segment_lengths, step_data.vision_lengths, step_data.loss_tokens, strict=True
@@ -270,10 +287,11 @@ def memory_figures(bench_model: BenchModel, steady_bytes: int) -> dict[str, Any]
         local_memory["optimizer_gib"] = steady_bytes / GIB - sum(bench_model.memory_gib.values())
         local_memory["activations_gib"] = local_memory["peak_gib"] - steady_bytes / GIB
         local_memory["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+
     memory_by_rank = report.gather_to_all(local_memory)
-    return max(memory_by_rank, key=lambda rank_memory: rank_memory["peak_gib"]) | {
-        "peak_gib_by_rank": [rank_memory["peak_gib"] for rank_memory in memory_by_rank]
-    }
+    fullest_memory = max(memory_by_rank, key=lambda rank_memory: rank_memory["peak_gib"])
+    peak_gib_by_rank = [rank_memory["peak_gib"] for rank_memory in memory_by_rank]
+    return fullest_memory | {"peak_gib_by_rank": peak_gib_by_rank}
 
 
 def measure_parts(
@@ -305,35 +323,30 @@ def measure_parts(
                 count_work(work_counts, bench_model, step_data)
 
     bench_model.platform.synchronize()
-    local_parts = [
-        step_parts.split_into_parts(step, wait)
-        for step, wait in zip(span_timer.seconds_by_step(), data_wait_seconds, strict=True)
-    ]
-    parts_by_rank = report.gather_to_all(
-        (local_parts, (bench_model.grid.pp_rank, bench_model.grid.dp_rank), work_counts.model_flops)
-    )
-    part_figures = step_parts.summarize_parts(
-        [rank_parts[0] for rank_parts in parts_by_rank], [rank_parts[1] for rank_parts in parts_by_rank]
-    )
-    part_figures["efficiency"] = compute_efficiency(
-        [rank_parts[0] for rank_parts in parts_by_rank],
-        [rank_parts[2] for rank_parts in parts_by_rank],
-        gpu_peak_tflops,
-    )
+
+    local_parts = []
+    for step, wait in zip(span_timer.seconds_by_step(), data_wait_seconds, strict=True):
+        local_parts.append(step_parts.split_into_parts(step, wait))
+
+    rank_coordinates = (bench_model.grid.pp_rank, bench_model.grid.dp_rank)
+    gathered_facts = report.gather_to_all((local_parts, rank_coordinates, work_counts.model_flops))
+    parts_by_rank, coordinates_by_rank, flops_by_rank = map(list, zip(*gathered_facts, strict=True))
+    part_figures = step_parts.summarize_parts(parts_by_rank, coordinates_by_rank)
+    part_figures["efficiency"] = compute_efficiency(parts_by_rank, flops_by_rank, gpu_peak_tflops)
+
+    # The profiler slows a step down, so this step is not among the timed ones.
     communication_by_rank = report.gather_to_all(
         step_parts.profile_communication(
             bench_model.platform, lambda: _discard_result(run_one_step(bench_model, batch_broadcast))
         )
     )
-    part_figures["communication"] = {
-        name: {
-            "mean_s": sum(rank_communication[name] for rank_communication in communication_by_rank)
-            / len(communication_by_rank),
-            "max_s": max(rank_communication[name] for rank_communication in communication_by_rank),
+    part_figures["communication"] = {}
+    for name in communication_by_rank[0]:
+        seconds_by_rank = [rank_communication[name] for rank_communication in communication_by_rank]
+        part_figures["communication"][name] = {
+            "mean_s": sum(seconds_by_rank) / len(seconds_by_rank),
+            "max_s": max(seconds_by_rank),
         }
-        for name in communication_by_rank[0]
-    }
-
     return part_figures
 
 
@@ -366,6 +379,7 @@ def _layout_note(bench_model: BenchModel) -> str:
     experts += ", experts chosen evenly" if bench_model.bench_run.even_routing else ""
     recompute_note = f"recompute: language {config.recompute.language}, vision {config.recompute.vision}"
     return (
-        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp {grid.dp}{experts}, "
-        f"{config.global_batch_size} rows of {config.data.seq_len} tokens per step, {config.dtype}, {recompute_note}"
+        f"tp {grid.tp}{context} x pp {grid.pp} x vpp {grid.vpp} x dp "
+        f"{grid.dp}{experts}, {config.global_batch_size} rows of "
+        f"{config.data.seq_len} tokens per step, {config.dtype}, {recompute_note}"
     )

@@ -116,7 +116,10 @@ def parse_bench_options(argv: list[str], program_name: str = "python -m toolkit.
 
 
 def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
-    """Reads the fields of the run and fills in the defaults. Raises like :func:`parse`."""
+    """Reads the fields of the run and fills in the defaults.
+
+    It raises the errors of :func:`parse_bench_options`.
+    """
     run_words = [*given_options.fields]
     if given_options.data:
         run_words += ["--data.path", str(given_options.data)]
@@ -125,10 +128,7 @@ def resolve_bench_run(given_options: BenchOptions) -> BenchRun:
     run_words += ["--checkpoint.dir", ""]  # a benchmark saves nothing
     config = parse_config(run_words)
 
-    option_values = {
-        field.name: getattr(given_options, field.name) for field in dataclasses.fields(BenchOptions)
-    }
-    bench_run = BenchRun(**option_values, config=config)
+    bench_run = BenchRun(**vars(given_options), config=config)
     bench_run.hf = bench_run.hf or config.model.hf
     bench_run.rows = bench_run.rows or ("data" if config.data.path else "images,text")
     _check_bench_run(bench_run)

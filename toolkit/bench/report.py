@@ -79,9 +79,8 @@ class WorkCounts:
         recomputed_flops = recompute_flops(
             spec, model_config, recompute_config, document_lengths, frame_lengths, window_lengths, decoupled
         )
-        self.executed_flops = (
-            self.executed_flops + (all_token_flops if whole_head else needed_flops) + recomputed_flops
-        )
+        forward_and_backward_flops = all_token_flops if whole_head else needed_flops
+        self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
         return WorkCounts(
@@ -155,9 +154,8 @@ def speed_figures(
 
 def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
     """The machine and the versions with which the figures were measured."""
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
-        "device": name,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "gpus": dist.get_world_size(),
         "peak_tflops": gpu_peak_tflops or None,
         "torch": torch.__version__,
@@ -204,7 +202,8 @@ def format_figures(bench_figures: dict[str, Any]) -> str:
     )
     size_text = f"{model_figures['parameters'] / 1e9:.2f} B parameters"
     table_lines = [
-        f"{bench_figures['system']}: {model_figures['family']}, {size_text}, {machine_figures['gpus']} x {machine_figures['device']} ({peak_text})"
+        f"{bench_figures['system']}: {model_figures['family']}, {size_text}, "
+        f"{machine_figures['gpus']} x {machine_figures['device']} ({peak_text})"
     ]
     table_lines += [f"  {note}" for note in bench_figures["notes"]]
     for workload_name, workload_figures in bench_figures["workloads"].items():
@@ -221,15 +220,17 @@ def calibration_lines(calibration_figures: dict[str, Any]) -> list[str]:
     """Formats a calibration."""
     kernel_rates = calibration_figures["rates"]
     text_lines = [
-        f"calibration of {calibration_figures['gpu']}: products {kernel_rates['product_tflops']:.4g} TFLOP/s (half at a width of"
-        f" {kernel_rates['product_width']:.0f}), elementwise {kernel_rates['memory_tb_s']:.3g} TB/s, attention"
-        f" {kernel_rates['attention_tflops']:.4g}, tower {kernel_rates['tower_attention_tflops']:.4g} TFLOP/s, collectives"
-        f" {kernel_rates['nvlink_gb_s']:.4g} GB/s"
+        f"calibration of {calibration_figures['gpu']}: products {kernel_rates['product_tflops']:.4g} TFLOP/s "
+        f"(half at a width of {kernel_rates['product_width']:.0f}), elementwise "
+        f"{kernel_rates['memory_tb_s']:.3g} TB/s, attention {kernel_rates['attention_tflops']:.4g}, "
+        f"tower {kernel_rates['tower_attention_tflops']:.4g} TFLOP/s, collectives "
+        f"{kernel_rates['nvlink_gb_s']:.4g} GB/s"
     ]
     for workload_name, step_figures in calibration_figures["steps_s"].items():
         text_lines.append(
-            f"  {workload_name}: {1e3 * step_figures['measured']:,.0f} ms per step measured, {1e3 * step_figures['predicted']:,.0f}"
-            f" predicted ({1e3 * step_figures['kernels_alone']:,.0f} from the kernels alone)"
+            f"  {workload_name}: {1e3 * step_figures['measured']:,.0f} ms per "
+            f"step measured, {1e3 * step_figures['predicted']:,.0f} predicted "
+            f"({1e3 * step_figures['kernels_alone']:,.0f} from the kernels alone)"
         )
     if calibration_figures["factor"] is None:
         text_lines.append(
@@ -237,7 +238,8 @@ def calibration_lines(calibration_figures: dict[str, Any]) -> list[str]:
         )
     return [
         *text_lines,
-        f"stored in {calibration_figures['file']}: plan, train and doctor use it for {calibration_figures['gpu']} from now on",
+        f"stored in {calibration_figures['file']}: plan, train and "
+        f"doctor use it for {calibration_figures['gpu']} from now on",
     ]
 
 
@@ -245,58 +247,57 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
     speed_text = f"{workload_figures['tflops_per_gpu']:.3f} TFLOP/s/GPU"
     if workload_figures["mfu"] is not None:
         speed_text = (
-            f"MFU {workload_figures['mfu']:.1%} (language {workload_figures['mfu_language']:.1%} + vision {workload_figures['mfu_vision']:.1%}; "
-            f"{workload_figures['mfu_all_tokens']:.1%} with the output layer counted for every token), HFU {workload_figures['hfu']:.1%}, "
+            f"MFU {workload_figures['mfu']:.1%} (language {workload_figures['mfu_language']:.1%} + "
+            f"vision {workload_figures['mfu_vision']:.1%}; {workload_figures['mfu_all_tokens']:.1%} "
+            f"with the output layer counted for every token), HFU {workload_figures['hfu']:.1%}, "
             f"{workload_figures['tflops_per_gpu']:.0f} TFLOP/s/GPU"
         )
 
     memory_figures = workload_figures["memory"]
     text_lines = [
-        f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, {workload_figures['images_per_s']:.1f} images/s, {speed_text}, "
-        f"{workload_figures['step_s'] * 1e3:.0f} ms per step, {memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
+        f"  {workload_name}: {workload_figures['tokens_per_s_per_gpu']:,.0f} tok/s/GPU, "
+        f"{workload_figures['images_per_s']:.1f} images/s, "
+        f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step, "
+        f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]
-    gib_by_part = {
-        part: memory_figures[f"{part}_gib"]
-        for part in MEMORY_PARTS
-        if memory_figures.get(f"{part}_gib") is not None
-    }
-    if gib_by_part:
-        text_lines.append(
-            "    memory (GiB): " + ", ".join(f"{part} {gib:.1f}" for part, gib in gib_by_part.items())
-        )
+
+    memory_texts = []
+    for part in MEMORY_PARTS:
+        if memory_figures.get(f"{part}_gib") is not None:
+            memory_texts.append(f"{part} {memory_figures[f'{part}_gib']:.1f}")
+    if memory_texts:
+        text_lines.append("    memory (GiB): " + ", ".join(memory_texts))
+
     if workload_figures.get("parts"):
-        part_texts = (
-            f"{part} {part_figures['mean_s'] * 1e3:.1f}"
-            for part, part_figures in workload_figures["parts"].items()
-        )
+        part_texts = []
+        for part, part_figures in workload_figures["parts"].items():
+            part_texts.append(f"{part} {part_figures['mean_s'] * 1e3:.1f}")
         text_lines.append("    ms per step, mean over ranks: " + ", ".join(part_texts))
         text_lines.append(
             "    collectives in one profiled step, including waiting: "
             + _communication_text(workload_figures["communication"])
         )
         if any(workload_figures["efficiency"].values()):
-            half_texts = (
-                f"{half} {share:.1%}"
-                for half, share in workload_figures["efficiency"].items()
-                if share is not None
-            )
+            half_texts = []
+            for half, share in workload_figures["efficiency"].items():
+                if share is not None:
+                    half_texts.append(f"{half} {share:.1%}")
             text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
         straggling_figures = workload_figures["straggling"]
         text_lines.append(
-            f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of the mean; "
-            f"idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
+            f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of "
+            f"the mean; idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
         )
 
     return text_lines
 
 
 def _communication_text(communication_figures: dict[str, dict[str, float]]) -> str:
-    names = {"communication_s": "total", "communication_exposed_s": "with nothing else running"}
-    return ", ".join(
-        f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}"
-        for key, text in names.items()
-        if key in communication_figures
-    )
+    communication_texts = []
+    for key, text in (("communication_s", "total"), ("communication_exposed_s", "with nothing else running")):
+        if key in communication_figures:
+            communication_texts.append(f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}")
+    return ", ".join(communication_texts)
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

@@ -1,4 +1,4 @@
-"""Measures where the time of a step goes on one rank.
+"""Measures the parts of a step's time on one rank.
 
 Marks around the parts of a step are recorded in the order of the device's work (as CUDA events, or as clock
 times on CPU). They are read when all steps are done, so that the host never waits for them. The hooks are
@@ -6,8 +6,8 @@ attached only for these steps.
 
 The parts of a rank's step do not overlap:
 
-- ``data wait``: the time for which the owner waits for its rows. ``feed``: the other work of bringing rows to
-  the device, such as copies and broadcasts.
+- ``data wait``: the time for which the rank that owns the loader waits for its rows. ``feed``: the other work
+  of bringing rows to the device, such as copies and broadcasts.
 - ``vision forward``, ``vision backward``, ``language forward``, ``language backward``: the compute of this
   rank's chunks, including the tensor-parallel collectives and the recomputation inside them.
 - ``vision recompute``, ``vision exchange``: with a tower on every rank, its second forward pass, and the
@@ -100,7 +100,7 @@ class SpanTimer:
 
     @contextmanager
     def time_step(self) -> Iterator[None]:
-        """Measures one step; its whole span is named ``time_step``."""
+        """Measures one step. Its whole span is named ``step``."""
         self.spans_by_step.append([])
         with self.time_span("step"):
             yield
@@ -127,26 +127,16 @@ def timing_hooks(
         hook_handles += _hook_module(span_timer, ddp_chunk.module, "chunk")
         vision_tower = getattr(ddp_chunk.module, "vision_model", None)
         if vision_tower is not None:
+            trained_parameters = (weight for weight in vision_tower.parameters() if weight.requires_grad)
             hook_handles += _hook_module(
-                span_timer,
-                vision_tower,
-                "vision",
-                last_grad_parameter=next(
-                    (
-                        tower_parameter
-                        for tower_parameter in vision_tower.parameters()
-                        if tower_parameter.requires_grad
-                    ),
-                    None,
-                ),
+                span_timer, vision_tower, "vision", last_grad_parameter=next(trained_parameters, None)
             )
+
     decoupled_tower = ddp_chunks[0].module.decoupled
-    for method_name, span_name in DECOUPLED_SPANS.items() if decoupled_tower is not None else ():
-        setattr(
-            decoupled_tower,
-            method_name,
-            span_timer.time_calls(span_name, getattr(decoupled_tower, method_name)),
-        )
+    decoupled_spans = DECOUPLED_SPANS if decoupled_tower is not None else {}
+    for method_name, span_name in decoupled_spans.items():
+        timed_method = span_timer.time_calls(span_name, getattr(decoupled_tower, method_name))
+        setattr(decoupled_tower, method_name, timed_method)
 
     core_config = ddp_chunks[0].module.config
     finalize_grads = core_config.finalize_model_grads_func
@@ -177,7 +167,7 @@ def timing_hooks(
         del optimizer.prepare_grads, optimizer.step_with_ready_grads
         for hook_handle in hook_handles:
             hook_handle.remove()
-        for method_name in DECOUPLED_SPANS if decoupled_tower is not None else ():
+        for method_name in decoupled_spans:
             delattr(decoupled_tower, method_name)
 
 
@@ -187,10 +177,14 @@ def _hook_module(
     span_prefix: str,
     last_grad_parameter: torch.nn.Parameter | None = None,
 ) -> list[Any]:
-    """Marks ``name forward`` and ``name backward`` of a module.
+    """Marks the spans ``PREFIX forward`` and ``PREFIX backward`` of a module.
 
-    The backward span begins when the gradient of an output arrives. It ends with the gradient of ``last_grad_parameter``,
-    the module's first parameter, or, without ``last_grad_parameter``, when the whole backward pass ends.
+    The backward span begins when the gradient of an output arrives.
+
+    Args:
+        span_prefix: the PREFIX.
+        last_grad_parameter: the module's first parameter, whose gradient comes last and ends the backward
+            span; None: it ends with the whole backward pass.
     """
     forward_span, backward_span = f"{span_prefix} forward", f"{span_prefix} backward"
 
@@ -224,22 +218,19 @@ def _hook_module(
 
 def split_into_parts(span_seconds: dict[str, float], data_wait: float) -> dict[str, float]:
     """Computes the parts of one step of one rank, in seconds, from its spans. They add up to the step."""
-    main_spans = {
-        name: span_seconds.get(name, 0.0) for name in ("step", "feed", "gradient finalisation", "optimizer")
-    }
-    part_seconds = {"data wait": min(data_wait, main_spans["feed"])}
-    part_seconds["feed"] = main_spans["feed"] - part_seconds["data wait"]
-    for pass_direction in ("forward", "backward"):
-        vision_seconds = span_seconds.get(f"vision {pass_direction}", 0.0)
-        part_seconds[f"vision {pass_direction}"] = vision_seconds + span_seconds.get(
-            f"tower {pass_direction}", 0.0
-        )
-        part_seconds[f"language {pass_direction}"] = (
-            span_seconds.get(f"chunk {pass_direction}", 0.0) - vision_seconds
-        )
-    part_seconds |= {name: span_seconds.get(name, 0.0) for name in ("vision recompute", "vision exchange")}
-    part_seconds |= {name: main_spans[name] for name in ("gradient finalisation", "optimizer")}
-    part_seconds["idle"] = main_spans["step"] - sum(part_seconds.values())
+    feed_seconds = span_seconds.get("feed", 0.0)
+    part_seconds = {"data wait": min(data_wait, feed_seconds)}
+    part_seconds["feed"] = feed_seconds - part_seconds["data wait"]
+    # A tower inside a chunk is part of the chunk's span; a tower on every rank is not.
+    for direction in ("forward", "backward"):
+        vision_seconds = span_seconds.get(f"vision {direction}", 0.0)
+        chunk_seconds = span_seconds.get(f"chunk {direction}", 0.0)
+        tower_seconds = span_seconds.get(f"tower {direction}", 0.0)
+        part_seconds[f"vision {direction}"] = vision_seconds + tower_seconds
+        part_seconds[f"language {direction}"] = chunk_seconds - vision_seconds
+    for name in ("vision recompute", "vision exchange", "gradient finalisation", "optimizer"):
+        part_seconds[name] = span_seconds.get(name, 0.0)
+    part_seconds["idle"] = span_seconds.get("step", 0.0) - sum(part_seconds.values())
     return {name: part_seconds[name] for name in STEP_PARTS}
 
 
@@ -267,24 +258,23 @@ def profile_communication(platform: Platform, run_step: Callable[[], None]) -> d
 
     communication_figures = {"communication_s": covered_time(collective_spans) / 1e9}
     if platform.name == "cuda":
-        communication_figures["communication_exposed_s"] = (
-            covered_time(collective_spans + other_spans) - covered_time(other_spans)
-        ) / 1e9
+        exposed_time = covered_time(collective_spans + other_spans) - covered_time(other_spans)
+        communication_figures["communication_exposed_s"] = exposed_time / 1e9
     return communication_figures
 
 
 def covered_time(time_spans: list[tuple[int, int]]) -> int:
     """The time that the spans cover together, with overlaps counted once."""
-    total = 0
+    total_time = 0
     covered_until = None
     for start, end in sorted(time_spans):
         if covered_until is None or start > covered_until:
-            total = total + end - start
+            total_time += end - start
             covered_until = end
         elif end > covered_until:
-            total = total + end - covered_until
+            total_time += end - covered_until
             covered_until = end
-    return total
+    return total_time
 
 
 def summarize_parts(
@@ -300,16 +290,17 @@ def summarize_parts(
         rank_coordinates: (pipeline stage, data-parallel rank) of each rank.
     """
     step_count = len(parts_by_rank[0])
-    mean_parts_by_rank = [
-        {name: sum(step[name] for step in rank) / step_count for name in STEP_PARTS} for rank in parts_by_rank
-    ]
-    part_figures = {
-        name: {
-            "mean_s": sum(mean[name] for mean in mean_parts_by_rank) / len(mean_parts_by_rank),
-            "max_s": max(mean[name] for mean in mean_parts_by_rank),
+    mean_parts_by_rank = []
+    for rank_steps in parts_by_rank:
+        mean_parts_by_rank.append(_mean_parts(rank_steps))
+
+    part_figures = {}
+    for name in STEP_PARTS:
+        seconds_by_rank = [rank_means[name] for rank_means in mean_parts_by_rank]
+        part_figures[name] = {
+            "mean_s": sum(seconds_by_rank) / len(seconds_by_rank),
+            "max_s": max(seconds_by_rank),
         }
-        for name in STEP_PARTS
-    }
 
     ranks_by_stage: dict[int, list[int]] = {}
     for rank, (pipeline_stage, _) in enumerate(rank_coordinates):
@@ -317,29 +308,40 @@ def summarize_parts(
 
     straggling_by_stage = []
     for stage_ranks in ranks_by_stage.values():
-        compute_by_step = [
-            [sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS) for rank in stage_ranks]
-            for i in range(step_count)
-        ]
-        max_seconds = sum(max(rank_seconds) for rank_seconds in compute_by_step)
-        mean = sum(sum(rank_seconds) / len(rank_seconds) for rank_seconds in compute_by_step)
-        straggling_by_stage.append((max_seconds / mean, max_seconds / step_count, mean / step_count))
+        slowest_seconds = mean_seconds = 0.0
+        for i in range(step_count):
+            compute_by_rank = []
+            for rank in stage_ranks:
+                compute_by_rank.append(sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS))
+            slowest_seconds += max(compute_by_rank)
+            mean_seconds += sum(compute_by_rank) / len(compute_by_rank)
+        straggling_by_stage.append(
+            (slowest_seconds / mean_seconds, slowest_seconds / step_count, mean_seconds / step_count)
+        )
 
-    max_over_mean, max_seconds, mean = max(straggling_by_stage)
-    total_seconds = sum(sum(mean.values()) for mean in mean_parts_by_rank)
-    parts_by_stage = [
-        {
-            name: sum(mean_parts_by_rank[rank][name] for rank in stage_ranks) / len(stage_ranks)
-            for name in STEP_PARTS
-        }
-        for _, stage_ranks in sorted(ranks_by_stage.items())
-    ]
+    parts_by_stage = []
+    for _, stage_ranks in sorted(ranks_by_stage.items()):
+        parts_by_stage.append(_mean_parts([mean_parts_by_rank[rank] for rank in stage_ranks]))
+
+    max_over_mean, compute_max, compute_mean = max(straggling_by_stage)
+    pipeline_idle_share = 0.0
+    if len(ranks_by_stage) > 1:
+        total_seconds = sum(sum(rank_means.values()) for rank_means in mean_parts_by_rank)
+        idle_seconds = sum(rank_means["idle"] for rank_means in mean_parts_by_rank)
+        pipeline_idle_share = idle_seconds / total_seconds
 
     return {
         "parts": part_figures,
         "parts_by_stage": parts_by_stage,
-        "straggling": {"max_over_mean": max_over_mean, "compute_max_s": max_seconds, "compute_mean_s": mean},
-        "pipeline_idle_share": sum(rank_means["idle"] for rank_means in mean_parts_by_rank) / total_seconds
-        if len(ranks_by_stage) > 1
-        else 0.0,
+        "straggling": {
+            "max_over_mean": max_over_mean,
+            "compute_max_s": compute_max,
+            "compute_mean_s": compute_mean,
+        },
+        "pipeline_idle_share": pipeline_idle_share,
     }
+
+
+def _mean_parts(all_parts: list[dict[str, float]]) -> dict[str, float]:
+    """The mean of each part over steps or ranks."""
+    return {name: sum(parts[name] for parts in all_parts) / len(all_parts) for name in STEP_PARTS}

@@ -20,27 +20,33 @@ def show(options: ShowOptions) -> int:
         print(lineage_line)
     layout = checkpoint_facts["layout"]
     print(
-        f"{checkpoint_facts['checkpoint']}: step {checkpoint_facts['step']}, {checkpoint_facts['family']}, {checkpoint_facts['tensors']} tensors"
+        f"{checkpoint_facts['checkpoint']}: step {checkpoint_facts['step']}, "
+        f"{checkpoint_facts['family']}, {checkpoint_facts['tensors']} tensors"
     )
     context = f" x cp {layout['cp']}" if "cp" in layout else ""
-    layout_text = f"tp {layout['tp']}{context} x pp {layout['pp']} x vpp {layout['vpp']} x dp {checkpoint_facts['data_parallel']}"
+    layout_text = (
+        f"tp {layout['tp']}{context} x pp {layout['pp']} x vpp "
+        f"{layout['vpp']} x dp {checkpoint_facts['data_parallel']}"
+    )
     if layout["ep"] * layout["etp"] > 1:
         layout_text += f", experts ep {layout['ep']} x etp {layout['etp']}"
     if parent_checkpoint := checkpoint_facts["lineage"]["parent"]:
         print(
-            f"  lineage  branch {checkpoint_facts['lineage']['branch']}, trained from step {parent_checkpoint['step']} of branch "
-            f"{parent_checkpoint['branch']}"
+            f"  lineage  branch {checkpoint_facts['lineage']['branch']}, trained from "
+            f"step {parent_checkpoint['step']} of branch {parent_checkpoint['branch']}"
         )
 
     print(f"  layout   {layout_text}, layers {layout['layers']}")
     print(
-        f"  data     {checkpoint_facts['loader_workers']} loader workers, rows of {checkpoint_facts['seq_len']} tokens"
+        f"  data     {checkpoint_facts['loader_workers']} loader "
+        f"workers, rows of {checkpoint_facts['seq_len']} tokens"
     )
     for part_name, size_bytes in sorted(checkpoint_facts["bytes"].items()):
         print(f"  {part_name:<11} {size_bytes / 1e6:12.1f} MB")
     if checkpoint_facts["missing"]:
         print(
-            f"missing: {', '.join(checkpoint_facts['missing'])}; resume from another step with --checkpoint.step"
+            f"missing: {', '.join(checkpoint_facts['missing'])}; "
+            "resume from another step with --checkpoint.step"
         )
     return 1 if checkpoint_facts["missing"] else 0
 

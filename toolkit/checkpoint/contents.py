@@ -7,10 +7,10 @@ from typing import Any
 
 
 def find_step_dir(run_or_step_dir: Path) -> Path:
-    """Finds the step folder for ``run_or_step_dir``: ``run_or_step_dir`` itself, or the latest one of a run.
+    """Finds the step folder of a path: that folder itself, or the latest checkpoint of a run.
 
     Raises:
-        FileNotFoundError: ``run_or_step_dir`` holds no checkpoint of a run.
+        FileNotFoundError: the folder holds no checkpoint of a run.
     """
     from megatron_vl.weights.manifest import MANIFEST_FILE
     from megatron_vl.weights.run_folder import find_latest_checkpoint
@@ -19,13 +19,10 @@ def find_step_dir(run_or_step_dir: Path) -> Path:
         return run_or_step_dir
     latest_checkpoint = find_latest_checkpoint(run_or_step_dir)
     if latest_checkpoint is None:
-        weights_hint = (
-            f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
-            if (run_or_step_dir / MANIFEST_FILE).is_file()
-            else ""
-        )
+        weights_hint = ""
+        if (run_or_step_dir / MANIFEST_FILE).is_file():
+            weights_hint = f"; it holds only weights, which `megatron-vl verify {run_or_step_dir}` checks"
         searched_text = "looked for run.json, latest.json and step_ folders"
-
         raise FileNotFoundError(
             f"{run_or_step_dir} holds no checkpoint of a run: {searched_text}{weights_hint}"
         )
@@ -52,11 +49,9 @@ def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
     bytes_by_part: dict[str, int] = {}
     for stored_file in step_dir.rglob("*"):
         if stored_file.is_file():
-            part_name = (
-                stored_file.relative_to(step_dir).parts[0]
-                if stored_file.parent != step_dir
-                else "description"
-            )
+            part_name = "description"
+            if stored_file.parent != step_dir:
+                part_name = stored_file.relative_to(step_dir).parts[0]
             bytes_by_part[part_name] = bytes_by_part.get(part_name, 0) + stored_file.stat().st_size
 
     return {
@@ -83,10 +78,8 @@ def verify_checkpoint(step_dir: Path) -> list[str]:
 
     problems = verify_files(step_dir)
     try:
-        differences = verify_checkpoint_hashes(step_dir / "weights").differences
-        problems += [
-            f"{step_dir / 'weights'}: {difference.name} {difference.how}" for difference in differences
-        ]
+        for difference in verify_checkpoint_hashes(step_dir / "weights").differences:
+            problems.append(f"{step_dir / 'weights'}: {difference.name} {difference.how}")
     except (WeightsError, OSError, ValueError) as error:
         problems.append(str(error))
     return problems
@@ -127,17 +120,18 @@ def lineage_lines(run_lineage: dict[str, Any]) -> list[str]:
     for (entry_kind, branch_name), branch_entries in entries_by_branch.items():
         step_numbers = ", ".join(str(lineage_entry["step"]) for lineage_entry in branch_entries)
         rollback_point = branch_entries[-1]["rollback"]
-        origin_note = (
-            f", which began at step {rollback_point['step']} of branch {rollback_point['branch']}"
-            if rollback_point
-            else ""
-        )
+        origin_note = ""
+        if rollback_point:
+            origin_note = (
+                f", which began at step {rollback_point['step']} of branch {rollback_point['branch']}"
+            )
         if entry_kind == "present":
             text_lines.append(f"checkpoints of steps {step_numbers} (branch {branch_name}{origin_note})")
             continue
         folder_names = ", ".join(lineage_entry["folder"] for lineage_entry in branch_entries)
         text_lines.append(
-            f"abandoned: steps {step_numbers} of branch {branch_name}{origin_note}. They are used only if you ask for them "
-            f"(--checkpoint.step N --checkpoint.branch {branch_name}); delete {folder_names} if you do not need them"
+            f"abandoned: steps {step_numbers} of branch {branch_name}{origin_note}. They "
+            "are used only if you ask for them (--checkpoint.step N --checkpoint.branch "
+            f"{branch_name}); delete {folder_names} if you do not need them"
         )
     return text_lines

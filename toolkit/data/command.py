@@ -1,5 +1,4 @@
-"""``megatron-vl data``: converts conversation files into data sets, verifies them, and shows what they
-hold."""
+"""``megatron-vl data``: converts conversation files into data sets, verifies and describes them."""
 
 from __future__ import annotations
 
@@ -87,15 +86,16 @@ def _index_converted(options: DataConvertOptions, num_workers: int) -> int:
     )
     if not options.json:
         print(
-            f"  sizes of {index_result.samples} samples for {options.processor} ({index_result.bytes / 2**20:.2f} MiB)"
+            f"  sizes of {index_result.samples} samples for "
+            f"{options.processor} ({index_result.bytes / 2**20:.2f} MiB)"
         )
     if index_result.unusable <= options.max_quarantined * index_result.samples:
         return 0
     advice = f": {TEMPLATE_ADVICE}" if NOT_IN_CHAT_TEMPLATE in index_result.reasons else ""
     print(
-        f"megatron-vl data: training {options.processor} would leave out {index_result.unusable} of {index_result.samples}"
-        f" samples{_reasons_text(index_result.reasons)}, more than --max-quarantined {options.max_quarantined:g}"
-        f" allows{advice}",
+        f"megatron-vl data: training {options.processor} would leave out {index_result.unusable} "
+        f"of {index_result.samples} samples{_reasons_text(index_result.reasons)}, more than "
+        f"--max-quarantined {options.max_quarantined:g} allows{advice}",
         file=sys.stderr,
     )
     return TOO_MANY_QUARANTINED
@@ -103,10 +103,8 @@ def _index_converted(options: DataConvertOptions, num_workers: int) -> int:
 
 def _reasons_text(reasons: dict[str, int]) -> str:
     """Why samples are unusable, the most frequent reason first."""
-    ordered_counts = Counter(reasons).most_common()
-    return (
-        f" ({', '.join(f'{count} {reason}' for reason, count in ordered_counts)})" if ordered_counts else ""
-    )
+    reason_texts = [f"{count} {reason}" for reason, count in Counter(reasons).most_common()]
+    return f" ({', '.join(reason_texts)})" if reason_texts else ""
 
 
 def merge(command_options: DataMergeOptions) -> int:
@@ -141,24 +139,30 @@ def _print_preview(command_options: DataConvertOptions, conversion_options: Conv
 
     file_previews = preview_files(command_options.input, conversion_options)
     if command_options.json:
-        print(json.dumps([file.as_json() for file in file_previews]))
+        print(json.dumps([file_preview.as_json() for file_preview in file_previews]))
     else:
-        print("\n".join(line for file in file_previews for line in _preview_lines(file)))
-        num_refused = sum(file.refused.total() for file in file_previews)
-        if num_refused > command_options.max_quarantined * sum(file.records for file in file_previews):
+        num_records = num_refused = 0
+        for file_preview in file_previews:
+            print("\n".join(_preview_lines(file_preview)))
+            num_records += file_preview.records
+            num_refused += file_preview.refused.total()
+        if num_refused > command_options.max_quarantined * num_records:
             print(
                 f"NOTE: {num_refused} of these records cannot be used, more than --max-quarantined"
                 f" {command_options.max_quarantined:g} allows; the conversion would end with exit code 3"
             )
-    return 0 if any(file.samples for file in file_previews) else 1
+    return 0 if any(file_preview.samples for file_preview in file_previews) else 1
 
 
 def _preview_lines(file_preview: FilePreview) -> list[str]:
+    """The lines that describe the first records of a file."""
+
     def counts_text(counts: Counter[str]) -> str:
         return ", ".join(f"{name} {count}" for name, count in counts.most_common(MAX_SHOWN_KEYS)) or "none"
 
     preview_lines = [
-        f"{file_preview.file}: {file_preview.samples} of the first {file_preview.records} records can be used",
+        f"{file_preview.file}: {file_preview.samples} of the "
+        f"first {file_preview.records} records can be used",
         f"  format   {counts_text(file_preview.formats)}",
         f"  turns    {counts_text(file_preview.roles)}",
         f"  media    {counts_text(file_preview.media)}",
@@ -184,8 +188,9 @@ def _print_part_report(report: DataReport, options: DataConvertOptions, part_tex
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
     print(
-        f"part {part_text}: {report.records} records verified in {report.seconds:.1f} s, {report.quarantined_records} "
-        f"cannot be used; when all parts are done: megatron-vl data merge {options.out}"
+        f"part {part_text}: {report.records} records verified in "
+        f"{report.seconds:.1f} s, {report.quarantined_records} cannot be "
+        f"used; when all parts are done: megatron-vl data merge {options.out}"
     )
 
 
@@ -197,12 +202,8 @@ def _report_conversion(
 
     quarantine_path = options.out / "quarantine.jsonl"
     if options.json:
-        print(
-            json.dumps(
-                report.as_json()
-                | {"quarantined": report.quarantined_records, "quarantine": str(quarantine_path)}
-            )
-        )
+        quarantine_facts = {"quarantined": report.quarantined_records, "quarantine": str(quarantine_path)}
+        print(json.dumps(report.as_json() | quarantine_facts))
     else:
         _print_summary(report, options.out, quarantine_path)
 
@@ -210,7 +211,8 @@ def _report_conversion(
         raise ConvertError("the inputs hold no record")
     if not report.samples:
         raise ConvertError(
-            f"none of {report.records} records can be used{_first_refusal(quarantine_path)}; see {quarantine_path}"
+            f"none of {report.records} records can be "
+            f"used{_first_refusal(quarantine_path)}; see {quarantine_path}"
         )
     if val_fraction and not report.val:
         raise ConvertError(
@@ -221,9 +223,9 @@ def _report_conversion(
     if report.quarantined_records > options.max_quarantined * report.records:
         quarantined_share = report.quarantined_records / report.records
         print(
-            f"megatron-vl data: {report.quarantined_records} of {report.records} records ({quarantined_share:.2%}) were "
-            f"quarantined, more than --max-quarantined {options.max_quarantined:g} allows; "
-            f"{options.out} is complete without them. "
+            f"megatron-vl data: {report.quarantined_records} of {report.records} records "
+            f"({quarantined_share:.2%}) were quarantined, more than --max-quarantined "
+            f"{options.max_quarantined:g} allows; {options.out} is complete without them. "
             f"Correct what {quarantine_path} names and convert again with --force, or allow more",
             file=sys.stderr,
         )
@@ -277,15 +279,14 @@ def index(options: DataIndexOptions) -> int:
         print(json.dumps([index_result.as_json() for index_result in index_results]))
         return 0
     for index_result in index_results:
-        unusable_text = (
-            f", {index_result.unusable} of them unusable{_reasons_text(index_result.reasons)},"
-            if index_result.unusable
-            else ""
-        )
+        unusable_text = ""
+        if index_result.unusable:
+            reasons_text = _reasons_text(index_result.reasons)
+            unusable_text = f", {index_result.unusable} of them unusable{reasons_text},"
         time_text = f"in {index_result.seconds:.1f} s" if index_result.seconds else "were there"
         print(
-            f"{index_result.path}: sizes of {index_result.samples} samples{unusable_text} and {index_result.media} media"
-            f" ({index_result.bytes / 2**20:.2f} MiB) {time_text}"
+            f"{index_result.path}: sizes of {index_result.samples} samples{unusable_text} and "
+            f"{index_result.media} media ({index_result.bytes / 2**20:.2f} MiB) {time_text}"
         )
     return 0
 
@@ -299,7 +300,8 @@ def _print_part_results(part_results: list[IndexPartResult], options: DataIndexO
             print(f"{part_result.path}: the sizes were there")
             continue
         print(
-            f"{part_result.path}: {pluralize(part_result.measured, 'shard')} of part {options.shard} in {part_result.seconds:.1f} s"
+            f"{part_result.path}: {pluralize(part_result.measured, 'shard')} "
+            f"of part {options.shard} in {part_result.seconds:.1f} s"
         )
         print(
             f"  {pluralize(part_result.left, 'shard')} of other parts left"
@@ -374,7 +376,8 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"are in {dataset_dir} already, which is complete: nothing was written (--force starts over)"
         )
     print(
-        f"{report.samples} of {report.records} records {result_text}, {report.quarantined_records} quarantined{quarantine_text}"
+        f"{report.samples} of {report.records} records {result_text}, "
+        f"{report.quarantined_records} quarantined{quarantine_text}"
     )
     print(f"  train {report.train}, val {report.val}, images {report.images}, videos {report.videos}")
     print(f"  {pluralize(report.shards, 'shard')}, {report.bytes / 2**20:.1f} MiB")
@@ -404,9 +407,13 @@ def _ignored_keys_text(key_location: str, counts: dict[str, int]) -> str:
     shown_counts = sorted(counts.items(), key=lambda item: -item[1])[:MAX_SHOWN_KEYS]
     location_by_count = {1: key_location.removesuffix("s")}
     setting_texts = {key: f" ({text})" for key, text in SETTING_BY_IGNORED_KEY.items()}
-    key_texts = [
-        f"{key if key.isprintable() else ascii(key)} in {key_count} {location_by_count.get(key_count, key_location)}{setting_texts.get(key, '')}"
-        for key, key_count in shown_counts
-    ]
+
+    key_texts = []
+    for key, key_count in shown_counts:
+        key_texts.append(
+            f"{key if key.isprintable() else ascii(key)} in {key_count} "
+            f"{location_by_count.get(key_count, key_location)}{setting_texts.get(key, '')}"
+        )
+
     num_unshown = len(counts) - len(shown_counts)
     return ", ".join(key_texts) + (f", and {num_unshown} more keys (see report.json)" if num_unshown else "")

@@ -50,19 +50,23 @@ def write_stats(
     prepared: PreparedDataset, statistics: DatasetStatistics, num_shown: int, html_path: Path
 ) -> None:
     """Writes the page of a data set, with ``num_shown`` of its samples."""
-    cards = [
-        _sample_card(why, view_sample(prepared, one.source, one.source.indices[sample_number]))
-        for why, one, sample_number in choose_samples(statistics, num_shown)
-    ]
+    cards = []
+    for why, source_sizes, sample_number in choose_samples(statistics, num_shown):
+        source = source_sizes.source
+        cards.append(_sample_card(why, view_sample(prepared, source, source.indices[sample_number])))
+
+    quarantine_reasons = {}
+    for source_sizes in statistics.sources:
+        source = source_sizes.source
+        quarantine_reasons[source.name] = read_quarantine_reasons(source.dataset.path)
+
     run_dir = prepared.config.checkpoint.dir
     page_facts = {
         "tables": stats_tables(statistics),
         "charts": _quantity_charts(statistics),
         "sentences": stats_sentences(prepared, statistics),
         "left_out": _left_out_examples(prepared, statistics),
-        "quarantined": {
-            one.source.name: read_quarantine_reasons(one.source.dataset.path) for one in statistics.sources
-        },
+        "quarantined": quarantine_reasons,
         "run_skipped": read_quarantine_reasons(Path(run_dir)) if run_dir else {},
     }
     _write_page(html_path, prepared, cards, page_facts)
@@ -96,7 +100,8 @@ def _write_page(
         durable_files.write_file(html_path, (page + "\n").encode(errors="backslashreplace"))
     except OSError as error:
         raise UserError(
-            f"--html {html_path} cannot be written ({error.strerror}); give a file that this user may write to"
+            f"--html {html_path} cannot be written ({error.strerror}); "
+            "give a file that this user may write to"
         ) from error
 
 
@@ -116,9 +121,10 @@ def _page_settings(prepared: PreparedDataset) -> dict[str, str]:
 
 def _quantity_charts(statistics: DatasetStatistics) -> dict[str, list[tuple[float, str]]]:
     """The histograms by their titles, without those of nothing."""
-    bars_by_title = {
-        f"{name} of a sample": histogram_bars(*statistics.sample_quantity(name)) for name in SAMPLE_QUANTITIES
-    }
+    bars_by_title = {}
+    for name in SAMPLE_QUANTITIES:
+        bars_by_title[f"{name} of a sample"] = histogram_bars(*statistics.sample_quantity(name))
+
     for name, values in statistics.row_quantities.items():
         chart_title, chart_values = ("fill in %", 100 * values + 1e-9) if name == "fill" else (name, values)
         bars_by_title[f"{chart_title} of a row"] = histogram_bars(
@@ -137,18 +143,20 @@ def histogram_bars(values: NDArray[np.int64], value_weights: NDArray[np.float64]
     upper_quantile = int(describe_values(values, value_weights)["p99"])
     bin_edges = np.unique(np.linspace(values.min(), upper_quantile + 1, MAX_BARS + 1).astype(int))
     shares, _ = np.histogram(np.minimum(values, upper_quantile), bin_edges, weights=value_weights)
-    labels = [
-        format_number(left_edge)
-        if right_edge == left_edge + 1
-        else f"{format_number(left_edge)} to {format_number(right_edge - 1)}"
-        for left_edge, right_edge in pairwise(bin_edges.tolist())
-    ]
+
+    labels = []
+    for left_edge, right_edge in pairwise(bin_edges.tolist()):
+        label = format_number(left_edge)
+        if right_edge > left_edge + 1:
+            label += f" to {format_number(right_edge - 1)}"
+        labels.append(label)
     if values.max() > upper_quantile:
         labels[-1] += " or more"
-    return [
-        (share, f"{label}: {format_percent(share)}")
-        for share, label in zip(shares.tolist(), labels, strict=True)
-    ]
+
+    bars: list[tuple[float, str]] = []
+    for share, label in zip(shares.tolist(), labels, strict=True):
+        bars.append((share, f"{label}: {format_percent(share)}"))
+    return bars
 
 
 # --- Samples ------------------------------------------------------------------------------------------------
@@ -173,26 +181,30 @@ def _sample_card(why: str, sample: SampleView) -> dict[str, Any]:
 
 
 def choose_samples(statistics: DatasetStatistics, num_shown: int) -> list[tuple[str, SourceSizes, int]]:
-    """Chooses usable samples to show, each with the reason and its number in the source: the largest ones,
-    then some at equal distances."""
+    """Chooses usable samples to show: the largest ones, then some at equal distances.
+
+    Returns:
+        Why each is shown, its source, and its number there.
+    """
     usable_sources = [source_sizes for source_sizes in statistics.sources if source_sizes.usable_mask.any()]
     chosen_samples: dict[tuple[str, int], tuple[str, SourceSizes, int]] = {}
     for name in SAMPLE_QUANTITIES:
-        largest_samples = [
-            (source_sizes, int(np.where(source_sizes.usable_mask, source_sizes.sizes[name], -1).argmax()))
-            for source_sizes in usable_sources
-        ]
-        source_sizes, sample_number = max(largest_samples, key=lambda top: top[0].sizes[name][top[1]])
-        if source_sizes.sizes[name][sample_number]:
-            chosen_samples.setdefault(
-                (source_sizes.source.name, sample_number), (f"the most {name}", source_sizes, sample_number)
-            )
+        # The sample with the most of a quantity, over all sources; the first one of equal samples.
+        largest_size = 0
+        for source_sizes in usable_sources:
+            usable_sizes = np.where(source_sizes.usable_mask, source_sizes.sizes[name], -1)
+            if usable_sizes.max() > largest_size:
+                largest_size = usable_sizes.max()
+                largest_sample = (f"the most {name}", source_sizes, int(usable_sizes.argmax()))
+        if largest_size:
+            _, source_sizes, sample_number = largest_sample
+            chosen_samples.setdefault((source_sizes.source.name, sample_number), largest_sample)
+
     for source_sizes in usable_sources:
         usable_numbers = np.flatnonzero(source_sizes.usable_mask)
         num_per_source = min(-(-num_shown // len(usable_sources)), len(usable_numbers))
-        for sample_number in usable_numbers[
-            np.linspace(0, len(usable_numbers) - 1, num_per_source).astype(int)
-        ].tolist():
+        chosen_positions = np.linspace(0, len(usable_numbers) - 1, num_per_source).astype(int)
+        for sample_number in usable_numbers[chosen_positions].tolist():
             chosen_samples.setdefault(
                 (source_sizes.source.name, sample_number), ("one of all", source_sizes, sample_number)
             )
@@ -205,24 +217,27 @@ def _frame_pictures(pixels: Tensor | None) -> list[str]:
         return []
     frames = np.linspace(0, len(pixels) - 1, min(len(pixels), MAX_FRAMES_SHOWN)).round().astype(int)
     picture_side = MAX_PICTURE_SIDE if len(frames) == 1 else MAX_PICTURE_SIDE // 2
-    return [
-        _jpeg_base64(Image.fromarray(pixels[int(frame_index)].permute(1, 2, 0).numpy()), picture_side)
-        for frame_index in frames
-    ]
+
+    frame_pictures: list[str] = []
+    for frame_index in frames:
+        frame = pixels[int(frame_index)].permute(1, 2, 0).numpy()
+        frame_pictures.append(_jpeg_base64(Image.fromarray(frame), picture_side))
+    return frame_pictures
 
 
 def _jpeg_base64(picture: Image.Image, max_side: int) -> str:
     picture.thumbnail((max_side, max_side))
-    data = io.BytesIO()
-    picture.save(data, "JPEG", quality=80)
-    return base64.b64encode(data.getvalue()).decode()
+    jpeg_buffer = io.BytesIO()
+    picture.save(jpeg_buffer, "JPEG", quality=80)
+    return base64.b64encode(jpeg_buffer.getvalue()).decode()
 
 
 def _left_out_examples(prepared: PreparedDataset, statistics: DatasetStatistics) -> ReasonExamples:
     """Why a run leaves out samples. Examples are read, to say what is wrong with them."""
-    left_out_reasons: ReasonExamples = {
-        reason: (count, []) for reason, count in statistics.left_out_reasons().most_common()
-    }
+    left_out_reasons: ReasonExamples = {}
+    for reason, count in statistics.left_out_reasons().most_common():
+        left_out_reasons[reason] = (count, [])
+
     for source_sizes in statistics.sources:
         for left_out_mask in source_sizes.left_out_masks.values():
             for sample_number in np.flatnonzero(left_out_mask)[:MAX_EXAMPLES].tolist():

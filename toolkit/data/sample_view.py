@@ -123,7 +123,8 @@ def find_sample(
         remaining_index -= len(sample_source)
     num_samples = sum(map(len, all_sources))
     raise SourceError(
-        f"{prepared.dataset_location} has {num_samples} samples in {prepared.split}: --index is from 0 to {num_samples - 1}"
+        f"{prepared.dataset_location} has {num_samples} samples in "
+        f"{prepared.split}: --index is from 0 to {num_samples - 1}"
     )
 
 
@@ -141,7 +142,8 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
     if raw_sample is None:
         shard_name, sample_position = sample_source.shard_position(sample_index)
         raise SourceError(
-            f"sample {sample_position} of {shard_name} is excluded by {sample_source.dataset.path}'s split.yaml"
+            f"sample {sample_position} of {shard_name} is excluded "
+            f"by {sample_source.dataset.path}'s split.yaml"
         )
 
     encoder, spec = prepared.row_encoder, prepared.spec
@@ -155,16 +157,18 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
 
     encoder.dropped_samples.clear()
     decoded_sample: assemble_row.TokenizedSample = encoder.postencode_sample(encoded).sample
-    problem = next(((one.reason, one.detail) for one in encoder.dropped_samples), None)
+    problem = None
+    if encoder.dropped_samples:
+        dropped_sample = encoder.dropped_samples[0]
+        problem = (dropped_sample.reason, dropped_sample.detail)
+
     patch_size, merge_size = encoder.pixel_settings.patch_size, spec.vision.spatial_merge_size
     media = []
     for item, grid, medium in zip(encoded.media, encoded.grids, decoded_sample.media_items, strict=True):
         pixels = None if problem else planes_to_pixels(medium.planes, grid, encoder.pixel_settings)
-        media.append(
-            MediumView(
-                item, (grid.h * patch_size, grid.w * patch_size), grid, grid.num_tokens(merge_size), pixels
-            )
-        )
+        resized_size = (grid.h * patch_size, grid.w * patch_size)
+        media.append(MediumView(item, resized_size, grid, grid.num_tokens(merge_size), pixels))
+
     position_ids = mrope_positions(
         decoded_sample.token_ids, encoded.grids, spec, prepared.config.data.video_positions
     )
@@ -192,7 +196,7 @@ def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> 
 
 
 def find_token_runs(token_ids: Tensor, loss_mask: Tensor, tokenizer: Any, spec: ModelSpec) -> list[TokenRun]:
-    """Lists the tokens in order; successive placeholders of one picture form one run."""
+    """Lists the tokens in order. Successive placeholders of one picture form one run."""
     runs: list[TokenRun] = []
     placeholder_ids = (spec.image_token_id, spec.video_token_id)
     for token_index, (token, is_learnt) in enumerate(
@@ -263,22 +267,24 @@ def visible_text(token_text: str) -> str:
 def sample_as_json(sample: SampleView) -> dict[str, Any]:
     """Returns the output of ``--json``."""
     reason, detail = sample.problem or (None, None)
-    media_facts = [
-        {
-            "key": each.media_item["key"],
-            "kind": each.grid_thw.kind,
-            "stored": [each.media_item["height"], each.media_item["width"]],
-            "resized": list(each.resized_size),
-            "frames": each.media_item.get("frames", 1),
-            "fps": each.media_item.get("fps", 0.0),
-            "sampling": each.media_item.get("sampling", ""),
-            "grid_thw": [each.grid_thw.t, each.grid_thw.h, each.grid_thw.w],
-            "timestamps": list(each.grid_thw.timestamps),
-            "second_per_grid": each.grid_thw.second_per_grid,
-            "tokens": each.num_tokens,
-        }
-        for each in sample.media
-    ]
+
+    media_facts = []
+    for medium in sample.media:
+        media_facts.append(
+            {
+                "key": medium.media_item["key"],
+                "kind": medium.grid_thw.kind,
+                "stored": [medium.media_item["height"], medium.media_item["width"]],
+                "resized": list(medium.resized_size),
+                "frames": medium.media_item.get("frames", 1),
+                "fps": medium.media_item.get("fps", 0.0),
+                "sampling": medium.media_item.get("sampling", ""),
+                "grid_thw": [medium.grid_thw.t, medium.grid_thw.h, medium.grid_thw.w],
+                "timestamps": list(medium.grid_thw.timestamps),
+                "second_per_grid": medium.grid_thw.second_per_grid,
+                "tokens": medium.num_tokens,
+            }
+        )
 
     return {
         "key": sample.key,

@@ -42,10 +42,11 @@ def row_distributions(statistics: DatasetStatistics) -> dict[str, dict[str, floa
 
 
 def source_facts(source_sizes: SourceSizes) -> dict[str, Any]:
-    """What a source holds; sums are those of its usable samples."""
-    quantity_sums = {
-        name: int(source_sizes.sizes[name][source_sizes.usable_mask].sum()) for name in SAMPLE_QUANTITIES
-    }
+    """What a source holds. Sums are those of its usable samples."""
+    quantity_sums = {}
+    for name in SAMPLE_QUANTITIES:
+        quantity_sums[name] = int(source_sizes.sizes[name][source_sizes.usable_mask].sum())
+
     return {
         "name": source_sizes.source.name,
         "share": round(source_sizes.source.share, 6),
@@ -58,24 +59,25 @@ def source_facts(source_sizes: SourceSizes) -> dict[str, Any]:
 
 def stats_as_json(prepared: PreparedDataset, statistics: DatasetStatistics) -> dict[str, Any]:
     """The output of ``--json``."""
+    quarantined: dict[str, dict[str, int]] = {}
+    for source_sizes in statistics.sources:
+        reason_counts = quarantined.setdefault(source_sizes.source.name, {})
+        quarantine_reasons = read_quarantine_reasons(source_sizes.source.dataset.path)
+        for reason, (count, _) in quarantine_reasons.items():
+            reason_counts[reason] = count
+
     return {
         "data": str(prepared.dataset_location),
         "split": prepared.split,
         "seq_len": statistics.data_config.seq_len,
         "samples": statistics.num_samples,
         "usable": statistics.num_usable,
-        "sources": [source_facts(one) for one in statistics.sources],
+        "sources": list(map(source_facts, statistics.sources)),
         "per_sample": sample_distributions(statistics),
         "per_row": row_distributions(statistics),
         "pass": statistics.pass_facts(prepared.config.global_batch_size),
         "left_out": dict(statistics.left_out_reasons()),
-        "quarantined": {
-            one.source.name: {
-                reason: count
-                for reason, (count, _) in read_quarantine_reasons(one.source.dataset.path).items()
-            }
-            for one in statistics.sources
-        },
+        "quarantined": quarantined,
     }
 
 
@@ -84,19 +86,19 @@ def stats_sentences(prepared: PreparedDataset, statistics: DatasetStatistics) ->
     samples_text = (
         "all samples" if statistics.num_samples <= MAX_PACKED_SAMPLES else f"{MAX_PACKED_SAMPLES:,} samples"
     )
-    sentence_list = [
-        f"Rows of {statistics.data_config.seq_len:,} tokens are made of {samples_text} in random order, as a loader makes them",
+    sentences = [
+        f"Rows of {statistics.data_config.seq_len:,} tokens are made "
+        f"of {samples_text} in random order, as a loader makes them",
         describe_pass(statistics.pass_facts(prepared.config.global_batch_size)),
     ]
-    sentence_list += [
-        f"left out: {count:,} ({format_percent(count / statistics.num_samples)}) {reason}"
-        for reason, count in statistics.left_out_reasons().most_common()
-    ]
-    return sentence_list + [
-        f"quarantined by the conversion of {one.source.name}: {count:,} {reason}"
-        for one in statistics.sources
-        for reason, (count, _) in read_quarantine_reasons(one.source.dataset.path).items()
-    ]
+    for reason, count in statistics.left_out_reasons().most_common():
+        share_text = format_percent(count / statistics.num_samples)
+        sentences.append(f"left out: {count:,} ({share_text}) {reason}")
+    for source_sizes in statistics.sources:
+        source = source_sizes.source
+        for reason, (count, _) in read_quarantine_reasons(source.dataset.path).items():
+            sentences.append(f"quarantined by the conversion of {source.name}: {count:,} {reason}")
+    return sentences
 
 
 def print_stats(prepared: PreparedDataset, statistics: DatasetStatistics) -> None:
@@ -106,7 +108,8 @@ def print_stats(prepared: PreparedDataset, statistics: DatasetStatistics) -> Non
         console.print(escape_unprintable(line_text), markup=False, soft_wrap=True)
 
     print_line(
-        f"{prepared.dataset_location}: {statistics.num_samples:,} samples of {prepared.split}, {statistics.num_usable:,} usable"
+        f"{prepared.dataset_location}: {statistics.num_samples:,} samples "
+        f"of {prepared.split}, {statistics.num_usable:,} usable"
     )
     for table_title, table_lines in stats_tables(statistics).items():
         rich_table = Table(table_title, *table_lines[0][1], title_justify="left")
@@ -118,24 +121,24 @@ def print_stats(prepared: PreparedDataset, statistics: DatasetStatistics) -> Non
 
 
 def stats_tables(statistics: DatasetStatistics) -> dict[str, list[tuple[str, dict[str, str]]]]:
-    """By title, the lines of a table: a name, and cells by the head of their column."""
-    return {
-        "source": [_source_line(source_facts(one)) for one in statistics.sources],
-        "of a sample": [
-            (name, _distribution_cells(name, each)) for name, each in sample_distributions(statistics).items()
-        ],
-        "of a row": [
-            (name, _distribution_cells(name, each)) for name, each in row_distributions(statistics).items()
-        ],
-    }
+    """Title of a table -> its lines: a name, and cells by the head of their column."""
+    tables = {"source": [_source_line(source_facts(source_sizes)) for source_sizes in statistics.sources]}
+    for title, distributions in (
+        ("of a sample", sample_distributions(statistics)),
+        ("of a row", row_distributions(statistics)),
+    ):
+        tables[title] = []
+        for name, distribution_values in distributions.items():
+            tables[title].append((name, _distribution_cells(name, distribution_values)))
+    return tables
 
 
 def _source_line(line_facts: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    cells = {
-        key: "unknown" if value is None else format_number(value)
-        for key, value in line_facts.items()
-        if key != "name"
-    }
+    cells = {}
+    for key, value in line_facts.items():
+        if key != "name":
+            cells[key] = "unknown" if value is None else format_number(value)
+
     return line_facts["name"], cells | {"share": format_percent(line_facts["share"])}
 
 

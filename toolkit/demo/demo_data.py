@@ -26,8 +26,8 @@ ANSWER_BY_PICTURE = {
     "rocket": "A rocket on its launch pad at dusk.",
     "motorcycle": "A red motorcycle parked in a garage.",
 }
-"""Maps each photograph to the answer to :data:`QUESTION`. The question is always the same, so the answer can
-only come from the picture."""
+"""Maps each photograph to the answer to :data:`PICTURE_QUESTION`. The question is always the same, so the
+answer can only come from the picture."""
 
 # Media are the files for the conversation's placeholders, in the order of the text.
 DEMO_CONVERSATIONS: list[dict[str, Any]] = [
@@ -77,16 +77,23 @@ def write_raw_data(raw_dir: Path) -> Path:
     pictures = load_pictures()
     file_names = _write_images(media_dir, pictures)
     _write_video(media_dir / "camera_pan.mp4", pictures["coffee"]())
-    samples: list[dict[str, Any]] = [
-        {
-            "id": name,
-            "image": file_names[name],
-            "conversations": _sharegpt_turns(["<image>\n" + PICTURE_QUESTION, answer]),
-        }
-        for name, answer in ANSWER_BY_PICTURE.items()
-    ]
+
+    samples: list[dict[str, Any]] = []
+    for name, answer in ANSWER_BY_PICTURE.items():
+        samples.append(
+            {
+                "id": name,
+                "image": file_names[name],
+                "conversations": _sharegpt_turns(["<image>\n" + PICTURE_QUESTION, answer]),
+            }
+        )
+
     for conversation in DEMO_CONVERSATIONS:
-        sample = {name: value for name, value in conversation.items() if name != "turns"}
+        sample = {}
+        for name, value in conversation.items():
+            if name != "turns":
+                sample[name] = value
+
         samples.append(sample | {"conversations": _sharegpt_turns(conversation["turns"])})
     json_path = raw_dir / "conversations.json"
     json_path.write_text(json.dumps(samples, indent=2) + "\n")

@@ -103,10 +103,10 @@ def read_sharegpt_sample(
     """
     from PIL import Image
 
-    file_names = {
-        kind: [sample[kind]] if isinstance(sample.get(kind), str) else list(sample.get(kind, []))
-        for kind in ("image", "video")
-    }
+    file_names = {}
+    for kind in ("image", "video"):
+        file_names[kind] = [sample[kind]] if isinstance(sample.get(kind), str) else list(sample.get(kind, []))
+
     messages = []
     images = []
     videos = []

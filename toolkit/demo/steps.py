@@ -60,16 +60,11 @@ class DemoMachine:
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
         """Decoder layers of each stage. The first stage also holds the vision tower, so it gets fewer."""
+        if self.pp_size == 1:
+            return (TINY_SIZES.layers,)
         even_layers = TINY_SIZES.layers // self.pp_size
-        return (
-            (TINY_SIZES.layers,)
-            if self.pp_size == 1
-            else (
-                even_layers - 1,
-                *[even_layers] * (self.pp_size - 2),
-                TINY_SIZES.layers - (even_layers - 1) - even_layers * (self.pp_size - 2),
-            )
-        )
+        other_layers = [even_layers - 1, *[even_layers] * (self.pp_size - 2)]
+        return (*other_layers, TINY_SIZES.layers - sum(other_layers))
 
     @property
     def is_deterministic(self) -> bool:
@@ -156,10 +151,12 @@ def run_demo(
     demo_dir: Path, num_steps: int, machine: DemoMachine | None = None, raw_data: Path | None = None
 ) -> int:
     """Empties ``demo_dir`` and runs all steps in it. Returns exit code 1 if a check failed."""
+    # Every claim below is checked with the commands that a user would type.
     machine = machine or DemoMachine()
     demo = DemoRun(demo_dir, num_steps, machine, raw_data)
     _clear_folder(demo_dir)
     start_time = time.perf_counter()
+
     with demo.timed_part("A small Qwen2.5-VL checkpoint, and conversations about real photographs"):
         prepare_inputs(demo)
     with demo.timed_part("Conversations to WebDataset shards for Energon"):
@@ -169,21 +166,14 @@ def run_demo(
             "--media-root",
             demo.raw_dir / "media",
         )
-        demo.run_command(
-            "megatron-vl",
-            "data",
-            "convert",
-            *input_arguments,
-            "--out",
-            demo.dataset_dir,
-            "--val-fraction",
-            "0",
-        )
+        output_arguments = ("--out", demo.dataset_dir, "--val-fraction", "0")
+        demo.run_command("megatron-vl", "data", "convert", *input_arguments, *output_arguments)
 
-    with demo.timed_part(
-        f"Weights: Hugging Face -> Megatron -> TP{machine.tp_size} x PP{machine.pp_size} shards, and back"
-    ):
+    layout_text = f"TP{machine.tp_size} x PP{machine.pp_size}"
+    with demo.timed_part(f"Weights: Hugging Face -> Megatron -> {layout_text} shards, and back"):
         check_round_trip(demo)
+
+    # One process, so that these losses depend neither on the layout nor on the training below.
     with demo.timed_part("The trainer's loss before training, in one process"):
         metrics_before = evaluate_weights(demo, demo.demo_dir / "shards", "before")
     with demo.timed_part(f"Training in {machine.world_size} processes, killed on the way"):
@@ -195,18 +185,14 @@ def run_demo(
     with demo.timed_part("Export, and the trainer's loss of the final weights in one process"):
         metrics_after = export_weights(demo)
     with demo.timed_part("Both folders in transformers"):
-        compare_losses(
-            demo,
-            _open_reference(demo.hf_dir),
-            "before training",
-            metrics_before,
-            1e-5 if machine.is_deterministic else 1e-2,
-        )
+        initial_reference = _open_reference(demo.hf_dir)
+        tolerance = 1e-5 if machine.is_deterministic else 1e-2
+        compare_losses(demo, initial_reference, "before training", metrics_before, tolerance)
+
         trained_reference = _open_reference(demo.exported_dir)
         # Relative to a loss near zero, rounding errors are larger.
-        compare_losses(
-            demo, trained_reference, "after", metrics_after, 1e-4 if machine.is_deterministic else 0.1
-        )
+        tolerance = 1e-4 if machine.is_deterministic else 0.1
+        compare_losses(demo, trained_reference, "after", metrics_after, tolerance)
         compare_answers(demo, trained_reference)
 
     demo.seconds_by_part["total"] = round(time.perf_counter() - start_time, 1)
@@ -265,8 +251,8 @@ def prepare_inputs(demo: DemoRun) -> None:
     demo.run_yaml.write_text(yaml.safe_dump(run_settings, sort_keys=False))
     num_parameters = sum(torch.Size(shape).numel() for shape in _tensor_shapes(demo.hf_dir))
     demo.console.print(
-        f"{demo.hf_dir}: {num_parameters / 1e6:.2f} M parameters, random; {conversations_path}: {len(_read_samples(demo))} "
-        "conversations"
+        f"{demo.hf_dir}: {num_parameters / 1e6:.2f} M parameters, random; "
+        f"{conversations_path}: {len(_read_samples(demo))} conversations"
     )
     demo.console.print(f"{demo.run_yaml}: the configuration of the training below")
 
@@ -274,10 +260,10 @@ def prepare_inputs(demo: DemoRun) -> None:
 def _tensor_shapes(hf_dir: Path) -> Iterator[list[int]]:
     from safetensors import safe_open
 
-    for file in sorted(hf_dir.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():
-                yield tensors.get_slice(name).get_shape()
+    for file_path in sorted(hf_dir.glob("*.safetensors")):
+        with safe_open(file_path, framework="pt") as opened_file:
+            for name in opened_file.keys():
+                yield opened_file.get_slice(name).get_shape()
 
 
 def _read_samples(demo: DemoRun) -> list[dict[str, Any]]:
@@ -286,18 +272,18 @@ def _read_samples(demo: DemoRun) -> list[dict[str, Any]]:
 
 def check_round_trip(demo: DemoRun) -> None:
     """Converts Hugging Face -> unsplit -> shards -> Hugging Face, and compares the folders bit for bit."""
-    full = demo.demo_dir / "full"
-    shards = demo.demo_dir / "shards"
+    full_dir = demo.demo_dir / "full"
+    shards_dir = demo.demo_dir / "shards"
     hf_again_dir = demo.demo_dir / "hf_again"
     tp_size = demo.machine.tp_size
     pp_size = demo.machine.pp_size
     layers = ",".join(map(str, demo.machine.layers_per_stage))
 
-    demo.run_command("megatron-vl", "convert", "--hf", demo.hf_dir, "--out", full)
+    demo.run_command("megatron-vl", "convert", "--hf", demo.hf_dir, "--out", full_dir)
     layout_arguments = ("--tp", str(tp_size), "--pp", str(pp_size), "--layers", layers)
-    demo.run_command("megatron-vl", "split", "--checkpoint", full, *layout_arguments, "--out", shards)
+    demo.run_command("megatron-vl", "split", "--checkpoint", full_dir, *layout_arguments, "--out", shards_dir)
     demo.run_command(
-        "megatron-vl", "export", "--checkpoint", shards, "--hf", demo.hf_dir, "--out", hf_again_dir
+        "megatron-vl", "export", "--checkpoint", shards_dir, "--hf", demo.hf_dir, "--out", hf_again_dir
     )
 
     exit_code = demo.run_command("megatron-vl", "verify", demo.hf_dir, hf_again_dir, may_fail=True)
@@ -316,15 +302,20 @@ def train_until_killed(demo: DemoRun) -> None:
     with log_path.open("wb") as stderr:
         process = demo.start_command(*demo.train_command(), stderr=stderr)
         goal_step = min(demo.save_step + 3, demo.num_steps - 1)
-        checkpoint_dir = demo.run_dir / f"step_{demo.save_step:08d}"  # written in the background
-        while process.poll() is None and not (
-            checkpoint_dir.is_dir() and any(m["step"] >= goal_step for m in read_metrics(demo.run_dir))
-        ):
+        checkpoint_dir = demo.run_dir / f"step_{demo.save_step:08d}"
+
+        def is_far_enough() -> bool:
+            # A checkpoint is written in the background, so it may appear after later steps.
+            has_goal_step = any(line["step"] >= goal_step for line in read_metrics(demo.run_dir))
+            return has_goal_step and checkpoint_dir.is_dir()
+
+        while process.poll() is None and not is_far_enough():
             time.sleep(0.2)
 
         if process.poll() is not None:
             raise UserError(
-                f"the training ended with exit code {process.returncode} before it was killed; {log_path} says why"
+                f"the training ended with exit code {process.returncode} "
+                f"before it was killed; {log_path} says why"
             )
         kill_process_tree(process.pid)
         process.wait()
@@ -339,15 +330,27 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Reads the lines of a run's ``metrics.jsonl``, except an incomplete last line."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    step_metrics: list[dict[str, Any]] = []
+    for line in lines:
+        if line.endswith("\n"):
+            step_metrics.append(json.loads(line))
+    return step_metrics
+
+
+def _resume_lines(metrics_lines: list[dict[str, Any]]) -> list[int]:
+    """Indices of the lines at which a run resumed: their step was done before."""
+    resume_lines = []
+    for i in range(1, len(metrics_lines)):
+        if metrics_lines[i]["step"] <= metrics_lines[i - 1]["step"]:
+            resume_lines.append(i)
+    return resume_lines
 
 
 def check_training(demo: DemoRun) -> None:
     """Checks that the steps repeated after the kill have the same losses, and that the loss has fallen."""
     metrics_lines = read_metrics(demo.run_dir)
-    resume_line = next(
-        i for i in range(1, len(metrics_lines)) if metrics_lines[i]["step"] <= metrics_lines[i - 1]["step"]
-    )
+    resume_line = _resume_lines(metrics_lines)[0]
     losses_before = {line["step"]: line["loss"] for line in metrics_lines[:resume_line]}
     losses_after = {line["step"]: line["loss"] for line in metrics_lines[resume_line:]}
     repeated_steps = sorted(losses_before.keys() & losses_after.keys())
@@ -356,7 +359,10 @@ def check_training(demo: DemoRun) -> None:
         default=float("inf"),
     )
     first_step = min(losses_after)
-    result_text = f"resumed at step {first_step}; {len(repeated_steps)} repeated steps differ by at most {largest_difference:.1e}"
+    result_text = (
+        f"resumed at step {first_step}; {len(repeated_steps)} "
+        f"repeated steps differ by at most {largest_difference:.1e}"
+    )
     demo.record_check(
         "A killed run resumes from its checkpoint and repeats its losses",
         result_text,
@@ -375,7 +381,7 @@ def check_training(demo: DemoRun) -> None:
     num_skipped = sum(not line["updated"] for line in metrics_lines)
     num_dropped = 0
     for line in metrics_lines:
-        num_dropped += sum(n for name, n in line.items() if name.startswith("dropped/"))
+        num_dropped += sum(count for name, count in line.items() if name.startswith("dropped/"))
     demo.record_check(
         "No step was skipped, no sample was dropped",
         f"{num_skipped} skipped, {num_dropped} dropped",
@@ -406,14 +412,7 @@ def evaluate_weights(demo: DemoRun, weights_dir: Path, evaluation_name: str) -> 
     start_arguments = ("--model.checkpoint", weights_dir, "--checkpoint.dir", evaluation_dir, "--steps", "1")
     learning_rate_arguments = ("--optimizer.lr", "0", "--optimizer.warmup_steps", "0")
     row_count = str(len(_read_samples(demo)))
-    row_arguments = (
-        "--data.pack",
-        "false",
-        "--data.shuffle",
-        "false",
-        "--global_batch_size",
-        row_count,
-    )
+    row_arguments = ("--data.pack", "false", "--data.shuffle", "false", "--global_batch_size", row_count)
     layout_arguments = ("--parallel.tp", "1", "--parallel.pp", "1", "--parallel.layers", "null")
     unsplit_arguments = (*layout_arguments, "--parallel.sequence_parallel", "false")
     demo.run_command(
@@ -439,7 +438,7 @@ def compare_losses(
 
     Args:
         training_phase: text for the table.
-        trainer_metrics: the result of :func:`evaluate`.
+        trainer_metrics: the result of :func:`evaluate_weights`.
         tolerance: largest relative difference.
     """
     samples = _read_samples(demo)
@@ -449,8 +448,8 @@ def compare_losses(
     relative_error = abs(mean_loss - trainer_metrics["loss"]) / mean_loss
     demo.record_check(
         f"Loss {training_phase}: transformers' equals the trainer's",
-        f"{mean_loss:.6f} and {trainer_metrics['loss']:.6f}, {relative_error:.1e} apart; {token_count} and {trainer_metrics['loss_tokens']} "
-        "tokens",
+        f"{mean_loss:.6f} and {trainer_metrics['loss']:.6f}, {relative_error:.1e} "
+        f"apart; {token_count} and {trainer_metrics['loss_tokens']} tokens",
         relative_error < tolerance
         and token_count == trainer_metrics["loss_tokens"]
         and trainer_metrics["samples"] == len(samples),
@@ -466,7 +465,8 @@ def compare_answers(demo: DemoRun, reference: DemoReference) -> None:
         answers_match.append(generated_answer == expected_answer)
         result_mark = "[green]as taught[/]" if answers_match[-1] else f"[red]taught: {expected_answer}[/]"
         demo.console.print(
-            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} -> {generated_answer!r} {result_mark}",
+            f"[bold]{sample['id']}[/]: {sample['conversations'][0]['value']!r} "
+            f"-> {generated_answer!r} {result_mark}",
             soft_wrap=True,
         )
 
@@ -509,21 +509,13 @@ def write_report(demo: DemoRun) -> int:
 
 
 def draw_losses(demo: DemoRun, image_path: Path) -> None:
-    """Draws the loss of each step; the runs before and after the kill have different colours."""
+    """Draws the loss of each step. The runs before and after the kill have different colours."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     metrics_lines = read_metrics(demo.run_dir)
     machine = demo.machine
-    run_starts = (
-        [0]
-        + [
-            i
-            for i in range(1, len(metrics_lines))
-            if metrics_lines[i]["step"] <= metrics_lines[i - 1]["step"]
-        ]
-        + [len(metrics_lines)]
-    )
+    run_starts = [0, *_resume_lines(metrics_lines), len(metrics_lines)]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -33,12 +33,12 @@ def doctor(options: DoctorOptions) -> int:
 
     is_broken = any(finding.state == "broken" for finding in findings)
     if options.json:
-        json_fields = {"broken": is_broken, "findings": [dataclasses.asdict(finding) for finding in findings]}
-        print(
-            json.dumps(
-                json_fields | {"memory_gib": [stage.as_json() for stage in report.memory_by_stage]}, indent=2
-            )
-        )
+        json_fields = {
+            "broken": is_broken,
+            "findings": list(map(dataclasses.asdict, findings)),
+            "memory_gib": [stage.as_json() for stage in report.memory_by_stage],
+        }
+        print(json.dumps(json_fields, indent=2))
     else:
         print_findings(findings, report)
 

@@ -71,8 +71,8 @@ def _check_attention_heads(config: TrainConfig, head_dim: int, on_gpus: bool) ->
         return ok_finding("attention", f"heads of {head_dim}, backend {config.model.language_attention}")
     return ok_finding(
         "attention",
-        f"heads of {head_dim} take FlashAttention-2 (torch_varlen), because cuDNN computes wrong gradients for"
-        " packed rows of them",
+        f"heads of {head_dim} take FlashAttention-2 (torch_varlen), "
+        "because cuDNN computes wrong gradients for packed rows of them",
     )
 
 

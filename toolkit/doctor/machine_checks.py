@@ -97,10 +97,10 @@ def _check_requirements() -> Iterator[Finding]:
 
     if not has_mismatch:
         shown_names = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
-        yield ok_finding(
-            "packages",
-            ", ".join(f"{name} {version_by_name[name]}" for name in shown_names if name in version_by_name),
-        )
+        shown_versions = [
+            f"{name} {version_by_name[name]}" for name in shown_names if name in version_by_name
+        ]
+        yield ok_finding("packages", ", ".join(shown_versions))
 
 
 def installed_version(distribution_name: str) -> str | None:
@@ -137,19 +137,19 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
     error_by_module: dict[str, str] = {}
     for name, process in import_processes.items():
         stdout_text, stderr_text = process.communicate()
-        result_by_module[name] = (
-            json.loads(stdout_text.strip().splitlines()[-1]) if process.returncode == 0 else None
-        )
-        error_by_module[name] = (
-            stderr_text.strip().splitlines()[-1] if stderr_text.strip() else f"exit code {process.returncode}"
-        )
+        error_lines = stderr_text.strip().splitlines()
+        error_by_module[name] = error_lines[-1] if error_lines else f"exit code {process.returncode}"
+        result_by_module[name] = None
+        if process.returncode == 0:
+            result_by_module[name] = json.loads(stdout_text.strip().splitlines()[-1])
+
+    is_importable = {name: result is not None for name, result in result_by_module.items()}
+    te_name = "transformer_engine"
     return [
         _check_torch(result_by_module["torch"], error_by_module["torch"], has_gpu),
-        _check_transformer_engine(
-            result_by_module["transformer_engine"] is not None, error_by_module["transformer_engine"], has_gpu
-        ),
-        _check_flash_attention(result_by_module["flash_attn"] is not None, error_by_module["flash_attn"]),
-        _check_core(result_by_module["megatron.core"] is not None, error_by_module["megatron.core"]),
+        _check_transformer_engine(is_importable[te_name], error_by_module[te_name], has_gpu),
+        _check_flash_attention(is_importable["flash_attn"], error_by_module["flash_attn"]),
+        _check_core(is_importable["megatron.core"], error_by_module["megatron.core"]),
     ]
 
 
@@ -158,7 +158,8 @@ def _check_torch(torch_facts: dict | None, error_text: str, has_gpu: bool) -> Fi
         return broken_finding(
             "torch", f"does not import: {error_text}", "make setup, or: pip install torch -c constraints.txt"
         )
-    version_text = f"{torch_facts['version']}, built for {'CUDA ' + torch_facts['cuda'] if torch_facts['cuda'] else 'CPU'}"
+    cuda_text = f"CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "CPU"
+    version_text = f"{torch_facts['version']}, built for {cuda_text}"
     if has_gpu and not torch_facts["gpus"]:
         return broken_finding(
             "torch",
@@ -166,25 +167,19 @@ def _check_torch(torch_facts: dict | None, error_text: str, has_gpu: bool) -> Fi
             "the driver is older than this CUDA, or CUDA_VISIBLE_DEVICES hides the GPUs: "
             "update the driver, or unset it",
         )
-    return ok_finding(
-        "torch",
-        version_text
-        + (
-            f", {torch_facts['gpus']} GPUs, NCCL {torch_facts['nccl']}" if torch_facts["gpus"] else ", no GPU"
-        ),
-    )
+    gpus_text = f"{torch_facts['gpus']} GPUs, NCCL {torch_facts['nccl']}" if torch_facts["gpus"] else "no GPU"
+    return ok_finding("torch", f"{version_text}, {gpus_text}")
 
 
 def _check_transformer_engine(is_importable: bool, error_text: str, has_gpu: bool) -> Finding:
-    version_by_name = {
-        name: part_version for name in TE_DISTRIBUTIONS if (part_version := installed_version(name))
-    }
+    version_by_name = {}
+    for name in TE_DISTRIBUTIONS:
+        if distribution_version := installed_version(name):
+            version_by_name[name] = distribution_version
+
     if is_importable:
-        return ok_finding(
-            "transformer engine",
-            ", ".join(f"{name} {part_version}" for name, part_version in version_by_name.items())
-            or "found on the path",
-        )
+        version_texts = [f"{name} {version}" for name, version in version_by_name.items()]
+        return ok_finding("transformer engine", ", ".join(version_texts) or "found on the path")
     if version_by_name or "No module named 'transformer_engine'" not in error_text:
         finding_text = f"half installed ({', '.join(version_by_name) or 'no distribution'}): {error_text}"
         advice = f"pip uninstall -y {' '.join(TE_DISTRIBUTIONS)}" + (
@@ -232,29 +227,27 @@ def _gpu_findings(gpus: list[GpuInfo]) -> Iterator[Finding]:
         )
         return
 
-    gpu_kinds = sorted(
-        {
-            f"{gpu.gpu_name}, {gpu.total_memory_mib / 1024:.0f} GiB, driver {gpu.driver_version}"
-            for gpu in gpus
-        }
-    )
+    gpu_kinds = set()
+    for gpu in gpus:
+        memory_gib = gpu.total_memory_mib / 1024
+        gpu_kinds.add(f"{gpu.gpu_name}, {memory_gib:.0f} GiB, driver {gpu.driver_version}")
     if len(gpu_kinds) > 1:
         yield note_finding(
             "gpus",
-            f"{len(gpus)} GPUs of several kinds: {'; '.join(gpu_kinds)}",
+            f"{len(gpus)} GPUs of several kinds: {'; '.join(sorted(gpu_kinds))}",
             "the slowest and smallest of them limits the run",
         )
     else:
-        yield ok_finding("gpus", f"{len(gpus)} x {gpu_kinds[0]}")
+        yield ok_finding("gpus", f"{len(gpus)} x {gpu_kinds.pop()}")
 
-    busy_gpus = [gpu for gpu in gpus if gpu.used_memory_mib > 1024]
-    if busy_gpus:
-        memory_text = ", ".join(
-            f"GPU {gpu.gpu_index} {gpu.used_memory_mib / 1024:.1f} GiB" for gpu in busy_gpus
-        )
+    memory_texts = []
+    for gpu in gpus:
+        if gpu.used_memory_mib > 1024:
+            memory_texts.append(f"GPU {gpu.gpu_index} {gpu.used_memory_mib / 1024:.1f} GiB")
+    if memory_texts:
         yield note_finding(
             "gpus in use",
-            memory_text,
+            ", ".join(memory_texts),
             "another program uses their memory; nvidia-smi names it: stop it, or set CUDA_VISIBLE_DEVICES",
         )
 
@@ -270,10 +263,13 @@ def _check_environment(has_gpu: bool) -> Iterator[Finding]:
         "PYTORCH_ALLOC_CONF",
     )
 
-    set_variables = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(variable_prefixes)
-    }
+    set_variables = {}
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(variable_prefixes):
+            set_variables[name] = value
+
     variables_text = ", ".join(f"{name}={value}" for name, value in set_variables.items()) or "none set"
+
     slow_switches = [name for name in SLOW_NCCL_SWITCHES if set_variables.get(name, "0") not in ("0", "")]
     if slow_switches:
         yield note_finding(
@@ -296,7 +292,7 @@ def _check_environment(has_gpu: bool) -> Iterator[Finding]:
 
 
 def check_all_reduce(num_gpus: int) -> Finding:
-    """Runs a real all-reduce over all GPUs; without GPUs, over two gloo processes."""
+    """Runs a real all-reduce over all GPUs, or over two gloo processes if there are none."""
     from toolkit.launch import last_output_lines, run_group
 
     num_ranks = num_gpus or 2
@@ -313,8 +309,8 @@ def check_all_reduce(num_gpus: int) -> Finding:
         [line for line in completed_group.stdout.splitlines() if line.startswith("{")][-1]
     )
     speed_text = (
-        f"{reduce_facts['bytes'] / 2**20:.0f} MiB in {reduce_facts['seconds'] * 1e3:.2f} ms, {reduce_facts['bus_gb_s']:.1f} GB/s "
-        "on the bus"
+        f"{reduce_facts['bytes'] / 2**20:.0f} MiB in {reduce_facts['seconds'] * 1e3:.2f} ms, "
+        f"{reduce_facts['bus_gb_s']:.1f} GB/s on the bus"
     )
     return ok_finding(
         "all-reduce", f"{reduce_facts['backend']} over {pluralize(num_ranks, 'rank')}: correct, {speed_text}"
@@ -330,7 +326,10 @@ def _check_shared_memory(shared_memory_path: Path = Path("/dev/shm")) -> Finding
             "shared memory", f"{shared_memory_path} is missing", "set data.num_workers to 0, or mount it"
         )
     disk_usage = shutil.disk_usage(shared_memory_path)
-    usage_text = f"{shared_memory_path} {disk_usage.total / BYTES_PER_GIB:.1f} GiB, {disk_usage.free / BYTES_PER_GIB:.1f} free"
+    usage_text = (
+        f"{shared_memory_path} {disk_usage.total / BYTES_PER_GIB:.1f} GiB, "
+        f"{disk_usage.free / BYTES_PER_GIB:.1f} free"
+    )
     advice = (
         "loader workers pass rows through it, NCCL its buffers: use docker run --ipc=host, or --shm-size=16g"
     )

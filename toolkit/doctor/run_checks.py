@@ -84,10 +84,9 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
         if is_run:
             problems = verify_checkpoint(verified_dir)
         else:
-            problems = [
-                f"{difference.name} {difference.how}"
-                for difference in verify_checkpoint_hashes(verified_dir).differences
-            ]
+            problems = []
+            for difference in verify_checkpoint_hashes(verified_dir).differences:
+                problems.append(f"{difference.name} {difference.how}")
     except (ValueError, OSError, RuntimeError) as error:
         return broken_finding(
             "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
@@ -111,6 +110,7 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
         world_size: GPUs of the whole run; None: those of this machine or, without GPUs, as few as
             the layout needs.
     """
+    # A check that fails ends the list only if the later ones need its result.
     report = RunReport()
     add_finding = report.findings.append
     try:
@@ -137,32 +137,16 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     add_finding(
         ok_finding(
             "config",
-            f"{pluralize(world_size, 'rank')}: tp {parallel.tp}{context} x pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
+            f"{pluralize(world_size, 'rank')}: tp {parallel.tp}{context} x "
+            f"pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
         )
     )
-    refusal_message = ""
-    gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
-    host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
-    machine = MachineMemory(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
-    try:
-        run = resolve_run(config, world_size, machine)
-    except (ValueError, OSError, RuntimeError) as error:
-        refusal_message = str(error)
-        add_finding(
-            broken_finding("model and layout", refusal_message, _refusal_advice(config, refusal_message))
-        )
-        # A damaged folder of the run says nothing against the rest.
-        fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
-        try:
-            run = resolve_run(
-                dataclasses.replace(config, checkpoint=fresh_checkpoint), world_size, machine, show_only=True
-            )
-        except (ValueError, OSError, RuntimeError):
-            return report
-    else:
-        layers = f"decoder layers {list(run.layout.layers_per_chunk)} on {parallel.pp} stages"
-        add_finding(ok_finding("model and layout", f"{run.spec.family}, {layers}"))
 
+    run, refusal_message = _resolve_or_report(config, world_size, gpus, report)
+    if run is None:
+        return report
+
+    # What the planner predicts, without building anything.
     report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, dp_size)
     report.findings += _check_memory(run.config, report.memory_by_stage, gpus)
     speed_calibration = calibration_for_platform(config.platform)
@@ -178,19 +162,50 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     ]
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
     report.findings += check_family(config, run.spec, on_gpus)
-    inputs = [_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)]
-    # An input that is not there was already reported with the layout.
-    report.findings += [
-        finding for finding in inputs if not refusal_message or finding.found != refusal_message
-    ]
-    report.findings += [
-        note_finding("run", remark, "") for remark in config_remarks(config, not gpus, run.is_resumed)
-    ]
+
+    # Weights and data, of which a little is read.
+    for input_finding in (_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)):
+        # An input that is missing was already reported with the layout.
+        if not refusal_message or input_finding.found != refusal_message:
+            add_finding(input_finding)
+    for remark in config_remarks(config, not gpus, run.is_resumed):
+        add_finding(note_finding("run", remark, ""))
     return report
 
 
+def _resolve_or_report(
+    config: TrainConfig, world_size: int, gpus: list[GpuInfo], report: RunReport
+) -> tuple[ResolvedRun | None, str]:
+    """Resolves a run, and adds a finding about its model and layout to ``report``.
+
+    Returns:
+        The run, and the message if it is refused. A run that is refused only for its checkpoints is resolved
+        without them, because they say nothing about the rest. Otherwise, it is None.
+    """
+    # The planner decides with this machine's memory, as rank 0 of the run would.
+    gpu_gib = min((gpu.total_memory_mib / 1024 for gpu in gpus), default=next(iter(GPU_MEMORY_GIB.values())))
+    host_gib = host_memory.available_bytes() / host_memory.GIB / max(1, min(world_size, len(gpus)))
+    machine = MachineMemory(None if config.platform == "cpu" else gpu_gib, host_gib if gpus else math.inf)
+    try:
+        run = resolve_run(config, world_size, machine)
+    except (ValueError, OSError, RuntimeError) as error:
+        refusal_message = str(error)
+        advice = _refusal_advice(config, refusal_message)
+        report.findings.append(broken_finding("model and layout", refusal_message, advice))
+        fresh_checkpoint = dataclasses.replace(config.checkpoint, resume=False, step=None, branch="")
+        fresh_config = dataclasses.replace(config, checkpoint=fresh_checkpoint)
+        try:
+            return resolve_run(fresh_config, world_size, machine, show_only=True), refusal_message
+        except (ValueError, OSError, RuntimeError):
+            return None, refusal_message
+
+    layers_text = f"decoder layers {list(run.layout.layers_per_chunk)} on {config.parallel.pp} stages"
+    report.findings.append(ok_finding("model and layout", f"{run.spec.family}, {layers_text}"))
+    return run, ""
+
+
 def _refusal_advice(config: TrainConfig, refusal_message: str) -> str:
-    """What to do about a run that was refused with the message ``refusal_message``."""
+    """What the user can do about a run that was refused."""
     if refusal_message.startswith("model.checkpoint ") and "does not exist" in refusal_message:
         return _convert_command(config)
     return "correct the field or path that the message names"
@@ -211,7 +226,10 @@ def _check_memory(
             f"{peak_memory_gib:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs"
         )
         return [ok_finding("memory", finding_text)]
-    estimate_text = f"{peak_memory_gib:.1f} GiB estimated for the fullest GPU, {RESERVE_GIB:.0f} GiB more should stay free"
+    estimate_text = (
+        f"{peak_memory_gib:.1f} GiB estimated for the fullest "
+        f"GPU, {RESERVE_GIB:.0f} GiB more should stay free"
+    )
     advice = (
         "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
         "data.max_patches"
@@ -225,7 +243,8 @@ def _check_memory(
             ok_finding("memory", finding_text) if fits else broken_finding("memory", finding_text, advice)
         )
     else:
-        fitting_gpus = [name for name, gib in GPU_MEMORY_GIB.items() if peak_memory_gib + RESERVE_GIB <= gib]
+        needed_gib = peak_memory_gib + RESERVE_GIB
+        fitting_gpus = [name for name, gib in GPU_MEMORY_GIB.items() if needed_gib <= gib]
         finding_text = (
             f"{estimate_text}: fits {', '.join(fitting_gpus) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}"
         )
@@ -249,20 +268,23 @@ def _check_memory(
 
 def _estimate_speed(prediction: RunPrediction) -> Finding:
     """The planner's estimate of the run's speed."""
-    speed = prediction
-    speed_text = f"{speed.step_seconds:.2f} s a step, {speed.tokens_per_second:,.0f} tokens/s at {speed.mfu:.0%} MFU estimated on"
-    speed_text += f" {speed.calibration.gpu}" + (
-        f", stages wait {speed.bubble_share:.0%} of the time" if speed.layout.pp > 1 else ""
+    speed_text = (
+        f"{prediction.step_seconds:.2f} s a step, {prediction.tokens_per_second:,.0f} tokens/s "
+        f"at {prediction.mfu:.0%} MFU estimated on {prediction.calibration.gpu}"
     )
-    return ok_finding(
-        "speed", f"{speed_text} ({speed.calibration.source}); megatron-vl plan compares it with other layouts"
-    )
+    if prediction.layout.pp > 1:
+        speed_text += f", stages wait {prediction.bubble_share:.0%} of the time"
+    source_text = f"({prediction.calibration.source}); megatron-vl plan compares it with other layouts"
+    return ok_finding("speed", f"{speed_text} {source_text}")
 
 
 def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     max_positions = text_config(spec.hf_config).get("max_position_embeddings")
     if max_positions and config.data.seq_len > max_positions:
-        text = f"data.seq_len {config.data.seq_len} exceeds the {max_positions} positions that the model supports"
+        text = (
+            f"data.seq_len {config.data.seq_len} exceeds the "
+            f"{max_positions} positions that the model supports"
+        )
         return note_finding(
             "positions",
             text,
@@ -270,13 +292,16 @@ def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
         )
     return ok_finding(
         "positions",
-        f"rows of {config.data.seq_len} tokens; the model supports {max_positions or 'any number of'} positions",
+        f"rows of {config.data.seq_len} tokens; the model "
+        f"supports {max_positions or 'any number of'} positions",
     )
 
 
 def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int) -> Finding:
-    """Builds the real modules on the meta device, in a separate process because the CPU platform
-    changes torch globally."""
+    """Builds the real modules on the meta device.
+
+    This happens in a separate process, because the CPU platform changes torch globally.
+    """
     command = [
         sys.executable,
         "-m",
@@ -287,16 +312,13 @@ def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int)
     ]
     completed = subprocess.run(command, capture_output=True, text=True)
     if completed.returncode:
-        last_line = (
-            completed.stderr.strip().splitlines()[-1]
-            if completed.stderr.strip()
-            else f"exit code {completed.returncode}"
-        )
+        error_lines = completed.stderr.strip().splitlines()
+        last_line = error_lines[-1] if error_lines else f"exit code {completed.returncode}"
         return broken_finding(
             "model is built", last_line, "correct what the message names; without one, report a bug"
         )
-    facts = json.loads(completed.stdout.strip().splitlines()[-1])
-    sizes = ", ".join(f"{n / 1e9:.2f}" for n in facts["parameters"])
+    build_facts = json.loads(completed.stdout.strip().splitlines()[-1])
+    sizes = ", ".join(f"{parameter_count / 1e9:.2f}" for parameter_count in build_facts["parameters"])
     return ok_finding(
         "model is built", f"{sizes} B parameters on a rank of each stage, with the checkpoints' shapes"
     )
@@ -315,9 +337,9 @@ def _check_first_row(run: ResolvedRun) -> Finding:
     row_loader: Any = None
     try:
         split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
-        drawn_sources = [
-            source for source in read_blend_sources(split_facts.dataset_identity) if source.sample_share
-        ]
+
+        blend_sources = read_blend_sources(split_facts.dataset_identity)
+        drawn_sources = [source for source in blend_sources if source.sample_share]
         loader_config = dataclasses.replace(config.data, num_workers=0)
         if split_facts.datasets_without_sizes:
             row_iterator = validation_rows(loader_config, run.spec, config.model.hf, "train", split_facts)
@@ -351,14 +373,17 @@ def _check_first_row(run: ResolvedRun) -> Finding:
 
     samples_text = pluralize(sum(source.sample_count for source in drawn_sources), "sample")
     blend_text = f" of {len(drawn_sources)} sources" if len(drawn_sources) > 1 else ""
-    finding_text = f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} s): {pluralize(first_row.num_samples, 'sample')}, "
     loss_tokens = int(first_row.loss_mask.count_nonzero())
-    finding_text += f"{first_row.num_images} pictures, {first_row.num_patches} patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+    finding_text = (
+        f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} s): "
+        f"{pluralize(first_row.num_samples, 'sample')}, {first_row.num_images} pictures, "
+        f"{first_row.num_patches} patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+    )
     if split_facts.datasets_without_sizes:
         return note_finding(
             "rows",
-            f"{finding_text}; the sizes of the samples of {', '.join(split_facts.datasets_without_sizes)} are not known for this"
-            " tokenizer and chat template",
+            f"{finding_text}; the sizes of the samples of {', '.join(split_facts.datasets_without_sizes)} "
+            "are not known for this tokenizer and chat template",
             "the first start writes them; megatron-vl data index does it now",
         )
     if first_row.dropped_counts:
@@ -372,8 +397,10 @@ def _check_first_row(run: ResolvedRun) -> Finding:
 
 
 def _check_left_out(run: ResolvedRun) -> list[Finding]:
-    """A finding for each source of which the loader would leave out most samples: of all if their sizes are
-    stored, else of some that are read."""
+    """A finding for each source of which the loader would leave out most samples.
+
+    All samples are judged if their sizes are stored; otherwise, some samples are read.
+    """
     from data_tools.sample_sources import estimate_left_out, open_encoder
     from data_tools.statistics import count_statistics
     from megatron_vl.data.source.sample_sizes import SizesError
@@ -382,20 +409,25 @@ def _check_left_out(run: ResolvedRun) -> list[Finding]:
     try:
         encoder = open_encoder(run.config.data, run.spec, hf_dir)
         try:
-            meters = {one.source.name: one.meter for one in count_statistics(encoder, hf_dir).sources}
+            counted_sources = count_statistics(encoder, hf_dir).sources
+            meters = {source_sizes.source.name: source_sizes.meter for source_sizes in counted_sources}
         except SizesError:
             meters, samples_phrase = estimate_left_out(encoder, NUM_SAMPLES_READ), "samples drawn from"
     except (ValueError, OSError, RuntimeError):
         return []  # the check of the rows reports it
-    return [
-        broken_finding(
-            "samples",
-            f"{meter.bad_count} of {meter.used_count + meter.bad_count} {samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
-            meter.advice_text(),
-        )
-        for name, meter in meters.items()
-        if meter.bad_share > MAX_LEFT_OUT_SHARE
-    ]
+
+    left_out_findings: list[Finding] = []
+    for name, meter in meters.items():
+        if meter.bad_share > MAX_LEFT_OUT_SHARE:
+            left_out_findings.append(
+                broken_finding(
+                    "samples",
+                    f"{meter.bad_count} of {meter.used_count + meter.bad_count} "
+                    f"{samples_phrase} {name} would be left out: {meter.counts_by_reason()}",
+                    meter.advice_text(),
+                )
+            )
+    return left_out_findings
 
 
 def _check_start_weights(run: ResolvedRun) -> list[Finding]:
@@ -424,7 +456,7 @@ def _check_start_weights(run: ResolvedRun) -> list[Finding]:
 
 
 def _check_resume(run: ResolvedRun) -> list[Finding]:
-    """Checks the disk space for new checkpoints, and says where the run goes on."""
+    """Checks the disk space for new checkpoints, and says from which step the run continues."""
     config, checkpoint, source = run.config, run.config.checkpoint, run.run_start.source_checkpoint
     if not checkpoint.dir:
         return []

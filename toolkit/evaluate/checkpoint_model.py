@@ -1,5 +1,4 @@
-"""The one adapter through which every checkpoint is asked: same data type, same pixel
-limits, greedy decoding."""
+"""The one adapter through which every checkpoint is asked: same type, same pixel limits, greedy decoding."""
 
 from __future__ import annotations
 
@@ -77,10 +76,11 @@ class CheckpointModel:
             "eos_token_id": stop_token_ids,
             "pad_token_id": stop_token_ids[0] if pad_token_id is None else pad_token_id,
         }
-        self.generation_configs = {
-            thinks: GenerationConfig(max_new_tokens=most, **generation_arguments)
-            for thinks, most in token_limits.items()
-        }
+        self.generation_configs = {}
+        for thinks, token_limit in token_limits.items():
+            self.generation_configs[thinks] = GenerationConfig(
+                max_new_tokens=token_limit, **generation_arguments
+            )
         thinking_mode = settings.get("thinking")
         self.thinking_switch = {"enable_thinking": thinking_mode == "on"} if thinking_mode else {}
 
@@ -103,8 +103,7 @@ class CheckpointModel:
         prompt_text = apply_video_prompt(prompt_text, self.processor, self.spec, self.video_prompt_rule)
         processor_arguments: dict[str, Any] = {"images": images} if images else {}
         if videos:
-            # Released folders do not limit the pixels of a frame, and transformers warns if no limit
-            # is given.
+            # Released folders do not limit the pixels of a frame, and transformers warns without a limit.
             processor_arguments |= {"do_sample_frames": False, "cap_pixels_per_frame": False}
             processor_arguments |= {
                 "videos": [frames for frames, _ in videos],
@@ -120,7 +119,7 @@ class CheckpointModel:
     def _chat_part(
         self, part: PromptPart, images: list[Any], videos: list[tuple[Tensor, Any]]
     ) -> dict[str, str]:
-        """Converts a part for the chat template; adds pictures and videos to their lists."""
+        """Converts a part for the chat template, and adds pictures and videos to their lists."""
         if part["type"] == "text":
             return {"type": "text", "text": str(part["value"])}
         if part["type"] == "image":
@@ -185,8 +184,7 @@ class CheckpointModel:
         )
 
     def _frame_indices(self, video_info: VideoInfo, part: PromptPart) -> list[int]:
-        """The frames that the checkpoint's own video processor takes; a requested number is capped at what
-        the video has."""
+        """The frames that the checkpoint's own video processor takes, at most as many as the video has."""
         from transformers.video_utils import VideoMetadata
 
         video_processor = self.processor.video_processor
@@ -194,42 +192,43 @@ class CheckpointModel:
         if video_info.frame_count < temporal_patch_size:
             return list(range(video_info.frame_count))
         if part.get("nframes"):
-            asked = {
-                "num_frames": max(
-                    min(int(part["nframes"]), video_info.frame_count)
-                    // temporal_patch_size
-                    * temporal_patch_size,
-                    temporal_patch_size,
-                )
-            }
+            # A whole number of temporal patches, and at least one.
+            num_patches = min(int(part["nframes"]), video_info.frame_count) // temporal_patch_size
+            sampling_arguments = {"num_frames": max(num_patches, 1) * temporal_patch_size}
         else:
-            asked = {"fps": float(part.get("fps") or self.default_fps)}
+            sampling_arguments = {"fps": float(part.get("fps") or self.default_fps)}
         sampled_indices = video_processor.sample_frames(
-            VideoMetadata(total_num_frames=video_info.frame_count, fps=video_info.fps), **asked
+            VideoMetadata(total_num_frames=video_info.frame_count, fps=video_info.fps), **sampling_arguments
         )
         return sorted({int(i) for i in sampled_indices})
 
     def _limit_frames(self, num_frames: int) -> None:
-        """Applies ``min_pixels`` and ``max_pixels`` to each frame; Qwen3-VL's processor counts
-        all frames together."""
+        """Applies ``min_pixels`` and ``max_pixels`` to each frame.
+
+        Qwen3-VL's processor counts the pixels of all frames together, so its limits are multiplied.
+        """
         video_processor = self.processor.video_processor
         frame_factor = num_frames if self.model.config.model_type.startswith("qwen3") else 1
-        names = ("shortest_edge", "longest_edge")
-        edge_limits = {
-            name: limit * frame_factor for name, limit in zip(names, self.frame_limits, strict=True) if limit
-        }
-        if edge_limits:
-            video_processor.size = {name: video_processor.size[name] for name in names} | edge_limits
+        if any(self.frame_limits):
+            new_size = {}
+            for name, limit in zip(("shortest_edge", "longest_edge"), self.frame_limits, strict=True):
+                new_size[name] = limit * frame_factor if limit else video_processor.size[name]
+            video_processor.size = new_size
 
     @torch.no_grad()
     def logit_digests(self, prompt: EvaluationPrompt) -> dict[str, Any]:
-        """Digests of all inputs and of all logits ``[tokens, vocabulary]``, and the last
-        token's logits (float32)."""
+        """Digests of all inputs and of all logits ``[tokens, vocabulary]``.
+
+        Returns:
+            {"inputs": input -> digest, "logits": digest, "last": float32 logits of the last token, "tokens"}.
+        """
         model_inputs = self.model_inputs(prompt)
         logits = self.model(**model_inputs, use_cache=False).logits[0]
-        names = {name: tensor_digest(torch.as_tensor(value)) for name, value in model_inputs.items()}
+        input_digests = {}
+        for name, value in model_inputs.items():
+            input_digests[name] = tensor_digest(torch.as_tensor(value))
         return {
-            "inputs": names,
+            "inputs": input_digests,
             "logits": tensor_digest(logits),
             "last": logits[-1].float().cpu(),
             "tokens": len(logits),
@@ -247,20 +246,21 @@ class CheckpointModel:
 
 
 def prompt_turns(prompt: EvaluationPrompt) -> list[DialogueTurn]:
-    """Converts a prompt into turns, each with a list of parts; the last turn is the user's."""
+    """Converts a prompt into turns, each with a list of parts. The last turn is the user's."""
     if not prompt or "content" not in prompt[0]:  # a part may have a role too
         return [{"role": "user", "content": list(prompt)}]
-    return [
-        {"role": turn["role"], "content": [{"type": "text", "value": turn_content}]}
-        if isinstance(turn_content := turn["content"], str)
-        else turn
-        for turn in prompt
-    ]
+
+    turns: list[DialogueTurn] = []
+    for turn in prompt:
+        if isinstance(turn["content"], str):
+            turn = {"role": turn["role"], "content": [{"type": "text", "value": turn["content"]}]}
+        turns.append(turn)
+    return turns
 
 
 def tensor_digest(tensor: Tensor) -> str:
     """SHA-256 of a tensor's type, shape and bits."""
-    data = tensor.detach().cpu().contiguous()
-    state = hashlib.sha256(f"{data.dtype} {list(data.shape)}".encode())
-    state.update(memoryview(data.reshape(-1).view(torch.uint8).numpy()))
-    return state.hexdigest()
+    host_tensor = tensor.detach().cpu().contiguous()
+    digest = hashlib.sha256(f"{host_tensor.dtype} {list(host_tensor.shape)}".encode())
+    digest.update(memoryview(host_tensor.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()

@@ -17,9 +17,9 @@ def evaluate(options: EvaluateOptions) -> int:
     """Runs the gates and writes the report. Returns the exit code."""
     try:
         options.data, options.lmu_data = find_dataset(options.data, options.lmu_data, not options.no_scores)
-        from toolkit.evaluate.evaluation import run_evaluation as compare
+        from toolkit.evaluate.evaluation import run_evaluation
 
-        result = compare(options, lambda line: print(line, file=sys.stderr, flush=True))
+        result = run_evaluation(options, lambda line: print(line, file=sys.stderr, flush=True))
     # A folder without a checkpoint is a wrong argument too.
     except (UsageError, ValueError, FileNotFoundError) as error:
         print(f"megatron-vl evaluate: {error}", file=sys.stderr)
@@ -36,8 +36,9 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: bool) -> tuple[str, Path]:
-    """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``, before
-    anything heavy is imported.
+    """Derives the name of a data set and the folder of its files from ``--data`` and ``--lmu-data``.
+
+    This imports nothing that takes long, so a mistake is reported at once.
 
     Raises:
         UsageError: there is no such table or folder, or the table lacks a column.
@@ -46,26 +47,28 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: boo
     if table_path.suffix == ".tsv" and table_path.is_file() and table_path.stem.strip("."):
         if lmu_data_dir is not None:
             raise UsageError(
-                f"--lmu-data {lmu_data_dir}: leave it out; --data {data_argument} is a table whose own folder is used"
+                f"--lmu-data {lmu_data_dir}: leave it out; --data "
+                f"{data_argument} is a table whose own folder is used"
             )
         with table_path.open(encoding="utf-8-sig", errors="replace", newline="") as table_file:
             try:
                 column_names = next(csv.reader(table_file, delimiter="\t"), [])
             except csv.Error as error:
                 raise UsageError(f"{table_path} is not a table: {error}") from error
-        needed_columns = [
-            "index",
-            "question",
-            *(["answer"] if with_scores and {"A", "B"} <= set(column_names) else []),
-        ]
+
+        needed_columns = ["index", "question"]
+        if with_scores and {"A", "B"} <= set(column_names):  # multiple choice
+            needed_columns.append("answer")
         if missing_columns := [column for column in needed_columns if column not in column_names]:
             raise UsageError(
-                f"{table_path}: no column {', '.join(missing_columns)}; it has {', '.join(column_names)[:300]}"
+                f"{table_path}: no column {', '.join(missing_columns)}; "
+                f"it has {', '.join(column_names)[:300]}"
             )
         return table_path.stem, table_path.parent.resolve()
     if "/" in data_argument or not data_argument.strip(".") or table_path.suffix == ".tsv":
         raise UsageError(
-            f"--data {data_argument} is not a file; give the path of a table, NAME.tsv, or the name of a data set"
+            f"--data {data_argument} is not a file; give the "
+            "path of a table, NAME.tsv, or the name of a data set"
         )
 
     lmu_data_dir = lmu_data_dir or Path(os.environ.get("LMUData") or Path.home() / "LMUData")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -44,6 +46,16 @@ MAX_ANSWER_TOKENS, MAX_THINKING_TOKENS = 256, 32768
 """Default largest number of tokens of an answer, without and with thinking."""
 MAX_PICTURE_PIXELS = 128_000_000
 """Pixels of the largest picture that is read."""
+POSITIVE_OPTIONS = (
+    "limit",
+    "processes",
+    "gpus_per_process",
+    "min_pixels",
+    "max_pixels",
+    "max_new_tokens",
+    "logit_questions",
+    "video_max_frames",
+)
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Host names of this machine."""
 
@@ -69,8 +81,9 @@ class EvaluationResult:
 
     def as_json(self) -> dict[str, Any]:
         """Everything except the answers."""
-        json_fields = {name: value for name, value in asdict(self).items() if name != "answers"}
-        return {"passed": self.passed} | json_fields
+        json_fields = {"passed": self.passed, **asdict(self)}
+        del json_fields["answers"]
+        return json_fields
 
 
 def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None]) -> EvaluationResult:
@@ -90,6 +103,7 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
                 f"--thinking {options.thinking}: the chat template of {hf_dir} has no switch for it"
                 " (enable_thinking); leave out --thinking"
             )
+
     model_settings = _choose_settings(options)
     model_settings["video_rules"] = video_rules_by_folder(options, show_progress)
 
@@ -99,6 +113,7 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
         facts = {"folder": str(hf_dir), "sha256": folder_hash(hf_dir)}
         facts_by_role[role] = facts | {"metrics": {}, "problem": "", "unanswered": 0}
 
+    # The strictest gate comes first and takes seconds. The others run the models.
     result = EvaluationResult(options.data, 0, model_settings, facts_by_role)
     result.gates.append(
         gates.compare_tensors(options.checkpoints["original"], options.checkpoints["converted"])
@@ -118,6 +133,7 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
 def _answer_and_score(
     options: EvaluateOptions, result: EvaluationResult, show_progress: Callable[[str], None]
 ) -> None:
+    """Lets all checkpoints answer the questions, and adds answers, scores and gates to ``result``."""
     work_dir = (options.out / "work").resolve()
     answer_folders = _prepare_work_dir(options, work_dir, result)
     sandbox_words, result.settings["isolation"] = choose_sandbox(
@@ -126,6 +142,7 @@ def _answer_and_score(
     show_progress(f"VLMEvalKit runs {result.settings['isolation']}")
     show_progress(f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute")
 
+    # Several processes share the questions. A last one reads all answers and scores them.
     progress = _AnswerProgress(work_dir, answer_folders, show_progress)
     num_processes = result.settings["processes"]
     if num_processes > 1:
@@ -133,12 +150,10 @@ def _answer_and_score(
     if num_processes == 1 or not options.no_scores:
         _run_processes(options, work_dir, sandbox_words, [None], progress)
 
-    result.answers = {
-        role: read_answers(work_dir / folder_name) for role, folder_name in answer_folders.items()
-    }
     result.questions = int((work_dir / QUESTION_COUNT_FILE).read_text())
     for role, folder_name in answer_folders.items():
         facts = result.checkpoints[role]
+        result.answers[role] = read_answers(work_dir / folder_name)
         facts["unanswered"] = sum(line["unanswered"] for line in result.answers[role])
         if not options.no_scores:
             facts["metrics"], facts["problem"] = read_scores(
@@ -151,13 +166,13 @@ def _answer_and_score(
             original, converted, work_dir / answer_folders["original"], work_dir / answer_folders["converted"]
         ),
         gates.compare_answers(original, converted, result.questions),
-        gates.compare_scores(
-            {role: facts["metrics"] for role, facts in result.checkpoints.items()},
-            {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]},
-        )
-        if not options.no_scores
-        else ConversionGate("scores", None, "not asked for: --no-scores"),
     ]
+    if options.no_scores:
+        result.gates.append(ConversionGate("scores", None, "not asked for: --no-scores"))
+    else:
+        metrics = {role: facts["metrics"] for role, facts in result.checkpoints.items()}
+        problems = {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]}
+        result.gates.append(gates.compare_scores(metrics, problems))
 
 
 def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: EvaluationResult) -> dict[str, str]:
@@ -172,22 +187,23 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
             work_path.unlink()
         elif "-" not in work_path.name:  # not the answers of a checkpoint
             shutil.rmtree(work_path)
+
     model_settings = result.settings
     num_processes = model_settings["processes"]
     tables = [copy_data(options.data, options.tables, work_dir, rank) for rank in range(num_processes)][0]
     model_settings["tables"] = {
-        work_path.name: hashlib.md5(work_path.read_bytes()).hexdigest() for work_path in tables
+        table_path.name: hashlib.md5(table_path.read_bytes()).hexdigest() for table_path in tables
     }
 
-    # Evaluations with the same key have the same answers, and pictures in the same folders.
+    # Evaluations with the same key have the same answers, and pictures in the same folders. The judge comes
+    # after the answers.
     answer_settings = {
-        entry_name: value for entry_name, value in model_settings.items() if entry_name != "judge"
-    }
-    answer_settings |= {
+        **model_settings,
         "data": options.data,
         "limit": options.limit,
         "logit_questions": options.logit_questions,
     }
+    del answer_settings["judge"]
     answer_folders = {}
     for role, facts in result.checkpoints.items():
         answers_key = json.dumps([facts["sha256"], answer_settings], sort_keys=True)
@@ -284,37 +300,35 @@ def read_scores(results_dir: Path, dataset_name: str) -> tuple[dict[str, float],
     if not status_path.is_file():
         return {}, "VLMEvalKit wrote no status.json"
     status_fields = json.loads(status_path.read_text()).get("datasets", {}).get(dataset_name, {})
-    numeric_metrics = {
-        name: value
-        for name, value in status_fields.get("metrics", {}).items()
-        if isinstance(value, (int, float))
-    }
-    # A metric is NaN if no question of its kind was asked.
-    finite_metrics = {name: value for name, value in numeric_metrics.items() if value == value}
-    skip_reason = status_fields.get("error_message") or status_fields.get("skip_reason") or ""
-    return (
-        ({}, skip_reason)
-        if skip_reason
-        else (
-            finite_metrics,
-            "" if finite_metrics else f"VLMEvalKit stopped at {status_fields.get('status')!r}",
-        )
-    )
+
+    if skip_reason := status_fields.get("error_message") or status_fields.get("skip_reason"):
+        return {}, skip_reason
+
+    metrics = {}
+    for name, value in status_fields.get("metrics", {}).items():
+        # A metric is NaN if no question of its kind was asked.
+        if isinstance(value, (int, float)) and not math.isnan(value):
+            metrics[name] = value
+    return metrics, "" if metrics else f"VLMEvalKit stopped at {status_fields.get('status')!r}"
 
 
 def folder_hash(hf_dir: Path) -> str:
-    """SHA-256 of everything that determines a checkpoint's answers: its weights and all other
-    files, by name."""
-    tensors = check_hf_folder(hf_dir)
-    state = hashlib.sha256()
-    for name in sorted([*tensors.reader_by_file, *map(str, tensors.companion_files()[0])]):
-        with (hf_dir / name).open("rb") as file:
-            state.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-    return state.hexdigest()
+    """SHA-256 of the names and contents of a checkpoint's files, which determine its answers."""
+    tensor_folder = check_hf_folder(hf_dir)
+    folder_digest = hashlib.sha256()
+    for name in sorted([*tensor_folder.reader_by_file, *map(str, tensor_folder.companion_files()[0])]):
+        with (hf_dir / name).open("rb") as opened_file:
+            file_digest = hashlib.file_digest(opened_file, "sha256").hexdigest()
+        folder_digest.update(f"{name} {file_digest}\n".encode())
+    return folder_digest.hexdigest()
 
 
 def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
-    """The settings of all checkpoints; chooses those that were not given. Raises UsageError."""
+    """The settings of all checkpoints, with a choice for those that were not given.
+
+    Raises:
+        UsageError: the options do not fit together, or this machine lacks what they need.
+    """
     import torch
 
     if options.judge_base_url and urlsplit(options.judge_base_url).hostname not in LOCAL_HOSTS:
@@ -327,15 +341,10 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
             "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
         )
 
-    positive_options = (
-        "limit processes gpus_per_process min_pixels max_pixels max_new_tokens logit_questions "
-    )
-    positive_options += "video_max_frames"
-    for option_name in positive_options.split():
-        if getattr(options, option_name) is not None and getattr(options, option_name) < 1:
-            raise UsageError(
-                f"--{option_name.replace('_', '-')} {getattr(options, option_name)} must be at least 1"
-            )
+    for option_name in POSITIVE_OPTIONS:
+        option_value = getattr(options, option_name)
+        if option_value is not None and option_value < 1:
+            raise UsageError(f"--{option_name.replace('_', '-')} {option_value} must be at least 1")
 
     if options.video_fps is not None and not options.video_fps > 0:
         raise UsageError(f"--video-fps {options.video_fps} must be above 0")
@@ -349,7 +358,8 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     num_processes = options.processes or (num_gpus // options.gpus_per_process if device == "cuda" else 1)
     if device == "cuda" and num_processes * options.gpus_per_process > num_gpus:
         raise UsageError(
-            f"--processes {num_processes} of {options.gpus_per_process} GPUs each: this machine has {num_gpus} GPUs"
+            f"--processes {num_processes} of {options.gpus_per_process} GPUs "
+            f"each: this machine has {num_gpus} GPUs"
         )
 
     check_vlmevalkit()
@@ -389,8 +399,8 @@ def check_vlmevalkit() -> None:
 def video_rules_by_folder(
     options: EvaluateOptions, show_progress: Callable[[str], None]
 ) -> dict[str, dict[str, str]]:
-    """The rules for videos that each folder follows: its own where ``megatron_vl.json`` names one, and those
-    asked for.
+    """The rules for videos that each folder follows: those that its ``megatron_vl.json`` names or the user
+    asks for.
 
     The original and the converted checkpoint are one model: a rule that one of them names holds for both.
 
@@ -402,9 +412,10 @@ def video_rules_by_folder(
             contradicts a folder's.
         UserError: a folder names a rule that this version does not know.
     """
-    rule_by_role = {
-        role: exported_video_rule(hf_dir, read_spec(hf_dir)) for role, hf_dir in options.checkpoints.items()
-    }
+    rule_by_role = {}
+    for role, hf_dir in options.checkpoints.items():
+        rule_by_role[role] = exported_video_rule(hf_dir, read_spec(hf_dir))
+
     original_rule, converted_rule = rule_by_role.get("original", {}), rule_by_role.get("converted", {})
     if original_rule and converted_rule and original_rule != converted_rule:
         raise UsageError(
@@ -427,20 +438,21 @@ def _weights_dtype(hf_dir: Path) -> str:
     """The data type of most weights of a folder, by torch's name."""
     from megatron_vl.weights.tensor_files import DTYPE_BY_CODE, dtype_name
 
-    tensors = check_hf_folder(hf_dir)
-    dtype_codes = [tensors.dtype_code(name) for name in tensors.file_by_tensor]
-    return dtype_name(
-        DTYPE_BY_CODE.get(max(set(dtype_codes), key=dtype_codes.count), next(iter(DTYPE_BY_CODE.values())))
-    )
+    tensor_folder = check_hf_folder(hf_dir)
+    code_counts = Counter(tensor_folder.dtype_code(name) for name in tensor_folder.file_by_tensor)
+    most_frequent_code = code_counts.most_common(1)[0][0]
+    return dtype_name(DTYPE_BY_CODE.get(most_frequent_code, next(iter(DTYPE_BY_CODE.values()))))
 
 
 def _check_output_dir(output_dir: Path) -> None:
     """Raises UsageError if ``--out`` holds something else than an earlier evaluation."""
-    if output_dir.exists() and (
-        not output_dir.is_dir() or (any(output_dir.iterdir()) and not (output_dir / MARKER_FILE).exists())
-    ):
+    if not output_dir.exists():
+        return
+    is_earlier_evaluation = (output_dir / MARKER_FILE).exists()
+    if not output_dir.is_dir() or (any(output_dir.iterdir()) and not is_earlier_evaluation):
         raise UsageError(
-            f"--out {output_dir} is not empty and was not written by an earlier evaluation; give another folder"
+            f"--out {output_dir} is not empty and was not written "
+            "by an earlier evaluation; give another folder"
         )
 
 
@@ -475,20 +487,17 @@ class _AnswerProgress:
             return
 
         self.last_shown_time = current_time
-        files_by_role = {
-            role: (self.work_dir / name).glob("answers_*.jsonl") for role, name in self.answer_folders.items()
-        }
-        counts = {role: sum(map(_count_lines, some)) for role, some in files_by_role.items()}
+        counts = {}
+        for role, folder_name in self.answer_folders.items():
+            answer_files = (self.work_dir / folder_name).glob("answers_*.jsonl")
+            counts[role] = sum(map(_count_lines, answer_files))
         num_answers = sum(counts.values())
-        questions = (
-            (self.work_dir / QUESTION_COUNT_FILE).read_text()
-            if (self.work_dir / QUESTION_COUNT_FILE).is_file()
-            else ""
-        )
-        if not num_answers or not questions:
+        count_path = self.work_dir / QUESTION_COUNT_FILE
+        num_questions = int(count_path.read_text() or 0) if count_path.is_file() else 0
+        if not num_answers or not num_questions:
             return
 
-        total_answers = len(self.answer_folders) * int(questions)
+        total_answers = len(self.answer_folders) * num_questions
         if num_answers == total_answers:
             if not self.is_judging:
                 self.show_progress(f"all {total_answers} questions are answered; VLMEvalKit is judging")
@@ -498,15 +507,12 @@ class _AnswerProgress:
         counts_text = ", ".join(f"{role} {count}" for role, count in counts.items())
         if self.first_measurement is None:  # loading the model is not part of the rate
             self.first_measurement = (current_time, num_answers)
-        rate = (
-            (num_answers - self.first_measurement[1]) / (current_time - self.first_measurement[0])
-            if current_time > self.first_measurement[0]
-            else 0.0
-        )
+        first_time, first_count = self.first_measurement
+        rate = (num_answers - first_count) / (current_time - first_time) if current_time > first_time else 0.0
         time_left = f"; {rate:.1f}/s, {(total_answers - num_answers) / rate:.0f} s left" if rate else ""
         self.show_progress(f"answers of {total_answers}: {counts_text}{time_left}")
 
 
 def _count_lines(file_path: Path) -> int:
-    with file_path.open("rb") as file:
-        return sum(1 for _ in file)
+    with file_path.open("rb") as opened_file:
+        return sum(1 for _ in opened_file)

@@ -18,11 +18,11 @@ GATE_ORDER = ("tensors", "logits", "text", "scores")
 
 @dataclass
 class ConversionGate:
-    """One comparison. ``passed`` is None if it was not made, because an earlier gate failed or it
-    was not requested."""
+    """The result of one comparison."""
 
     name: str
     passed: bool | None
+    """None: it was not made, because an earlier gate failed or it was not requested."""
     measured: str
     details: list[str] = field(default_factory=list)
 
@@ -36,7 +36,7 @@ def compare_tensors(original_dir: Path, converted_dir: Path) -> ConversionGate:
             True,
             f"{tensor_comparison.tensors} tensors, {tensor_comparison.bytes / 1e9:.3g} GB, identical",
         )
-    details = [f"{found.name}: {found.how}" for found in tensor_comparison.differences]
+    details = [f"{difference.name}: {difference.how}" for difference in tensor_comparison.differences]
     return ConversionGate(
         "tensors", False, f"{len(details)} of {tensor_comparison.tensors} tensors differ", details
     )
@@ -48,12 +48,11 @@ def compare_logits(
     """Compares inputs and logits of some prompts, made by each folder's own processor and model, bit for bit.
 
     Args:
-        original, converted: lines of :mod:`vlmevalkit_adapter`; the first ones have logits.
-        original_work, other_work: the folders in which the logits of the last tokens are.
+        original, converted: lines of :mod:`vlmevalkit_adapter`. Only the first ones have logits.
+        original_work, converted_work: the folders in which the logits of the last tokens are.
     """
-    original_lines, converted_lines = (
-        [line for line in lines if "logits" in line] for lines in (original, converted)
-    )
+    original_lines = [line for line in original if "logits" in line]
+    converted_lines = [line for line in converted if "logits" in line]
     if not original_lines or len(original_lines) != len(converted_lines):
         return ConversionGate(
             "logits", False, f"{len(original_lines)} and {len(converted_lines)} prompts were run"
@@ -61,22 +60,22 @@ def compare_logits(
     details = []
     largest_difference = 0.0
     for original_line, converted_line in zip(original_lines, converted_lines, strict=True):
-        x, y = original_line["logits"]["inputs"], converted_line["logits"]["inputs"]
-        differing = sorted(name for name in x.keys() | y.keys() if x.get(name) != y.get(name))
+        # Other inputs give other logits, so inputs are compared first.
+        differing = _differing_keys(original_line["logits"]["inputs"], converted_line["logits"]["inputs"])
         if differing:
             details.append(
-                f"question {original_line['number'] + 1}: the processors give different {', '.join(differing)}"
+                f"question {original_line['number'] + 1}: the "
+                f"processors give different {', '.join(differing)}"
             )
         elif original_line["logits"]["logits"] != converted_line["logits"]["logits"]:
             logits_file = f"logits_{original_line['number']}.safetensors"
-            original_logits, converted_logits = (
-                load_file(original_work / logits_file)["last"],
-                load_file(converted_work / logits_file)["last"],
-            )
+            original_logits = load_file(original_work / logits_file)["last"]
+            converted_logits = load_file(converted_work / logits_file)["last"]
             max_difference = float((original_logits - converted_logits).abs().max())
             largest_difference = max(largest_difference, max_difference)
             details.append(
-                f"question {original_line['number'] + 1}: logits differ, those of the last token by at most {max_difference:.3g}"
+                f"question {original_line['number'] + 1}: logits differ, "
+                f"those of the last token by at most {max_difference:.3g}"
             )
 
     if details:
@@ -90,6 +89,11 @@ def compare_logits(
     )
 
 
+def _differing_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    """The keys whose values differ, sorted."""
+    return sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+
+
 def compare_answers(
     original: list[dict[str, Any]], converted: list[dict[str, Any]], num_questions: int
 ) -> ConversionGate:
@@ -100,28 +104,32 @@ def compare_answers(
         )
     details = []
     for original_line, converted_line in zip(original, converted, strict=True):
-        differing = [part for part in ("answer", "thinking") if original_line[part] != converted_line[part]]
-        if differing:
-            x, y = ((line[differing[0]] or "")[:200] for line in (original_line, converted_line))
-            details.append(f"{original_line['index']}: {x!r} against {y!r}")
+        for text_part in ("answer", "thinking"):
+            if original_line[text_part] != converted_line[text_part]:
+                original_text = (original_line[text_part] or "")[:200]
+                converted_text = (converted_line[text_part] or "")[:200]
+                details.append(f"{original_line['index']}: {original_text!r} against {converted_text!r}")
+                break
+
     if details:
         return ConversionGate("text", False, f"{len(details)} of {num_questions} answers differ", details)
     return ConversionGate("text", True, f"{num_questions} answers identical")
 
 
 def compare_scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> ConversionGate:
-    """Compares the benchmark's metrics. Every checkpoint must have some, and the converted one's must
-    equal the original's.
+    """Compares the benchmark's metrics.
+
+    Every checkpoint must have some, and those of the converted one must equal those of the original.
 
     Args:
         metrics: role -> metric -> value; the trained checkpoint may have any values.
         problems: role -> what went wrong with it.
     """
-    missing_scores = [
-        f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}"
-        for role in metrics
-        if not metrics[role]
-    ]
+    missing_scores = []
+    for role in metrics:
+        if not metrics[role]:
+            missing_scores.append(f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}")
+
     if missing_scores:
         return ConversionGate(
             "scores",
@@ -131,10 +139,9 @@ def compare_scores(metrics: dict[str, dict[str, float]], problems: dict[str, str
         )
 
     expected, actual = metrics["original"], metrics["converted"]
-    differing = [
-        name for name in sorted(expected.keys() | actual.keys()) if expected.get(name) != actual.get(name)
-    ]
-    details = [f"{name}: {expected.get(name)} against {actual.get(name)}" for name in differing]
+    details = []
+    for name in _differing_keys(expected, actual):
+        details.append(f"{name}: {expected.get(name)} against {actual.get(name)}")
     if "trained" in metrics and metrics["trained"].keys() != expected.keys():
         trained_names = sorted(metrics["trained"])
         expected_names = sorted(expected)

@@ -48,45 +48,46 @@ def print_report(result: EvaluationResult, output_dir: Path) -> None:
 
     score_table = Table("metric", *result.checkpoints, title="scores", title_justify="left")
     for name in metric_names(result):
-        score_table.add_row(
-            name, *(_format_number(facts["metrics"].get(name)) for facts in result.checkpoints.values())
-        )
+        metric_values = [facts["metrics"].get(name) for facts in result.checkpoints.values()]
+        score_table.add_row(name, *map(_format_number, metric_values))
     if metric_names(result):
         console.print(score_table)
     for sentence in unanswered_sentences(result):
         console.print(sentence, soft_wrap=True, markup=False)
+
     skipped_gates = [gate.name for gate in result.gates if gate.passed is None]
-    passed_text = "the converted checkpoint equals the original" + (
-        f" ({', '.join(skipped_gates)} not run)" if skipped_gates else ""
-    )
-    verdict_text = passed_text if result.passed else "FAILED"
+    verdict_text = "the converted checkpoint equals the original" if result.passed else "FAILED"
+    if result.passed and skipped_gates:
+        verdict_text += f" ({', '.join(skipped_gates)} not run)"
     console.print(f"{verdict_text}; {output_dir / 'report.html'}, {result.seconds:.0f} s", soft_wrap=True)
 
 
 def metric_names(result: EvaluationResult) -> list[str]:
     """The metrics of all checkpoints, in the order of first appearance."""
-    return list(dict.fromkeys(name for facts in result.checkpoints.values() for name in facts["metrics"]))
+    names: dict[str, None] = {}
+    for facts in result.checkpoints.values():
+        names |= dict.fromkeys(facts["metrics"])
+    return list(names)
 
 
 def unanswered_sentences(result: EvaluationResult) -> list[str]:
     """Says of each checkpoint how many answers never came."""
-    count_by_role = {role: facts.get("unanswered", 0) for role, facts in result.checkpoints.items()}
-    return [
-        f"{role}: answers cut off while the model was thinking, which count as no answer: {count}. Raise"
-        " --max-new-tokens, or give --thinking off"
-        for role, count in count_by_role.items()
-        if count
-    ]
+    sentences: list[str] = []
+    for role, facts in result.checkpoints.items():
+        if facts.get("unanswered"):
+            sentences.append(
+                f"{role}: answers cut off while the model was thinking, which count as no answer: "
+                f"{facts['unanswered']}. Raise --max-new-tokens, or give --thinking off"
+            )
+    return sentences
 
 
 def _format_number(metric_value: Any) -> str:
-    return (
-        "missing"
-        if metric_value is None
-        else f"{metric_value:.4f}".rstrip("0").rstrip(".")
-        if isinstance(metric_value, float)
-        else str(metric_value)
-    )
+    if metric_value is None:
+        return "missing"
+    if isinstance(metric_value, float):
+        return f"{metric_value:.4f}".rstrip("0").rstrip(".")
+    return str(metric_value)
 
 
 def write_html(result: EvaluationResult, html_path: Path) -> None:
@@ -119,10 +120,10 @@ def _format_setting(setting_value: Any) -> str:
 
 
 def _differing_first(result: EvaluationResult) -> list[dict[str, Any]]:
-    """The original's lines; questions that another checkpoint answers differently come first."""
-    answers_by_role = [
-        {line["number"]: line["answer"] for line in lines} for lines in result.answers.values()
-    ]
+    """The original's lines. Questions that another checkpoint answers differently come first."""
+    answers_by_role = []
+    for lines in result.answers.values():
+        answers_by_role.append({line["number"]: line["answer"] for line in lines})
 
     def all_agree(line: dict[str, Any]) -> bool:
         return all(answers.get(line["number"]) == line["answer"] for answers in answers_by_role)
@@ -135,17 +136,17 @@ def _question_fields(result: EvaluationResult, line: dict[str, Any]) -> dict[str
     answers = []
     for lines in result.answers.values():
         matching_line = next((other for other in lines if other["number"] == line["number"]), None)
-        answers.append(
-            "missing"
-            if not matching_line
-            else NO_ANSWER
-            if matching_line["unanswered"]
-            else matching_line["answer"]
-        )
+        if not matching_line:
+            answers.append("missing")
+        else:
+            answers.append(NO_ANSWER if matching_line["unanswered"] else matching_line["answer"])
 
     # A hostile table may have written these names (docs/evaluation.md): no devices, no pipes.
-    pictures = [_read_picture(Path(name)) for name in line["images"][:4] if Path(name).is_file()]
-    pictures += [_read_first_frame(Path(name)) for name in line["videos"][:4] if Path(name).is_file()]
+    pictures = []
+    for media_field, read_thumbnail in (("images", _read_picture), ("videos", _read_first_frame)):
+        for name in line[media_field][:4]:
+            if Path(name).is_file():
+                pictures.append(read_thumbnail(Path(name)))
     return line | {"answers": answers, "pictures": list(map(_encode_thumbnail, pictures))}
 
 
@@ -156,14 +157,13 @@ def _read_picture(picture_path: Path) -> Image.Image:
 
 def _read_first_frame(video_path: Path) -> Image.Image:
     """The first frame of a video."""
-    data = video_path.read_bytes()
-    frame = video_frames(data, VideoInfo(1, 1.0, *MAX_FRAME_SIZE), [0])[0]
+    frame = video_frames(video_path.read_bytes(), VideoInfo(1, 1.0, *MAX_FRAME_SIZE), [0])[0]
     return Image.fromarray(frame.permute(1, 2, 0).numpy())
 
 
 def _encode_thumbnail(small_picture: Image.Image) -> str:
     """Encodes a small JPEG in base64."""
     small_picture.thumbnail(THUMBNAIL_SIZE)
-    data = io.BytesIO()
-    small_picture.save(data, "JPEG", quality=70)
-    return base64.b64encode(data.getvalue()).decode()
+    jpeg_buffer = io.BytesIO()
+    small_picture.save(jpeg_buffer, "JPEG", quality=70)
+    return base64.b64encode(jpeg_buffer.getvalue()).decode()

@@ -34,7 +34,8 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
     if not with_network:
         command_by_name["unshare"] = ["unshare", "--map-root-user", "--net", "--"]
     description_by_name = {
-        "bwrap": f"in bubblewrap, {'with' if with_network else 'without'} a network; it writes in {work_dir} only",
+        "bwrap": f"in bubblewrap, {'with' if with_network else 'without'} a network; it writes in {work_dir} "
+        "only",
         "unshare": "without a network, but writes where you can: install bubblewrap for tables of others",
     }
 
@@ -49,7 +50,11 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
 
 def process_variables(work_dir: Path, rank: int) -> dict[str, str]:
     """Variables of a process: offline, with its own copies of the data and its own temporary files."""
-    variables = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
+    variables = {}
+    for name, value in os.environ.items():
+        if name not in HIDDEN_VARIABLES:
+            variables[name] = value
+
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLMEVALKIT_USE_MODELSCOPE": "0"}
     variables |= {
         "LMUData": str(work_dir / f"data_{rank}"),

@@ -1,8 +1,8 @@
 """The process that runs VLMEvalKit: ``python -m toolkit.evaluate.vlmevalkit_adapter JOB.json [RANK]``.
 
-It registers the checkpoints of a job as models of VLMEvalKit and calls VLMEvalKit's own program. What a
-checkpoint answers is recorded beside, so that several processes can share the questions, and an interrupted
-evaluation goes on: a recorded question is not asked again.
+It registers the checkpoints of a job as models of VLMEvalKit and calls VLMEvalKit's own program. The answers
+are also recorded in files of this project, and a recorded question is not asked again. So several processes
+can share the questions, and an interrupted evaluation continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class VlmEvalKitModel:
 
     Args:
         rank: answer only every ``processes``-th row, beginning with this one; None: all.
-        dataset_rows: rows of the data set, column -> cell.
+        rows: rows of the data set, column -> cell.
     """
 
     VIDEO_LLM = True  # videos are given as videos, not as pictures
@@ -76,13 +76,15 @@ class VlmEvalKitModel:
     chat = chat_inner = generate
 
     def _with_frame_settings(self, message_part: dict[str, Any]) -> dict[str, Any]:
-        """A video with the frame settings of its data set's name (``_8frame``, ``_1fps``), unless it
-        has its own."""
+        """A video part with the frame settings of its data set's name, unless it has its own.
+
+        Names of data sets end in ``_8frame`` or ``_1fps``.
+        """
         if message_part.get("type") != "video" or "nframes" in message_part or "fps" in message_part:
             return message_part
-        return message_part | (
-            {"nframes": self.nframe} if self.nframe else {"fps": self.fps} if self.fps else {}
-        )
+        if self.nframe:
+            return message_part | {"nframes": self.nframe}
+        return message_part | {"fps": self.fps} if self.fps else message_part
 
     def _answer_question(self, prompt: list[dict[str, Any]]) -> dict[str, Any]:
         """A question, its answer, what was thought before it, and for the first ones their logits."""
@@ -93,21 +95,22 @@ class VlmEvalKitModel:
         if self.checkpoint_model is None:
             gc.collect()  # the checkpoint before this one
             checkpoint_dir = self.evaluation_job["checkpoints"][self.model_name]
-            model_settings = self.evaluation_job["settings"] | self.evaluation_job["settings"][
-                "video_rules"
-            ].get(checkpoint_dir, {})
+            job_settings = self.evaluation_job["settings"]
+            model_settings = job_settings | job_settings["video_rules"].get(checkpoint_dir, {})
             self.checkpoint_model = CheckpointModel(
                 Path(checkpoint_dir), model_settings, [Path(root) for root in self.evaluation_job["roots"]]
             )
 
         model_reply = self.checkpoint_model.generate_answer(prompt)
-        last_content = prompt_turns(prompt)[-1]["content"]
+        values_by_type: dict[str, list[str]] = {"text": [], "image": [], "video": []}
+        for part in prompt_turns(prompt)[-1]["content"]:
+            values_by_type[part["type"]].append(str(part["value"]))
         line = {
             "number": self.question_number,
             "index": str(self.dataset_rows[self.row_number]["index"]),
-            "question": "\n".join(str(part["value"]) for part in last_content if part["type"] == "text"),
-            "images": [str(part["value"]) for part in last_content if part["type"] == "image"],
-            "videos": [str(part["value"]) for part in last_content if part["type"] == "video"],
+            "question": "\n".join(values_by_type["text"]),
+            "images": values_by_type["image"],
+            "videos": values_by_type["video"],
             "expected": str(self.dataset_rows[self.row_number].get("answer", "")),
             "answer": model_reply.answer_text,
             "thinking": model_reply.thinking_text,
@@ -124,10 +127,10 @@ class VlmEvalKitModel:
 def read_answers(answers_dir: Path) -> list[dict[str, Any]]:
     """The lines that all processes wrote for one checkpoint, in the order of the questions."""
     lines = {}
-    for file in answers_dir.glob("answers_*.jsonl"):
-        for text in file.read_text(encoding="utf-8").split("\n"):
+    for answers_path in answers_dir.glob("answers_*.jsonl"):
+        for line_text in answers_path.read_text(encoding="utf-8").split("\n"):
             with suppress(json.JSONDecodeError):  # the end of an interrupted process
-                line = json.loads(text)
+                line = json.loads(line_text)
                 lines[line["number"]] = line
     return [lines[number] for number in sorted(lines)]
 
@@ -139,7 +142,8 @@ def first_rows(data_frame: Any, row_limit: int) -> Any:
     num_tables = data_frame["SUB_DATASET"].nunique()
     if row_limit < num_tables:
         _exit_unusable(
-            f"--limit {row_limit} is less than one question of each of the {num_tables} tables of this data set"
+            f"--limit {row_limit} is less than one question of "
+            f"each of the {num_tables} tables of this data set"
         )
     row_order = data_frame.groupby("SUB_DATASET").cumcount()
     return data_frame.iloc[sorted(row_order.to_numpy().argsort(kind="stable")[:row_limit])]
@@ -167,11 +171,13 @@ def _read_dataset(job: dict[str, Any], build_dataset: Any) -> Any:
         dataset = build_dataset(dataset_name)
     except Exception as error:
         _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit cannot use it, and nothing is downloaded ({advice}): {error!r}"
+            f"--data {dataset_name}: VLMEvalKit cannot use it, "
+            f"and nothing is downloaded ({advice}): {error!r}"
         )
     if dataset is None:
         _exit_unusable(
-            f"--data {dataset_name}: VLMEvalKit knows no such data set, and finds no table with a column question"
+            f"--data {dataset_name}: VLMEvalKit knows no such "
+            "data set, and finds no table with a column question"
         )
     if getattr(dataset, "pack", False):
         _exit_unusable(

@@ -34,8 +34,8 @@ MAX_NAMED_RECORDS = 10
 """Number of unusable records that are named; the others are only counted."""
 
 SourcedConversation = tuple[Conversation, Path, str]
-"""A conversation, the resolved folder of its media, and its file and line for messages
-(empty for --prompt)."""
+"""A conversation, the resolved folder of its media, and its file and line for messages (empty for
+``--prompt``)."""
 
 
 @dataclass
@@ -48,7 +48,8 @@ class GenerateRequest:
     layout_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int | None = None
-    """Largest number of tokens per answer; None: ``ANSWER``, or ``THOUGHT`` if the model thinks."""
+    """Largest number of tokens per answer; None: ``ANSWER_TOKENS``, or ``THINKING_TOKENS`` if the model
+    thinks."""
     think: bool | None = None
     """Whether the model thinks; None leaves it to the chat template."""
     dtype: str = "float32"
@@ -57,25 +58,27 @@ class GenerateRequest:
     data_config: DataConfig = field(default_factory=DataConfig)
     """Limits of pictures and videos."""
     asked_rules: dict[str, str] = field(default_factory=dict)
-    """The rules for videos that were asked for, by the fields of ``data_config``; others are the checkpoint's."""
+    """The rules for videos that the user asked for, by the fields of ``data_config``. The others are those of
+    the checkpoint."""
 
 
 def run_generate(
     request: GenerateRequest, print_line: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
-    """{"text", "thinking", "tokens", "prompt_tokens", "finished"} of each conversation's next turn.
+    """Generates the next turn of each conversation.
 
-    ``text`` is what :func:`split_thinking` leaves, ``token_ids`` is everything.
+    Returns:
+        {"text", "thinking", "tokens", "prompt_tokens", "finished"} of each conversation. ``tokens`` are the
+        ids of the whole answer; ``text`` is the answer without what the model thought.
 
     Raises:
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
     """
     weight_reader = WeightReader(request.checkpoint_dir)
     spec = weight_reader.spec
-    data_config = dataclasses.replace(
-        request.data_config,
-        **checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line),
-    )
+    # Videos must be presented as in the training of these weights.
+    video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
+    data_config = dataclasses.replace(request.data_config, **video_rules)
     sample_encoder = SampleEncoder(request.hf_dir, data_config)
     if spec.different_fields(sample_encoder.spec):
         raise UserError(
@@ -87,6 +90,8 @@ def run_generate(
     opens_thinking = [sample_encoder.begins_by_thinking(sample) for sample in samples]
     token_limit = request.max_new_tokens or (THINKING_TOKENS if any(opens_thinking) else ANSWER_TOKENS)
     stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
+
+    # The processes get token ids and pixels through files. They know nothing of prompts and texts.
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
         work_dir = Path(temporary_dir)
         write_samples(samples, work_dir / "samples.safetensors")
@@ -103,28 +108,18 @@ def run_generate(
             video_positions=data_config.video_positions,
         )
 
-        write_generate_job(generate_job, work_dir / "job.json")
         world_size = layout.replica_ranks * layout.min_data_parallel_size
         print_line(
             f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
             f"process{'es' if world_size > 1 else ''}"
         )
-        completed_process = run_group(
-            "toolkit.generate.worker",
-            [work_dir / "job.json", work_dir / "answers.json"],
-            world_size,
-            on_cpu=request.platform == "cpu",
-        )
-        if completed_process.returncode:
-            raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
+        answer_token_ids = _run_job(generate_job, world_size, work_dir)
 
-        answer_token_ids: list[list[int]] = json.loads((work_dir / "answers.json").read_text())
-
+    # The first token that the model generates may already be inside a block of thinking.
     answer_records = []
     for token_ids, sample, starts_thinking in zip(answer_token_ids, samples, opens_thinking, strict=True):
-        split_answer = split_thinking(
-            sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True), starts_thinking
-        )
+        decoded_text = sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True)
+        split_answer = split_thinking(decoded_text, starts_thinking)
         is_finished = token_ids[-1] in stop_token_ids
         answer_records.append(
             {
@@ -135,13 +130,27 @@ def run_generate(
                 "finished": is_finished,
             }
         )
-        if not split_answer.is_block_closed:
+        if not split_answer.is_block_closed:  # all of it is thinking
             print_line(_empty_answer_message(len(answer_records), token_limit, is_finished))
         elif not is_finished:
             print_line(
                 f"answer {len(answer_records)} was cut after {token_limit} tokens; raise --max-new-tokens"
             )
     return answer_records
+
+
+def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list[list[int]]:
+    """Runs the processes of a job. Returns the token ids of each answer, in the order of the prompts."""
+    write_generate_job(generate_job, work_dir / "job.json")
+    completed_process = run_group(
+        "toolkit.generate.worker",
+        [work_dir / "job.json", work_dir / "answers.json"],
+        world_size,
+        on_cpu=generate_job.platform == "cpu",
+    )
+    if completed_process.returncode:
+        raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
+    return json.loads((work_dir / "answers.json").read_text())
 
 
 def _empty_answer_message(answer_number: int, token_limit: int, is_finished: bool) -> str:
@@ -159,8 +168,8 @@ def checkpoint_video_rules(
 ) -> dict[str, Any]:
     """Fields of :class:`DataConfig`: the rules asked for, and the one that the checkpoint was trained under.
 
-    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf_dir`` does, if it is
-    an export.
+    A run's checkpoint names its rule, and so do weights that come from one. Otherwise ``hf_dir`` does, if it
+    is an export.
 
     Raises:
         UserError: like :func:`toolkit.trained_video_rules.resolve_video_rules`.
@@ -181,10 +190,11 @@ def _encode_prompts(
     unusable_records = _UnusableRecords()
     for conversation, media_root, source in conversations:
         try:
-            media_contents = [
-                (kind, describe_reference(ref), read_media(kind, ref, media_root))
-                for kind, ref in conversation.media_references
-            ]
+            media_contents = []
+            for media_kind, reference in conversation.media_references:
+                media_bytes = read_media(media_kind, reference, media_root)
+                media_contents.append((media_kind, describe_reference(reference), media_bytes))
+
             samples.append(
                 sample_encoder.encode_prompt(
                     conversation.messages, media_contents, conversation.tool_definitions, think
@@ -206,11 +216,9 @@ class _UnusableRecords:
     def add_record(self, record_source: str, error: ValueError) -> None:
         self.record_count += 1
         error_reason = error.reason if isinstance(error, RecordError) else ""
-        message_parts = [
-            part
-            for part in (record_source, error_reason if error_reason != str(error) else "", str(error))
-            if part
-        ]
+        if error_reason == str(error):  # a record without details repeats its reason
+            error_reason = ""
+        message_parts = filter(None, (record_source, error_reason, str(error)))
         if self.record_count <= MAX_NAMED_RECORDS:
             self.message_lines.append(": ".join(message_parts))
 
@@ -219,27 +227,20 @@ class _UnusableRecords:
         if self.record_count == 1:
             raise UserError(self.message_lines[0])
         if self.record_count:
-            remainder_line = (
-                [f"and {self.record_count - MAX_NAMED_RECORDS} more"]
-                if self.record_count > MAX_NAMED_RECORDS
-                else []
-            )
-            raise UserError(
-                "\n  ".join(
-                    [f"{self.record_count} records cannot be used:", *self.message_lines, *remainder_line]
-                )
-            )
+            message_lines = [f"{self.record_count} records cannot be used:", *self.message_lines]
+            if self.record_count > MAX_NAMED_RECORDS:
+                message_lines.append(f"and {self.record_count - MAX_NAMED_RECORDS} more")
+            raise UserError("\n  ".join(message_lines))
 
 
 def make_conversation(prompt_text: str, image_paths: list[Path], video_paths: list[Path]) -> Conversation:
     """Makes a user's turn of pictures, videos, then the text."""
-    content_parts: list[dict[str, Any]] = [
-        {"type": "image", "image": str(path.resolve())} for path in image_paths
-    ]
-    content_parts += [{"type": "video", "video": str(path.resolve())} for path in video_paths]
-    return read_prompt(
-        {"messages": [{"role": "user", "content": [*content_parts, {"type": "text", "text": prompt_text}]}]}
-    )
+    content_parts: list[dict[str, Any]] = []
+    for media_kind, paths in (("image", image_paths), ("video", video_paths)):
+        for path in paths:
+            content_parts.append({"type": media_kind, media_kind: str(path.resolve())})
+    content_parts.append({"type": "text", "text": prompt_text})
+    return read_prompt({"messages": [{"role": "user", "content": content_parts}]})
 
 
 def read_prompt_files(prompt_files: list[tuple[Path, Path]]) -> list[SourcedConversation]:

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json OUT.json
 
-``JOB.json`` holds the fields of :class:`GenerateJob`; ``OUT.json`` gets the list of new tokens of each
-prompt.
+``JOB.json`` holds the fields of :class:`GenerateJob`. The list of new tokens of each prompt is written to
+``OUT.json``.
 """
 
 from __future__ import annotations
@@ -113,19 +113,26 @@ def _gather_answers(replica_answers: list[list[int]], grid: ProcessGrid) -> list
         return replica_answers
     answers_by_rank: list[Any] = [None] * grid.world_size
     dist.all_gather_object(answers_by_rank, (grid.dp_rank, replica_answers))
-    answers_by_replica = [
-        share for _, share in sorted({replica: share for replica, share in answers_by_rank}.items())
-    ]
-    return [answer for row in zip(*answers_by_replica, strict=True) for answer in row]
+
+    # All ranks of a replica have its answers. Prompts were dealt to the replicas in turn.
+    answers_by_replica = dict(answers_by_rank)
+    dealt_answers = [answers_by_replica[dp_rank] for dp_rank in sorted(answers_by_replica)]
+    ordered_answers: list[list[int]] = []
+    for answers_in_turn in zip(*dealt_answers, strict=True):
+        ordered_answers += answers_in_turn
+    return ordered_answers
 
 
 def pack_prompts(
     samples: list[TokenizedSample], spec: ModelSpec, video_positions: VideoPositions = "released"
 ) -> list[PromptRow]:
     """Converts prompts into rows of one length."""
-    length = ROW_LENGTH_MULTIPLE * math.ceil(max(map(len, samples)) / ROW_LENGTH_MULTIPLE)
-    rows = [pack_row([sample], spec, length, video_positions=video_positions) for sample in samples]
-    return [PromptRow(row, len(sample)) for row, sample in zip(rows, samples, strict=True)]
+    row_length = ROW_LENGTH_MULTIPLE * math.ceil(max(map(len, samples)) / ROW_LENGTH_MULTIPLE)
+    prompt_rows = []
+    for sample in samples:
+        packed_row = pack_row([sample], spec, row_length, video_positions=video_positions)
+        prompt_rows.append(PromptRow(packed_row, len(sample)))
+    return prompt_rows
 
 
 def write_generate_job(generate_job: GenerateJob, job_path: Path) -> None:

@@ -3,7 +3,8 @@
 Hooks on both sides record outputs while the loss is computed; nothing is recomputed. Patches are in the
 tower's order (by windows, where the family has them), as in ``transformers``. Tokens are those of all
 samples, one sample after another, without the padding of rows. Logits are compared for the tokens for which
-the trainer computes them: those with loss and a few more (:func:`megatron_vl.data.packing.training_row.loss_index`).
+the trainer computes them: those with loss and a few more
+(:func:`megatron_vl.data.packing.training_row.loss_index`).
 """
 
 from __future__ import annotations
@@ -30,18 +31,17 @@ from .tolerances import ACTIVATION_TOLERANCE, BF16_ACTIVATION_RATIO, BF16_ROUNDI
 VISION_LOCATIONS = (PATCH_EMBEDDING, VISION_MERGER, "vision layer", "DeepStack merger")
 """Prefixes of the names of locations in the vision tower."""
 ROW_LENGTHS = "lengths"
-"""An entry beside the locations: the number of tokens of each row, without padding [rows]."""
+"""Key of an entry that is not a location: the number of tokens of each row without padding, int64 [rows]."""
 SELECTED_TOKENS = "selected"
-"""Entries beside the locations, one per row: the indices of the tokens whose logits were computed, in the
-whole row."""
+"""Prefix of entries that are not locations, one per row: the indices in the whole row of the tokens whose
+logits were computed."""
 
 
 def squared_norms(actual_tensor: Tensor, expected_tensor: Tensor) -> tuple[float, float]:
     """Returns the squared L2 norms of the difference and of ``expected_tensor``, computed in float64."""
     expected_tensor = expected_tensor.double()
-    return float((actual_tensor.double() - expected_tensor).square().sum()), float(
-        expected_tensor.square().sum()
-    )
+    difference = actual_tensor.double() - expected_tensor
+    return float(difference.square().sum()), float(expected_tensor.square().sum())
 
 
 class ActivationRecorder:
@@ -73,7 +73,7 @@ class ActivationRecorder:
         self._hook_handles.append(module.register_forward_pre_hook(record_argument, with_kwargs=True))
 
     def remove_hooks(self) -> None:
-        """Removes the hooks; the kept values stay."""
+        """Removes the hooks. The recorded values stay."""
         for hook_handle in self._hook_handles:
             hook_handle.remove()
 
@@ -96,11 +96,9 @@ class HfActivationRecorder(ActivationRecorder):
         self.record_output(vision_tower.merger, VISION_MERGER)
 
         # transformers adds DeepStack's features after a layer. The input of the next module has them.
-        locations = [TOKEN_EMBEDDINGS, *(f"decoder layer {i}" for i in range(spec.language.num_layers))]
-        for hooked_module, location in zip(
-            [*language_model.layers, language_model.norm], locations, strict=True
-        ):
-            self.record_input(hooked_module, location)
+        self.record_input(language_model.layers[0], TOKEN_EMBEDDINGS)
+        for i, next_module in enumerate([*language_model.layers[1:], language_model.norm]):
+            self.record_input(next_module, f"decoder layer {i}")
         self.record_output(language_model.norm, FINAL_NORM)
         self.record_output(model.lm_head, LOGITS)
 
@@ -109,10 +107,11 @@ class HfActivationRecorder(ActivationRecorder):
 
         The positions are patches in the tower, merge units after a merger, and tokens in the language model.
         """
-        return {
-            location: torch.cat([sample_value.reshape(-1, sample_value.shape[-1]) for sample_value in parts])
-            for location, parts in self.recorded_values.items()
-        }
+        located_tensors: dict[str, Tensor] = {}
+        for location, sample_values in self.recorded_values.items():
+            flat_values = [value.reshape(-1, value.shape[-1]) for value in sample_values]
+            located_tensors[location] = torch.cat(flat_values)
+        return located_tensors
 
 
 # --- This project -------------------------------------------------------------------------------------------
@@ -171,7 +170,8 @@ class MegatronActivationRecorder(ActivationRecorder):
     def _local_contribution(self, step_data: StepBatch) -> dict[str, Tensor]:
         """Maps "location/row" to the values [positions, width] that this rank contributes.
 
-        The entries :data:`LENGTHS` and :data:`SELECTED_TOKENS` describe the rows; a rank without values has none.
+        The entries :data:`ROW_LENGTHS` and :data:`SELECTED_TOKENS` describe the rows. A rank without values
+        has none of them.
         """
         local_values: dict[str, Tensor] = {}
         row_length = step_data.rows[0].tokens.numel()
@@ -180,18 +180,18 @@ class MegatronActivationRecorder(ActivationRecorder):
                 continue
             is_split = self.sequence_parallel and location != LOGITS
             token_count = row_length // self.grid.tp if is_split else row_length
-            encoded = self._encoded(step_data)
+            encoded_rows = self._encoded_rows(step_data)
             if location.startswith(VISION_LOCATIONS) and len(recorded_rows) < len(step_data.rows):
-                numbers = encoded  # the tower skipped the other rows
+                row_numbers = encoded_rows  # the tower skipped the other rows
             else:
-                numbers = list(range(len(step_data.rows)))
+                row_numbers = list(range(len(step_data.rows)))
 
-            for row_number, row_values in zip(numbers, recorded_rows, strict=True):
+            for row_number, row_values in zip(row_numbers, recorded_rows, strict=True):
                 row_values = row_values.reshape(-1, row_values.shape[-1])
                 if not location.startswith(VISION_LOCATIONS):
                     # Cut off DeepStack's features, which follow the hidden state in the same tensor.
                     local_values[f"{location}/{row_number}"] = row_values[:token_count]
-                elif row_number in encoded:  # otherwise it is a dummy
+                elif row_number in encoded_rows:  # otherwise it is a dummy
                     local_values[f"{location}/{row_number}"] = row_values
 
         if local_values:
@@ -204,13 +204,14 @@ class MegatronActivationRecorder(ActivationRecorder):
 
         return local_values
 
-    def _encoded(self, data: StepBatch) -> list[int]:
+    def _encoded_rows(self, step_data: StepBatch) -> list[int]:
         """The rows of which this rank encodes pictures."""
-        return [
-            number
-            for number, row in enumerate(data.rows)
-            if data.vision_lengths[number][0] and (row.feature_route is None or row.feature_route.encodes)
-        ]
+        encoded_rows: list[int] = []
+        for row_number, row in enumerate(step_data.rows):
+            has_pictures = bool(step_data.vision_lengths[row_number][0])
+            if has_pictures and (row.feature_route is None or row.feature_route.encodes):
+                encoded_rows.append(row_number)
+        return encoded_rows
 
     def _is_contributor(self, location: str) -> bool:
         """Whether this rank contributes values of a location.
@@ -232,24 +233,20 @@ def compare_locations(
     """
     reference_facts = json.loads((reference_dir / "reference.json").read_text())
     reference_tensors = LazyTensorFile(reference_dir / "activations.safetensors")
-    errors_by_location = {
-        location: _location_error(values_by_rank, reference_tensors, location)
-        for location in reference_tensors
-    }
+
+    errors_by_location = {}
+    for location in reference_tensors:
+        errors_by_location[location] = _location_error(values_by_rank, reference_tensors, location)
 
     error_limit = partial(activation_limit, noise=reference_facts["activation_noise"], dtype=dtype)
-    ordered_locations = [location for location in reference_facts["order"] if location in errors_by_location]
-    return {
-        "activations": {location: errors_by_location[location] for location in ordered_locations},
-        "departs": next(
-            (
-                location
-                for location in ordered_locations
-                if not errors_by_location[location] <= error_limit(location)
-            ),
-            "",
-        ),
-    }
+    ordered_errors: dict[str, float] = {}
+    first_departure = ""
+    for location in reference_facts["order"]:
+        if location in errors_by_location:
+            ordered_errors[location] = errors_by_location[location]
+            if not first_departure and not ordered_errors[location] <= error_limit(location):
+                first_departure = location
+    return {"activations": ordered_errors, "departs": first_departure}
 
 
 def _location_error(
@@ -262,16 +259,14 @@ def _location_error(
     row_start = 0
     for actual_values, row_length, computed_indices in rows_at_location(values_by_rank, location):
         expected_values = reference_tensors.read_slice(location, row_start, row_start + row_length)
-        row_squares = squared_norms(
-            actual_values, expected_values if computed_indices is None else expected_values[computed_indices]
-        )
-        squared_difference += row_squares[0]
-        squared_scale += row_squares[1]
+        if computed_indices is not None:
+            expected_values = expected_values[computed_indices]
+        row_difference, row_scale = squared_norms(actual_values, expected_values)
+        squared_difference += row_difference
+        squared_scale += row_scale
         row_start += row_length
 
-    relative_error = (
-        math.sqrt(squared_difference / squared_scale) if squared_scale else math.sqrt(squared_difference)
-    )
+    relative_error = math.sqrt(squared_difference / (squared_scale or 1.0))
     is_complete = row_start == reference_tensors[location].shape[0]
     return relative_error if is_complete and math.isfinite(relative_error) else math.inf
 
@@ -301,17 +296,20 @@ def rows_at_location(
     """
     location_prefix = f"{location}/"
     for dp_rank in sorted({key[0] for key in values_by_rank}):
-        replica_values = {key: values_by_rank[key] for key in sorted(values_by_rank) if key[0] == dp_rank}
-        value_names = {value_name for rank in replica_values.values() for value_name in rank}
-        row_numbers = sorted(
-            int(value_name.removeprefix(location_prefix))
-            for value_name in value_names
-            if value_name.startswith(location_prefix)
-        )
+        replica_keys = [key for key in sorted(values_by_rank) if key[0] == dp_rank]
+        row_numbers = set()
+        for key in replica_keys:
+            for value_name in values_by_rank[key]:
+                if value_name.startswith(location_prefix):
+                    row_numbers.add(int(value_name.removeprefix(location_prefix)))
 
-        for row_number in row_numbers:
+        for row_number in sorted(row_numbers):
             value_name = f"{location_prefix}{row_number}"
-            holder_values = {key: rank for key, rank in replica_values.items() if value_name in rank}
+            holder_values = {}
+            for key in replica_keys:
+                if value_name in values_by_rank[key]:
+                    holder_values[key] = values_by_rank[key]
+
             row_length = int(next(iter(holder_values.values()))[ROW_LENGTHS][row_number])
             if location == LOGITS:
                 row_values, token_indices = _logits_of_row(
@@ -322,7 +320,7 @@ def rows_at_location(
                 continue
 
             # Context-parallel ranks split the tokens and the frames, tensor-parallel ranks the tokens.
-            row_values = torch.cat([rank[value_name] for rank in holder_values.values()])
+            row_values = torch.cat([rank_values[value_name] for rank_values in holder_values.values()])
             if location.startswith(VISION_LOCATIONS):
                 yield row_values, len(row_values), None
             else:
@@ -330,15 +328,16 @@ def rows_at_location(
 
 
 def _logits_of_row(
-    holders: Mapping[tuple[int, ...], Mapping[str, Tensor]], name: str, selected: str
+    holder_values: Mapping[tuple[int, ...], Mapping[str, Tensor]], logits_name: str, indices_name: str
 ) -> tuple[Tensor, Tensor]:
     """The computed logits of a row, and the indices of their tokens.
 
     Tensor-parallel ranks split the vocabulary, and context-parallel ranks the tokens.
     """
-    values, indices = [], []
-    for cp in sorted({key[2] for key in holders}):
-        ranks = [holders[key] for key in sorted(holders) if key[2] == cp]
-        values.append(torch.cat([rank[name] for rank in ranks], dim=-1))
-        indices.append(ranks[0][selected])
-    return torch.cat(values), torch.cat(indices)
+    token_logits, token_indices = [], []
+    for cp_rank in sorted({key[2] for key in holder_values}):
+        vocabulary_ranks = [holder_values[key] for key in sorted(holder_values) if key[2] == cp_rank]
+        vocabulary_logits = [rank_values[logits_name] for rank_values in vocabulary_ranks]
+        token_logits.append(torch.cat(vocabulary_logits, dim=-1))
+        token_indices.append(vocabulary_ranks[0][indices_name])
+    return torch.cat(token_logits), torch.cat(token_indices)

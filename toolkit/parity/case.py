@@ -76,7 +76,8 @@ class ParityCase:
     train: bool = False
     """Take real optimizer steps and compare losses, weights and Adam's moments with ``transformers``."""
     samples: str = ""
-    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third sample."""
+    """File of :func:`toolkit.sample_encoder.write_samples`; kind ``sample:2`` in ``steps`` is its third
+    sample."""
     reference: str = ""
     """Folder written by :mod:`toolkit.parity.reference_job`; empty: rank 0 computes the reference."""
     activations: bool = False
@@ -213,10 +214,11 @@ def local_rows(
 ) -> list[Any]:
     """Packs the rows of this data-parallel rank."""
     rows_per_replica = len(samples) // grid.dp
-    return [
-        pack_row(row, spec, seq_len)
-        for row in samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]
-    ]
+
+    packed_rows: list[Any] = []
+    for row in samples[grid.dp_rank * rows_per_replica : (grid.dp_rank + 1) * rows_per_replica]:
+        packed_rows.append(pack_row(row, spec, seq_len))
+    return packed_rows
 
 
 def write_cases(cases: list[ParityCase], cases_path: Path) -> None:

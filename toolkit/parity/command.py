@@ -55,16 +55,12 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
     """Prints the table, and a line for each layout that departs."""
     from .compare import first_departure
 
-    differing_samples, pixel_error = (
-        parity_report["inputs"]["tokens_differ"],
-        parity_report["inputs"]["pixel_error"],
-    )
+    differing_samples = parity_report["inputs"]["tokens_differ"]
+    pixel_error = parity_report["inputs"]["pixel_error"]
     if differing_samples or pixel_error > 1e-5:
-        input_problem = (
-            f"tokens of conversations {differing_samples} differ"
-            if differing_samples
-            else f"pixels differ by up to {pixel_error:.1e}"
-        )
+        input_problem = f"pixels differ by up to {pixel_error:.1e}"
+        if differing_samples:
+            input_problem = f"tokens of conversations {differing_samples} differ"
         console.print(f"[bold red]inputs:[/] {input_problem} from those of the checkpoint's own processor")
 
     console.print(_report_table(parity_report))
@@ -91,11 +87,9 @@ def _report_table(parity_report: dict[str, Any]) -> Any:
 
     is_training = any("state" in layout_result for layout_result in parity_report["layouts"].values())
     column_kinds = ("weights", "exp_avg", "exp_avg_sq") if is_training else (*COMPONENTS, "logits")
-    table_subject = (
-        "relative error after a training"
-        if is_training
-        else "relative L2 error of outputs (above) and gradients (below)"
-    )
+    table_subject = "relative L2 error of outputs (above) and gradients (below)"
+    if is_training:
+        table_subject = "relative error after a training"
 
     table = Table(title=f"{parity_report['hf']}, {parity_report['dtype']}: {table_subject}")
     for column_heading in ("layout", "loss", "transformers", *column_kinds, ""):
@@ -103,19 +97,19 @@ def _report_table(parity_report: dict[str, Any]) -> Any:
 
     for layout_text, layout_result in parity_report["layouts"].items():
         last_step = (layout_result.get("steps") or [{}])[-1]
-        table_cells = (
-            [f"{last_step['loss']:.6f}", f"{last_step['reference']:.6f}"] if "loss" in last_step else ["", ""]
-        )
+        table_cells = ["", ""]
+        if "loss" in last_step:
+            table_cells = [f"{last_step['loss']:.6f}", f"{last_step['reference']:.6f}"]
+
         if is_training:
             state_errors = layout_result.get("state", {})
-            table_cells += [
-                f"{state_errors[kind][1]:.0e}" if kind in state_errors else "" for kind in column_kinds
-            ]
+            for kind in column_kinds:
+                table_cells.append(f"{state_errors[kind][1]:.0e}" if kind in state_errors else "")
         else:
             table_cells += _component_errors(last_step)
-        table.add_row(
-            layout_text, *table_cells, "[green]ok[/]" if layout_result["ok"] else "[bold red]FAILED[/]"
-        )
+
+        verdict = "[green]ok[/]" if layout_result["ok"] else "[bold red]FAILED[/]"
+        table.add_row(layout_text, *table_cells, verdict)
 
     return table
 
@@ -127,10 +121,11 @@ def _component_errors(step_result: dict[str, Any]) -> list[str]:
 
     output_errors = by_component(step_result.get("activations", {}))
     gradient_errors = by_component(step_result.get("gradients", {}))
-    component_cells = [
-        f"{_error_text(output_errors.get(kind))}\n{_error_text(gradient_errors.get(kind))}"
-        for kind in COMPONENTS
-    ]
+
+    component_cells = []
+    for kind in COMPONENTS:
+        output_text = _error_text(output_errors.get(kind))
+        component_cells.append(f"{output_text}\n{_error_text(gradient_errors.get(kind))}")
     return [*component_cells, _error_text(step_result.get("activations", {}).get("logits"))]
 
 

@@ -36,10 +36,8 @@ from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
 
 DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
 """The demo conversations that are compared if no pictures are given."""
-PICTURE_QUESTION, PICTURE_ANSWER = (
-    "<image>\nWhat is in this picture?",
-    "This is what one can see in the picture.",
-)
+PICTURE_QUESTION = "<image>\nWhat is in this picture?"
+PICTURE_ANSWER = "This is what one can see in the picture."
 
 
 @dataclass
@@ -80,6 +78,7 @@ def run_parity(
         hf_dir = request.hf_dir or write_tiny_checkpoint(
             work_dir / "hf", _known_family(request.family), dtype=torch.float32
         )
+        # Everything that can be refused is refused before the models run, which takes minutes.
         check_hf_folder(hf_dir)
         spec = read_spec(hf_dir)
         for layout in request.layouts:
@@ -92,6 +91,7 @@ def run_parity(
             f"transformers on {len(samples)} conversations of {sum(map(len, samples))} tokens, "
             f"{request.dtype}"
         )
+        # In a process of its own, so that its memory is free when the layouts run.
         reference_facts = _run_reference(request, hf_dir, work_dir)
 
         results_by_layout = run_layouts(request, hf_dir, weights_dir, samples, work_dir, print_line)
@@ -99,6 +99,7 @@ def run_parity(
             for layout_result in results_by_layout.values():
                 layout_result["tensors"] = differing_tensors(request, hf_dir, layout_result, work_dir)
 
+    # If the processors disagree, equal losses say nothing about a user's data.
     input_facts = reference_facts["inputs"]
     all_agree = (
         not input_facts["tokens_differ"]
@@ -116,7 +117,7 @@ def run_parity(
 
 
 def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict[str, Any]:
-    """Runs ``transformers`` in a process of its own and returns the contents of its ``reference.json``."""
+    """Runs ``transformers`` in a separate process. Returns the contents of its ``reference.json``."""
     reference_job = ReferenceJob(
         hf=str(hf_dir),
         samples=str(work_dir / "samples.safetensors"),
@@ -139,8 +140,8 @@ def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
     if spec.language.moe and layout_spec.tp > 1 and not layout_spec.sequence_parallel:
         sizes, colon, layers = layout_spec.layout_text.partition(":")
         raise UserError(
-            f"--layouts {layout_spec.layout_text}: with experts, tensor parallelism needs sequence parallelism "
-            f"(each rank routes its own tokens); write {sizes}sp{colon}{layers}"
+            f"--layouts {layout_spec.layout_text}: with experts, tensor parallelism needs sequence "
+            f"parallelism (each rank routes its own tokens); write {sizes}sp{colon}{layers}"
         )
     try:
         make_layout(spec, **layout_spec.layout_arguments)
@@ -189,8 +190,8 @@ def _megatron_weights(
     weight_reader = WeightReader(request.checkpoint_dir)
     if weight_reader.spec.different_fields(spec):
         raise UserError(
-            f"--checkpoint {request.checkpoint_dir} holds a {weight_reader.spec.family} model of other sizes than "
-            f"--hf {hf_dir}"
+            f"--checkpoint {request.checkpoint_dir} holds a "
+            f"{weight_reader.spec.family} model of other sizes than --hf {hf_dir}"
         )
     return request.checkpoint_dir
 
@@ -212,35 +213,25 @@ def prepare_samples(
         RecordError, FileNotFoundError: a picture is unusable or missing.
     """
     if image_paths:
-        chat_turns = [{"from": "human", "value": PICTURE_QUESTION}, {"from": "gpt", "value": PICTURE_ANSWER}]
-        conversation_records = [
-            {"image": str(path.resolve()), "conversations": chat_turns} for path in image_paths
-        ]
-        conversation_records.append(
-            {
-                "conversations": [
-                    {"from": "human", "value": "Which day is it?"},
-                    {"from": "gpt", "value": "It is Friday."},
-                ]
-            }
-        )
-        media_root = Path("/")
+        conversation_records, media_root = _picture_records(image_paths), Path("/")
     else:
         conversation_records, media_root = _demo_records(work_dir)
 
-    conversation_records = list(
-        itertools.islice(itertools.cycle(conversation_records), max(len(conversation_records), least_samples))
-    )
+    # Every row of the step needs a sample, so they are repeated if there are fewer.
+    sample_count = max(len(conversation_records), least_samples)
+    conversation_records = list(itertools.islice(itertools.cycle(conversation_records), sample_count))
+
     sample_encoder = SampleEncoder(hf_dir)
     samples = []
     sample_descriptions = []
     for conversation_record in conversation_records:
         conversation = read_conversation(conversation_record)
         picture_paths = [media_root / reference for _, reference in conversation.media_references]
-        media_contents = [
-            (kind, path.name, path.read_bytes())
-            for (kind, _), path in zip(conversation.media_references, picture_paths, strict=True)
-        ]
+
+        media_contents = []
+        for (kind, _), path in zip(conversation.media_references, picture_paths, strict=True):
+            media_contents.append((kind, path.name, path.read_bytes()))
+
         samples.append(sample_encoder.encode_sample(conversation.messages, media_contents))
         sample_descriptions.append(
             {"messages": conversation.messages, "images": [str(path) for path in picture_paths]}
@@ -251,13 +242,26 @@ def prepare_samples(
     return samples
 
 
+def _picture_records(image_paths: list[Path]) -> list[dict[str, Any]]:
+    """A conversation about each picture, and one without a picture."""
+    picture_turns = [{"from": "human", "value": PICTURE_QUESTION}, {"from": "gpt", "value": PICTURE_ANSWER}]
+    text_turns = [
+        {"from": "human", "value": "Which day is it?"},
+        {"from": "gpt", "value": "It is Friday."},
+    ]
+    conversation_records: list[dict[str, Any]] = []
+    for path in image_paths:
+        conversation_records.append({"image": str(path.resolve()), "conversations": picture_turns})
+    return [*conversation_records, {"conversations": text_turns}]
+
+
 def _demo_records(work_dir: Path) -> tuple[list[dict[str, Any]], Path]:
+    """Conversations of the demo, and the folder of their media."""
     from toolkit.demo.demo_data import write_raw_data
 
     conversations = json.loads(write_raw_data(work_dir / "raw").read_text())
-    return [
-        record for record in conversations if record["id"] in DEMO_CONVERSATIONS
-    ], work_dir / "raw" / "media"
+    demo_records = [record for record in conversations if record["id"] in DEMO_CONVERSATIONS]
+    return demo_records, work_dir / "raw" / "media"
 
 
 def run_layouts(
@@ -270,43 +274,44 @@ def run_layouts(
 ) -> dict[str, dict[str, Any]]:
     """Runs the layouts and maps each to its result; one group of processes serves each number of ranks."""
     sample_rows = spread_samples(len(samples), _rows_per_step(request.layouts))
+    step_rows = [[f"sample:{i}" for i in row] for row in sample_rows]
     longest_row = max(sum(len(samples[i]) for i in row) for row in sample_rows)
+    # All layouts get rows of one length, which each of them must be able to split.
     length_multiple = math.lcm(64, *(layout_spec.tp * layout_spec.cp for layout_spec in request.layouts))
+    seq_len = -(-longest_row // length_multiple) * length_multiple
+
+    layouts_by_size: dict[int, list[LayoutSpec]] = {}
+    for layout_spec in request.layouts:
+        layouts_by_size.setdefault(layout_spec.world_size, []).append(layout_spec)
 
     results_by_layout: dict[str, dict[str, Any]] = {}
-    for world_size in sorted({layout_spec.world_size for layout_spec in request.layouts}):
-        same_size_layouts = [
-            layout_spec for layout_spec in request.layouts if layout_spec.world_size == world_size
-        ]
-
-        parity_cases = [
-            ParityCase(
-                name=layout_spec.layout_text,
-                hf=str(hf_dir),
-                weights=str(weights_dir),
-                steps=[[[f"sample:{i}" for i in row] for row in sample_rows]]
-                * max(request.optimizer_steps, 1),
-                seq_len=-(-longest_row // length_multiple) * length_multiple,
-                dtype=request.dtype,
-                train=request.optimizer_steps > 0,
-                samples=str(work_dir / "samples.safetensors"),
-                reference=str(work_dir),
-                activations=request.optimizer_steps == 0,
-                optimizer=request.optimizer_steps > 0,
-                sequence_parallel=layout_spec.sequence_parallel,
-                attention="sdpa" if request.dtype == "float32" else "auto",
-                **layout_spec.layout_arguments,
+    for world_size, same_size_layouts in sorted(layouts_by_size.items()):
+        parity_cases = []
+        for layout_spec in same_size_layouts:
+            parity_cases.append(
+                ParityCase(
+                    name=layout_spec.layout_text,
+                    hf=str(hf_dir),
+                    weights=str(weights_dir),
+                    steps=[step_rows] * max(request.optimizer_steps, 1),
+                    seq_len=seq_len,
+                    dtype=request.dtype,
+                    train=request.optimizer_steps > 0,
+                    samples=str(work_dir / "samples.safetensors"),
+                    reference=str(work_dir),
+                    activations=request.optimizer_steps == 0,
+                    optimizer=request.optimizer_steps > 0,
+                    sequence_parallel=layout_spec.sequence_parallel,
+                    # The fused kernels do not support float32.
+                    attention="sdpa" if request.dtype == "float32" else "auto",
+                    **layout_spec.layout_arguments,
+                )
             )
-            for layout_spec in same_size_layouts
-        ]
 
-        print_line(
-            f"{', '.join(layout_spec.layout_text for layout_spec in same_size_layouts)} in {world_size} process{'es' if world_size > 1 else ''}"
-        )
-        cases_path, results_path = (
-            work_dir / f"cases_{world_size}.json",
-            work_dir / f"results_{world_size}.json",
-        )
+        layout_names = ", ".join(layout_spec.layout_text for layout_spec in same_size_layouts)
+        print_line(f"{layout_names} in {world_size} process{'es' if world_size > 1 else ''}")
+        cases_path = work_dir / f"cases_{world_size}.json"
+        results_path = work_dir / f"results_{world_size}.json"
         write_cases(parity_cases, cases_path)
         completed_process = run_group(
             "toolkit.parity.worker",
@@ -315,6 +320,8 @@ def run_layouts(
             on_cpu=request.platform == "cpu",
         )
 
+        # The worker writes after each case, so a crash loses only the case in which it happened and later
+        # ones.
         written_results = json.loads(results_path.read_text()) if results_path.exists() else {}
         for layout_spec in same_size_layouts:
             missing_result = {
@@ -325,18 +332,18 @@ def run_layouts(
                 layout_spec.layout_text, missing_result
             )
 
-    return {
-        layout_spec.layout_text: results_by_layout[layout_spec.layout_text] for layout_spec in request.layouts
-    }
+    layout_names_in_order = [layout_spec.layout_text for layout_spec in request.layouts]
+    return {layout_name: results_by_layout[layout_name] for layout_name in layout_names_in_order}
 
 
 def spread_samples(sample_count: int, row_count: int) -> list[list[int]]:
     """Distributes sample numbers over rows, in order and as evenly as possible."""
     row_bounds = [sample_count * i // row_count for i in range(row_count + 1)]
-    return [
-        list(range(row_start, row_end))
-        for row_start, row_end in zip(row_bounds, row_bounds[1:], strict=False)
-    ]
+
+    samples_by_row: list[list[int]] = []
+    for row_start, row_end in zip(row_bounds, row_bounds[1:], strict=False):
+        samples_by_row.append(list(range(row_start, row_end)))
+    return samples_by_row
 
 
 def first_departure(layout_result: dict[str, Any]) -> str:
@@ -351,17 +358,15 @@ def first_departure(layout_result: dict[str, Any]) -> str:
             return f"gradient of {step_result['unexpected'][0]}"
         bf16_noise = step_result.get("transformers_bf16_gradient_error")
         error_limit = GRADIENT_TOLERANCE if bf16_noise is None else bf16_noise * BF16_GRADIENT_RATIO
+
+        # The gradient of the last layer is computed first, so the last wrong location departs first.
         location_order = list(step_result.get("activations", {}))
-        wrong_locations = [
-            location
-            for location, error in step_result.get("gradients", {}).items()
-            if not error <= error_limit
-        ]
-        if wrong_locations:
-            last_location = max(
-                wrong_locations,
-                key=lambda location: location_order.index(location) if location in location_order else -1,
-            )
+        last_location, last_position = "", -2
+        for location, error in step_result.get("gradients", {}).items():
+            position = location_order.index(location) if location in location_order else -1
+            if not error <= error_limit and position > last_position:
+                last_location, last_position = location, position
+        if last_location:
             return f"gradient of {last_location}"
     return ""
 
@@ -370,9 +375,8 @@ def by_component(errors_by_location: dict[str, float]) -> dict[str, float]:
     """Maps each component to the largest error among its locations."""
     worst_by_component: dict[str, float] = {}
     for location, error in errors_by_location.items():
-        worst_by_component[location_component(location)] = max(
-            worst_by_component.get(location_component(location), 0.0), error
-        )
+        component = location_component(location)
+        worst_by_component[component] = max(worst_by_component.get(component, 0.0), error)
     return worst_by_component
 
 
@@ -389,9 +393,11 @@ def differing_tensors(
         convert_weights(hf_dir, converted_dir)
     checkpoint_reader = WeightReader(request.checkpoint_dir)
     converted_reader = WeightReader(converted_dir)
-    return [
-        name
-        for name in tensor_table(checkpoint_reader.spec)
-        if tensor_location(name) == location
-        and not torch.equal(checkpoint_reader.read_shard(name), converted_reader.read_shard(name))
-    ]
+
+    differing_names: list[str] = []
+    for name in tensor_table(checkpoint_reader.spec):
+        if tensor_location(name) != location:
+            continue
+        if not torch.equal(checkpoint_reader.read_shard(name), converted_reader.read_shard(name)):
+            differing_names.append(name)
+    return differing_names

@@ -52,22 +52,20 @@ def hf_inputs(
         "mm_token_type_ids": token_type_ids,
     }
 
-    for media_kind, pixels_key, grid in (
+    media_grids = [item.grid_thw for item in sample.media_items]
+    for media_kind, pixels_key, grid_key in (
         ("image", "pixel_values", "image_grid_thw"),
         ("video", "pixel_values_videos", "video_grid_thw"),
     ):
         media_items = [item for item in sample.media_items if item.grid_thw.kind == media_kind]
+        kind_grids = [item.grid_thw for item in media_items]
         if media_items:
             model_inputs[pixels_key] = torch.cat([hf_pixels(item, spec, pixel_norm) for item in media_items])
-            model_inputs[grid] = torch.tensor(
-                [[item.grid_thw.t, item.grid_thw.h, item.grid_thw.w] for item in media_items]
-            )
+            model_inputs[grid_key] = torch.tensor([[grid.t, grid.h, grid.w] for grid in kind_grids])
             if media_kind == "video" and spec.vision.tokens_per_second:
-                model_inputs["second_per_grid_ts"] = torch.tensor(
-                    [item.grid_thw.second_per_grid for item in media_items]
-                )
+                grid_seconds = [grid.second_per_grid for grid in kind_grids]
+                model_inputs["second_per_grid_ts"] = torch.tensor(grid_seconds)
 
-    media_grids = [item.grid_thw for item in sample.media_items]
     if any(grid.kind == "video" for grid in media_grids):
         model_inputs["position_ids"] = mrope_positions(sample.token_ids, media_grids, spec)[:, None]
     return {name: value.to(device) for name, value in model_inputs.items()}
@@ -81,12 +79,11 @@ def hf_pixels(media_item: MediaItem, spec: ModelSpec, pixel_norm: PixelNorm) -> 
     vision_spec = spec.vision
     frame_planes = media_item.planes
     frame_count = media_item.grid_thw.t * vision_spec.temporal_patch_size
-    if frame_planes.shape[0] < frame_count:  # repeat the last frame
-        frame_planes = torch.cat(
-            [frame_planes, frame_planes[-1:].expand(frame_count - frame_planes.shape[0], -1, -1)]
-        )
+    missing_count = frame_count - frame_planes.shape[0]
+    if missing_count > 0:  # the last frame is repeated
+        frame_planes = torch.cat([frame_planes, frame_planes[-1:].expand(missing_count, -1, -1)])
 
-    # [t, T, hw, C, pp]
+    # [grid_t, temporal_patch_size, grid_h * grid_w, channels, patch_size ** 2]
     pixel_values = pixel_norm.normalize_planes(frame_planes).view(
         media_item.grid_thw.t,
         vision_spec.temporal_patch_size,
@@ -104,10 +101,11 @@ def compute_reference(
     spec = read_spec(hf_dir)
     pixel_norm = read_pixel_norm(hf_dir)
     loss = backward_mean_loss(model, samples, spec, pixel_norm)
-    grads = {
-        name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        for name, parameter in model.named_parameters()
-    }
+
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
     return loss, to_canonical(grads, hf_dir)
 
 
@@ -118,25 +116,22 @@ def backward_mean_loss(
     pixel_norm: PixelNorm,
     inputs_by_sample: list[dict[str, Tensor]] | None = None,
 ) -> float:
-    """Computes gradients of the mean loss over all loss tokens, sample by sample; returns the loss.
+    """Computes gradients of the mean loss over all loss tokens, sample by sample. Returns the loss.
 
     Args:
         inputs_by_sample: the model's keyword arguments for each sample, if a processor made them.
     """
     device = str(next(model.parameters()).device)
     model.zero_grad(set_to_none=True)
-    loss_token_count = sum(int(counted_sample.loss_mask[1:].sum()) for counted_sample in samples)
+    loss_token_count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     total_loss = 0.0
 
     for sample_number, sample in enumerate(samples):
-        model_inputs = (
-            {
-                input_name: input_tensor.to(device)
-                for input_name, input_tensor in inputs_by_sample[sample_number].items()
-            }
-            if inputs_by_sample
-            else hf_inputs(sample, spec, pixel_norm, device)
-        )
+        if inputs_by_sample:
+            processor_inputs = inputs_by_sample[sample_number]
+            model_inputs = {name: tensor.to(device) for name, tensor in processor_inputs.items()}
+        else:
+            model_inputs = hf_inputs(sample, spec, pixel_norm, device)
         logits = model(**model_inputs, use_cache=False).logits[0, :-1].float()
         token_losses = F.cross_entropy(logits, sample.token_ids[1:].to(device), reduction="none")
         sample_loss = (token_losses * sample.loss_mask[1:].to(device)).sum()
@@ -147,26 +142,26 @@ def backward_mean_loss(
 
 
 def samples_fingerprint(samples: list[TokenizedSample]) -> str:
-    """A digest of tokens, loss mask and media; equal if :func:`backward` gives equal results."""
+    """A digest of tokens, loss mask and media; equal if :func:`backward_mean_loss` gives equal results."""
     digest = hashlib.sha256()
     for sample in samples:
-        digest.update(
-            repr([(item.grid_thw, tuple(item.planes.shape)) for item in sample.media_items]).encode()
-        )
+        media_shapes = [(item.grid_thw, tuple(item.planes.shape)) for item in sample.media_items]
+        digest.update(repr(media_shapes).encode())
         for tensor in (sample.token_ids, sample.loss_mask, *(item.planes for item in sample.media_items)):
             digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
 MAX_CACHED_RESULTS = 12
-"""Number of references to remember; those of small models take a few megabytes each."""
+"""Number of references to remember. Those of small models take a few megabytes each."""
 _cached_results: dict[tuple[str, ...], Any] = {}
 
 
 def cached_result(cache_key: tuple[str, ...], compute_result: Callable[[], Any]) -> Any:
     """Returns the cached result for ``cache_key``, or computes it.
 
-    Many layouts of one model share a batch, and thus a result. The last :data:`MAX_CACHED_RESULTS` results used are kept.
+    Many layouts of one model share a batch, and thus a result. The last :data:`MAX_CACHED_RESULTS` results
+    used are kept.
     """
     value = _cached_results.pop(cache_key) if cache_key in _cached_results else compute_result()
     _cached_results[cache_key] = value
@@ -184,17 +179,18 @@ def to_canonical(hf_tensors: dict[str, Tensor], hf_dir: str | Path) -> dict[str,
     Returns:
         fp32 host tensors by canonical name.
     """
+    # The converter itself does it: the tensors are written as if they were a checkpoint's weights.
     temporary_dir = Path(tempfile.mkdtemp(prefix="parity-gradients-"))
     try:
         hf_input_dir = temporary_dir / "hf"
         hf_input_dir.mkdir()
         shutil.copy(Path(hf_dir) / "config.json", hf_input_dir / "config.json")
         is_tied = read_spec(hf_dir).language.tied_embeddings
-        stored_tensors = {
-            name: tensor.detach().float().cpu().contiguous()
-            for name, tensor in hf_tensors.items()
-            if not (is_tied and name == "lm_head.weight")
-        }
+
+        stored_tensors = {}
+        for name, tensor in hf_tensors.items():
+            if not (is_tied and name == "lm_head.weight"):
+                stored_tensors[name] = tensor.detach().float().cpu().contiguous()
 
         save_file(stored_tensors, hf_input_dir / "model.safetensors", metadata={"format": "pt"})
         convert_weights(hf_input_dir, temporary_dir / "full")

@@ -59,11 +59,8 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(max(torch.get_num_threads(), 2) if reference_job.device == "cpu" else 1)
     torch.backends.cudnn.allow_tf32 = False  # the patch embedding is a convolution there
     samples = read_samples(Path(reference_job.samples))
-    reference_facts = (
-        train_transformers(reference_job, samples)
-        if reference_job.steps
-        else one_pass(reference_job, samples)
-    )
+    run_reference = train_transformers if reference_job.steps else one_pass
+    reference_facts = run_reference(reference_job, samples)
     (Path(reference_job.out) / "reference.json").write_text(json.dumps(reference_facts))
     return 0
 
@@ -107,9 +104,10 @@ def one_pass(reference_job: ReferenceJob, samples: list[TokenizedSample]) -> dic
             ("activation", "activations", activations),
         ):
             float32_tensors = LazyTensorFile(out_dir / f"{file_stem}.safetensors")
-            reference_facts[f"{noise_kind}_noise"] = {
-                name: _relative_error(bf16_tensors[name], float32_tensors[name]) for name in bf16_tensors
-            }
+            noise_by_name = {}
+            for name, bf16_tensor in bf16_tensors.items():
+                noise_by_name[name] = _relative_error(bf16_tensor, float32_tensors[name])
+            reference_facts[f"{noise_kind}_noise"] = noise_by_name
 
     return reference_facts
 
@@ -132,10 +130,11 @@ def run_transformers(
     activation_recorder = HfActivationRecorder(model, spec)
     mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(reference_job.hf), processor_inputs)
     activation_recorder.remove_hooks()
-    hf_gradients = {
-        name: parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-        for name, parameter in model.named_parameters()
-    }
+
+    hf_gradients = {}
+    for name, parameter in model.named_parameters():
+        hf_gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+
     return mean_loss, to_canonical(hf_gradients, reference_job.hf), activation_recorder.tensors_by_location()
 
 
@@ -153,9 +152,8 @@ def process_conversations(
     processor_inputs = []
     differing_samples = []
     pixel_error = 0.0
-    for sample_number, (sample, conversation) in enumerate(
-        zip(samples, json.loads(Path(reference_job.conversations).read_text()), strict=True)
-    ):
+    conversations = json.loads(Path(reference_job.conversations).read_text())
+    for sample_number, (sample, conversation) in enumerate(zip(samples, conversations, strict=True)):
         rendered_text = processor.apply_chat_template(conversation["messages"], tokenize=False)
         opened_pictures = [_open_picture(path) for path in conversation["images"]]
         processor_output = dict(
@@ -164,14 +162,11 @@ def process_conversations(
         loader_output = hf_inputs(sample, spec, pixel_norm)
         if not torch.equal(processor_output["input_ids"], loader_output["input_ids"]):
             differing_samples.append(sample_number)
-            processor_output = (
-                loader_output  # the losses must be of the same tokens; the caller reports the difference
-            )
+            # The losses must be of the same tokens. The caller reports the difference.
+            processor_output = loader_output
         elif opened_pictures:
-            pixel_error = max(
-                pixel_error,
-                float((processor_output["pixel_values"].float() - loader_output["pixel_values"]).abs().max()),
-            )
+            pixel_difference = processor_output["pixel_values"].float() - loader_output["pixel_values"]
+            pixel_error = max(pixel_error, float(pixel_difference.abs().max()))
         processor_inputs.append({name: processor_output[name] for name in loader_output})
 
     return processor_inputs, {"tokens_differ": differing_samples, "pixel_error": pixel_error}

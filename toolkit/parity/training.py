@@ -57,11 +57,11 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
         its error)}}.
     """
     built_case = build_case(case, platform)
+    step_batches = []
+    for step_number, rows in enumerate(case.steps):
+        step_batches.append(draw_samples(rows, built_case.spec, step_number, case.samples))
+
     step_results: list[dict[str, Any]] = []
-    step_batches = [
-        draw_samples(rows, built_case.spec, step_number, case.samples)
-        for step_number, rows in enumerate(case.steps)
-    ]
     for step_number, samples in enumerate(step_batches):
         step_data = built_case.make_step_data(samples, platform, case.seq_len)
         set_learning_rates(built_case.optimizer, built_case.config, step_number)
@@ -88,20 +88,20 @@ def run_training(case: ParityCase, platform: Platform) -> dict[str, Any]:
     for step_record, expected_loss, expected_norm in zip(
         step_results, expected_losses, expected_norms, strict=True
     ):
-        step_record |= {
-            "reference": expected_loss,
-            "loss_error": abs(step_record["loss"] - expected_loss) / expected_loss,
-        }
-        step_record |= {"norm_error": abs(step_record["grad_norm"] - expected_norm) / expected_norm}
+        step_record["reference"] = expected_loss
+        step_record["loss_error"] = abs(step_record["loss"] - expected_loss) / expected_loss
+        step_record["norm_error"] = abs(step_record["grad_norm"] - expected_norm) / expected_norm
         step_record["ok"] &= step_record["loss_error"] <= LOSS_TOLERANCE and step_record["norm_error"] <= 1e-4
 
-    worst_errors = {kind: worst_tensor(trained_state[kind], expected_state[kind]) for kind in expected_state}
-    error_limits = {
-        kind: WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE for kind in expected_state
-    }
-    is_within_limits = all(error <= error_limits[kind] for kind, (_, error) in worst_errors.items())
+    worst_errors = {}
+    is_within_limits = True
+    for kind in expected_state:
+        worst_errors[kind] = worst_tensor(trained_state[kind], expected_state[kind])
+        error_limit = WEIGHT_TOLERANCE if kind in ("main", "weights") else STATE_TOLERANCE
+        is_within_limits = is_within_limits and worst_errors[kind][1] <= error_limit
+
     return {
-        "ok": is_within_limits and all(compared_step["ok"] for compared_step in step_results),
+        "ok": is_within_limits and all(step_record["ok"] for step_record in step_results),
         "steps": step_results,
         "state": worst_errors,
     }
@@ -113,12 +113,12 @@ def worst_tensor(
     """Returns the tensor with the largest relative L2 error, and that error (infinite if it is missing)."""
     if trained_tensors.keys() != reference_tensors.keys():
         return sorted(trained_tensors.keys() ^ reference_tensors.keys())[0], math.inf
-    relative_errors = {
-        name: ((trained_tensors[name] - want).norm() / want.norm().clamp(min=1e-30)).item()
-        for name, want in reference_tensors.items()
-    }
-    name = max(relative_errors, key=relative_errors.__getitem__)
-    return name, relative_errors[name]
+    relative_errors = {}
+    for name, reference_tensor in reference_tensors.items():
+        error_norm = (trained_tensors[name] - reference_tensor).norm()
+        relative_errors[name] = (error_norm / reference_tensor.norm().clamp(min=1e-30)).item()
+    worst_name = max(relative_errors, key=relative_errors.__getitem__)
+    return worst_name, relative_errors[worst_name]
 
 
 def save_and_read_state(built_case: BuiltCase, step_number: int) -> dict[str, dict[str, Tensor]]:
@@ -156,24 +156,24 @@ def save_and_read_state(built_case: BuiltCase, step_number: int) -> dict[str, di
     state_by_kind: dict[str, dict[str, Tensor]] = {}
     if built_case.grid.rank == 0:
         step_dir = step_dir_path(checkpoint_dir, step_number)
-        optimizer_files = {
-            name.removeprefix("optimizer/"): facts
-            for name, facts in read_run_metadata(step_dir)["files"].items()
-        }
+
+        optimizer_files = {}
+        for file_name, file_facts in read_run_metadata(step_dir)["files"].items():
+            optimizer_files[file_name.removeprefix("optimizer/")] = file_facts
+
         optimizer_reader = OptimizerStateReader(
             step_dir / "optimizer", optimizer_files, built_case.layout.sharding
         )
         weight_reader = WeightReader(step_dir / "weights")
         tensor_infos = tensor_table(built_case.spec)
 
-        state_by_kind["weights"] = {
-            name: weight_reader.read_shard(name).float().clone() for name in tensor_infos
-        }
-        for state_kind in ("main", "exp_avg", "exp_avg_sq"):
-            state_by_kind[state_kind] = {
-                name: read_full_state(optimizer_reader, info, state_kind)
-                for name, info in tensor_infos.items()
-            }
+        for kind in ("weights", "main", "exp_avg", "exp_avg_sq"):
+            state_by_kind[kind] = {}
+            for name, info in tensor_infos.items():
+                if kind == "weights":
+                    state_by_kind[kind][name] = weight_reader.read_shard(name).float().clone()
+                else:
+                    state_by_kind[kind][name] = read_full_state(optimizer_reader, info, kind)
 
         optimizer_reader.close()
         shutil.rmtree(checkpoint_dir)
@@ -186,12 +186,15 @@ def read_full_state(
 ) -> Tensor:
     """Reads the optimizer state of a whole tensor."""
     single_shape = tensor_info.shape[1:] if tensor_info.num_experts else tensor_info.shape
-    state_pieces = [
-        optimizer_reader.read_range(
-            tensor_info, state_kind, 0, UNSHARDED, 0, torch.Size(single_shape).numel(), expert
+
+    state_pieces = []
+    for expert in range(tensor_info.num_experts) if tensor_info.num_experts else [None]:
+        state_pieces.append(
+            optimizer_reader.read_range(
+                tensor_info, state_kind, 0, UNSHARDED, 0, torch.Size(single_shape).numel(), expert
+            )
         )
-        for expert in (range(tensor_info.num_experts) if tensor_info.num_experts else [None])
-    ]
+
     return torch.cat([piece for piece in state_pieces if piece is not None]).view(tensor_info.shape)
 
 
@@ -214,29 +217,19 @@ def reference_training(
     """Trains with ``transformers``, torch's AdamW and gradient clipping.
 
     Returns:
-        (losses, gradient norms, canonical tensors by kind and name), as :func:`save_and_read_state` names the kinds.
+        (losses, gradient norms, canonical tensors by kind and name), as :func:`save_and_read_state` names the
+        kinds.
     """
     spec = read_spec(hf_dir)
     pixel_norm = read_pixel_norm(hf_dir)
     model = load_hf_for_training(hf_dir, device=device)
     parameters_by_name = dict(model.named_parameters())
+    # As in the trainer, biases and norms do not decay.
+    matrices = [parameter for parameter in parameters_by_name.values() if parameter.dim() > 1]
+    vectors = [parameter for parameter in parameters_by_name.values() if parameter.dim() == 1]
     parameter_groups: list[dict[str, Any]] = [
-        {
-            "params": [
-                named_parameter
-                for named_parameter in parameters_by_name.values()
-                if named_parameter.dim() > 1
-            ],
-            "weight_decay": ADAM_CONFIG.weight_decay,
-        },
-        {
-            "params": [
-                named_parameter
-                for named_parameter in parameters_by_name.values()
-                if named_parameter.dim() == 1
-            ],
-            "weight_decay": 0.0,
-        },
+        {"params": matrices, "weight_decay": ADAM_CONFIG.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     adam_optimizer = torch.optim.AdamW(
         parameter_groups, lr=ADAM_CONFIG.lr, betas=(ADAM_CONFIG.beta1, ADAM_CONFIG.beta2), eps=ADAM_CONFIG.eps
@@ -257,18 +250,12 @@ def reference_training(
             parameter_group["lr"] = ADAM_CONFIG.lr * min(1.0, (step_number + 1) / ADAM_CONFIG.warmup_steps)
         adam_optimizer.step()
 
-    state_by_kind = {
-        "weights": to_canonical(
-            {name: named_parameter.detach() for name, named_parameter in parameters_by_name.items()}, hf_dir
-        )
-    }
+    trained_weights = {name: parameter.detach() for name, parameter in parameters_by_name.items()}
+    state_by_kind = {"weights": to_canonical(trained_weights, hf_dir)}
     state_by_kind["main"] = state_by_kind["weights"]
-    for state_kind in ("exp_avg", "exp_avg_sq"):
-        state_by_kind[state_kind] = to_canonical(
-            {
-                name: adam_optimizer.state[named_parameter][state_kind]
-                for name, named_parameter in parameters_by_name.items()
-            },
-            hf_dir,
-        )
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moments = {}
+        for name, parameter in parameters_by_name.items():
+            moments[name] = adam_optimizer.state[parameter][kind]
+        state_by_kind[kind] = to_canonical(moments, hf_dir)
     return losses, gradient_norms, state_by_kind

@@ -35,6 +35,7 @@ LAYOUT_FIELDS = ("tp", "cp", "pp", "vpp", "layers", "ep", "etp")
 def plan(options: PlanOptions) -> int:
     """Returns 0, or 1 if the given layout, or every layout, does not fit."""
     plan_result = make_plan(options)
+
     if options.picture is not None:
         from .timeline_picture import draw_timeline
 
@@ -43,6 +44,7 @@ def plan(options: PlanOptions) -> int:
         from .run_file import write_run_yaml
 
         write_run_yaml(options.yaml, plan_result.best_prediction, _set_fields(options))
+
     if options.json:
         print(json.dumps(plan_as_json(plan_result), indent=2))
     else:
@@ -51,11 +53,11 @@ def plan(options: PlanOptions) -> int:
 
 
 def make_plan(options: PlanOptions) -> PlanResult:
-    """Searches, or predicts.
+    """Predicts the layout that the run sets, or searches the fastest one.
 
     Raises:
-        UsageError: there is no model, or it is searched although nothing is left to choose.
-        UserError: no layout fits, or the given one is impossible; the message says why.
+        UsageError: no model is given, or a search is requested although nothing is left to choose.
+        UserError: no layout fits, or the given one is impossible. The message says why.
     """
     config = _read_config(options)
     spec = read_spec(config.model.hf)
@@ -69,15 +71,16 @@ def make_plan(options: PlanOptions) -> PlanResult:
         Network(options.gpus_per_node),
         result_count=options.keep,
     )
-    if _sets_layout(config.parallel) and not options.search:
+    sets_layout = _sets_layout(config.parallel)
+
+    if sets_layout and not options.search:
         run_prediction = _predict_run_layout(search_request)
-        return PlanResult(
-            search_request,
-            run_prediction,
-            None,
-            None if run_prediction.fits_memory else search_fastest_fit(search_request),
-        )
-    own_prediction = _own_prediction(search_request) if _sets_layout(config.parallel) else None
+        # If the run's layout does not fit, the user needs to know one that does.
+        alternative = None if run_prediction.fits_memory else search_fastest_fit(search_request)
+        return PlanResult(search_request, run_prediction, None, alternative)
+
+    # The search chooses the split itself. The run's own layout is shown beside the results.
+    own_prediction = _own_prediction(search_request) if sets_layout else None
     search_result = search_layouts(dataclasses.replace(search_request, config=_without_split(config)))
     if not search_result.fitting_layouts:
         raise UserError(_nothing_fits_message(search_result, search_request))
@@ -138,10 +141,10 @@ def _row_statistics(options: PlanOptions, config: TrainConfig, spec: ModelSpec) 
 def _sets_layout(parallel_config: ParallelConfig) -> bool:
     """Whether a run sets a layout."""
     default_config = ParallelConfig()
-    return any(
-        getattr(parallel_config, name) not in (getattr(default_config, name), "auto")
-        for name in LAYOUT_FIELDS
-    )
+    for field_name in LAYOUT_FIELDS:
+        if getattr(parallel_config, field_name) not in (getattr(default_config, field_name), "auto"):
+            return True
+    return False
 
 
 def _predict_run_layout(search_request: SearchRequest) -> RunPrediction:
@@ -157,14 +160,14 @@ def _predict_run_layout(search_request: SearchRequest) -> RunPrediction:
 
 
 def _nothing_fits_message(search_result: SearchResult, search_request: SearchRequest) -> str:
-    nearest_note = (
-        f"; the nearest, {search_result.rejected_layouts[0].text}, takes {search_result.rejected_layouts[0].why}"
-        if search_result.rejected_layouts
-        else ""
-    )
+    nearest_note = ""
+    if search_result.rejected_layouts:
+        nearest_layout = search_result.rejected_layouts[0]
+        nearest_note = f"; the nearest, {nearest_layout.text}, takes {nearest_layout.why}"
     return (
-        f"no layout of {search_request.world_size} {search_request.calibration.gpu} fits {search_request.spec.family} with rows of"
-        f" {search_request.config.data.seq_len} tokens{nearest_note}: take more GPUs, or lower data.seq_len"
+        f"no layout of {search_request.world_size} {search_request.calibration.gpu} fits "
+        f"{search_request.spec.family} with rows of {search_request.config.data.seq_len} "
+        f"tokens{nearest_note}: take more GPUs, or lower data.seq_len"
     )
 
 
@@ -194,8 +197,10 @@ def plan_as_json(plan_result: PlanResult) -> dict[str, Any]:
             plan_result.search_result.slowdown_reasons,
             strict=True,
         )
-        plan_facts["others"] = [{**_prediction_facts(other), "why": why} for other, why in other_predictions]
-        plan_facts["lost"] = [dataclasses.asdict(lost) for lost in plan_result.search_result.rejected_layouts]
+        plan_facts["others"] = []
+        for other_prediction, slowdown_reason in other_predictions:
+            plan_facts["others"].append({**_prediction_facts(other_prediction), "why": slowdown_reason})
+        plan_facts["lost"] = list(map(dataclasses.asdict, plan_result.search_result.rejected_layouts))
         plan_facts["combinations"] = plan_result.search_result.combination_count
 
     if plan_result.own_prediction is not None:

@@ -105,10 +105,11 @@ def _build_rank(
         assert (grid.pp_rank, grid.tp_rank, grid.dp_rank) == (pipeline_stage, 0, 0)
         with _MetaDeviceMode():
             built_model = build_model(config, spec, layout, meta_platform, grid, pixel_norm=HALF_PIXEL_NORM)
-        return [
-            BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad)
-            for name, parameter, _ in built_model.live_tensors
-        ]
+
+        built_tensors: list[BuiltTensor] = []
+        for name, parameter, _ in built_model.live_tensors:
+            built_tensors.append(BuiltTensor(name, tuple(parameter.shape), parameter.requires_grad))
+        return built_tensors
     finally:
         from megatron.core import parallel_state as mpu
 
@@ -117,8 +118,11 @@ def _build_rank(
 
 
 def main(argv: list[str]) -> int:
-    """Prints the parameters of a rank of each stage as JSON; returns 1, with the reason on the last
-    line, on failure."""
+    """Prints the number of parameters of a rank of each stage as JSON.
+
+    Returns:
+        The exit code: 1 if the model cannot be built. The last line on standard error gives the reason.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m toolkit.plan.dry_build", description="Build a run's model without allocating memory."
     )
@@ -130,15 +134,11 @@ def main(argv: list[str]) -> int:
     except (ValueError, RuntimeError, OSError) as error:
         print(str(error).replace("\n", " "), file=sys.stderr)
         return 1
-    print(
-        json.dumps(
-            {
-                "parameters": [
-                    sum(math.prod(tensor.tensor_shape) for tensor in stage) for stage in tensors_by_stage
-                ]
-            }
-        )
-    )
+
+    parameter_counts = []
+    for stage_tensors in tensors_by_stage:
+        parameter_counts.append(sum(math.prod(tensor.tensor_shape) for tensor in stage_tensors))
+    print(json.dumps({"parameters": parameter_counts}))
     return 0
 
 

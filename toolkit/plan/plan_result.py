@@ -19,4 +19,4 @@ class PlanResult:
     fitting_alternative: RunPrediction | None = None
     """A layout that fits, if the given one does not."""
     own_prediction: RunPrediction | None = None
-    """The layout that the run sets, beside those that were searched."""
+    """The prediction of the layout that the run sets, if other layouts were searched."""

@@ -29,11 +29,13 @@ def print_plan(plan_result: PlanResult) -> None:
     wide_console = Console(
         width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout, soft_wrap=False
     )
+
     search_request, best_prediction = plan_result.search_request, plan_result.best_prediction
     calibration = search_request.calibration
     print(
-        f"{search_request.spec.family} on {search_request.world_size} x {calibration.gpu}, rows of {search_request.config.data.seq_len} tokens,"
-        f" {pluralize(search_request.config.global_batch_size, 'row')} a step"
+        f"{search_request.spec.family} on {search_request.world_size} x "
+        f"{calibration.gpu}, rows of {search_request.config.data.seq_len} tokens, "
+        f"{pluralize(search_request.config.global_batch_size, 'row')} a step"
     )
     for text_line in (*_row_lines(plan_result), *_layout_lines(best_prediction)):
         print(text_line)
@@ -62,10 +64,10 @@ def _row_lines(plan_result: PlanResult) -> list[str]:
 
 
 def _layout_lines(best_prediction: RunPrediction) -> list[str]:
-    return [
-        f"layout: {describe_layout(best_prediction.config, best_prediction.layout, best_prediction.data_parallel_size)}",
-        f"  {layout_options(best_prediction)}",
-    ]
+    layout_text = describe_layout(
+        best_prediction.config, best_prediction.layout, best_prediction.data_parallel_size
+    )
+    return [f"layout: {layout_text}", f"  {layout_options(best_prediction)}"]
 
 
 def layout_options(best_prediction: RunPrediction) -> str:
@@ -103,9 +105,9 @@ def _stage_table(best_prediction: RunPrediction) -> Any:
     )
     for i, stage in enumerate(best_prediction.stage_plans):
         layers_text = " + ".join(str(layer_count) for layer_count in stage.layers_per_chunk)
-        stage_ends = [
-            name for name, here in (("tower", i == 0), ("head", i == best_prediction.layout.pp - 1)) if here
-        ]
+        stage_ends = ["tower"] if i == 0 else []
+        if i == best_prediction.layout.pp - 1:
+            stage_ends.append("head")
         stage_table.add_row(
             str(i),
             f"{layers_text} ({', '.join(stage_ends)})" if stage_ends else layers_text,
@@ -120,14 +122,13 @@ def _stage_table(best_prediction: RunPrediction) -> Any:
 
 
 def _speed_lines(best_prediction: RunPrediction) -> list[str]:
-    bubble_note = (
-        f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
-        if best_prediction.layout.pp > 1
-        else ""
-    )
+    bubble_note = ""
+    if best_prediction.layout.pp > 1:
+        bubble_note = f", stages wait {best_prediction.bubble_share:.1%} of the pipeline's time"
     return [
-        f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} tokens/s, {best_prediction.mfu:.1%} MFU{bubble_note};"
-        f" {best_prediction.hours_per_billion_tokens:.1f} hours per billion tokens",
+        f"step: {best_prediction.step_seconds:.2f} s, {best_prediction.tokens_per_second:,.0f} tokens/s, "
+        f"{best_prediction.mfu:.1%} MFU{bubble_note}; "
+        f"{best_prediction.hours_per_billion_tokens:.1f} hours per billion tokens",
         f"fullest GPU: {best_prediction.peak_gib:.1f} of {best_prediction.calibration.memory_gib:.1f} GiB,"
         f" of which {RESERVE_GIB:.0f} should stay free",
     ]
@@ -176,4 +177,7 @@ def _too_large_message(plan_result: PlanResult) -> str:
     problem_text = f"does not fit: {best_prediction.peak_gib:.0f} GiB and {RESERVE_GIB:.0f} to stay free"
     if plan_result.fitting_alternative is None:
         return f"{problem_text}; nothing else fits either: take more GPUs, or lower data.seq_len"
-    return f"{problem_text}; what would: {changed_options_text(plan_result.search_request.config, plan_result.fitting_alternative)}"
+    return (
+        f"{problem_text}; what would: "
+        f"{changed_options_text(plan_result.search_request.config, plan_result.fitting_alternative)}"
+    )

@@ -28,12 +28,13 @@ def write_run_yaml(yaml_path: Path, prediction: RunPrediction, given_fields: dic
         section_name, _, leaf_name = field_name.rpartition(".")
         (run_fields.setdefault(section_name, {}) if section_name else run_fields)[leaf_name] = field_value
 
-    chosen_prediction = prediction
+    layout_text = describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)
     header_comment = (
-        f"# GPUs: {chosen_prediction.world_size} x {chosen_prediction.calibration.gpu}, {chosen_prediction.peak_gib:.0f} GiB estimated on the fullest, when a row"
-        f" is all pictures\n# Layout of megatron-vl plan: {describe_layout(chosen_prediction.config, chosen_prediction.layout, chosen_prediction.data_parallel_size)}. Predicted:"
-        f" {chosen_prediction.step_seconds:.2f} s a step,\n# {chosen_prediction.tokens_per_second:,.0f} tokens/s at {chosen_prediction.mfu:.1%} MFU\n"
-        f"# Rows: {chosen_prediction.row_statistics.source_text}\n"
+        f"# GPUs: {prediction.world_size} x {prediction.calibration.gpu}, "
+        f"{prediction.peak_gib:.0f} GiB estimated on the fullest, when a row is all pictures\n"
+        f"# Layout of megatron-vl plan: {layout_text}. Predicted: {prediction.step_seconds:.2f} s a step,\n"
+        f"# {prediction.tokens_per_second:,.0f} tokens/s at {prediction.mfu:.1%} MFU\n"
+        f"# Rows: {prediction.row_statistics.source_text}\n"
     )
     yaml_path.parent.mkdir(parents=True, exist_ok=True)
     yaml_path.write_text(

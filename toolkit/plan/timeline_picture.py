@@ -51,8 +51,8 @@ def draw_timeline(prediction: RunPrediction, picture_path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds (blue: forward, orange: backward; darker: later chunk; number: micro-batch)")
     axes.set_title(
-        f"{describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)}: step {prediction.step_seconds:.2f} s,"
-        f" stages wait {prediction.bubble_share:.1%}"
+        f"{describe_layout(prediction.config, prediction.layout, prediction.data_parallel_size)}: "
+        f"step {prediction.step_seconds:.2f} s, stages wait {prediction.bubble_share:.1%}"
     )
     figure.tight_layout()
     picture_bytes = io.BytesIO()

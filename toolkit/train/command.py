@@ -24,8 +24,14 @@ GPU_ENVIRONMENT = {
 
 
 def train(options: TrainOptions) -> int:
-    """Returns the exit code of the training: 0 if done or stopped by a signal, 1 if stopped
-    with a message."""
+    """Starts this node's ranks, becomes one of them, or shows the plan of the run.
+
+    Returns:
+        The exit code: 0 if the training is done or was stopped by a signal, 1 if it stopped with a message.
+
+    Raises:
+        UsageError: the options do not fit together, or no run is given.
+    """
     launch_environment = read_launch_environment(os.environ)
     if options.dry_run:
         from .dry_run import show_dry_run
@@ -34,21 +40,22 @@ def train(options: TrainOptions) -> int:
         show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, options.json)
         return 0
 
-    launcher_arguments = (
-        None if launch_environment.is_rank else _launcher_arguments(options, launch_environment)
-    )
-    if launcher_arguments is not None:
-        return _start_ranks(options, launcher_arguments)
+    if not launch_environment.is_rank:
+        launcher_arguments = _launcher_arguments(options, launch_environment)
+        if launcher_arguments is not None:
+            return _start_ranks(options, launcher_arguments)
+
+    # From here on, this process is a rank: torchrun or Slurm started it as one, or it is the only one.
     if launch_environment.rank_variables and options.nproc_per_node:
         raise UsageError(
             "this Slurm step has several tasks per node, one for each rank: leave out --nproc-per-node, "
             "or start one task per node (srun --ntasks-per-node 1)"
         )
+    # Imported late, because the process that only starts the ranks does not need Megatron-core.
     from megatron_vl.train import main
 
-    os.environ.update(
-        launch_environment.rank_variables if launch_environment.is_rank else _single_rank_variables()
-    )
+    is_rank = launch_environment.is_rank
+    os.environ.update(launch_environment.rank_variables if is_rank else _single_rank_variables())
     return main(options.fields)
 
 
@@ -62,6 +69,8 @@ def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnviron
     # These checks need no torch. Rank 0 makes all others (megatron_vl.training.resolve).
     validate_config(config, nnodes * ranks_per_node)
     check_inputs(config)
+
+    # The ranks inherit this environment.
     for variable_name, variable_value in GPU_ENVIRONMENT.items():
         os.environ.setdefault(variable_name, variable_value)
     if nnodes * ranks_per_node == 1:

@@ -1,5 +1,7 @@
-"""Shows a run without a GPU: its layout, its schedule, the predicted memory and speed. If its data are
-there, it also shows the steps of a pass over them; only this imports torch."""
+"""Shows a run without a GPU: its layout, its schedule, the predicted memory and speed.
+
+If its data are on this machine, the steps of a pass over them are shown too. Only this imports torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ from toolkit.memory_table import TABLE_WIDTH, memory_table
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
-    """Prints the plan. Raises like :func:`plan`."""
+    """Prints the plan. It raises the errors of :func:`plan_run`."""
     world_size = nnodes * (ranks_per_node or len(query_gpus()) or _least_ranks(config, nnodes))
     run_facts = plan_run(config, world_size)
     if as_json:
@@ -41,24 +43,20 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
         RunConfigError, LayoutError, ConfigError: the run is impossible; the message names the field.
     """
     resolved_run = resolve_run(config, world_size, show_only=True)
-    config, spec, layout, data_parallel_size = (
-        resolved_run.config,
-        resolved_run.spec,
-        resolved_run.layout,
-        resolved_run.dp,
-    )
+    config, spec, layout = resolved_run.config, resolved_run.spec, resolved_run.layout
+    data_parallel_size = resolved_run.dp
     micro_batches = config.global_batch_size // data_parallel_size
     gpu_calibration = calibration_for_platform(config.platform)
     gib_by_gpu = {} if config.platform == "cpu" else GPU_MEMORY_GIB
-    least_offload_shares = {
-        name: least_offload_fraction(config, spec, layout, data_parallel_size, gib)
-        for name, gib in gib_by_gpu.items()
-    }
+
+    least_offload_shares = {}
+    for name, gib in gib_by_gpu.items():
+        least_offload_shares[name] = least_offload_fraction(config, spec, layout, data_parallel_size, gib)
+
     prediction = predict_layout(config, spec, world_size, layout, calibration=gpu_calibration)
     stage_memories = [stage.stage_memory for stage in prediction.stage_plans]
-    fitting_gpus = [
-        name for name, gib in gib_by_gpu.items() if peak_stage_gib(stage_memories) + RESERVE_GIB <= gib
-    ]
+    needed_gib = peak_stage_gib(stage_memories) + RESERVE_GIB
+    fitting_gpus = [name for name, gib in gib_by_gpu.items() if needed_gib <= gib]
 
     return {
         "family": spec.family,
@@ -87,8 +85,10 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
 
 
 def _data_pass(config: TrainConfig, spec: ModelSpec) -> dict[str, Any] | None:
-    """Rows and steps of a pass over the data, from the stored sizes of its samples; None if the data set or
-    the tokenizer is not here. This imports torch."""
+    """Rows and steps of a pass over the data, from the stored sizes of its samples.
+
+    It is None if the data set or the tokenizer is not on this machine. This imports torch.
+    """
     if not config.data.path or not Path(config.data.path).exists() or not Path(config.model.hf).is_dir():
         return None
     from data_tools.sample_sources import open_encoder
@@ -116,14 +116,11 @@ def _print_pass(run_facts: dict[str, Any]) -> None:
 def _least_ranks(config: TrainConfig, nnodes: int) -> int:
     """Number of ranks per node if none is given: as few as the layout needs."""
     parallel_config = config.parallel
-    return max(
-        1,
-        -(
-            -parallel_config.pp
-            * math.lcm(parallel_config.tp * parallel_config.cp, parallel_config.ep * parallel_config.etp)
-            // nnodes
-        ),
-    )
+    dense_ranks = parallel_config.tp * parallel_config.cp
+    expert_ranks = parallel_config.ep * parallel_config.etp
+    # Both must divide the ranks of a stage.
+    layout_ranks = parallel_config.pp * math.lcm(dense_ranks, expert_ranks)
+    return max(1, -(-layout_ranks // nnodes))
 
 
 def _stage_contents(spec: ModelSpec, layout: Layout, pipeline_stage: int) -> list[str]:
@@ -150,7 +147,7 @@ def _schedule_facts(layout: Layout, micro_batches: int) -> dict[str, Any]:
         "kind": "interleaved 1F1B" if layout.vpp > 1 else "1F1B" if layout.pp > 1 else "no pipeline",
         "micro_batches": micro_batches,
         "warm_up": warm_up,
-        "steady": [pass_count - first for first in warm_up],
+        "steady": [pass_count - warm_up_count for warm_up_count in warm_up],
         "idle_share": round((layout.pp - 1) / (pass_count + layout.pp - 1), 4),
     }
 
@@ -181,8 +178,8 @@ def _print_offload(run_facts: dict[str, Any]) -> None:
         print(f"Adam's moments: {run_facts['moments_dtype']}")
     if offload_fraction := run_facts["offload_fraction"]:
         print(
-            f"optimizer state in host memory: {offload_fraction:.0%}, {run_facts['host_gib_per_rank']} GiB for each rank of"
-            " the fullest stage"
+            f"optimizer state in host memory: {offload_fraction:.0%}, "
+            f"{run_facts['host_gib_per_rank']} GiB for each rank of the fullest stage"
         )
     for name, least_fraction in run_facts["least_offload_fraction"].items():
         if name not in run_facts["fits"] and least_fraction is not None:
@@ -193,17 +190,15 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
     from rich.console import Console
 
     layout_sizes, schedule = run_facts["layout"], run_facts["schedule"]
-    experts_note = (
-        f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
-        if layout_sizes["ep"] * layout_sizes["etp"] > 1
-        else ""
-    )
+    experts_note = ""
+    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
+        experts_note = f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
     context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     print(
-        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"
-        f"{experts_note}{sequence_note}"
+        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp "
+        f"{layout_sizes['vpp']} x dp {layout_sizes['dp']}{experts_note}{sequence_note}"
     )
 
     for pipeline_stage, stage_contents in enumerate(run_facts["stages"]):
@@ -220,7 +215,8 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
             zip(schedule["warm_up"], schedule["steady"], strict=True)
         ):
             print(
-                f"  stage {pipeline_stage}: {warm_up_count} forward, {steady_count} x (forward, backward), {warm_up_count} backward"
+                f"  stage {pipeline_stage}: {warm_up_count} forward, "
+                f"{steady_count} x (forward, backward), {warm_up_count} backward"
             )
         speed_facts = run_facts["speed"]
         bubble_note = (

@@ -72,7 +72,7 @@ def _run_conversion(
     """Runs a conversion and prints a report of what was written.
 
     Args:
-        run_conversion: converts and returns a :class:`converters.convert.Report`.
+        run_conversion: converts and returns a :class:`converters.convert.WeightsReport`.
         original_dir: the original folder of an export.
 
     Raises:
@@ -107,11 +107,15 @@ def _print_report(conversion_report: Any, original_dir: Path | None) -> None:
     size_gb = conversion_report.bytes / 1e9
     gb_per_second = conversion_report.bytes / max(conversion_report.seconds, 1e-9) / 1e9
     print(
-        f"{conversion_report.out}: {conversion_report.tensors} tensors in {pluralize(conversion_report.files, 'file')}, "
-        f"{size_gb:.2f} GB, {conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
+        f"{conversion_report.out}: {conversion_report.tensors} tensors "
+        f"in {pluralize(conversion_report.files, 'file')}, {size_gb:.2f} GB, "
+        f"{conversion_report.seconds:.1f} s, {gb_per_second:.2f} GB/s"
     )
     if conversion_report.kept_tensors:
-        kept_note = f"{conversion_report.kept_files} of {conversion_report.files} files were kept from before the interruption"
+        kept_note = (
+            f"{conversion_report.kept_files} of {conversion_report.files} files "
+            "were kept from before the interruption"
+        )
         print(f"continued: {kept_note}")
 
     if conversion_report.layout:
@@ -122,8 +126,8 @@ def _print_report(conversion_report: Any, original_dir: Path | None) -> None:
             else ""
         )
         print(
-            f"layout: tp {conversion_report.layout.tp}, pp {conversion_report.layout.pp}, vpp {conversion_report.layout.vpp}, "
-            f"layers {layers_text}{experts_note}"
+            f"layout: tp {conversion_report.layout.tp}, pp {conversion_report.layout.pp}, "
+            f"vpp {conversion_report.layout.vpp}, layers {layers_text}{experts_note}"
         )
 
     _print_notes(conversion_report, original_dir)
@@ -137,7 +141,8 @@ def _print_notes(conversion_report: Any, original_dir: Path | None) -> None:
             else "not converted: they are not trained, and an export copies them from the original folder"
         )
         print(
-            f"note: {conversion_report.carried} tensors of multi-token prediction (mtp.*) were {treatment_note}"
+            f"note: {conversion_report.carried} tensors of "
+            f"multi-token prediction (mtp.*) were {treatment_note}"
         )
 
     for report_note in conversion_report.notes:
@@ -174,14 +179,14 @@ def verify(options: VerifyOptions) -> int:
         if len(comparison_result.differences) > options.show:
             print(f"  ... and {len(comparison_result.differences) - options.show} more")
         if len(comparison_result.differences) == comparison_result.tensors and all(
-            found.how.startswith("missing") for found in comparison_result.differences
+            difference.how.startswith("missing") for difference in comparison_result.differences
         ):
             print("note: the two have no name in common; they are different models")
 
     if comparison_result.renamed and not options.json:
         print(
-            f"note: {comparison_result.renamed} names differ only in naming style, which transformers reads alike: "
-            f"{comparison_result.example}"
+            f"note: {comparison_result.renamed} names differ only in naming "
+            f"style, which transformers reads alike: {comparison_result.example}"
         )
 
     return 1 if comparison_result.differences else 0

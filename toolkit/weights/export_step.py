@@ -2,10 +2,10 @@
 
     python -m toolkit.weights.export_step '{"checkpoint": ..., ...}'
 
-The argument holds the fields of :class:`Job`. The export is written to ``OUT.partial`` and renamed to ``OUT``
-when it is complete. After a kill, the same job continues from ``OUT.partial``. After a failure, that folder
-is removed, because the training needs the disk more than the export does; the last line on standard error
-gives the reason.
+The argument holds the fields of :class:`ExportJob`. The export is written to ``OUT.partial`` and renamed to
+``OUT`` when it is complete. After a kill, the same job continues from ``OUT.partial``. After a failure, that
+folder is removed, because the training needs the disk more than the export does; the last line on standard
+error gives the reason.
 """
 
 from __future__ import annotations
@@ -89,9 +89,8 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
     _check_free_space(export_job, partial_dir)
     export_weights(export_job.checkpoint, export_job.hf, partial_dir, workers=EXPORT_THREADS, force=True)
 
-    weights_digest = json.loads((Path(export_job.checkpoint) / "weights" / MANIFEST_FILE).read_text())[
-        "digest"
-    ]
+    manifest_path = Path(export_job.checkpoint) / "weights" / MANIFEST_FILE
+    weights_digest = json.loads(manifest_path.read_text())["digest"]
     # The export may have written the rule for videos to this file; keep it.
     origin_note_path = partial_dir / EXPORT_FACTS_FILE
     existing_note = json.loads(origin_note_path.read_text()) if origin_note_path.is_file() else {}

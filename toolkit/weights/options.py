@@ -42,9 +42,11 @@ class LayoutOptions(CommandOptions):
     @property
     def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
-        given_sizes = {
-            name: getattr(self, name) for name in (*SIZE_FIELDS, "layers") if getattr(self, name) is not None
-        }
+        given_sizes = {}
+        for name in (*SIZE_FIELDS, "layers"):
+            if getattr(self, name) is not None:
+                given_sizes[name] = getattr(self, name)
+
         if self.config is None:
             return ONE_RANK | given_sizes if given_sizes else None
         from megatron_vl.config import parse_config
