@@ -50,8 +50,8 @@ def is_user_fixable(error: BaseException) -> bool:
 
 
 def traceback_helps(error: BaseException) -> bool:
-    """Whether the traceback of a fixable error says more than its message. This holds for errors of the system.
-    Messages of this project are complete without it."""
+    """Whether the traceback of a fixable error says more than its message. This holds for errors of the
+    system. Messages of this project are complete without it."""
     is_own_message = isinstance(error, UserError) or isinstance(error, OSError) and error.errno is None
     return is_user_fixable(error) and not is_own_message
 

@@ -48,8 +48,8 @@ def explain_kill(was_local: bool = True) -> str:
     if kills_so_far[0] > kills_at_start[0]:
         new_kills = kills_so_far[0] - kills_at_start[0]
         return (
-            f"Since the start, the kernel has killed {new_kills} processes for lack of memory {kills_so_far[1]}"
-            f" ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
+            f"Since the start, the kernel has killed {new_kills} processes for lack of memory"
+            f" {kills_so_far[1]} ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
         )
     return "The kernel has killed no process for lack of memory here, so look for who ended it"
 

@@ -15,8 +15,8 @@ from typing import Any
 def read_journal_lines(journal_path: Path, parse_entry: Callable[[Any], Any]) -> Iterator[tuple[Any, int]]:
     """Yields what ``parse_entry`` makes of each line's value, and the offset at which the line ends.
 
-    It stops before the first line that a kill or a power cut left incomplete or damaged. ``parse_entry`` says so by
-    a ValueError, TypeError or KeyError.
+    It stops before the first line that a kill or a power cut left incomplete or damaged. ``parse_entry`` says
+    so by a ValueError, TypeError or KeyError.
     """
     line_end = 0
     with journal_path.open("rb") as journal_file:

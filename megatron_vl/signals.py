@@ -9,7 +9,8 @@ SIGINT ends the process at once.
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
 remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
 prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), or without one after
-``_MESSAGE_TIMEOUT_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
+``_MESSAGE_TIMEOUT_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1
+instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The style of product code: names that say what they hold, comments where a reader would ask why.
 
-A file keeps within the limits below. ``tests/style.json`` lists the files that were beyond a limit when the test
-was written, with their values: these may only get better. ``python -m tests.test_style`` writes the list anew.
+A file keeps within the limits below. ``tests/style.json`` lists the files that were beyond a limit when the
+test was written, with their values: these may only get better. ``python -m tests.test_style`` writes the list
+anew.
 """
 
 from __future__ import annotations
@@ -139,7 +140,9 @@ def test_no_exception_is_left_that_no_file_needs():
 )
 def test_names_with_several_words_are_told_apart(source: str, one_word_share: float | None):
     assert style_values(source).get("one_word_share") == one_word_share
-    assert _has_several_words("StepVision") and not _has_several_words("Step") and not _has_several_words("ROWS")
+    assert (
+        _has_several_words("StepVision") and not _has_several_words("Step") and not _has_several_words("ROWS")
+    )
 
 
 def _resolve(location: str) -> Any:

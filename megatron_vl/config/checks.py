@@ -54,8 +54,8 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
             else f"tp {parallel.tp} x dp {data_parallel_size}"
         )
         raise RunConfigError(
-            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {parallel.ep * parallel.etp} ranks do not divide the"
-            f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage});"
+            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {parallel.ep * parallel.etp} ranks do not"
+            f" divide the {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage});"
             f" lower parallel.ep or etp, or start a multiple of {fitting_multiple} processes"
         )
     global_batch_size = config.global_batch_size
@@ -69,8 +69,9 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
             if batch_size > 0
         )
         raise RunConfigError(
-            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size {data_parallel_size}"
-            f" ({pluralize(world_size, 'rank')} / ({sizes})); take {' or '.join(map(str, nearest_batch_sizes))}"
+            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size"
+            f" {data_parallel_size} ({pluralize(world_size, 'rank')} / ({sizes})); take"
+            f" {' or '.join(map(str, nearest_batch_sizes))}"
         )
 
     if parallel.sequence_parallel and parallel.tp == 1:
@@ -115,13 +116,13 @@ def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None
     micro_batches = config.global_batch_size // data_parallel_size
     if parallel.vpp > 1 and (parallel.pp < 2 or micro_batches % parallel.pp):
         raise RunConfigError(
-            f"parallel.vpp {parallel.vpp} needs pp of at least 2 and a multiple of pp ({parallel.pp}) rows on each"
-            f" data-parallel rank, not {micro_batches}"
+            f"parallel.vpp {parallel.vpp} needs pp of at least 2 and a multiple of pp ({parallel.pp}) rows on"
+            f" each data-parallel rank, not {micro_batches}"
         )
     if isinstance(parallel.layers, list) and len(parallel.layers) != parallel.pp * parallel.vpp:
         raise RunConfigError(
-            f"parallel.layers {parallel.layers} has {len(parallel.layers)} entries; pp {parallel.pp} x vpp {parallel.vpp} needs"
-            f" {parallel.pp * parallel.vpp}"
+            f"parallel.layers {parallel.layers} has {len(parallel.layers)} entries; pp {parallel.pp} x vpp"
+            f" {parallel.vpp} needs {parallel.pp * parallel.vpp}"
         )
 
 
@@ -142,11 +143,13 @@ def _check_checkpoint(config: TrainConfig) -> None:
     checkpoint = config.checkpoint
     if checkpoint.step is not None and not (checkpoint.dir and checkpoint.resume):
         raise RunConfigError(
-            f"checkpoint.step {checkpoint.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume"
+            f"checkpoint.step {checkpoint.step} needs checkpoint.dir, where that step was saved, and"
+            " checkpoint.resume"
         )
     if checkpoint.branch and checkpoint.step is None:
         raise RunConfigError(
-            f"checkpoint.branch {checkpoint.branch} needs checkpoint.step, the step of that branch to go back to"
+            f"checkpoint.branch {checkpoint.branch} needs checkpoint.step, the step of that branch to go back"
+            " to"
         )
     _check_export(config)
 
@@ -162,7 +165,8 @@ def _check_model_parts(config: TrainConfig) -> None:
     unknown_modules = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
     if unknown_modules:
         raise RunConfigError(
-            f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}"
+            f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid:"
+            f" {', '.join(RECOMPUTE_MODULES)}"
         )
 
     min_pixels, max_pixels = config.data.min_pixels, config.data.max_pixels
@@ -182,7 +186,8 @@ def _check_export(config: TrainConfig) -> None:
         return
     if not checkpoint.dir:
         raise RunConfigError(
-            f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved step"
+            f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved"
+            " step"
         )
 
     if checkpoint.export_hf == "last":
@@ -192,8 +197,8 @@ def _check_export(config: TrainConfig) -> None:
 
     if not checkpoint.interval or checkpoint.export_hf % checkpoint.interval:
         raise RunConfigError(
-            f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval {checkpoint.interval}, as"
-            " saved steps alone can be exported; or give last"
+            f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval"
+            f" {checkpoint.interval}, as saved steps alone can be exported; or give last"
         )
 
 
@@ -205,8 +210,8 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     profile_steps = profile.steps
     if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= config.steps:
         raise RunConfigError(
-            f"profile.steps {profile_steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
-            f" steps {config.steps}"
+            f"profile.steps {profile_steps} must be the first and the last step to trace, as in [5, 7],"
+            f" between 1 and steps {config.steps}"
         )
     invalid_ranks = [rank for rank in profile.ranks if not 0 <= rank < world_size]
     if invalid_ranks or not profile.ranks:
@@ -237,5 +242,6 @@ def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
                 f"between {minimum} and {maximum}" if maximum < math.inf else f"at least {minimum:g}"
             )
             raise RunConfigError(
-                f"{name} {value} must be {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
+                f"{name} {value} must be"
+                f" {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
             )

@@ -158,7 +158,8 @@ def field_lines(config_path: Path, nested_sections: Collection[str]) -> dict[str
             continue
         if not isinstance(value_node, MappingNode):
             raise RunConfigError(
-                f"{config_path}, line {line_number}: {field_name!r} is a section; give fields in it, or leave it out"
+                f"{config_path}, line {line_number}: {field_name!r} is a section; give fields in it, or leave"
+                " it out"
             )
         for nested_field, field_line, _ in _mapping_entries(value_node):
             _add_field_line(config_path, line_by_field, f"{field_name}.{nested_field}", field_line)
@@ -232,7 +233,8 @@ def _add_field_line(
 ) -> None:
     if field_name in line_by_field:  # YAML readers silently take the last one
         raise RunConfigError(
-            f"{config_path}, line {line_number}: field {field_name!r} is in line {line_by_field[field_name]} already"
+            f"{config_path}, line {line_number}: field {field_name!r} is in line {line_by_field[field_name]}"
+            " already"
         )
     line_by_field[field_name] = line_number
 
@@ -252,7 +254,8 @@ def explain_parser_error(
     missing_names = message.partition("the following arguments are required: ")[2]
     if missing_names:
         return (
-            f"{', '.join(options_by_name[field_name] for field_name in missing_names.split(', '))} must be given",
+            f"{', '.join(options_by_name[field_name] for field_name in missing_names.split(', '))} must be"
+            " given",
             "",
         )
 

@@ -46,7 +46,8 @@ def check_core_version() -> None:
         return
     raise CoreVersionError(
         f"{CORE_PACKAGE} {installed_version} was never tested with this toolkit, which replaces parts of it; "
-        f"pip install {CORE_PACKAGE}=={TESTED_CORE_VERSIONS[-1]}, or set {UNTESTED_CORE_VARIABLE}=1 to continue at your own risk"
+        f"pip install {CORE_PACKAGE}=={TESTED_CORE_VERSIONS[-1]}, or set {UNTESTED_CORE_VARIABLE}=1 to"
+        " continue at your own risk"
     )
 
 

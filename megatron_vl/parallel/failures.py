@@ -12,10 +12,11 @@ follow from the first one.
 
 Steps do not become slower: the threads wait inside the store's server and do not poll. Each rank holds one
 more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
-of the last rank is the store's round trip, plus at most ``_ALL_SEEN_TIMEOUT_S`` for ranks that no longer answer, plus at
-most ``_WRITERS_TIMEOUT_S`` while a checkpoint is being written. No rank ends before all have written, because
-launchers end the remaining ranks as soon as one has ended. No rank waits for a rank that is dead or stopped.
-The ranks of the same node kill a stopped rank. A rank that ends kills its loaders and exports.
+of the last rank is the store's round trip, plus at most ``_ALL_SEEN_TIMEOUT_S`` for ranks that no longer
+answer, plus at most ``_WRITERS_TIMEOUT_S`` while a checkpoint is being written. No rank ends before all have
+written, because launchers end the remaining ranks as soon as one has ended. No rank waits for a rank that is
+dead or stopped. The ranks of the same node kill a stopped rank. A rank that ends kills its loaders and
+exports.
 
 The store lives in rank 0 or in the launcher's process. If that process is killed, no rank can write a
 message: the threads see the connection close, and each ends its process with its own message.
@@ -398,7 +399,8 @@ def print_failure_once(run_failure: RunFailure) -> None:
         else ""
     )
     print(
-        f"megatron_vl.train: rank {run_failure.rank}{position_text}: {run_failure.message}{memory_text}{traceback_hint}",
+        f"megatron_vl.train: rank {run_failure.rank}{position_text}:"
+        f" {run_failure.message}{memory_text}{traceback_hint}",
         file=sys.stderr,
         flush=True,
     )

@@ -9,10 +9,10 @@ rank 0 reads at most :data:`MAX_LINES_PER_S` lines per second. Neither the store
 A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch, no part of a file. A rank
 that waits for another one is not at fault. The diagnosis names the ranks that sent no lines, because they are
 stopped or their node is lost. If there are none, it names the ranks with the least progress, because the
-others wait for them. Until the first step is done, the limit is :data:`SLOW_START_FACTOR` times as long, and at
-least :data:`MIN_SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training waits
-for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does not
-run while the main thread of a rank is in a Python debugger.
+others wait for them. Until the first step is done, the limit is :data:`SLOW_START_FACTOR` times as long, and
+at least :data:`MIN_SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training
+waits for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does
+not run while the main thread of a rank is in a Python debugger.
 
 The other ranks watch rank 0 in the same way: it sends its own lines to all of them.
 """
@@ -472,9 +472,9 @@ class _RankReporter:
 
         if not self.heartbeat_monitor.end_event.is_set():
             print(
-                f"NOTE: rank {self.heartbeat_monitor.rank} does not reach rank 0 at {rank_0_host}:{self.server_port} ({connect_error}). If this"
-                " rank dies or hangs, only the timeout of the collectives will show it. Open the ports"
-                " between nodes",
+                f"NOTE: rank {self.heartbeat_monitor.rank} does not reach rank 0 at"
+                f" {rank_0_host}:{self.server_port} ({connect_error}). If this rank dies or hangs, only the"
+                " timeout of the collectives will show it. Open the ports between nodes",
                 file=sys.stderr,
                 flush=True,
             )
@@ -540,7 +540,8 @@ def diagnose_hang(
             f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
         )
         message = (
-            f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process {first_heartbeat.rank_process.pid} on"
+            f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process"
+            f" {first_heartbeat.rank_process.pid} on"
             f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
         )
         rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)

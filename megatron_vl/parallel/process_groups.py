@@ -132,8 +132,8 @@ def broadcast_from_rank_0[T](make_result: Callable[[], T]) -> T:
     """Calls ``make_result`` on rank 0 and returns its result on all ranks. Collective.
 
     Raises:
-        Exception: on all ranks, the error of ``make_result`` on rank 0. On the other ranks, a bug is a RuntimeError
-            with the traceback of rank 0, and an error that cannot be sent is a UserError.
+        Exception: on all ranks, the error of ``make_result`` on rank 0. On the other ranks, a bug is a
+            RuntimeError with the traceback of rank 0, and an error that cannot be sent is a UserError.
     """
     result: Any = None
     rank_0_error: Exception | None = None

@@ -58,7 +58,8 @@ def stop_overlap() -> None:
 
 @contextmanager
 def pause_overlap(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which forward passes of ``model_chunks`` use ordinary collectives, for rows of another length.
+    """A context in which forward passes of ``model_chunks`` use ordinary collectives, for rows of another
+    length.
 
     Userbuffers always move a whole buffer. With a shorter row, they would read and write past its tensors.
     """

@@ -2,8 +2,8 @@
 
 A calibration is a JSON file, named for the GPU, and says from which measurements it comes. Those of this
 package are in ``calibrations/``. ``megatron-vl bench --calibrate`` writes others into the folder of
-:func:`stored_calibrations_dir`, which come first: all commands take a stored one for the kind of GPU that it names.
-``megatron-vl plan --calibration FILE`` takes any file.
+:func:`stored_calibrations_dir`, which come first: all commands take a stored one for the kind of GPU that it
+names. ``megatron-vl plan --calibration FILE`` takes any file.
 """
 
 from __future__ import annotations
@@ -216,8 +216,8 @@ def shipped_calibration(gpu_name: str = "H200") -> Calibration:
         )
     if gpu_name not in DATA_SHEETS:
         raise CalibrationError(
-            f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a machine"
-            " that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
+            f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a"
+            " machine that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
             " --calibration FILE)"
         )
     return _scale_calibration(shipped_calibration("H200"), gpu_name)

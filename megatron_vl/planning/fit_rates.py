@@ -15,7 +15,8 @@ LARGEST_SPEEDUP = 32.0
 
 
 def fit_saturating_rate(work_sizes: Sequence[float], measured_rates: Sequence[float]) -> tuple[float, float]:
-    """``(r, s)`` such that ``r n / (n + s)`` comes nearest to the rate that was measured for each size ``size_array``.
+    """``(r, s)`` such that ``r n / (n + s)`` comes nearest to the rate that was measured for each size
+    ``size_array``.
 
     Relative errors count. Where rates do not grow with the size, ``s`` is 0 and ``r`` the mean.
     """

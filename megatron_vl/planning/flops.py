@@ -212,8 +212,8 @@ def recompute_flops(
     They are those of the layers whose forward pass runs again during backward; the output layer's never does.
 
     Args:
-        is_decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``,
-            ``vision.keep_patches: 0``).
+        is_decoupled: whether the tower first ran without keeping activations (``vision.placement:
+            decoupled``, ``vision.keep_patches: 0``).
     """
     language_forward = language_forward_flops(spec.language, document_lengths, head_tokens=0)
     vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)

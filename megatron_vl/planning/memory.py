@@ -112,8 +112,8 @@ def stage_memories(
 
     Args:
         layout: it need not be the one that ``config`` asks for.
-        patch_count: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
-            as many as fill every token with a merged feature).
+        patch_count: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``,
+            or as many as fill every token with a merged feature).
     """
     most_patches = config.data.seq_len * spec.vision.merge_unit
     if patch_count is None:
@@ -278,7 +278,8 @@ def _counts_by_section(
     distributed_optimizer: bool,
     frozen_parts: tuple[bool, bool, bool],
 ) -> dict[tuple[str, int], ParameterCounts]:
-    """The parameters of each section of the model on one GPU; ``replica_ranks`` are those of a stage and of all.
+    """The parameters of each section of the model on one GPU; ``replica_ranks`` are those of a stage and of
+    all.
 
     ``cumulative_counts`` a layer are those of all decoder layers before it.
     """
@@ -799,8 +800,8 @@ def in_flight_by_pass(
 
     The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
     forward passes, then alternating forward and backward passes, then the remaining backward passes. With
-    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each, in the backward passes from the last
-    chunk to the first.
+    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each, in the backward
+    passes from the last chunk to the first.
     """
     pass_count = micro_batches * virtual_pipeline_size
     chunk_order = (

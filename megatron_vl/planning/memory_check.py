@@ -48,9 +48,10 @@ def check_memory(
         return f"{estimate_text}, so the run may end for lack of memory; {offload_advice}"
 
     raise RunConfigError(
-        f"the run does not fit: {estimate_text}. {fitting_options_advice(config, spec, world_size, calibration)}"
-        " If the rows hold less than that, data.max_patches bounds their patches and with them the estimate."
-        " --failures.check_memory false starts anyway"
+        f"the run does not fit: {estimate_text}."
+        f" {fitting_options_advice(config, spec, world_size, calibration)} If the rows hold less than that,"
+        " data.max_patches bounds their patches and with them the estimate. --failures.check_memory false"
+        " starts anyway"
     )
 
 
@@ -91,8 +92,8 @@ def fastest_fitting_layout(
     """The planner's choice for the same model, rows and GPUs; None if nothing fits.
 
     Args:
-        keep_parallel_sizes: keep the run's parallel sizes, if their split, recompute, offload or the place of the tower can
-            be chosen so that they fit.
+        keep_parallel_sizes: keep the run's parallel sizes, if their split, recompute, offload or the place of
+            the tower can be chosen so that they fit.
     """
     rows = make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
     search_request = SearchRequest(config, spec, world_size, calibration, rows)

@@ -1,9 +1,9 @@
 """The timeline of a step's pipeline: when each stage computes which micro-batch of which chunk.
 
-The order of passes on a stage is Megatron-core's (:func:`megatron_vl.planning.memory.in_flight_by_pass` counts
-what it holds; :func:`passes` lists it). A pass begins when the stage's previous pass has ended and its input
-has arrived: a forward pass waits for the same micro-batch of the chunk before, a backward pass for that of
-the chunk after.
+The order of passes on a stage is Megatron-core's (:func:`megatron_vl.planning.memory.in_flight_by_pass`
+counts what it holds; :func:`passes` lists it). A pass begins when the stage's previous pass has ended and its
+input has arrived: a forward pass waits for the same micro-batch of the chunk before, a backward pass for that
+of the chunk after.
 """
 
 from __future__ import annotations

@@ -170,7 +170,8 @@ def predict_layout(
     """Predicts a run under a layout.
 
     Args:
-        row_statistics: what the rows hold; None: :func:`~megatron_vl.planning.row_statistics.make_assumed_rows`.
+        row_statistics: what the rows hold; None:
+            :func:`~megatron_vl.planning.row_statistics.make_assumed_rows`.
         calibration: None: that of H200.
         patch_count: patches of the fullest row, for memory; None: as many as a row can hold.
 

@@ -31,8 +31,8 @@ def run_layout(
     The split depends on the arguments alone, so that every rank and every command finds the same one.
 
     Args:
-        saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has the same
-            stages and chunks, and the vision tower the same place.
+        saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
+            the same stages and chunks, and the vision tower the same place.
 
     Raises:
         RunConfigError, LayoutError: the layout is impossible.

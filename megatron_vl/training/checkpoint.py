@@ -201,13 +201,13 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        num_latest_kept: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the current
-            weights were trained are counted and deleted. Users delete those that a roll-back abandoned. The
-            checkpoint that the current branch was rolled back to is kept too, so that the roll-back can be
-            repeated.
+        num_latest_kept: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the
+            current weights were trained are counted and deleted. Users delete those that a roll-back
+            abandoned. The checkpoint that the current branch was rolled back to is kept too, so that the
+            roll-back can be repeated.
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
-        lineage: lineage of the checkpoints to save (see :func:`megatron_vl.weights.run_folder.choose_start_point`);
-            None: a new branch.
+        lineage: lineage of the checkpoints to save (see
+            :func:`megatron_vl.weights.run_folder.choose_start_point`); None: a new branch.
         hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
 
     Raises:
@@ -440,7 +440,8 @@ class CheckpointSaver:
                     failure_markers[0].read_text(),
                 )
                 raise CheckpointError(
-                    f"rank {rank}: {json.loads(failure_text) if failure_text else 'its part could not be written'}"
+                    f"rank {rank}:"
+                    f" {json.loads(failure_text) if failure_text else 'its part could not be written'}"
                 )
             rank_markers = sorted(marker_dir.glob("rank_*.json"))
             if len(rank_markers) == self.grid.world_size:
@@ -577,7 +578,8 @@ def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
         )
         if run_metadata["digest"] != manifest_digest(run_metadata):
             raise CheckpointError(
-                f"{metadata_path} was changed after it was written (its digest differs); resume from another step"
+                f"{metadata_path} was changed after it was written (its digest differs); resume from another"
+                " step"
             )
 
         if not all(isinstance(run_metadata[key], dict) for key in ("layout", "files")) or not isinstance(
@@ -645,8 +647,9 @@ def load_checkpoint(
     """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
     Args:
-        run_metadata: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.data_order_metadata`).
-            Those in :data:`SAME` must equal the saved ones.
+        run_metadata: facts that decide which samples are read (see
+            :func:`megatron_vl.training.preflight.data_order_metadata`). Those in :data:`SAME` must equal the
+            saved ones.
         restart_data: whether to read the data set from its start. The facts may then differ.
 
     Raises:
@@ -692,8 +695,8 @@ def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any
         weight_reader = WeightReader(checkpoint_path / "weights")
         if weight_reader.manifest["digest"] != saved_metadata.get("weights"):
             raise CheckpointError(
-                f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'} (its digest"
-                " differs)"
+                f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'}"
+                " (its digest differs)"
             )
     return weight_reader
 
@@ -761,7 +764,8 @@ UNCHANGEABLE_FIELDS = ("seq_len",)
 def check_resumable(
     checkpoint_path: Path, run_metadata: dict[str, Any], restart_data: bool
 ) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder, and checks that a run with the facts ``run_metadata`` can resume from it.
+    """Reads ``run.json`` of a step folder, and checks that a run with the facts ``run_metadata`` can resume
+    from it.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the order of samples would change.
@@ -772,9 +776,10 @@ def check_resumable(
         current_value = run_metadata[field_name]
         if saved_metadata.get(field_name) != current_value:
             raise CheckpointError(
-                f"{checkpoint_path} was saved with {field_name} {saved_metadata.get(field_name)}, this run has {current_value}: the order of"
-                f" samples would change. Resume with the same {field_name}, or give --checkpoint.restart_data true"
-                " to keep weights and optimizer and read the data set from its start"
+                f"{checkpoint_path} was saved with {field_name} {saved_metadata.get(field_name)}, this run"
+                f" has {current_value}: the order of samples would change. Resume with the same {field_name},"
+                " or give --checkpoint.restart_data true to keep weights and optimizer and read the data set"
+                " from its start"
             )
     return saved_metadata
 
@@ -805,7 +810,8 @@ def verify_files(checkpoint_path: Path) -> list[str]:
             problems.append(str(error))
     if not _is_same_lineage(checkpoint_path, saved_metadata):
         problems.append(
-            f"{checkpoint_path / LINEAGE_FILE} is missing or damaged; run.json holds a copy, so nothing is lost"
+            f"{checkpoint_path / LINEAGE_FILE} is missing or damaged; run.json holds a copy, so nothing is"
+            " lost"
         )
     return problems
 

@@ -128,9 +128,9 @@ class Evaluator:
         grid, data_config = self.grid, self.data_config
         if not rows:
             raise RunConfigError(
-                f"{data_config.path}: no sample of the split {self.eval_config.split!r} can be used, for the reasons"
-                f" above; correct the data set, raise data.seq_len (now {data_config.seq_len}), or set eval.interval"
-                " to 0"
+                f"{data_config.path}: no sample of the split {self.eval_config.split!r} can be used, for the"
+                f" reasons above; correct the data set, raise data.seq_len (now {data_config.seq_len}), or"
+                " set eval.interval to 0"
             )
         rows_per_replica = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages

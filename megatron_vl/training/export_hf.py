@@ -159,7 +159,8 @@ class HfExporter:
                 self._export_checkpoint(saved_checkpoint)
             except Exception as error:  # a thread's exception would be lost
                 _print_message(
-                    f"NOTE: step {saved_checkpoint.step} could not be exported: {type(error).__name__}: {error}"
+                    f"NOTE: step {saved_checkpoint.step} could not be exported: {type(error).__name__}:"
+                    f" {error}"
                 )
             with self._lock:
                 if not self._is_stopped:
@@ -205,8 +206,9 @@ class HfExporter:
             return
         failure_reason = _failure_reason(export_process.returncode, stderr_text)
         _print_message(
-            f"NOTE: step {saved_checkpoint.step} could not be exported to {hf_export_dir}: {failure_reason}. Training is not affected; the"
-            " next start of this run tries again, as long as the checkpoint exists"
+            f"NOTE: step {saved_checkpoint.step} could not be exported to {hf_export_dir}: {failure_reason}."
+            " Training is not affected; the next start of this run tries again, as long as the checkpoint"
+            " exists"
         )
 
 

@@ -76,8 +76,8 @@ def generate_greedily(
 
     Args:
         model_chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
-        prompt_rows: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
-            may have different prompts, but the same number of them.
+        prompt_rows: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel
+            replicas may have different prompts, but the same number of them.
         stop_token_ids: tokens that end an answer.
 
     Returns:

@@ -173,7 +173,8 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
         )
         log_rank_0(
             training_run.grid,
-            f"a signal stopped the run after step {training_run.completed_steps} of {training_run.config.steps}; {restart_hint}",
+            f"a signal stopped the run after step {training_run.completed_steps} of"
+            f" {training_run.config.steps}; {restart_hint}",
         )
     failures.stop_watching()
 

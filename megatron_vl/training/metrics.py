@@ -231,8 +231,8 @@ class MetricsLog:
         if self.grid.rank != 0:
             return
         print(
-            f"step {step:>6}/{self.total_steps} | validation loss {validation_result.loss:.6f} | {validation_result.loss_tokens}"
-            f" tokens | {validation_result.elapsed_s:.1f} s",
+            f"step {step:>6}/{self.total_steps} | validation loss {validation_result.loss:.6f} |"
+            f" {validation_result.loss_tokens} tokens | {validation_result.elapsed_s:.1f} s",
             flush=True,
         )
         for metrics_sink in self.metrics_sinks:
@@ -295,9 +295,11 @@ class MetricsLog:
             else f"{logged_metrics['tflops_per_rank']:.3f} TFLOP/s"
         )
         printed_line = (
-            f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad norm {logged_metrics['grad_norm']:.4f}"
-            f" | {_learning_rates_text(logged_metrics)} | {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f} tok/s/GPU |"
-            f" {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait {logged_metrics['data_wait_s'] * 1e3:.0f} ms"
+            f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad"
+            f" norm {logged_metrics['grad_norm']:.4f} | {_learning_rates_text(logged_metrics)} |"
+            f" {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f}"
+            f" tok/s/GPU | {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait"
+            f" {logged_metrics['data_wait_s'] * 1e3:.0f} ms"
         )
         printed_line += (
             f" | busiest expert {logged_metrics['expert_load']:.2f}x"

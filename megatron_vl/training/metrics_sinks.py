@@ -1,7 +1,7 @@
 """Where a run's numbers go beside its printed lines: JSON lines, TensorBoard, Weights & Biases.
 
-Each is a :class:`MetricsSink`; :func:`open_metrics_sinks` opens those that a run asks for, on rank 0. Another one is a
-further subclass and a line there.
+Each is a :class:`MetricsSink`; :func:`open_metrics_sinks` opens those that a run asks for, on rank 0. Another
+one is a further subclass and a line there.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class TensorBoardSink(MetricsSink):
 class WandbSink(MetricsSink):
     """A run of Weights & Biases, the same one after a resume.
 
-    ``write_step`` is a metric, and the axis of all others: W&B's own counter never goes back, and would drop the
-    steps that a killed or rolled-back run repeats.
+    ``write_step`` is a metric, and the axis of all others: W&B's own counter never goes back, and would drop
+    the steps that a killed or rolled-back run repeats.
 
     Losing W&B in the middle of a run costs its curves and nothing else.
 
@@ -270,6 +270,6 @@ def _wandb_refusal_message(error: Exception, config: TrainConfig, earlier_run_id
     path = Path(config.checkpoint.dir) / WANDB_RUN_FILE
     new_run_hint = f"; delete {path} to begin another W&B run" if earlier_run_id else ""
     return (
-        f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or $WANDB_API_KEY),"
-        f" give --wandb.mode offline, or leave wandb.project empty{new_run_hint}"
+        f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or"
+        f" $WANDB_API_KEY), give --wandb.mode offline, or leave wandb.project empty{new_run_hint}"
     )

@@ -153,7 +153,8 @@ def schedule_change_note(config: TrainConfig, saved_fields: dict[str, Any], step
     """A note if other fields than the saved ones give the next step another learning rate; otherwise empty.
 
     Args:
-        saved_fields: the result of :func:`schedule_fields` when the checkpoint was saved; empty: it is not known.
+        saved_fields: the result of :func:`schedule_fields` when the checkpoint was saved; empty: it is not
+            known.
         step: the next step, zero-based.
     """
     current_fields = schedule_fields(config)
@@ -215,8 +216,8 @@ def clip_and_update(optimizer: ChainedOptimizer, is_loss_finite: bool) -> tuple[
     Here the norm, which is equal on every rank, decides.
 
     Args:
-        is_loss_finite: whether the step's loss allows an update; equal on all ranks. If not, weights, moments and
-            Adam's step count do not change.
+        is_loss_finite: whether the step's loss allows an update; equal on all ranks. If not, weights, moments
+            and Adam's step count do not change.
     """
     has_overflow = optimizer.prepare_grads()
     grad_norm = optimizer.get_grad_norm()

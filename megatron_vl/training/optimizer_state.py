@@ -6,8 +6,8 @@ moments in their dtype. What is read is fp32, whatever was written.
 Megatron-core's ``dist_checkpointing`` is not used for two reasons: core 0.19.2 packs buckets without their
 padding but slices them with it, so that moments silently get wrong offsets, and its files are pickled.
 
-The key of a tensor is ``PART_FILE_NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
-``step``. For expert 17 of a stack, PART_FILE_NAME ends in ``#17``,
+The key of a tensor is ``PART_FILE_NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq``
+or ``step``. For expert 17 of a stack, PART_FILE_NAME ends in ``#17``,
 and the range is that of the expert's own flattened shard.
 
 ``index.json`` says which file holds which ranges, so that a resuming rank opens only the files that it needs:
@@ -396,7 +396,8 @@ class OptimizerStateReader:
 
         if unknown_files:
             raise CheckpointError(
-                f"{self.optimizer_dir / INDEX_FILE} names {min(unknown_files)!r}, which is not a file of this checkpoint"
+                f"{self.optimizer_dir / INDEX_FILE} names {min(unknown_files)!r}, which is not a file of this"
+                " checkpoint"
             )
 
     def _open_verified(self, file_name: str) -> Any:
@@ -462,16 +463,17 @@ class OptimizerStateReader:
             return self._open_verified(saved_slice.file_name).get_slice(tensor_key)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it has: {error}"
+                f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it"
+                f" has: {error}"
             ) from error
 
     def _raise_missing_state(
         self, state_name: str, shard_index: int, missing_start: int, missing_end: int
     ) -> NoReturn:
         raise MissingOptimizerStateError(
-            f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {missing_start} to {missing_end} of tensor rank {shard_index};"
-            " were other parts frozen when it was saved? Start a new run from its weights instead"
-            " (model.checkpoint)"
+            f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {missing_start} to"
+            f" {missing_end} of tensor rank {shard_index}; were other parts frozen when it was saved? Start a"
+            " new run from its weights instead (model.checkpoint)"
         )
 
     def read_range(

@@ -118,8 +118,8 @@ def _gpu_memory_message(error_text: str, resolved_run: ResolvedRun) -> str:
         else ""
     )
     message_parts = [
-        f"out of GPU memory: {gpu_memory.allocated_gib:.1f} GiB were allocated and {gpu_memory.reserved_gib:.1f} reserved of"
-        f" {gpu_memory.total_gib:.1f} GiB{request_text}"
+        f"out of GPU memory: {gpu_memory.allocated_gib:.1f} GiB were allocated and"
+        f" {gpu_memory.reserved_gib:.1f} reserved of {gpu_memory.total_gib:.1f} GiB{request_text}"
     ]
     if gpu_memory.other_processes_gib > 1:
         message_parts.append(
@@ -179,7 +179,8 @@ def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) 
     stage, gpu_calibration = own_pipeline_stage(), calibration_for_platform(config.platform)
     estimated_memory = stage_memories(config, spec, layout, dp)[stage]
     estimate_sentences = [
-        f"The estimate of pipeline stage {stage} is {estimated_memory.total_bytes / GIB:.1f} GiB ({_memory_parts_text(estimated_memory)})"
+        f"The estimate of pipeline stage {stage} is {estimated_memory.total_bytes / GIB:.1f} GiB"
+        f" ({_memory_parts_text(estimated_memory)})"
     ]
 
     # Memory beyond the estimate is assumed to be needed after any change, too.

@@ -65,8 +65,8 @@ def check_host_memory(
     )
     raise RunConfigError(
         f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory for"
-        f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left; {remedy_text}, or start"
-        " fewer ranks per node"
+        f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
+        f" {remedy_text}, or start fewer ranks per node"
     )
 
 
@@ -128,12 +128,14 @@ def check_data_path(dataset_path: str) -> None:
     if dataset_dir.is_file():
         if dataset_dir.suffix != ".yaml":
             raise RunConfigError(
-                f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml); {remedy_text}"
+                f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml);"
+                f" {remedy_text}"
             )
     elif not (dataset_dir / ".nv-meta").is_dir():
         if (dataset_dir / ".convert").is_dir():
             raise RunConfigError(
-                f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert` again"
+                f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert`"
+                " again"
             )
         raise RunConfigError(
             f"data.path {dataset_path} is not a data set (it holds no .nv-meta); {remedy_text}"
@@ -162,8 +164,8 @@ def check_output_dir(field_name: str, output_path: str) -> None:
     existing_dir = next(part for part in (output_dir, *output_dir.absolute().parents) if part.exists())
     if output_path and field_name == "checkpoint.dir" and not os.access(existing_dir, os.W_OK | os.X_OK):
         raise RunConfigError(
-            f"{field_name} {output_path} cannot be written, because {existing_dir} is read-only or belongs to another user; give"
-            f" another {field_name}, or write permission there"
+            f"{field_name} {output_path} cannot be written, because {existing_dir} is read-only or belongs to"
+            f" another user; give another {field_name}, or write permission there"
         )
 
 
@@ -177,9 +179,9 @@ def check_wandb_installed(wandb_project: str) -> None:
     # W&B keeps its files in a folder wandb/, which Python considers an empty package.
     if wandb_project and (package_spec is None or package_spec.origin is None):
         raise RunConfigError(
-            f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the extra"
-            " wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or leave"
-            " wandb.project empty"
+            f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the"
+            " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
+            " leave wandb.project empty"
         )
 
 
@@ -205,7 +207,8 @@ def check_export_weights(config: TrainConfig) -> None:
     if missing_files:
         raise RunConfigError(
             f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and"
-            f" {hf_dir} has no {missing_files[0]}; download the whole checkpoint, or set checkpoint.export_hf to 0"
+            f" {hf_dir} has no {missing_files[0]}; download the whole checkpoint, or set checkpoint.export_hf"
+            " to 0"
         )
 
 
@@ -239,7 +242,8 @@ def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path) -> None:
-    """Checks that the rule for videos is that of the step folder ``checkpoint_path``, even with ``restart_data``.
+    """Checks that the rule for videos is that of the step folder ``checkpoint_path``, even with
+    ``restart_data``.
 
     Raises:
         RunConfigError: the rules differ. The message names the field, both rules, and what to do.
@@ -249,9 +253,9 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path
         trained_rule = trained_rules.get(field_name, current_rule)
         if trained_rule != current_rule:
             raise RunConfigError(
-                f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under {trained_rule!r}: set data.{field_name} to"
-                f" {trained_rule!r} to continue this run, or start a new one from its weights (model.checkpoint)"
-                f" under {current_rule!r}"
+                f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
+                f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
+                f" a new one from its weights (model.checkpoint) under {current_rule!r}"
             )
 
 
@@ -280,8 +284,8 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
         trained_rule = trained_rules.get(field_name, current_rule)
         if trained_rule != current_rule:
             return (
-                f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run uses {current_rule!r};"
-                f" --data.{field_name} {trained_rule} keeps the rule"
+                f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
+                f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
             )
     return ""
 
@@ -331,8 +335,8 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
     traced_steps = config.profile.steps
     if traced_steps and traced_steps[1] - traced_steps[0] >= MAX_UNREMARKED_STEPS:
         remark_texts.append(
-            f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs much memory and"
-            " disk space on each traced rank; three to five steps are usually enough"
+            f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs"
+            " much memory and disk space on each traced rank; three to five steps are usually enough"
         )
 
     if not config.model.checkpoint and not is_resumed:
@@ -345,13 +349,13 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
     ):
         if is_frozen[model_part] and part_rate is not None:
             remark_texts.append(
-                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part} keeps those weights"
-                " unchanged"
+                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
+                " keeps those weights unchanged"
             )
         elif part_rate == 0:
             remark_texts.append(
-                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their gradients and"
-                f" stores their moments; --model.freeze_{model_part} true saves both"
+                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
+                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
             )
 
     if on_cpu and config.dtype == "bfloat16":

@@ -53,8 +53,8 @@ def resolve_run(
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
 
     Args:
-        machine_memory: what the ranks have; None: by the GPUs of this machine (without any, an H200), and without a
-            limit on host memory.
+        machine_memory: what the ranks have; None: by the GPUs of this machine (without any, an H200), and
+            without a limit on host memory.
         show_only: whether the run will not start here. Then data set, weights, GPUs and enough memory need
             not be there, and of ``model.hf`` only ``config.json`` is read.
 
@@ -119,7 +119,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
             "even": "even, as no rates of this CPU are known",
         }
         run_notes.append(
-            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}: {origin_texts[resolved_run.layer_split_origin]}"
+            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"
+            f" {origin_texts[resolved_run.layer_split_origin]}"
         )
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
@@ -203,14 +204,14 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
     ):
         restart_note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
-            f" step {earlier_restart.step}; the run continues in it. To read it from its start once more, give"
-            f" --checkpoint.attempt {earlier_restart.attempt + 1}"
+            f" step {earlier_restart.step}; the run continues in it. To read it from its start once more,"
+            f" give --checkpoint.attempt {earlier_restart.attempt + 1}"
         )
         return RunStart(source_checkpoint, lineage, False, (*start_choice.user_messages, restart_note))
 
     restart_note = (
-        f"checkpoint.restart_data: the data set is read from its start at step {source_checkpoint.step}; once this run"
-        " has saved, a start with the same option continues in it"
+        f"checkpoint.restart_data: the data set is read from its start at step {source_checkpoint.step}; once"
+        " this run has saved, a start with the same option continues in it"
     )
     lineage = dataclasses.replace(
         lineage, data_restart=DataRestart(source_checkpoint.step, checkpoint_config.attempt)

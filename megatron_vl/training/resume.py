@@ -125,8 +125,8 @@ def _moments_change_note(training_run: TrainingRun, saved_metadata: dict[str, An
         "rounded to the nearest bfloat16" if current_dtype == "bfloat16" else "converted without loss"
     )
     return (
-        f"Adam's moments were saved in {saved_dtype} and are {conversion_text}, because optimizer.moments_dtype is {current_dtype} from"
-        " here on"
+        f"Adam's moments were saved in {saved_dtype} and are {conversion_text}, because"
+        f" optimizer.moments_dtype is {current_dtype} from here on"
     )
 
 

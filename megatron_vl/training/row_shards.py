@@ -135,8 +135,8 @@ class Sharding:
 
         Args:
             lengths: the numbers of patches of the row's frames and windows.
-            bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds`; None: planes are not asked
-                for.
+            bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds`; None: planes
+                are not asked for.
         """
         return PictureShares(self.vision, [lengths], [bounds or []], self.cp)
 

@@ -220,7 +220,8 @@ def print_run_summary(training_run: TrainingRun) -> None:
         last_step = training_run.resolved_run.last_step
         log_rank_0(
             training_run.grid,
-            f"nothing to do: step {training_run.completed_steps} of {last_step} is done; raise steps (or stop_after) to continue",
+            f"nothing to do: step {training_run.completed_steps} of {last_step} is done; raise steps (or"
+            " stop_after) to continue",
         )
 
 
@@ -238,7 +239,8 @@ def _run_summary(training_run: TrainingRun) -> str:
     )
     return (
         f"{training_run.spec.family} on {training_run.platform.name}: {parallel_sizes},"
-        f" layers {list(layout.layers_per_chunk)}, {training_run.config.dtype}, rows of {training_run.config.data.seq_len} tokens,"
+        f" layers {list(layout.layers_per_chunk)}, {training_run.config.dtype}, rows of"
+        f" {training_run.config.data.seq_len} tokens,"
         f" {pluralize(training_run.config.global_batch_size, 'row')} a step{optimizer_note}"
     )
 

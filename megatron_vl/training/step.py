@@ -163,7 +163,8 @@ def run_schedule(
         rows: the inputs of ``forward_step_func``, one for each micro-batch.
         forward_only: whether to leave out the backward passes.
         forward_step_func: the function that core's schedules call, as :func:`forward_step`.
-        collect_non_loss_data: whether the function that ``forward_step_func`` returns gives only a report and no loss.
+        collect_non_loss_data: whether the function that ``forward_step_func`` returns gives only a report and
+            no loss.
 
     Returns:
         The reports of the rows on the last stage; an empty list on other stages.
@@ -221,7 +222,8 @@ def train_step(
     Args:
         has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
         stop_requested: whether this rank was asked to stop. All ranks receive this flag too.
-        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
+            blend.
     """
     progress.enter_phase(progress.FORWARD_BACKWARD)
     for model_chunk in model_chunks:
@@ -263,7 +265,8 @@ def reduce_losses(
     This is the only host synchronisation of a step.
 
     Args:
-        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
+            blend.
 
     Returns:
         (loss sum, loss tokens, whether any rank set each flag, numbers by source), equal on every rank.

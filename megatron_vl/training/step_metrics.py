@@ -1,8 +1,8 @@
 """The numbers that ranks count between two printed lines, and their reduction over all ranks.
 
-Each field of :class:`StepMetrics` names a number and says how it is reduced. What is sent, reduced and read back
-follows from the fields, so a new number takes one more line there. The size of the message does not depend on
-the number of ranks, and the device is read once.
+Each field of :class:`StepMetrics` names a number and says how it is reduced. What is sent, reduced and read
+back follows from the fields, so a new number takes one more line there. The size of the message does not
+depend on the number of ranks, and the device is read once.
 """
 
 from __future__ import annotations

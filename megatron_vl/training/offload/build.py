@@ -74,8 +74,8 @@ def move_state_to_chunks(
     """Moves an optimizer's state into chunks, before its first step. The given share goes to host memory. All
     other state goes into chunks too if its moments are not fp32, which the optimizer itself cannot hold.
 
-    Master weights that :class:`DeferredMasterWeights` has left without storage get it here if they stay in the
-    optimizer.
+    Master weights that :class:`DeferredMasterWeights` has left without storage get it here if they stay in
+    the optimizer.
 
     Args:
         offload_fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to

@@ -31,7 +31,8 @@ class ChunkedParameter:
     """Waits until the chunks hold the state of the last update."""
 
     def read_state(self, state_kind: str) -> Tensor | None:
-        """A host copy [N] of ``main_param``, in fp32, or of ``exp_avg`` or ``exp_avg_sq``, in the moments' dtype.
+        """A host copy [N] of ``main_param``, in fp32, or of ``exp_avg`` or ``exp_avg_sq``, in the moments'
+        dtype.
 
         None for moments before the first step, when there are none.
         """
@@ -63,8 +64,8 @@ class ChunkedParameter:
     def write_state(self, state_kind: str, new_value: Tensor) -> None:
         """Replaces ``main_param``, ``exp_avg`` or ``exp_avg_sq`` with fp32 [N] in host memory.
 
-        Moments are rounded to the nearest number of their dtype. With ``main_param``, this rank's shard of the
-        model's weight is replaced too.
+        Moments are rounded to the nearest number of their dtype. With ``main_param``, this rank's shard of
+        the model's weight is replaced too.
         """
         new_value = new_value.view(-1)
         if state_kind == "main" and self.model_weight is None:
