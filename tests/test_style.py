@@ -32,7 +32,7 @@ MAX_NODES_PER_LINE = 9.2
 MAX_COMPREHENSIONS = 3.0
 """Per 100 lines of code."""
 SLACK = 0.02
-"""A listed file may be worse than its listed value by this share, so that one renamed variable does not fail."""
+"""A listed file may be worse than its listed value by this share. So one renamed variable does not fail."""
 MIN_NAMES = 25
 """Files with fewer names say too little about style."""
 

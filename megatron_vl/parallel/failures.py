@@ -113,7 +113,11 @@ class _FailureWatcher:
         return first_failure
 
     def wait_for_failure(self, store: Any, wait_s: float) -> RunFailure | None:
-        """Waits for the first failure; None after ``loader_wait_s``. Raises RuntimeError if the store has ended."""
+        """Waits for the first failure. Returns None after ``wait_s`` seconds.
+
+        Raises:
+            RuntimeError: the store has ended.
+        """
         import torch.distributed as dist
 
         try:
@@ -348,7 +352,7 @@ def lost_ranks() -> tuple[int, ...]:
 
 
 def first_failure_message(wait_s: float = _ALL_SEEN_TIMEOUT_S) -> str | None:
-    """Why the first rank that failed did so; None if that does not become known within ``loader_wait_s``."""
+    """Why the first rank failed; None if this does not become known within ``wait_s`` seconds."""
     if _failure_watcher is None:
         return None
     try:

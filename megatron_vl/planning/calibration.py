@@ -267,5 +267,6 @@ def _scale_calibration(base_calibration: Calibration, gpu_name: str) -> Calibrat
         send_gb_s=base_calibration.send_gb_s * link_ratio,
         measured=False,
         provenance=(f"the shares of the peaks of {base_calibration.gpu}, with the data sheet of {gpu_name}",),
-        source=f"rates of {gpu_name} were not measured but scaled from {base_calibration.gpu}'s by the data sheets; {HOW_TO_MEASURE}",
+        source=f"rates of {gpu_name} were not measured but scaled from {base_calibration.gpu}'s by the data"
+        f" sheets; {HOW_TO_MEASURE}",
     )

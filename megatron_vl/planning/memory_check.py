@@ -78,7 +78,10 @@ def fitting_options_advice(
     )
     if fitting_prediction is None:
         return f"No layout of {world_size} GPUs fits: take more, or lower data.seq_len or data.max_patches."
-    return f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)} ({fitting_prediction.peak_gib:.0f} GiB)."
+    return (
+        f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)}"
+        f" ({fitting_prediction.peak_gib:.0f} GiB)."
+    )
 
 
 def fastest_fitting_layout(

@@ -28,7 +28,8 @@ ASSUMED_ROWS_TEXT = (
 ASSUMED_ROW_COUNT = 16
 """Number of rows of the stated kind."""
 LOSS_MULTIPLE = 128
-"""The output layer is computed for a multiple of so many tokens (:mod:`megatron_vl.data.packing.training_row`)."""
+"""The number of tokens of the output layer is a multiple of this
+(see :mod:`megatron_vl.data.packing.training_row`)."""
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 The rank at (stage 0, cp 0, tp 0) owns the loader. Once per step, one broadcast sends tokens, labels,
 positions and segment bounds of all its rows to the whole replica. Pixels and their indices go only to the
-ranks on stage 0. Sizes are sent first in a small message between hosts,
-so that no rank reads a number from the device. Under context parallelism, each rank then keeps its part of
-the rows (:mod:`megatron_vl.training.row_shards`).
+ranks on stage 0. Sizes are sent first in a small message between hosts, so that no rank reads a number from
+the device. Under context parallelism, each rank then keeps its part of the rows
+(:mod:`megatron_vl.training.row_shards`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_vl.training.row_shards import (
 
 @dataclass(frozen=True)
 class _FlatBuffer:
-    """One flat buffer in which tensors of a row are sent together."""
+    """A flat buffer in which several tensors of a row are sent together."""
 
     dtype: torch.dtype
     goes_to_whole_replica: bool
@@ -83,9 +83,8 @@ def _segment_sources(row: TrainingRow) -> Tensor:
 _SENT_TENSORS = (
     _RowTensor("tokens", "text", lambda row: row.tokens),
     _RowTensor("labels", "text", lambda row: row.labels),
-    _RowTensor(
-        "loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)
-    ),  # the bits of weights
+    # Weights of the loss are sent as the bits of float32.
+    _RowTensor("loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)),
     _RowTensor("position_ids", "text", lambda row: row.position_ids),
     _RowTensor("cu_seqlens", "text", lambda row: row.cu_seqlens),
     _RowTensor("loss_index", "text", _loss_index),
@@ -100,8 +99,7 @@ _SENT_TENSORS = (
     _RowTensor("feature_order", "ints", lambda row: row.tokens.new_empty(0)),
     _vision_tensor("planes", "planes"),
 )
-"""All tensors of a row that are sent, in their order within each buffer.
-Packing, sizes and unpacking follow from it."""
+"""All tensors of a row that are sent, in their order within each buffer. Packing and unpacking follow it."""
 
 
 class ReplicaLoaderError(UserError, RuntimeError):
@@ -134,8 +132,7 @@ class StepBatch:
 
 @dataclass
 class _SerializedRow:
-    """One row on its owner: the description that the other ranks need,
-    and its tensors as flat buffers by name."""
+    """One row on its owner: the header that the other ranks need, and its tensors as flat buffers by name."""
 
     row_header: dict[str, Any]
     flat_buffers: dict[str, Tensor]
@@ -150,6 +147,8 @@ class _SerializedRow:
 
 class BatchBroadcast:
     """Gives each rank of a replica its part of the next ``num_micro_batches`` rows.
+
+    The constructor raises ValueError if this rank needs a loader or ``vision_spec`` and has none.
 
     Args:
         data_loader: an iterator of rows on the rank that owns the loader; None elsewhere.
@@ -167,12 +166,10 @@ class BatchBroadcast:
     ) -> None:
         if grid.owns_loader and data_loader is None:
             raise ValueError("the rank at pipeline stage 0, context rank 0, tensor rank 0 needs a loader")
-        self.grid, self.platform, self.data_loader, self.num_micro_batches = (
-            grid,
-            platform,
-            data_loader,
-            num_micro_batches,
-        )
+        self.grid = grid
+        self.platform = platform
+        self.data_loader = data_loader
+        self.num_micro_batches = num_micro_batches
         self.tower_is_decoupled, self.vision_spec = grid.sharding.is_tower_replicated, vision_spec
         if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
             raise ValueError("a tower on several ranks needs its sizes, to spread the pictures")
@@ -184,8 +181,9 @@ class BatchBroadcast:
         """The rows of the next step. Collective over the replica.
 
         Raises:
-            FeedError: the loader failed. Every rank of the replica raises it.
+            ReplicaLoaderError: the loader failed. Every rank of the replica raises it.
         """
+        # On the owner, rows are copied to its device at once, so that the copies run beside the broadcasts.
         start_time = time.perf_counter()
         rows, loader_error = self._read_rows()
         progress.note_rows_read()
@@ -193,6 +191,8 @@ class BatchBroadcast:
 
         serialized_rows = [_serialize_row(row, self.sharding) for row in rows]
         uploaded_rows = [row.copy_to(self.platform.device) for row in serialized_rows]
+
+        # If a tower is spread over ranks, all of them must know which planes belong to which picture.
         batch_header: list[Any] = [loader_error or [row.row_header for row in uploaded_rows], None]
         host_tensors: list[dict[str, Tensor]] = []
         if (self.tower_is_decoupled or self.sharding) and not loader_error:
@@ -201,6 +201,8 @@ class BatchBroadcast:
                 frame_plane_bounds(row_tensors["plane_index"].numpy(), row.row_header["vision_lengths"][0])
                 for row, row_tensors in zip(serialized_rows, host_tensors, strict=True)
             ]
+
+        # The header goes first: it says how large the buffers are, or that the loader failed.
         if self.grid.replica_ranks > 1:
             dist.broadcast_object_list(
                 batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
@@ -209,50 +211,58 @@ class BatchBroadcast:
             raise ReplicaLoaderError(batch_header[0])
         row_headers: list[dict[str, Any]] = batch_header[0]
 
+        received_buffers: dict[str, list[Tensor]] = {}
+        for buffer_name in _FLAT_BUFFERS:
+            if self._receives_buffer(buffer_name):
+                received_buffers[buffer_name] = self._broadcast_buffer(
+                    buffer_name, uploaded_rows, row_headers
+                )
+
         device_rows = []
-        received_buffers = {
-            name: self._broadcast_buffer(name, uploaded_rows, row_headers)
-            for name in _FLAT_BUFFERS
-            if self._receives_buffer(name)
-        }
         for row_number, row_header in enumerate(row_headers):
             row_tensors = _unpack_tensors(
                 row_header, {name: rows[row_number] for name, rows in received_buffers.items()}
             )
+            # Under context parallelism, this rank keeps its part of the row.
             if self.sharding is not None:
-                device_rows.append(self._part(row_header, row_tensors, batch_header[1][row_number]))
+                device_rows.append(self._shard_row(row_header, row_tensors, batch_header[1][row_number]))
                 continue
+
             row = _device_row(row_header, row_tensors)
             if self.tower_is_decoupled and self.grid.has_vision:
                 row.feature_index = row_tensors["feature_index"].long()
             elif self.grid.has_vision:
                 row.vision_input, row.feature_index = _vision_input(row_header, row_tensors)
             device_rows.append(row)
+
+        # A tower that every rank holds encodes pictures of all rows, shared out by their cost.
         if self.tower_is_decoupled:
             self._scatter_pictures(device_rows, row_headers, batch_header[1], host_tensors, uploaded_rows)
         return _step_batch(device_rows, row_headers, loader_wait_s)
 
-    def _part(
-        self, described: dict[str, Any], fields: dict[str, Tensor], bounds: list[list[int]]
+    def _shard_row(
+        self, row_header: dict[str, Any], row_tensors: dict[str, Tensor], plane_bounds: list[list[int]]
     ) -> DeviceRow:
         """This rank's part of a row under context parallelism.
 
         Args:
-            bounds: result of :func:`plane_bounds` for the row.
+            row_header: the whole row's header (see :func:`_row_header`).
+            row_tensors: the whole row's tensors by name.
+            plane_bounds: result of :func:`frame_plane_bounds` for the row; empty for a row without pictures.
         """
         assert self.sharding is not None
         rank = self.grid.cp_rank
-        row = as_part(_device_row(described, text_of_part(described, fields, rank)), described, rank)
+        row = as_part(_device_row(row_header, text_of_part(row_header, row_tensors, rank)), row_header, rank)
         if not self.grid.has_vision:
             return row
 
-        row.feature_index = features_of_part(described, fields, rank)
-        if not self.tower_is_decoupled and bounds:
+        row.feature_index = features_of_part(row_header, row_tensors, rank)
+        if not self.tower_is_decoupled and plane_bounds:
             row.vision_input, row.feature_route = pictures_of_part(
-                self.sharding, described, bounds, fields, rank
+                self.sharding, row_header, plane_bounds, row_tensors, rank
             )
         elif not self.tower_is_decoupled:
-            row.vision_input, _ = _vision_input(described, fields)
+            row.vision_input, _ = _vision_input(row_header, row_tensors)
         return row
 
     def _receives_buffer(self, buffer_name: str) -> bool:
@@ -268,7 +278,7 @@ class BatchBroadcast:
         host_tensors: list[dict[str, Tensor]],
         uploaded_rows: list[_SerializedRow],
     ) -> None:
-        """Sends each rank its share of the pictures, and attaches it to the rows."""
+        """Sends each rank its share of the pictures, and attaches it to the rows. Collective."""
         grid = self.grid
         assert self.vision_spec is not None
         picture_shares = PictureShares(
@@ -297,6 +307,7 @@ class BatchBroadcast:
             row.step_vision = step_vision
 
     def _read_rows(self) -> tuple[list[TrainingRow], str]:
+        """The rows of the next step, and the loader's error or an empty text. Other ranks have no rows."""
         if not self.grid.owns_loader:
             return [], ""
         error_prefix = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
@@ -318,8 +329,7 @@ class BatchBroadcast:
     def _broadcast_buffer(
         self, buffer_name: str, serialized_rows: list[_SerializedRow], row_headers: list[dict[str, Any]]
     ) -> list[Tensor]:
-        """A flat buffer for each row.
-        If other ranks need them too, the loader's owner sends all in one broadcast."""
+        """A flat buffer for each row. If other ranks need them too, the owner sends all in one broadcast."""
         grid, flat_buffer = self.grid, _FLAT_BUFFERS[buffer_name]
         local_buffers = [row.flat_buffers[buffer_name] for row in serialized_rows]
         if (grid.replica_ranks if flat_buffer.goes_to_whole_replica else grid.tp * grid.cp) == 1:
@@ -358,10 +368,10 @@ def _step_batch(
 
 
 def _row_header(row: TrainingRow, tensor_shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the other ranks must know of a row before its tensors arrive.
+    """The header of a row, which the other ranks need before its tensors arrive.
 
     Args:
-        tensor_shapes: shape of each tensor by field.
+        tensor_shapes: shape of each tensor by name.
     """
     row_vision = row.vision
     item_counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}
@@ -399,8 +409,7 @@ def _source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:
 
 
 def _serialize_row(row: TrainingRow, sharding: Sharding | None = None) -> _SerializedRow:
-    """The row in host memory (pinned if there is a GPU):
-    one buffer of pixels and two small ones for the rest.
+    """The row in host memory (pinned if there is a GPU): one buffer of pixels, and two small ones.
 
     Args:
         sharding: how the row is shared under context parallelism; None: one rank holds it whole.
@@ -426,7 +435,7 @@ def _pin_memory(tensor: Tensor) -> Tensor:
 
 
 def _buffer_numel(row_header: dict[str, Any], buffer_name: str) -> int:
-    """Elements of a row's buffer."""
+    """Number of elements in a row's buffer."""
     return sum(
         math.prod(row_header["shapes"][entry.tensor_name])
         for entry in _SENT_TENSORS
@@ -435,7 +444,7 @@ def _buffer_numel(row_header: dict[str, Any], buffer_name: str) -> int:
 
 
 def _unpack_tensors(row_header: dict[str, Any], flat_buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a row by field, as views of the buffers that this rank has, in their shapes."""
+    """The tensors of a row by name, in their shapes, as views of the buffers that this rank has."""
     tensors_by_name: dict[str, Tensor] = {}
     for name, flat_buffer in flat_buffers.items():
         names = [entry.tensor_name for entry in _SENT_TENSORS if entry.buffer_name == name]

@@ -94,7 +94,10 @@ def host_memory_message(error: BaseException) -> str | None:
 def _dead_loader_message(error: BaseException | None) -> str:
     """The message for the death of a process of the loader; empty for any other error and cause."""
     if error is not None and PLANNER_ENDED_TEXT in str(error):
-        return f"{PLANNER_ENDED_TEXT}. If it printed no error, it was killed from outside. {host_memory.explain_kill()}"
+        return (
+            f"{PLANNER_ENDED_TEXT}. If it printed no error, it was killed from outside."
+            f" {host_memory.explain_kill()}"
+        )
     while error is not None and not (death_match := _LOADER_DEATH_PATTERN.search(str(error))):
         error = error.__cause__ or error.__context__
     if error is None or not death_match:
@@ -102,7 +105,10 @@ def _dead_loader_message(error: BaseException | None) -> str:
 
     signal_name = death_match[2] or "Killed"
     if signal_name == "Killed":
-        return f"a process of the loader ({death_match[1]}) was killed from outside. {host_memory.explain_kill()}"
+        return (
+            f"a process of the loader ({death_match[1]}) was killed from outside."
+            f" {host_memory.explain_kill()}"
+        )
     death_advice = "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full"
     return f"a process of the loader ({death_match[1]}) was ended by a signal: {signal_name}. {death_advice}"
 

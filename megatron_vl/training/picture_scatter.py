@@ -191,7 +191,7 @@ def _concatenated_shares(
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The parts of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each rank's patches."""
+    """The shares of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each patch."""
     plane_pixels: list[Tensor] = []
     patch_ints: list[Tensor] = []
 

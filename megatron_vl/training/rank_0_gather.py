@@ -45,7 +45,10 @@ class Rank0Gather:
         store.set(self._store_key(slot_number, "parts"), str(len(message_parts)))
 
     def receive_messages(self, sender_count: int) -> list[Any]:
-        """On rank 0: waits for messages of ``sender_count`` ranks. Returns their values, sorted by ``order``."""
+        """On rank 0: waits for messages of ``sender_count`` ranks.
+
+        Returns their values, sorted by ``order``.
+        """
         store, received_messages = default_store(), []
         for slot_number in range(sender_count):
             keys = [

@@ -220,7 +220,7 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
 
 
 def _reads_same_data(source_checkpoint: SavedCheckpoint, current_metadata: dict[str, Any]) -> bool:
-    """Whether a run with the facts ``current_metadata`` can continue in the data where a checkpoint stopped."""
+    """Whether a run with the fields ``current_metadata`` can continue in the data of a checkpoint."""
     from megatron_vl.training.checkpoint import UNCHANGEABLE_FIELDS, read_run_metadata
 
     saved_metadata = read_run_metadata(source_checkpoint.path)

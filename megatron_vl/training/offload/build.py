@@ -28,9 +28,9 @@ class ChunkedOptimizerState:
     """The part of a rank's optimizer state that is in chunks, in host memory and on the device."""
 
     parameters_by_id: dict[int, ChunkedParameter]
-    """By the id of their tensor in the optimizer's groups."""
+    """The parameters by the ``id()`` of their tensor in the optimizer's groups."""
     chunk_streamer: ChunkStreamer
-    """Of the chunks in host memory."""
+    """The streamer of the chunks in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -39,15 +39,18 @@ class ChunkedOptimizerState:
     followed_chunks: list[ReplicaDDP] = field(default_factory=list)
     """Chunks of the model whose passes hide copies."""
     hook_handles: list[Any] = field(default_factory=list)
-    """Handles of their modules' hooks."""
+    """Handles of the hooks on their modules."""
 
     def wait_for_host_state(self) -> None:
         """Waits until host memory holds the state of the last update."""
         self.chunk_streamer.wait_for_host_state()
 
     def overlap_with_passes(self, model_chunks: list[ReplicaDDP]) -> None:
-        """Copies beside the passes of the model: fetches state while the last backward pass of a step
-        frees memory, and lets the next forward pass take the memory of what is on its way back."""
+        """Lets copies run during the passes of the model.
+
+        State is fetched while the last backward pass of a step frees memory. The next forward pass takes the
+        memory of chunks that are being copied back.
+        """
         self.followed_chunks = list(model_chunks)
         self.chunk_streamer.overlaps_passes = True
         for chunk in model_chunks:
@@ -60,7 +63,7 @@ class ChunkedOptimizerState:
 
 
 def chunked_state(optimizer: ChainedOptimizer) -> ChunkedOptimizerState | None:
-    """What :func:`move_state_to_chunks` has made; None if it was not called, or nothing is in chunks."""
+    """The optimizer's state that is in chunks; None if no state is (see :func:`move_state_to_chunks`)."""
     return getattr(optimizer, "chunked_state", None)
 
 
@@ -71,16 +74,17 @@ def move_state_to_chunks(
     platform: Platform,
     chunk_bytes: int = STATE_CHUNK_BYTES,
 ) -> ChunkedOptimizerState | None:
-    """Moves an optimizer's state into chunks, before its first step. The given share goes to host memory. All
-    other state goes into chunks too if its moments are not fp32, which the optimizer itself cannot hold.
+    """Moves an optimizer's state into chunks before its first step.
 
-    Master weights that :class:`DeferredMasterWeights` has left without storage get it here if they stay in
-    the optimizer.
+    The state of a share of the parameters goes to host memory. If moments are not fp32, the optimizer itself
+    cannot hold them, and all other state goes into chunks on the device. Master weights that
+    :class:`DeferredMasterWeights` has left without storage get it here if they stay in the optimizer.
 
     Args:
-        offload_fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to
-            it
-            from below.
+        offload_fraction: share of this rank's state that goes to host memory. Parameters are moved whole, so
+            the share that is moved is at most this.
+        moments_dtype: type of Adam's moments; float32 or bfloat16.
+        chunk_bytes: largest size of a chunk.
 
     Returns:
         None if nothing is in chunks.
@@ -110,6 +114,7 @@ def move_state_to_chunks(
     if not chosen_indices and (unchunked_parameters or not all_parameters):
         return None
 
+    # The chunks of each optimizer of the chain are laid out before any memory is allocated.
     chunk_plans = []
     for sub_optimizer, optimizer_parameters in zip(sub_optimizers, parameters_by_optimizer, strict=True):
         host_parameters = [parameter for parameter in optimizer_parameters if id(parameter) in offloaded_ids]
@@ -127,6 +132,7 @@ def move_state_to_chunks(
             )
         )
 
+    # A master weight is the model's bf16 weight and 16 bits in the chunk, so its own storage is freed first.
     for _, host_parameters, device_parameters, _ in chunk_plans:
         for parameter in (*host_parameters, *device_parameters):
             if parameter.model_weight is not None:
@@ -136,6 +142,8 @@ def move_state_to_chunks(
     all_host_chunks = [chunk for _, _, _, host_chunks in chunk_plans for chunk in host_chunks]
     allocate_host_chunks(all_host_chunks, is_pinned=platform.name == "cuda")
     chunk_streamer = ChunkStreamer(all_host_chunks, platform.device, platform.memory_usage)
+
+    # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
     chunked_parameters: dict[int, ChunkedParameter] = {}
     first_chunk = 0
     for sub_optimizer, host_parameters, device_parameters, host_chunks in chunk_plans:
@@ -143,6 +151,7 @@ def move_state_to_chunks(
         first_chunk += len(host_chunks)
         device_chunks = lay_out_chunks(device_parameters, chunk_bytes, moments_dtype)
         allocate_device_chunks(device_chunks, platform.device)
+
         optimizer_parameters = [*host_parameters, *device_parameters]
         sub_optimizer.optimizer.step = ChunkedStep(
             sub_optimizer.optimizer, optimizer_parameters, device_chunks, chunk_streamer, chunk_numbers
@@ -157,10 +166,10 @@ def move_state_to_chunks(
 
 
 class DeferredMasterWeights(TorchFunctionMode):
-    """Within it, ``Tensor.float`` of a bf16 tensor gives an fp32 tensor without storage.
+    """A context in which ``Tensor.float`` of a bf16 tensor gives an fp32 tensor without storage.
 
-    Core's optimizers make master weights so. Without it, all of them are on the device before the first is
-    moved to a chunk, and the memory at the start is more than that of a step.
+    Core's optimizers make their master weights with this call. Outside of the context, all master weights
+    are on the device before the first one is moved to a chunk, and the start needs more memory than a step.
     """
 
     def __torch_function__(
@@ -195,7 +204,10 @@ def list_chunked_parameters(sub_optimizer: Any) -> Iterator[ChunkedParameter]:
 
 
 def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(place in the model, master weight) of the parameters whose model's weights are bf16."""
+    """(weight in the model, master weight) of the parameters whose weights in the model are bf16.
+
+    Both are flat; the first is this rank's shard of it.
+    """
     if isinstance(sub_optimizer, DistributedOptimizer):
         yield from shard_destinations(
             sub_optimizer, sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups
@@ -209,9 +221,9 @@ def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParameter]) -> None:
-    """Lets core copy only the other master weights into the model.
+    """Lets core copy only the master weights into the model that are not in chunks.
 
-    For the distributed optimizer, :mod:`megatron_vl.training.weight_copy` does so.
+    For the distributed optimizer, :mod:`megatron_vl.training.weight_copy` leaves them out.
     """
     if not isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
         return
@@ -231,7 +243,10 @@ def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParam
 
 
 def choose_offloaded(parameter_sizes: list[int], offload_fraction: float) -> set[int]:
-    """Indices of the sizes whose sum comes nearest to ``offload_fraction`` of all from below; the largest first."""
+    """Indices of the largest sizes that together are at most ``offload_fraction`` of the sum of all.
+
+    Sizes are taken from the largest on; one that is too large for the rest is left out.
+    """
     remaining_size = round(offload_fraction * sum(parameter_sizes))
     chosen_indices = set()
     for index in sorted(range(len(parameter_sizes)), key=lambda index: -parameter_sizes[index]):
