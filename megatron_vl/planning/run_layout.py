@@ -1,4 +1,4 @@
-"""A run's own layout, memory and speed: what ``train``, ``doctor``, ``plan`` and ``bench`` all ask here."""
+"""The layout of a run and the memory of its stages, for ``train``, ``doctor``, ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def run_layout(
     network: Network | None = None,
     saved_layout: Layout | None = None,
 ) -> Layout:
-    """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split, or an even one
-    where no rates say how to plan it (:func:`rates_apply`).
+    """The layout of a run.
 
-    The split depends on the arguments alone, so that every rank and every command finds the same one.
+    With a pipeline and without ``parallel.layers``, the split of the layers is planned. It is an even split
+    if no rates are known for the GPU (:func:`rates_apply`). The split depends on the arguments alone, so
+    every rank and every command finds the same one.
 
     Args:
         saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
-            the same stages and chunks, and the vision tower the same place.
+            the same stages and chunks, and the vision tower the same placement.
 
     Raises:
         RunConfigError, LayoutError: the layout is impossible.
@@ -102,14 +103,14 @@ def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
 
 
 def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
-    """Whether a calibration's rates say how fast a run is. Those of a GPU say nothing about a run on CPU."""
+    """Whether a calibration's rates hold for a run. Those of a GPU do not hold for a run on CPU."""
     return config.platform != "cpu" or calibration.gpu == "cpu"
 
 
 def split_source(
     config: TrainConfig, layout: Layout, saved_layout: Layout | None, calibration: Calibration
 ) -> Literal["given", "saved", "planned", "even"]:
-    """Where a run's split comes from."""
+    """The origin of a run's split: its fields, its checkpoint, the planner, or an even division."""
     if layout.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
     if saved_layout is not None and keeps_saved_split(config, saved_layout):
@@ -128,7 +129,7 @@ def estimate_stage_memory(
 
     Args:
         patch_count: vision patches of the fullest row; None: as many as a row can hold.
-        calibration: with what a split is planned; None: that of H200.
+        calibration: the rates with which a split is planned; None: those of H200.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.

@@ -538,7 +538,7 @@ class OptimizerStateReader:
         start: int,
         end: int,
     ) -> Tensor:
-        """:meth:`read_range` from shards that were cut differently. It reads the rows that the range touches."""
+        """:meth:`read_range` for shards that were cut differently. Only the rows of the range are read."""
         num_columns = matrix_shape(tensor_info.shard_shape(sharding))[1]
         saved_columns = matrix_shape(tensor_info.shard_shape(saved_sharding))[1]
         first_row = start // num_columns
