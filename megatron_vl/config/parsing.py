@@ -103,9 +103,13 @@ def _bracket_layer_lists(argv: Sequence[str]) -> list[str]:
 
 def _config_files(argv: list[str]) -> list[str]:
     """The files given as ``--config``. jsonargparse also takes YAML text in place of a file name."""
-    config_paths = [after for word, after in zip(argv, argv[1:], strict=False) if word == "--config"]
-    config_paths += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    return [path for path in config_paths if "\n" not in path and len(path) < 4096 and Path(path).is_file()]
+    config_paths = []
+    for word, next_word in zip(argv, [*argv[1:], ""], strict=True):
+        config_path = next_word if word == "--config" else word.removeprefix("--config=")
+        is_option = word == "--config" or word.startswith("--config=")
+        if is_option and "\n" not in config_path and len(config_path) < 4096 and Path(config_path).is_file():
+            config_paths.append(config_path)
+    return config_paths
 
 
 def _check_config_file(parser: ArgumentParser, config_path: str) -> None:

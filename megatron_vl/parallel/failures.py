@@ -99,7 +99,7 @@ class _FailureWatcher:
         self.orderly_end = threading.Event()
         """Set when this rank has reached the orderly end."""
         self.reported_failure: RunFailure | None = None
-        """The result of :func:`report`."""
+        """The result of :func:`report_failure`."""
         self.first_failure: RunFailure | None = None
         """The first failure of any rank, once this rank knows it."""
         self.watch_thread = threading.Thread(target=self._watch_store, name="failures", daemon=True)
@@ -211,9 +211,8 @@ class _FailureWatcher:
             self.wait_for_ranks(store, "done", max(_ALL_SEEN_TIMEOUT_S, deadline - time.monotonic()))
 
         if first_failure is not None and not all_seen:
-            self._kill_processes(
-                first_failure.processes
-            )  # a process that hangs may not be able to end itself
+            # A process that hangs may not be able to end itself.
+            self._kill_processes(first_failure.processes)
         sys.stdout.flush()
         sys.stderr.flush()
         kill_descendants()  # loaders and exports; a stopped child would otherwise remain
@@ -226,7 +225,7 @@ class _FailureWatcher:
 
 
 def _join_thread(joined_thread: threading.Thread, deadline: float) -> None:
-    """Waits for the end of a thread that another one may just be starting, which ``join`` alone refuses."""
+    """Waits for the end of a thread. ``join`` alone would refuse a thread that is just being started."""
     while time.monotonic() < deadline:
         try:
             joined_thread.join(max(0.0, deadline - time.monotonic()))
@@ -252,7 +251,7 @@ def _parse_failure(failure_json: bytes) -> RunFailure:
 
 _failure_watcher: _FailureWatcher | None = None
 _single_rank_monitor: HeartbeatMonitor | None = None
-"""The watch of a run of one rank, which has no other ranks to notify."""
+"""The monitor of a run of one rank, which has no other ranks to notify."""
 _watchers_started = 0
 
 
@@ -311,8 +310,9 @@ def stop_watching() -> None:
 def report_failure(error: Exception) -> RunFailure:
     """Publishes this rank's error. Returns the failure to print: the first one of any rank.
 
-    The caller prints it and then calls :func:`leave`. A second call returns the result of the first one. If
-    the error usually follows from the end of another rank, this function waits for that rank's failure.
+    The caller prints it and then calls :func:`exit_after_failure`. A second call returns the result of the
+    first one. If the error usually follows from the end of another rank, this function waits for that rank's
+    failure.
     """
     rank = int(os.environ.get("RANK", "0"))
     own_failure = RunFailure(
@@ -324,9 +324,8 @@ def report_failure(error: Exception) -> RunFailure:
         return _failure_watcher.reported_failure
 
     if follows_lost_rank(error) and first_failure_message(_CAUSE_TIMEOUT_S) is None:
-        _failure_watcher.heartbeat_monitor.wait_for_diagnosis(
-            _CAUSE_TIMEOUT_S
-        )  # the store may have ended with the rank that kept it
+        # The store may have ended with the rank that kept it.
+        _failure_watcher.heartbeat_monitor.wait_for_diagnosis(_CAUSE_TIMEOUT_S)
     _failure_watcher.exit_lock.acquire()  # does not return if the thread is already ending the process
     try:
         first_failure = _failure_watcher.publish_failure(default_store(), own_failure)
@@ -377,9 +376,8 @@ def print_failure_once(run_failure: RunFailure) -> None:
         _print_main_stack()
     first_line = run_failure.message.partition("\n")[0]
     if run_failure.has_died or run_failure.silent:
-        first_line = (
-            f"ranks {run_failure.silent}"  # without the store, the messages of ranks differ in numbers
-        )
+        # Without the store, the messages of ranks differ in numbers.
+        first_line = f"ranks {run_failure.silent}"
 
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
@@ -416,8 +414,9 @@ def _print_main_stack() -> None:
     if frame is not None:
         main_stack = traceback.extract_stack(frame)
         innermost_from = len(main_stack) - 2
-        shown_frames = [
-            one for i, one in enumerate(main_stack) if i >= innermost_from or "megatron_vl" in one.filename
-        ]
+        shown_frames = []
+        for frame_number, stack_frame in enumerate(main_stack):
+            if frame_number >= innermost_from or "megatron_vl" in stack_frame.filename:
+                shown_frames.append(stack_frame)
         lines = "".join(traceback.format_list(shown_frames))
         print(f"the stack of the main thread of the rank that hangs:\n{lines}", file=sys.stderr, flush=True)

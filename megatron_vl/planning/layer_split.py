@@ -171,9 +171,8 @@ class _SplitSearch:
         fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-        return max(
-            0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib
-        ), self._pipeline_seconds(times_by_stage, micro_batches)
+        lacking_gib = max(0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib)
+        return lacking_gib, self._pipeline_seconds(times_by_stage, micro_batches)
 
     def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
         pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
@@ -192,9 +191,10 @@ class _SplitSearch:
 def quick_pipeline_seconds(
     times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float
 ) -> float:
-    """The pipeline's time without a timeline: the slowest stage all the time, the others once.
+    """An estimate of the pipeline's seconds without a timeline.
 
-    With virtual chunks, a stage also waits where its chunks take unequally long.
+    The slowest stage runs all micro-batches, and each other stage adds one. With virtual chunks, a stage also
+    waits if its chunks take unequally long.
     """
     virtual_pipeline_size = len(times_by_stage[0])
     stages = [sum(chunk.total_seconds for chunk in stage) for stage in times_by_stage]

@@ -1,9 +1,9 @@
-"""The timeline of a step's pipeline: when each stage computes which micro-batch of which chunk.
+"""The timeline of a step's pipeline: the start and end of each pass on each stage.
 
-The order of passes on a stage is Megatron-core's (:func:`megatron_vl.planning.memory.in_flight_by_pass`
-counts what it holds; :func:`passes` lists it). A pass begins when the stage's previous pass has ended and its
-input has arrived: a forward pass waits for the same micro-batch of the chunk before, a backward pass for that
-of the chunk after.
+The order of passes on a stage is Megatron-core's. :func:`stage_passes` lists it, and
+:func:`megatron_vl.planning.memory.in_flight_by_pass` counts the micro-batches in flight. A pass begins when
+the stage's previous pass has ended and its own input has arrived. A forward pass waits for the same
+micro-batch of the previous chunk, and a backward pass for that of the next chunk.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class PipelineTimeline:
 
     @property
     def total_seconds(self) -> float:
-        """From the first pass to the end of the last."""
+        """Seconds from the start of the first pass to the end of the last."""
         return max(span.end_seconds for span in self.pass_spans)
 
     def busy_seconds(self, pipeline_stage: int) -> float:

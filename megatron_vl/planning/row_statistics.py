@@ -185,25 +185,18 @@ def _picture_shape(
 ) -> tuple[int, int, list[int]]:
     """Tokens, patches, and patches of each window of a picture."""
     merged_patch_size = vision_spec.patch_size * vision_spec.spatial_merge_size
-    merged_columns, rows = (
-        max(1, round(window_side / merged_patch_size)) for window_side in (pixel_width, pixel_height)
-    )
-    patches = merged_columns * rows * vision_spec.merge_unit
-    window_side = (
-        max(1, vision_spec.window_size // merged_patch_size)
-        if vision_spec.window_size
-        else max(merged_columns, rows)
-    )
-    window_sides = [
-        [min(window_side, merged_length - start) for start in range(0, merged_length, window_side)]
-        for merged_length in (merged_columns, rows)
-    ]
-    return (
-        merged_columns * rows,
-        patches,
-        [
-            window_width * window_height * vision_spec.merge_unit
-            for window_width in window_sides[0]
-            for window_height in window_sides[1]
-        ],
-    )
+    merged_columns = max(1, round(pixel_width / merged_patch_size))
+    merged_rows = max(1, round(pixel_height / merged_patch_size))
+    # A tower without windows has one that holds the whole picture.
+    window_side = max(merged_columns, merged_rows)
+    if vision_spec.window_size:
+        window_side = max(1, vision_spec.window_size // merged_patch_size)
+
+    window_lengths = []
+    for column_start in range(0, merged_columns, window_side):
+        window_width = min(window_side, merged_columns - column_start)
+        for row_start in range(0, merged_rows, window_side):
+            window_height = min(window_side, merged_rows - row_start)
+            window_lengths.append(window_width * window_height * vision_spec.merge_unit)
+    token_count = merged_columns * merged_rows
+    return token_count, token_count * vision_spec.merge_unit, window_lengths

@@ -20,7 +20,7 @@ class PlatformError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Platform:
-    """The facts about its platform that a program needs."""
+    """The platform of a process: its name, its communication and its memory."""
 
     name: str
     """``cuda`` or ``cpu``."""

@@ -1,5 +1,7 @@
 """Messages for ranks that run out of memory, or lose a process of their loader, which often means the same.
-They say how much memory there was, what was estimated, and what would fit."""
+
+They give the memory of the GPU, the estimate, and options that would fit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _HOST_OOM_PATTERN = re.compile(
 _LOADER_DEATH_PATTERN = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
 )
-"""torch's errors for the death of a process. It raises them in the main thread, wherever that is."""
+"""torch's errors for the death of a loader's process. They are raised at any point of the main thread."""
 
 
 class RankOutOfMemory(UserError, MemoryError):
@@ -54,8 +56,7 @@ class GpuMemory:
 
 @contextlib.contextmanager
 def explain_memory_errors(resolved_run: ResolvedRun) -> Iterator[None]:
-    """A context that replaces errors caused by a lack of memory, or by the death of a process of the loader,
-    with :class:`RankOutOfMemory`."""
+    """A context that replaces errors for lack of memory, or of a loader's process, with RankOutOfMemory."""
     try:
         yield
     except Exception as error:
@@ -144,7 +145,10 @@ def _gpu_memory_message(error_text: str, resolved_run: ResolvedRun) -> str:
 
 
 def parse_gpu_message(error_text: str) -> GpuMemory | None:
-    """Reads torch's message. Torch's statistics replace what it does not say. None without a GPU."""
+    """Reads the memory of the GPU from torch's message, or from torch itself if the message lacks numbers.
+
+    Returns None if both are impossible, because there is no GPU.
+    """
     requested_gib = _parse_gib(r"Tried to allocate ([\d.]+ \wi?B)", error_text)
     total_gib = _parse_gib(r"total capacity of ([\d.]+ \wi?B)", error_text)
     free_gib = _parse_gib(r"of which ([\d.]+ \wi?B) is free", error_text)
@@ -176,7 +180,7 @@ def _parse_gib(size_pattern: str, error_text: str) -> float | None:
     return float(number) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[size_unit[0]] / GIB
 
 
-# --- What would fit
+# --- The estimate and options that would fit
 
 
 def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) -> list[str]:

@@ -1,5 +1,7 @@
-"""Checks of what a run reads and writes, before anything is started. torch is imported only to look into a
-checkpoint."""
+"""Checks the inputs and outputs of a run before anything is started.
+
+torch is imported only to look into a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,7 @@ def check_host_memory(
     requested_share = config.optimizer.offload_fraction
     if gpu_gib is None or requested_share == 0:
         return
+
     offload_share = (
         least_offload_fraction(config, spec, layout, dp, gpu_gib)
         if requested_share == "auto"
@@ -56,13 +59,12 @@ def check_host_memory(
     )
     if needed_gib <= host_gib:
         return
+
     remedy_text = "less would not fit the GPU: take more GPUs or more recompute"
     if requested_share != "auto":
         remedy_text = f"lower it to {largest_offload_fraction(config, spec, layout, dp, host_gib):g}"
-    share_text, node_ranks = (
-        f"auto ({offload_share:g})" if requested_share == "auto" else f"{requested_share}",
-        host_memory.num_ranks_on_node(),
-    )
+    share_text = f"auto ({offload_share:g})" if requested_share == "auto" else f"{requested_share}"
+    node_ranks = host_memory.num_ranks_on_node()
     raise RunConfigError(
         f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory for"
         f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
@@ -71,10 +73,10 @@ def check_host_memory(
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
-    """Refuses a run whose model or data set is not there. It looks only at which files exist.
+    """Refuses a run whose model or data set does not exist. No file is read.
 
     Args:
-        model_only: check ``model.hf`` alone, which may then be a ``config.json`` too.
+        model_only: whether to check only ``model.hf``, which may then be a ``config.json`` too.
 
     Raises:
         RunConfigError: names the field and says what to give.
@@ -143,7 +145,9 @@ def check_data_path(dataset_path: str) -> None:
 
 
 def check_output_dir(field_name: str, output_path: str) -> None:
-    """Checks that an output folder, and every folder above it, is not a file. A run's own is writable, too.
+    """Checks that neither an output folder nor any folder above it is a file.
+
+    The folder of checkpoints must be writable, too.
 
     Args:
         field_name: the field that names the folder, for the message.
@@ -160,7 +164,7 @@ def check_output_dir(field_name: str, output_path: str) -> None:
         raise RunConfigError(
             f"{field_name} {output_path}: {blocking_file} is a file; give a folder, which may be a new one"
         )
-    # All ranks write checkpoints, and other folders only the first one.
+    # All ranks write checkpoints. Other folders are written by rank 0, whose machine may be another one.
     existing_dir = next(part for part in (output_dir, *output_dir.absolute().parents) if part.exists())
     if output_path and field_name == "checkpoint.dir" and not os.access(existing_dir, os.W_OK | os.X_OK):
         raise RunConfigError(
@@ -193,6 +197,8 @@ def check_export_weights(config: TrainConfig) -> None:
     """
     if not config.checkpoint.export_hf:
         return
+
+    # A model of one file has no index.
     hf_dir = Path(config.model.hf)
     index_path = hf_dir / "model.safetensors.index.json"
     try:
@@ -237,13 +243,14 @@ def check_own_checkpoint(
 
 
 def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """The facts about how samples are read that a checkpoint records."""
+    """The fields of a run that decide the order of samples, as a checkpoint records them."""
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path) -> None:
-    """Checks that the rule for videos is that of the step folder ``checkpoint_path``, even with
-    ``restart_data``.
+    """Checks that the rule for videos is that of the step folder ``checkpoint_path``.
+
+    Restarting the data does not allow another rule.
 
     Raises:
         RunConfigError: the rules differ. The message names the field, both rules, and what to do.
@@ -266,7 +273,7 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
         A note if they were trained under another rule for videos than this run's; otherwise an empty text.
 
     Raises:
-        RunConfigError: they are not there, or of another model than ``model.hf``.
+        RunConfigError: they do not exist, or are of another model than ``model.hf``.
         WeightsError, FileNotFoundError: they cannot be read.
     """
     from megatron_vl.weights.weight_reader import WeightReader

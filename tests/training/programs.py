@@ -66,7 +66,7 @@ def steps_with_one_not_finite(hf: str) -> list[dict[str, Any]]:
 
         changed = any(not torch.equal(before[name], now) for name, now in weights().items())
         outcome = {"updated": result.is_updated, "changed": changed, "finite": math.isfinite(result.loss)}
-        results.append(outcome | {"skipped": result.skipped})
+        results.append(outcome | {"skipped": result.skip_reason})
     return results
 
 
@@ -166,9 +166,9 @@ def weights_copied_together(hf: str) -> list[Any]:
     together = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
     for part in parts:
         copied = part._copy_main_params_to_model_params
-        assert len(copied.pairs[0]) == sum(len(group) for group in part.shard_fp32_from_float16_groups), (
-            "not all shards"
-        )
+        assert len(copied.slices_and_shards[0]) == sum(
+            len(group) for group in part.shard_fp32_from_float16_groups
+        ), "not all shards"
 
     for parameter in trainer.chunks[0].parameters():
         parameter.data.fill_(float("nan"))

@@ -92,17 +92,16 @@ def move_state_to_chunks(
     Raises:
         MemoryError: the host has too little memory that can be pinned.
     """
-    sub_optimizers = [
-        sub_optimizer
-        for sub_optimizer in optimizer.chained_optimizers
-        if not getattr(sub_optimizer, "is_stub_optimizer", False)
-    ]
-    parameters_by_optimizer = [
-        list(list_chunked_parameters(sub_optimizer)) for sub_optimizer in sub_optimizers
-    ]
-    all_parameters = [
-        parameter for optimizer_parameters in parameters_by_optimizer for parameter in optimizer_parameters
-    ]
+    sub_optimizers: list[Any] = []
+    parameters_by_optimizer: list[list[ChunkedParameter]] = []
+    all_parameters: list[ChunkedParameter] = []
+    for sub_optimizer in optimizer.chained_optimizers:
+        if not getattr(sub_optimizer, "is_stub_optimizer", False):
+            sub_optimizers.append(sub_optimizer)
+            parameters_by_optimizer.append(list(list_chunked_parameters(sub_optimizer)))
+            all_parameters += parameters_by_optimizer[-1]
+
+    # Parameters that are not offloaded stay in the optimizer if their moments are fp32.
     chosen_indices = choose_offloaded(
         [parameter.main_param.numel() for parameter in all_parameters], offload_fraction
     )
@@ -192,15 +191,10 @@ def fill_master_weight(chunked_parameter: ChunkedParameter) -> None:
 
 def list_chunked_parameters(sub_optimizer: Any) -> Iterator[ChunkedParameter]:
     """The parameters of one optimizer of the chain, in the order of its groups."""
-    groups = {
-        id(main_param): group
-        for group in sub_optimizer.optimizer.param_groups
-        for main_param in group["params"]
-    }
-    weights = {id(main_param): place for place, main_param in weight_destinations(sub_optimizer)}
-    for group in sub_optimizer.optimizer.param_groups:
-        for main_param in group["params"]:
-            yield ChunkedParameter(main_param, weights.get(id(main_param)), groups[id(main_param)])
+    weights_by_id = {id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)}
+    for param_group in sub_optimizer.optimizer.param_groups:
+        for main_param in param_group["params"]:
+            yield ChunkedParameter(main_param, weights_by_id.get(id(main_param)), param_group)
 
 
 def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
@@ -229,17 +223,15 @@ def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParam
         return
     chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
     model_weights, main_params = sub_optimizer._get_model_and_main_params_data_float16()
-    copied_pairs = [
-        (weight, main)
-        for (weight, main), (_, whole) in zip(
-            zip(model_weights, main_params, strict=True), weight_destinations(sub_optimizer), strict=True
-        )
-        if id(whole) not in chunked_ids
-    ]
-    sub_optimizer._get_model_and_main_params_data_float16 = lambda: (
-        [w for w, _ in copied_pairs],
-        [m for _, m in copied_pairs],
-    )
+    copied_weights: list[Tensor] = []
+    copied_main_params: list[Tensor] = []
+    for model_weight, main_data, (_, main_param) in zip(
+        model_weights, main_params, weight_destinations(sub_optimizer), strict=True
+    ):
+        if id(main_param) not in chunked_ids:
+            copied_weights.append(model_weight)
+            copied_main_params.append(main_data)
+    sub_optimizer._get_model_and_main_params_data_float16 = lambda: (copied_weights, copied_main_params)
 
 
 def choose_offloaded(parameter_sizes: list[int], offload_fraction: float) -> set[int]:
