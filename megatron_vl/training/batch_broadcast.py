@@ -419,7 +419,8 @@ def _source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:
     """(source, loss tokens) of each sample; empty if the data set is no blend, or for a row of padding."""
     if not row.source_indices or not row.sample_keys:
         return []
-    segment_masks = row.loss_mask.split(row.cu_seqlens.diff().tolist())[: row.num_samples]
+    segment_lengths = row.cu_seqlens.diff().tolist()
+    segment_masks = row.loss_mask.split(segment_lengths)[: row.num_samples]
     loss_token_counts = [int(segment_mask.count_nonzero()) for segment_mask in segment_masks]
     return list(zip(row.source_indices, loss_token_counts, strict=True))
 

@@ -399,6 +399,7 @@ class CheckpointSaver:
             partial_dir / "optimizer", entries_by_file
         )
 
+        # The digest covers the hashes of all other files, so it shows a change in any of them.
         lineage = dataclasses.replace(self._lineage, serial=self._lineage.serial + 1)
         metadata = {
             **checkpoint_snapshot.run_metadata,

@@ -56,7 +56,7 @@ class StepMetrics:
 
         # Both reductions are in flight at once.
         ordered_names: list[str] = []
-        reduced_tensors: list[torch.Tensor] = []
+        reduced_tensors = []
         pending_reductions = []
         for reduce_op, field_names in names_by_op.items():
             local_values = [float(getattr(self, name)) for name in field_names]
@@ -67,7 +67,8 @@ class StepMetrics:
         for pending_reduction in pending_reductions:
             pending_reduction.wait()
 
-        reduced_numbers = torch.cat(reduced_tensors).tolist()
+        joined_tensor = torch.cat(reduced_tensors)
+        reduced_numbers = joined_tensor.tolist()
         reduced_metrics = StepMetrics()
         for name, number in zip(ordered_names, reduced_numbers, strict=True):
             default_number = getattr(reduced_metrics, name)
