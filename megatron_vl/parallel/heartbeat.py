@@ -542,28 +542,13 @@ def diagnose_hang(
     """
     current_time = time.monotonic()
     silent_ranks = sorted(
-        rank for rank, sign in heartbeats.items() if current_time - sign.received_at > silence_limit_s
+        rank
+        for rank, heartbeat in heartbeats.items()
+        if current_time - heartbeat.received_at > silence_limit_s
     )
     limit_hint = f"If the run did not hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
     if silent_ranks:
-        first_heartbeat = heartbeats[silent_ranks[0]]
-        process_state = first_heartbeat.rank_process.system_state()
-        state_text = (
-            f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
-        )
-        message = (
-            f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process"
-            f" {first_heartbeat.rank_process.pid} on"
-            f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
-        )
-        rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)
-        return Diagnosis(
-            silent_ranks[0],
-            progress.describe_progress(first_heartbeat.rank_progress),
-            message,
-            tuple(silent_ranks),
-            rank_processes,
-        )
+        return _diagnose_silent_ranks(silent_ranks, heartbeats, current_time, limit_hint)
 
     # Ranks with the least progress are those that the others wait for.
     def progress_order(rank: int) -> tuple[int, int, bool, bool]:
@@ -611,6 +596,33 @@ def diagnose_hang(
         message,
         processes=rank_processes,
         is_hanging=True,
+    )
+
+
+def _diagnose_silent_ranks(
+    silent_ranks: list[int], heartbeats: dict[int, Heartbeat], current_time: float, limit_hint: str
+) -> Diagnosis:
+    """The diagnosis of ranks that send no lines.
+
+    Args:
+        current_time: the monotonic clock of this process in seconds.
+        limit_hint: a sentence about the limit, for the message.
+    """
+    first_heartbeat = heartbeats[silent_ranks[0]]
+    process_state = first_heartbeat.rank_process.system_state()
+    state_text = f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
+    message = (
+        f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process"
+        f" {first_heartbeat.rank_process.pid} on"
+        f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
+    )
+    rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)
+    return Diagnosis(
+        silent_ranks[0],
+        progress.describe_progress(first_heartbeat.rank_progress),
+        message,
+        tuple(silent_ranks),
+        rank_processes,
     )
 
 

@@ -41,54 +41,35 @@ def run_layout(
     data_parallel_size = validate_config(config, world_size)
     parallel_config = config.parallel
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
-    stated_layers = parallel_config.layers if isinstance(parallel_config.layers, list) else None
-    is_decoupled = config.vision.placement == "decoupled"
-    if stated_layers is not None or parallel_config.pp == 1:
-        return make_layout(
-            spec,
-            parallel_config.tp,
-            parallel_config.pp,
-            parallel_config.vpp,
-            stated_layers,
-            parallel_config.ep,
-            parallel_config.etp,
-            is_decoupled,
-            parallel_config.cp,
-        )
-
-    if saved_layout is not None and keeps_saved_split(config, saved_layout):
-        return make_layout(
-            spec,
-            parallel_config.tp,
-            parallel_config.pp,
-            parallel_config.vpp,
-            saved_layout.layers_per_chunk,
-            parallel_config.ep,
-            parallel_config.etp,
-            is_decoupled,
-            parallel_config.cp,
-        )
-
     calibration = calibration or shipped_calibration()
-    if not rates_apply(config, calibration):
-        return make_layout(
-            spec,
-            parallel_config.tp,
-            parallel_config.pp,
-            parallel_config.vpp,
-            None,
-            parallel_config.ep,
-            parallel_config.etp,
-            is_decoupled,
-            parallel_config.cp,
+    layers_origin = split_source(config, saved_layout, calibration)
+    if layers_origin == "planned":
+        layout = unsplit_layout(config, spec)
+        row_statistics = row_statistics or make_assumed_rows(
+            spec, config.data.seq_len, config.data.max_patches
         )
+        step_costs = StepCosts(
+            config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+        )
+        return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
-    layout = unsplit_layout(config, spec)
-    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    step_costs = StepCosts(
-        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+    # Without layers, make_layout divides them evenly.
+    layers: list[int] | tuple[int, ...] | None = None
+    if isinstance(parallel_config.layers, list):
+        layers = parallel_config.layers
+    elif layers_origin == "saved" and saved_layout is not None:
+        layers = saved_layout.layers_per_chunk
+    return make_layout(
+        spec,
+        parallel_config.tp,
+        parallel_config.pp,
+        parallel_config.vpp,
+        layers,
+        parallel_config.ep,
+        parallel_config.etp,
+        config.vision.placement == "decoupled",
+        parallel_config.cp,
     )
-    return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
 
 def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
@@ -108,10 +89,10 @@ def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
 
 
 def split_source(
-    config: TrainConfig, layout: Layout, saved_layout: Layout | None, calibration: Calibration
+    config: TrainConfig, saved_layout: Layout | None, calibration: Calibration
 ) -> Literal["given", "saved", "planned", "even"]:
     """The origin of a run's split: its fields, its checkpoint, the planner, or an even division."""
-    if layout.pp == 1 or isinstance(config.parallel.layers, list):
+    if config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
     if saved_layout is not None and keeps_saved_split(config, saved_layout):
         return "saved"

@@ -79,7 +79,7 @@ def resolve_run(
     saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
     calibration = calibration_for_platform(config.platform)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
-    layer_split_origin = split_source(config, layout, saved_layout, calibration)
+    layer_split_origin = split_source(config, saved_layout, calibration)
     if machine_memory is None:
         machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
 

@@ -19,7 +19,7 @@ from megatron_vl.platform import Platform
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
 from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, lay_out_chunks
+from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
 from megatron_vl.training.weight_copy import shard_destinations
 
 
@@ -92,76 +92,80 @@ def move_state_to_chunks(
     Raises:
         MemoryError: the host has too little memory that can be pinned.
     """
-    sub_optimizers: list[Any] = []
-    parameters_by_optimizer: list[list[ChunkedParameter]] = []
-    all_parameters: list[ChunkedParameter] = []
-    for sub_optimizer in optimizer.chained_optimizers:
-        if not getattr(sub_optimizer, "is_stub_optimizer", False):
-            sub_optimizers.append(sub_optimizer)
-            parameters_by_optimizer.append(list(list_chunked_parameters(sub_optimizer)))
-            all_parameters += parameters_by_optimizer[-1]
-
-    # Parameters that are not offloaded stay in the optimizer if their moments are fp32.
-    chosen_indices = choose_offloaded(
-        [parameter.main_param.numel() for parameter in all_parameters], offload_fraction
-    )
-    offloaded_ids = {id(all_parameters[index]) for index in chosen_indices}
-    unchunked_parameters = all_parameters if moments_dtype == torch.float32 else []
-    for parameter in unchunked_parameters:
-        if id(parameter) not in offloaded_ids:
-            fill_master_weight(parameter)
-    if not chosen_indices and (unchunked_parameters or not all_parameters):
+    parameter_plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
+    if not any(plan.all_parameters for plan in parameter_plans):
         return None
 
-    # The chunks of each optimizer of the chain are laid out before any memory is allocated.
-    chunk_plans = []
-    for sub_optimizer, optimizer_parameters in zip(sub_optimizers, parameters_by_optimizer, strict=True):
-        host_parameters = [parameter for parameter in optimizer_parameters if id(parameter) in offloaded_ids]
-        device_parameters = (
-            [p for p in optimizer_parameters if id(p) not in offloaded_ids and p.main_param.numel()]
-            if not unchunked_parameters
-            else []
-        )
-        chunk_plans.append(
-            (
-                sub_optimizer,
-                host_parameters,
-                device_parameters,
-                lay_out_chunks(host_parameters, chunk_bytes, moments_dtype),
-            )
-        )
-
     # A master weight is the model's bf16 weight and 16 bits in the chunk, so its own storage is freed first.
-    for _, host_parameters, device_parameters, _ in chunk_plans:
-        for parameter in (*host_parameters, *device_parameters):
+    for plan in parameter_plans:
+        for parameter in plan.all_parameters:
             if parameter.model_weight is not None:
                 parameter.main_param.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
-    all_host_chunks = [chunk for _, _, _, host_chunks in chunk_plans for chunk in host_chunks]
-    allocate_host_chunks(all_host_chunks, is_pinned=platform.name == "cuda")
-    chunk_streamer = ChunkStreamer(all_host_chunks, platform.device, platform.memory_usage)
-
     # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
-    chunked_parameters: dict[int, ChunkedParameter] = {}
-    first_chunk = 0
-    for sub_optimizer, host_parameters, device_parameters, host_chunks in chunk_plans:
-        chunk_numbers = range(first_chunk, first_chunk + len(host_chunks))
-        first_chunk += len(host_chunks)
-        device_chunks = lay_out_chunks(device_parameters, chunk_bytes, moments_dtype)
+    streamed_chunks: list[StateChunk] = []
+    numbers_by_plan: list[range] = []
+    for plan in parameter_plans:
+        first_number = len(streamed_chunks)
+        streamed_chunks += lay_out_chunks(plan.host_parameters, chunk_bytes, moments_dtype)
+        numbers_by_plan.append(range(first_number, len(streamed_chunks)))
+    allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
+    chunk_streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
+
+    parameters_by_id: dict[int, ChunkedParameter] = {}
+    for plan, chunk_numbers in zip(parameter_plans, numbers_by_plan, strict=True):
+        device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
         allocate_device_chunks(device_chunks, platform.device)
-
-        optimizer_parameters = [*host_parameters, *device_parameters]
-        sub_optimizer.optimizer.step = ChunkedStep(
-            sub_optimizer.optimizer, optimizer_parameters, device_chunks, chunk_streamer, chunk_numbers
+        adam_optimizer = plan.sub_optimizer.optimizer
+        adam_optimizer.step = ChunkedStep(
+            adam_optimizer, plan.all_parameters, device_chunks, chunk_streamer, chunk_numbers
         )
-        _skip_in_core_copy(sub_optimizer, optimizer_parameters)
-        for parameter in optimizer_parameters:
+        _skip_in_core_copy(plan.sub_optimizer, plan.all_parameters)
+        for parameter in plan.all_parameters:
             parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
-            chunked_parameters[id(parameter.main_param)] = parameter
+            parameters_by_id[id(parameter.main_param)] = parameter
 
-    optimizer.chunked_state = ChunkedOptimizerState(chunked_parameters, chunk_streamer)
+    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, chunk_streamer)
     return optimizer.chunked_state
+
+
+@dataclass(frozen=True)
+class _ParameterPlan:
+    """The parameters of one optimizer of the chain whose state moves to chunks."""
+
+    sub_optimizer: Any
+    host_parameters: list[ChunkedParameter] = field(default_factory=list)
+    device_parameters: list[ChunkedParameter] = field(default_factory=list)
+
+    @property
+    def all_parameters(self) -> list[ChunkedParameter]:
+        return [*self.host_parameters, *self.device_parameters]
+
+
+def _plan_parameters(
+    optimizer: ChainedOptimizer, offload_fraction: float, moments_dtype: torch.dtype
+) -> list[_ParameterPlan]:
+    """Chooses the parameters whose state moves to chunks, and fills the master weights of all others."""
+    parameter_plans: list[_ParameterPlan] = []
+    parameters_and_plans: list[tuple[ChunkedParameter, _ParameterPlan]] = []
+    for sub_optimizer in optimizer.chained_optimizers:
+        if getattr(sub_optimizer, "is_stub_optimizer", False):
+            continue
+        parameter_plans.append(_ParameterPlan(sub_optimizer))
+        for parameter in list_chunked_parameters(sub_optimizer):
+            parameters_and_plans.append((parameter, parameter_plans[-1]))
+
+    parameter_sizes = [parameter.main_param.numel() for parameter, _ in parameters_and_plans]
+    offloaded_indices = choose_offloaded(parameter_sizes, offload_fraction)
+    for index, (parameter, plan) in enumerate(parameters_and_plans):
+        if index in offloaded_indices:
+            plan.host_parameters.append(parameter)
+        elif moments_dtype == torch.float32:
+            fill_master_weight(parameter)
+        elif parameter_sizes[index]:
+            plan.device_parameters.append(parameter)
+    return parameter_plans
 
 
 class DeferredMasterWeights(TorchFunctionMode):
