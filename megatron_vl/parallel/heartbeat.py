@@ -292,14 +292,14 @@ class _ProgressClock:
 
         # All ranks take part in a step, so one report is enough. A rank that was stopped in its first step
         # has not reported that step yet.
-        known_progress = [sign.rank_progress for sign in heartbeats]
-        first_step_done = any(p.steps_done > 0 for p in known_progress)
-        waits_for_disk = any(p.syncing_file for p in known_progress) and any(
-            p.phase == progress.SAVING_CHECKPOINT for p in known_progress
-        )
-        return idle_s > (
-            self.timeout_s if first_step_done and not waits_for_disk else slow_start_timeout_s(self.timeout_s)
-        )
+        first_step_done = is_syncing = is_saving = False
+        for heartbeat in heartbeats:
+            rank_progress = heartbeat.rank_progress
+            first_step_done |= rank_progress.steps_done > 0
+            is_syncing |= bool(rank_progress.syncing_file)
+            is_saving |= rank_progress.phase == progress.SAVING_CHECKPOINT
+        is_slow_phase = not first_step_done or is_syncing and is_saving
+        return idle_s > (slow_start_timeout_s(self.timeout_s) if is_slow_phase else self.timeout_s)
 
 
 class _Rank0Listener:
@@ -525,7 +525,7 @@ def diagnose_dead_ranks(dead_ranks: list[int], heartbeats: dict[int, Heartbeat])
         f"{process_text} ended without a message: it was killed from outside (SIGKILL), or crashed in native"
         f" code{_other_ranks_text(dead_ranks)}"
     )
-    rank_processes = tuple(sign.rank_process for sign in known_heartbeats)
+    rank_processes = tuple(heartbeat.rank_process for heartbeat in known_heartbeats)
     position_text = progress.describe_progress(first_heartbeat.rank_progress) if first_heartbeat else ""
     return Diagnosis(dead_ranks[0], position_text, message, tuple(dead_ranks), rank_processes, has_died=True)
 

@@ -521,24 +521,19 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
 
 def explain_slowdown(best_prediction: RunPrediction, slower_prediction: RunPrediction) -> str:
     """A text with the two largest causes that make a layout slower than the best one."""
-    seconds_by_cause = {
-        name: theirs - ours
-        for (name, theirs), ours in zip(
-            _seconds_by_cause(slower_prediction).items(),
-            _seconds_by_cause(best_prediction).values(),
-            strict=True,
-        )
-    }
-    total = slower_prediction.step_seconds - best_prediction.step_seconds
-    relevant_causes = [
-        (seconds, name) for name, seconds in seconds_by_cause.items() if seconds > 0.1 * max(total, 1e-9)
-    ]
-    cause_texts = [
-        f"{name} {1e3 * seconds:+,.0f} ms" for seconds, name in sorted(relevant_causes, reverse=True)[:2]
-    ]
-    return f"{100 * total / best_prediction.step_seconds:+.1f} %" + (
-        f": {', '.join(cause_texts)}" if cause_texts else ""
-    )
+    total_seconds = slower_prediction.step_seconds - best_prediction.step_seconds
+    best_seconds = _seconds_by_cause(best_prediction)
+    relevant_causes = []
+    for cause, slower_seconds in _seconds_by_cause(slower_prediction).items():
+        extra_seconds = slower_seconds - best_seconds[cause]
+        if extra_seconds > 0.1 * max(total_seconds, 1e-9):
+            relevant_causes.append((extra_seconds, cause))
+
+    cause_texts = []
+    for extra_seconds, cause in sorted(relevant_causes, reverse=True)[:2]:
+        cause_texts.append(f"{cause} {1e3 * extra_seconds:+,.0f} ms")
+    slowdown_text = f"{100 * total_seconds / best_prediction.step_seconds:+.1f} %"
+    return f"{slowdown_text}: {', '.join(cause_texts)}" if cause_texts else slowdown_text
 
 
 def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
@@ -555,7 +550,8 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
         prediction.calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0
     )
 
-    def computing(run_config: TrainConfig, calibration: Calibration) -> float:
+    def compute_seconds_with(run_config: TrainConfig, calibration: Calibration) -> float:
+        """Seconds of the mean stage's passes in a step."""
         layout = prediction.layout
         step_costs = StepCosts(
             run_config,
@@ -567,12 +563,12 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
             prediction.network,
         )
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        row = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
-        return prediction.micro_batches * row / layout.pp
+        row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
+        return prediction.micro_batches * row_seconds / layout.pp
 
-    all_seconds = computing(config, prediction.calibration)
-    seconds_without_recompute = computing(bare_config, prediction.calibration)
-    compute_seconds = computing(bare_config, instant_network)
+    all_seconds = compute_seconds_with(config, prediction.calibration)
+    seconds_without_recompute = compute_seconds_with(bare_config, prediction.calibration)
+    compute_seconds = compute_seconds_with(bare_config, instant_network)
     stage_end_seconds = max(
         stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans
     )

@@ -147,11 +147,9 @@ def simulate_pipeline(
             has_advanced = True
 
         if has_advanced:
-            ready_stages += [
-                near % pipeline_parallel_size
-                for near in (pipeline_stage - 1, pipeline_stage + 1)
-                if near % pipeline_parallel_size != pipeline_stage
-            ]
+            for neighbour in (pipeline_stage - 1, pipeline_stage + 1):
+                if neighbour % pipeline_parallel_size != pipeline_stage:
+                    ready_stages.append(neighbour % pipeline_parallel_size)
 
     return PipelineTimeline(tuple(pass_spans), pipeline_parallel_size)
 

@@ -40,7 +40,7 @@ class EvaluationAnswer:
     key: str
     """Key of the sample in the data set."""
     prompt: str
-    wanted: str
+    reference: str
     """The answer in the data set."""
     answer: str = ""
 

@@ -565,12 +565,11 @@ class OptimizerStateReader:
         return shard_rows.reshape(-1)[start - first_row * num_columns : end - first_row * num_columns].clone()
 
     def adam_step_count(self, state_name: str) -> int:
-        """Adam's step count of a parameter."""
-        ranks = range(max(self.saved_sharding.tp, self.saved_sharding.etp))
-        saved_slices = [piece for rank in ranks for piece in self._saved_slices.get((state_name, rank), [])]
-        if not saved_slices:
-            return 0
-        return saved_slices[0].step_count
+        """Adam's step count of a parameter; 0 if the checkpoint has no state for it."""
+        for shard_index in range(max(self.saved_sharding.tp, self.saved_sharding.etp)):
+            for saved_slice in self._saved_slices.get((state_name, shard_index), []):
+                return saved_slice.step_count
+        return 0
 
     def rng_states(self, file_name: str) -> dict[str, Tensor]:
         """The states of the random number generators in a rank's file; empty if there is no such file."""

@@ -143,7 +143,7 @@ class ChunkedStep:
             return
 
         parameter_slices = [
-            make_parameter_slice(piece, step_coefficients) for piece in state_chunk.chunk_slices
+            make_parameter_slice(chunk_slice, step_coefficients) for chunk_slice in state_chunk.chunk_slices
         ]
         launch_tables = self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables())
         adam_step(
