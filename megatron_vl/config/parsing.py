@@ -104,7 +104,7 @@ def _bracket_layer_lists(argv: Sequence[str]) -> list[str]:
 def _config_files(argv: list[str]) -> list[str]:
     """The files given as ``--config``. jsonargparse also takes YAML text in place of a file name."""
     config_paths = []
-    for word, next_word in zip(argv, [*argv[1:], ""], strict=True):
+    for word, next_word in zip(argv, [*argv[1:], ""], strict=False):
         config_path = next_word if word == "--config" else word.removeprefix("--config=")
         is_option = word == "--config" or word.startswith("--config=")
         if is_option and "\n" not in config_path and len(config_path) < 4096 and Path(config_path).is_file():
