@@ -1,9 +1,9 @@
 """Files that survive a power failure.
 
-Two rules: a file's bytes are on the disk before it gets its name, and a name is on the disk before anything
-refers to it. On POSIX this takes ``fsync`` of the file, a rename, and ``fsync`` of the folder that holds the
-new name. Each of these functions returns when all of this is done. At any moment, a file has either its old
-content or its new content.
+There are two rules. A file's bytes are on the disk before the file gets its name, and a name is on the disk
+before anything refers to it. On POSIX, this takes ``fsync`` of the file, a rename, and ``fsync`` of the
+folder with the new name. Each function of this module returns when all of this is done. At any moment, a file
+has either its old content or its new content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_vl import progress
 PARTIAL_SUFFIX = ".partial"
 """The end of a file's name until the file is complete."""
 FLUSH_PIECE_BYTES = 256 << 20
-"""Bytes that are flushed between two signs of progress."""
+"""Bytes that are flushed between two reports of progress."""
 _SYNC_FILE_RANGE_FLAGS = 1 | 2 | 4
 """Linux's flags of sync_file_range: wait for earlier writes of the range, write it, and wait for that."""
 
@@ -41,13 +41,12 @@ def fsync_file(file_descriptor: int, file_path: Path) -> None:
     """
     with progress.waiting_for_disk(file_path):
         _flush_in_pieces(file_descriptor, file_path)
-        os.fsync(
-            file_descriptor
-        )  # of what is flushed already, the size and the place on the disk are missing
+        # The pieces are on the disk, but not yet the file's size and the addresses of its blocks.
+        os.fsync(file_descriptor)
 
 
 def _flush_in_pieces(file_descriptor: int, file_path: Path) -> None:
-    """Writes the content of a file to the disk piece by piece, where the system can do that."""
+    """Writes the content of a file to the disk piece by piece, if the system can do that."""
     sync_file_range = getattr(ctypes.CDLL(None, use_errno=True), "sync_file_range", None)
     file_status = os.fstat(file_descriptor)
     if (
@@ -93,7 +92,7 @@ def publish_file(partial_path: Path, final_path: Path) -> None:
 
 
 def write_file(final_path: Path, file_content: bytes) -> None:
-    """Writes a file as ``NAME.partial``, then gives it its final name."""
+    """Writes a file as ``NAME.partial``, then gives it its final name ``NAME``."""
     partial_path = final_path.with_name(final_path.name + PARTIAL_SUFFIX)
 
     with partial_path.open("wb") as file:

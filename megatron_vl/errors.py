@@ -29,18 +29,17 @@ class UsageError(UserError):
 
 
 _TORCH_ERROR_NAMES = {"OutOfMemoryError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-"""Errors of torch that are about the machine.
-They are compared by name, because importing torch takes seconds."""
+"""Errors of torch about the machine. Only names are compared, because importing torch takes seconds."""
 _LOST_RANK_ERROR_NAMES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_RANK_PATTERN = re.compile(r"gloo/transport|Connection (closed|reset) by peer|NCCL")
-"""What a collective reports on the remaining ranks when another rank has ended."""
+"""Errors of a collective on the remaining ranks when another rank has ended."""
 
 
 def is_user_fixable(error: BaseException) -> bool:
     """Whether a user can fix the error.
 
-    Fixable errors are our own refusals, errors of files and disks,
-    lack of memory, and a lost rank or network.
+    Fixable errors are refusals by this project, errors of files and disks, lack of memory, and a lost rank or
+    network.
     """
     if isinstance(error, UserError | OSError | MemoryError):
         return True
@@ -50,8 +49,10 @@ def is_user_fixable(error: BaseException) -> bool:
 
 
 def traceback_helps(error: BaseException) -> bool:
-    """Whether the traceback of a fixable error says more than its message. This holds for errors of the system.
-    Messages of this project are complete without it."""
+    """Whether the traceback of a fixable error says more than its message.
+
+    That is so for errors of the system. Messages of this project are complete without a traceback.
+    """
     is_own_message = isinstance(error, UserError) or isinstance(error, OSError) and error.errno is None
     return is_user_fixable(error) and not is_own_message
 
@@ -62,8 +63,7 @@ def follows_lost_rank(error: BaseException) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """The text to show for an error:
-    its message, or for a bug its traceback and a line that says what to do."""
+    """The text to show for an error: its message, and for a bug its traceback and how to report it."""
     message = str(error) or type(error).__name__
     if is_user_fixable(error) and not os.environ.get(TRACEBACK_VARIABLE):
         return message

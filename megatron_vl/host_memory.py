@@ -13,10 +13,10 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def count_oom_kills() -> tuple[int, str] | None:
-    """How many processes the kernel has killed for lack of memory so far, and among which it counts.
+    """(number of processes that the kernel has killed for lack of memory, scope of this counter in words).
 
-    The job's own control group is looked at first (version 2, then 1), then the whole host. None: the kernel
-    shows no counter here.
+    The counter is that of the job's control group (version 2 or else 1), or else that of the whole host. None
+    if the kernel shows no counter here.
     """
     cgroup_v1_file = "memory/memory.oom_control"
     for path in (
@@ -48,8 +48,8 @@ def explain_kill(was_local: bool = True) -> str:
     if kills_so_far[0] > kills_at_start[0]:
         new_kills = kills_so_far[0] - kills_at_start[0]
         return (
-            f"Since the start, the kernel has killed {new_kills} processes for lack of memory {kills_so_far[1]}"
-            f" ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
+            f"Since the start, the kernel has killed {new_kills} processes for lack of memory"
+            f" {kills_so_far[1]} ({memory_limits_text()}): {LOWER_HOST_MEMORY_ADVICE}"
         )
     return "The kernel has killed no process for lack of memory here, so look for who ended it"
 
@@ -74,7 +74,7 @@ def available_gib_per_rank() -> float:
 
 
 def memory_limits_text() -> str:
-    """How much memory this process uses and may use, as part of a sentence."""
+    """The memory that this process uses and may use, as part of a sentence."""
     process_memory = psutil.Process().memory_info()
     limit_texts = [f"this process holds {process_memory.rss / GIB:.1f} GiB"]
 
@@ -127,4 +127,4 @@ def _read_number(file_path: Path) -> int | None:
 
 
 _OOM_KILLS_AT_START = count_oom_kills()
-"""What :func:`count_oom_kills` said when this process, or the launcher that it is a fork of, began."""
+"""The result of :func:`count_oom_kills` when this process began, or the launcher that it is a fork of."""

@@ -1,4 +1,4 @@
-"""A file of JSON lines that work appends to while it goes on, so that it can continue after a kill."""
+"""A file of JSON lines to which long work appends its results, so that it can continue after a kill."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from typing import Any
 
 
 def read_journal_lines(journal_path: Path, parse_entry: Callable[[Any], Any]) -> Iterator[tuple[Any, int]]:
-    """Yields what ``parse_entry`` makes of each line's value, and the offset at which the line ends.
+    """Yields (result of ``parse_entry`` for a line's value, offset in bytes at which the line ends).
 
-    It stops before the first line that a kill or a power cut left incomplete or damaged. ``parse_entry`` says so by
-    a ValueError, TypeError or KeyError.
+    It stops before the first line that a kill or a power cut left incomplete or damaged.
+
+    Args:
+        parse_entry: raises ValueError, TypeError or KeyError for a damaged value.
     """
     line_end = 0
     with journal_path.open("rb") as journal_file:
@@ -32,13 +34,13 @@ def read_journal_lines(journal_path: Path, parse_entry: Callable[[Any], Any]) ->
 
 
 class JsonLinesJournal:
-    """Appends lines to a file, after those that were read from it.
+    """Appends lines to a file, after its complete lines.
 
-    What follows the first incomplete or damaged line is dropped: that work is done again.
+    The first incomplete or damaged line and all lines after it are dropped. Their work is done again.
 
     Args:
         parse_entry: turns the value of a line into an entry (see :func:`read_journal_lines`).
-        is_exclusive: keep other processes out by a lock, which ends with this process.
+        is_exclusive: whether to keep other processes out by a lock, which ends with this process.
 
     Raises:
         FileExistsError: another process has the lock, or has removed the file.
@@ -96,7 +98,12 @@ class JsonLinesJournal:
             self._journal_file.flush()
 
     def close(self, *, remove_file: bool = False, sync_to_disk: bool = False) -> None:
-        """Ends the writing: removes the file, or flushes it to the disk first."""
+        """Closes the file.
+
+        Args:
+            remove_file: whether to delete it.
+            sync_to_disk: whether to flush it to the disk first.
+        """
         if sync_to_disk:
             os.fsync(self._journal_file.fileno())
         if remove_file:

@@ -37,8 +37,9 @@ def check_format_version(
     remedy_text: str,
     error_type: type[UserError],
 ) -> None:
-    """Raises ``error_type`` unless ``format_version`` is the one version of its format that this program reads."""
+    """Raises ``error_type`` unless ``format_version`` is the version that this program reads."""
     if format_version != readable_version:
         raise error_type(
-            f"{checked_file} has version {format_version!r} of its format, and this program reads {readable_version}; {remedy_text}"
+            f"{checked_file} has version {format_version!r} of its format, and this program reads"
+            f" {readable_version}; {remedy_text}"
         )

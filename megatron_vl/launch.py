@@ -1,9 +1,9 @@
-"""Starts the ranks of a training run on this node, with torchrun's options. Four things differ from it.
+"""Starts the ranks of a training run on this node, with torchrun's options. It differs in four ways.
 
     python -m megatron_vl.launch --standalone --nproc-per-node 8 -m megatron_vl.train --config RUN.yaml
 
-* When a rank stops with a message, only that message is shown.
-  torchrun would print a traceback of its own after it.
+* When a rank stops with a message, only that message is shown. torchrun would print a traceback of its own
+  after it.
 * SIGTERM, SIGUSR1, SIGHUP (a closed terminal) and Ctrl-C ask the ranks to save and end, and the exit code is
   then 0. Before the first step they end without saving, with 128 + the signal's number. A second Ctrl-C ends
   them at once. torchrun would kill the ranks after 30 seconds.
@@ -46,7 +46,7 @@ from megatron_vl.signals import (
 
 RANK_PROGRAM = "megatron_vl.train"
 STOPPED_GRACE_S = 30.0
-"""Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped one."""
+"""Seconds after ``failures.timeout_s`` in which the other ranks of the node may kill a stopped rank."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,8 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
         threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
 
-    # torchrun logs each failure and each signal that it sends,
-    # but the ranks have already said what was wrong.
+    # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
     for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
@@ -102,10 +101,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
-    """The exit code of a run whose rank has failed. Says why if the rank could not.
+    """The exit code of a run one of whose ranks has failed. It prints the reason if the rank could not.
 
     Args:
-        is_only_rank: whether this node has no other ranks, which would say more.
+        is_only_rank: whether this node has no other ranks, which would print more.
     """
     if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if exit_code < 0:  # the rank did not handle the signal yet
@@ -135,8 +134,10 @@ def _parse_run_config(program_name: str, command_words: list[str]) -> TrainConfi
 
 
 def import_training_stack(module_name: str) -> None:
-    """Imports what ranks on CPU need. No platform is chosen and no process group exists in this process, so a
-    fork of it is as fresh as a new program."""
+    """Imports the modules that ranks on CPU need.
+
+    This process chooses no platform and has no process group, so a fork of it is as fresh as a new program.
+    """
     # Core's imports would initialise a GPU, which forks cannot share. The ranks use none.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformers.models.auto.tokenization_auto  # noqa: F401
@@ -149,7 +150,7 @@ def import_training_stack(module_name: str) -> None:
 
 
 def run_forked_ranks(torchrun_args: argparse.Namespace) -> None:
-    """Does what torchrun's ``run`` does, for a module on a single node. The ranks are forks."""
+    """Runs a module on a single node as torchrun's ``run`` does, with ranks that are forks."""
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args
 
@@ -164,7 +165,7 @@ def run_forked_ranks(torchrun_args: argparse.Namespace) -> None:
 
 
 def _run_as_rank(module_name: str, command_words: list[str]) -> None:
-    """Runs ``python -m module words`` in a fork. Exits unless all went well."""
+    """Runs ``python -m module_name command_words`` in a fork. It returns only if the program succeeded."""
     import torch
 
     if module_name == RANK_PROGRAM:

@@ -1,4 +1,4 @@
-"""The child processes of a process, and what they need to find the tools."""
+"""The child processes of a process, and the paths that they need to find the tools."""
 
 from __future__ import annotations
 

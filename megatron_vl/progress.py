@@ -1,7 +1,7 @@
-"""What this rank is doing: the message of a run that hangs or fails is made of it.
+"""Records what this rank is doing, for the message of a run that hangs or fails.
 
-Recording it costs one assignment. A thread regularly sends it to rank 0 (see
-:mod:`megatron_vl.parallel.heartbeat`), and a rank that fails names it in its message.
+Recording costs one assignment. A thread regularly sends the record to rank 0 (see
+:mod:`megatron_vl.parallel.heartbeat`), and a rank that fails has it in its message.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ PHASES = (
     RUNNING_EVALUATION,
     ENDING_RUN,
 )
-"""In the order in which a step passes through them. Of ranks that wait for each other, the one that is first
-in this order is the one that the others wait for."""
+"""The phases in the order of a step. If ranks wait for each other, they wait for the rank whose phase is the
+first in this order."""
 
 WRITING_CHECKPOINT = "writing its part of a checkpoint"
-"""What a rank does in the background that others may wait for."""
+"""A background task of a rank for which others may wait."""
 
 
 @dataclass
@@ -42,16 +42,16 @@ class RankProgress:
     """What one rank is doing."""
 
     grid_position: str = ""
-    """Its place in the layout, as in ``tp 1, pp 0, dp 1``; empty until it is known."""
+    """The rank's coordinates in the layout, as in ``tp 1, pp 0, dp 1``; empty until they are known."""
     step: int = 0
-    """The step under way, counted from 1; 0 before the first."""
+    """The current step, counted from 1; 0 before the first."""
     phase: str = SETTING_UP
     background_task: str = ""
-    """What a thread does while training goes on; empty: nothing."""
+    """The task of a background thread; empty if there is none."""
     syncing_file: str = ""
-    """The file whose content the disk has not confirmed yet; empty: none."""
+    """The file whose content the disk has not confirmed yet; empty if there is none."""
     steps_done: int = 0
-    """Whole steps since this start."""
+    """Number of steps done since this start."""
     progress_count: int = 0
     """Grows with each unit of work: a row, a micro-batch, a part of a file."""
 
@@ -73,7 +73,7 @@ def note_progress() -> None:
 
 
 def note_rows_read() -> None:
-    """This rank's rows are there; it now waits for those of others. During an evaluation, the phase stays."""
+    """This rank has read its rows, and now waits for the other ranks. An evaluation keeps its own phase."""
     if current_progress.phase == LOADING_ROWS:
         enter_phase(SHARING_ROWS)
 
@@ -84,7 +84,7 @@ def note_step_done() -> None:
 
 
 def set_background_task(task_name: str) -> None:
-    """Sets what a background thread is doing; empty: nothing."""
+    """Sets the task of a background thread; an empty name means that it has ended."""
     current_progress.background_task = task_name
     current_progress.progress_count += 1
 
@@ -101,7 +101,7 @@ def waiting_for_disk(file_path: Path) -> Iterator[None]:
 
 
 def describe_progress(reported_progress: RankProgress | None = None) -> str:
-    """As in ``tp 1, pp 0, dp 1; step 17, loading rows``; empty before the layout is known."""
+    """A text such as ``tp 1, pp 0, dp 1; step 17, loading rows``; empty before the layout is known."""
     shown_progress = reported_progress or current_progress
     if not shown_progress.grid_position:
         return ""

@@ -1,15 +1,15 @@
 """The signals that ask a run to save its state and end.
 
 A cluster sends SIGTERM or SIGUSR1 before it takes the nodes back, Ctrl-C sends SIGINT, and a terminal that is
-closed sends SIGHUP. Each sets a flag.
-The loop reduces it over all ranks with the loss of the step, so that they save and end together, whichever of
-them were signalled. Before the first step they agree on it too, and end without saving. A second SIGTERM or
-SIGINT ends the process at once.
+closed sends SIGHUP. Each sets a flag. The loop reduces it over all ranks with the loss of the step, so that
+all ranks save and end together, whichever of them were signalled. Before the first step they agree on it too,
+and end without saving. A second SIGTERM or SIGINT ends the process at once.
 
 torchrun forwards SIGTERM and kills the remaining ranks after 30 seconds. It also sends SIGTERM to the
-remaining ranks when one has died. These would wait for the dead rank without end, which :func:`_peer_is_gone`
-prevents: they end with its message (see :mod:`megatron_vl.parallel.failures`), or without one after
-``_MESSAGE_TIMEOUT_S``. ``python -m megatron_vl.launch`` has neither problem, because it forwards SIGUSR1 instead.
+remaining ranks when one has died. They would wait for the dead rank without end, so :func:`_peer_is_gone`
+detects this. They then end with the message of the dead rank (see :mod:`megatron_vl.parallel.failures`), or
+without one after ``_MESSAGE_TIMEOUT_S``. ``python -m megatron_vl.launch`` has neither problem, because it
+forwards SIGUSR1 instead.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from typing import Any
 from megatron_vl.processes import end_with_parent, list_children
 
 _MESSAGE_TIMEOUT_S = 10.0
-"""Seconds that a rank whose peer is gone has to say why."""
+"""Seconds after which a rank whose peer is gone ends, with or without a message."""
 
 SignalHandler = Callable[[int, FrameType | None], object] | signal.Handlers
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 _received_stop_signals: list[str] = []
-"""Names of the signals that have come, the latest last."""
+"""Names of the received signals, the latest last."""
 
 
 def handle_stop_signals() -> None:
@@ -44,8 +44,10 @@ def handle_stop_signals() -> None:
 
 
 def set_signal_handler(signal_numbers: Iterable[signal.Signals], signal_handler: SignalHandler) -> None:
-    """Sets a handler for signals, except for an ignored SIGINT, as in the background of a script, and an
-    ignored SIGHUP, as under nohup."""
+    """Sets a handler for signals. SIGINT and SIGHUP stay ignored if they are.
+
+    SIGINT is ignored in the background of a script, and SIGHUP under nohup.
+    """
     for number in signal_numbers:
         may_be_ignored = number in (signal.SIGINT, signal.SIGHUP)
         if not may_be_ignored or signal.getsignal(number) != signal.SIG_IGN:
@@ -79,7 +81,7 @@ _CTRL_C_HINT = (
 
 
 def _is_only_rank() -> bool:
-    """Whether this process is the only rank of its node and no launcher started it, which would say more."""
+    """Whether this process is the only rank of its node, and no launcher started it that prints a message."""
     return os.environ.get("LOCAL_WORLD_SIZE") == "1" and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
@@ -98,11 +100,14 @@ def _peer_is_gone() -> bool:
 
 
 def shield_loader_worker(grace_s: int = 30) -> None:
-    """Delays the end of a loader's worker process after SIGTERM, which torchrun sends to the workers too, and
-    after the SIGINT or SIGHUP of a terminal if the rank takes it as a request to stop.
+    """Keeps a loader's worker process alive for a while after a signal that asks its rank to stop.
 
-    The rank needs its workers until it has saved the loader's state. When the rank has died, they end with
-    it; a stopped one would stay otherwise. Call it in a fork, which has the handlers of its rank.
+    torchrun sends SIGTERM to the workers too, and a terminal sends SIGINT and SIGHUP. The rank needs its
+    workers until it has saved the loader's state. When the rank has died, they end with it; otherwise a
+    stopped one would stay. Call it in a fork, which has the handlers of its rank.
+
+    Args:
+        grace_s: seconds from SIGTERM to the end of the worker.
     """
     end_with_parent()
     signal.signal(signal.SIGTERM, lambda number, frame: signal.alarm(grace_s) and None)
@@ -128,12 +133,14 @@ class _PipeSafeOutput(io.FileIO):
 
 
 def survive_closed_outputs() -> None:
-    """From now on this process and its forks go on if a terminal is closed, or if a program that reads their
-    output through a pipe ends, as in ``train ... | head``."""
+    """Lets this process and its forks continue if nobody can read their output any more.
+
+    That is so after a terminal is closed, or when the reader of a pipe ends, as in ``train ... | head``.
+    """
     for name, number in (("stdout", 1), ("stderr", 2)):
         old_stream = getattr(sys, name)
         if not isinstance(old_stream, io.TextIOWrapper) or old_stream.fileno() != number:
-            continue  # a test's
+            continue  # a test has replaced the stream
         old_stream.flush()
         file = io.BufferedWriter(_PipeSafeOutput(number, "wb", closefd=False))
         # Without a buffer (`python -u`), a stream is not line-buffered but written through.

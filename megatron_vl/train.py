@@ -24,10 +24,12 @@ from megatron_vl.training.preflight import check_inputs
 
 def main(argv: list[str] | None = None) -> int:
     """Parses the options, then trains.
-    Returns the exit code: 0 when done, 1 when stopped with a message.
 
     If one of several ranks fails, all of them end with its message (see
     :mod:`megatron_vl.parallel.failures`).
+
+    Returns:
+        The exit code: 0 if the run is done, 1 if it stopped with a message.
     """
     survive_closed_outputs()
     handle_stop_signals()
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         return _report_failure(error)
     finally:
-        # If torch was not imported there is no process group, and importing it takes seconds.
+        # If torch was not imported, there is no process group, and importing it would take seconds.
         if "torch" in sys.modules:
             from megatron_vl.parallel.process_groups import destroy_groups
 
@@ -53,7 +55,7 @@ def train(config: TrainConfig) -> None:
         UserError: the run is impossible or cannot continue. The message says why.
         SystemExit: a signal asked a rank to stop before the first step.
     """
-    # What needs no torch is refused before any process group starts.
+    # Mistakes that can be found without torch are reported before any process group starts.
     check_core_version()
     validate_config(config, launched_world_size())
     check_inputs(config)

@@ -1,8 +1,7 @@
 """The style of product code: names that say what they hold, comments where a reader would ask why.
 
 A file keeps within the limits below. ``tests/style.json`` lists the files that were beyond a limit when the
-test
-was written, with their values: these may only get better. ``python -m tests.test_style`` writes the list
+test was written, with their values: these may only get better. ``python -m tests.test_style`` writes the list
 anew.
 """
 
@@ -33,14 +32,13 @@ MAX_NODES_PER_LINE = 9.2
 MAX_COMPREHENSIONS = 3.0
 """Per 100 lines of code."""
 SLACK = 0.02
-"""A listed file may be worse than its listed value by this share, so that one renamed variable does not
-fail."""
+"""A listed file may be worse than its listed value by this share. So one renamed variable does not fail."""
 MIN_NAMES = 25
 """Files with fewer names say too little about style."""
 
-MIN_COMMENTS = 0.0
+MIN_COMMENTS = 5.0
 """Comments per 100 lines of the central functions."""
-CENTRAL_FUNCTIONS: tuple[str, ...] = ("megatron_vl.training.step:train_step",)
+CENTRAL_FUNCTIONS: tuple[str, ...] = ()
 """The functions that a newcomer reads first, as ``module:qualified name``."""
 
 

@@ -1,4 +1,4 @@
-"""What a run is set by: its fields, how they are read, and what is refused."""
+"""The config of a run: its fields, how they are read, and which values are refused."""
 
 # ruff: noqa: F401  # other packages import these names from here
 

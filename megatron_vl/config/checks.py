@@ -12,10 +12,10 @@ from megatron_vl.plurals import pluralize
 
 
 def validate_config(config: TrainConfig, world_size: int) -> int:
-    """Checks what needs no model and no files. Returns the data-parallel size.
+    """Checks everything that needs no model and no files. Returns the data-parallel size.
 
     Raises:
-        RunConfigError: names the field and what would be valid.
+        RunConfigError: a value is impossible. The message names the field and valid values.
     """
     _check_field_ranges(config)
     data_parallel_size = _check_parallel_sizes(config, world_size)
@@ -28,7 +28,7 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
 
 
 def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
-    """The sizes of process groups, and the options that need them. Returns the data-parallel size."""
+    """Checks the sizes of process groups and the options that need them. Returns the data-parallel size."""
     parallel = config.parallel
     ranks_per_replica = parallel.replica_ranks
     sizes = (
@@ -54,8 +54,8 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
             else f"tp {parallel.tp} x dp {data_parallel_size}"
         )
         raise RunConfigError(
-            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {parallel.ep * parallel.etp} ranks do not divide the"
-            f" {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage});"
+            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {parallel.ep * parallel.etp} ranks do not"
+            f" divide the {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage});"
             f" lower parallel.ep or etp, or start a multiple of {fitting_multiple} processes"
         )
     global_batch_size = config.global_batch_size
@@ -69,8 +69,9 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
             if batch_size > 0
         )
         raise RunConfigError(
-            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size {data_parallel_size}"
-            f" ({pluralize(world_size, 'rank')} / ({sizes})); take {' or '.join(map(str, nearest_batch_sizes))}"
+            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size"
+            f" {data_parallel_size} ({pluralize(world_size, 'rank')} / ({sizes})); take"
+            f" {' or '.join(map(str, nearest_batch_sizes))}"
         )
 
     if parallel.sequence_parallel and parallel.tp == 1:
@@ -90,17 +91,18 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
 
 
 def _check_context_parallel(config: TrainConfig) -> None:
-    """What a row needs to be shared by context-parallel ranks."""
-    p, seq_len = config.parallel, config.data.seq_len
-    shards = p.cp * (p.tp if p.sequence_parallel else 1)
-    if seq_len % shards:
-        multiple = f"parallel.cp {p.cp}" + (
-            f" x tp {p.tp} with sequence_parallel" if p.sequence_parallel else ""
-        )
-        near = [n for n in (seq_len // shards * shards, (seq_len // shards + 1) * shards) if n]
+    """Checks that rows can be shared by context-parallel ranks."""
+    parallel, seq_len = config.parallel, config.data.seq_len
+    shard_count = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    if seq_len % shard_count:
+        sizes = f"parallel.cp {parallel.cp}"
+        if parallel.sequence_parallel:
+            sizes += f" x tp {parallel.tp} with sequence_parallel"
+        shorter_length = seq_len // shard_count * shard_count
+        near_lengths = [length for length in (shorter_length, shorter_length + shard_count) if length]
         raise RunConfigError(
-            f"data.seq_len {seq_len} must be a multiple of {shards} ({multiple});"
-            f" take {' or '.join(map(str, near))}"
+            f"data.seq_len {seq_len} must be a multiple of {shard_count} ({sizes});"
+            f" take {' or '.join(map(str, near_lengths))}"
         )
     if config.eval.interval and config.eval.samples:
         raise RunConfigError(
@@ -110,23 +112,23 @@ def _check_context_parallel(config: TrainConfig) -> None:
 
 
 def _check_pipeline_chunks(config: TrainConfig, data_parallel_size: int) -> None:
-    """The stages and virtual chunks of the pipeline."""
+    """Checks the stages and virtual chunks of the pipeline."""
     parallel = config.parallel
     micro_batches = config.global_batch_size // data_parallel_size
     if parallel.vpp > 1 and (parallel.pp < 2 or micro_batches % parallel.pp):
         raise RunConfigError(
-            f"parallel.vpp {parallel.vpp} needs pp of at least 2 and a multiple of pp ({parallel.pp}) rows on each"
-            f" data-parallel rank, not {micro_batches}"
+            f"parallel.vpp {parallel.vpp} needs pp of at least 2 and a multiple of pp ({parallel.pp}) rows on"
+            f" each data-parallel rank, not {micro_batches}"
         )
     if isinstance(parallel.layers, list) and len(parallel.layers) != parallel.pp * parallel.vpp:
         raise RunConfigError(
-            f"parallel.layers {parallel.layers} has {len(parallel.layers)} entries; pp {parallel.pp} x vpp {parallel.vpp} needs"
-            f" {parallel.pp * parallel.vpp}"
+            f"parallel.layers {parallel.layers} has {len(parallel.layers)} entries; pp {parallel.pp} x vpp"
+            f" {parallel.vpp} needs {parallel.pp * parallel.vpp}"
         )
 
 
 def _check_step_counts(config: TrainConfig) -> None:
-    """The length of the run and of its warm-up."""
+    """Checks the length of the run and of its warm-up."""
     if config.optimizer.warmup_steps >= config.steps and config.optimizer.warmup_steps:
         raise RunConfigError(
             f"optimizer.warmup_steps {config.optimizer.warmup_steps} must be below steps {config.steps}"
@@ -138,21 +140,23 @@ def _check_step_counts(config: TrainConfig) -> None:
 
 
 def _check_checkpoint(config: TrainConfig) -> None:
-    """Where the run goes back to, and what it exports."""
+    """Checks the checkpoint that the run goes back to, and its exports."""
     checkpoint = config.checkpoint
     if checkpoint.step is not None and not (checkpoint.dir and checkpoint.resume):
         raise RunConfigError(
-            f"checkpoint.step {checkpoint.step} needs checkpoint.dir, where that step was saved, and checkpoint.resume"
+            f"checkpoint.step {checkpoint.step} needs checkpoint.dir, where that step was saved, and"
+            " checkpoint.resume"
         )
     if checkpoint.branch and checkpoint.step is None:
         raise RunConfigError(
-            f"checkpoint.branch {checkpoint.branch} needs checkpoint.step, the step of that branch to go back to"
+            f"checkpoint.branch {checkpoint.branch} needs checkpoint.step, the step of that branch to go back"
+            " to"
         )
     _check_export(config)
 
 
 def _check_model_parts(config: TrainConfig) -> None:
-    """The vision tower, its pictures, what is recomputed, and which parts are trained."""
+    """Checks the vision tower, its pictures, recompute, and the parts that are trained."""
     if config.vision.placement == "decoupled" and config.fp8.vision and config.fp8.recipe != "none":
         raise RunConfigError(
             "fp8.vision needs vision.placement first_stage: with decoupled, ranks run the tower a different"
@@ -162,7 +166,8 @@ def _check_model_parts(config: TrainConfig) -> None:
     unknown_modules = set(config.recompute.language_modules) - set(RECOMPUTE_MODULES)
     if unknown_modules:
         raise RunConfigError(
-            f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid: {', '.join(RECOMPUTE_MODULES)}"
+            f"recompute.language_modules {sorted(unknown_modules)} are unknown; valid:"
+            f" {', '.join(RECOMPUTE_MODULES)}"
         )
 
     min_pixels, max_pixels = config.data.min_pixels, config.data.max_pixels
@@ -182,7 +187,8 @@ def _check_export(config: TrainConfig) -> None:
         return
     if not checkpoint.dir:
         raise RunConfigError(
-            f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved step"
+            f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved"
+            " step"
         )
 
     if checkpoint.export_hf == "last":
@@ -192,8 +198,8 @@ def _check_export(config: TrainConfig) -> None:
 
     if not checkpoint.interval or checkpoint.export_hf % checkpoint.interval:
         raise RunConfigError(
-            f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval {checkpoint.interval}, as"
-            " saved steps alone can be exported; or give last"
+            f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval"
+            f" {checkpoint.interval}, as saved steps alone can be exported; or give last"
         )
 
 
@@ -205,8 +211,8 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     profile_steps = profile.steps
     if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= config.steps:
         raise RunConfigError(
-            f"profile.steps {profile_steps} must be the first and the last step to trace, as in [5, 7], between 1 and"
-            f" steps {config.steps}"
+            f"profile.steps {profile_steps} must be the first and the last step to trace, as in [5, 7],"
+            f" between 1 and steps {config.steps}"
         )
     invalid_ranks = [rank for rank in profile.ranks if not 0 <= rank < world_size]
     if invalid_ranks or not profile.ranks:
@@ -218,24 +224,22 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_field_ranges(config_section: Any, name_prefix: str = "") -> None:
-    """The range of each field, where it is declared. Empty fields and words such as auto are not checked."""
-    for item in dataclasses.fields(config_section):
-        name, value, field_metadata = (
-            name_prefix + item.name,
-            getattr(config_section, item.name),
-            item.metadata,
-        )
+    """Checks that numbers are in the range that their field declares, if it does.
+
+    Empty fields and words such as ``auto`` are not checked.
+    """
+    for config_field in dataclasses.fields(config_section):
+        name, field_metadata = name_prefix + config_field.name, config_field.metadata
+        value = getattr(config_section, config_field.name)
         if dataclasses.is_dataclass(value):
             _check_field_ranges(value, f"{name}.")
         elif field_metadata and isinstance(value, int | float) and not is_in_range(value, field_metadata):
-            minimum, maximum, exclusive_minimum = (
-                field_metadata["minimum"],
-                field_metadata["maximum"],
-                field_metadata["exclusive_minimum"],
-            )
+            minimum, maximum = field_metadata["minimum"], field_metadata["maximum"]
+            exclusive_minimum = field_metadata["exclusive_minimum"]
             valid_range = (
                 f"between {minimum} and {maximum}" if maximum < math.inf else f"at least {minimum:g}"
             )
             raise RunConfigError(
-                f"{name} {value} must be {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
+                f"{name} {value} must be"
+                f" {f'above {exclusive_minimum:g}' if exclusive_minimum > minimum else valid_range}"
             )

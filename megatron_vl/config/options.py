@@ -1,4 +1,4 @@
-"""How a field of a run and an option of a command are declared, with the range of their values."""
+"""Declares the fields of a run and the options of commands, with the range of their values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def option(
         shown_default: the default as ``--help`` of a command shows it; empty: the value itself.
         positional: whether the value is a word without an option name.
         repeat: whether to make a list, with one item each time the option is given.
-        several: whether to make a list of all words after the option.
+        several: whether to make a list of all words that follow the option.
         must_exist: whether to refuse a path that does not exist.
     """
     option_metadata = {

@@ -22,7 +22,7 @@ PROGRAM_NAME = "python -m megatron_vl.train"
 LAYERS_OPTION = "--parallel.layers"
 BARE_LIST_PATTERN = re.compile(r"\d+(,\d+)*")
 PARSER_ERRORS = (ArgumentError, ValueError, TypeError, OSError)
-"""What jsonargparse raises for a line that it cannot read."""
+"""The errors of jsonargparse for a command line that it cannot read."""
 PLAIN_YAML_TAGS = {
     f"tag:yaml.org,2002:{kind}"
     for kind in ("null", "bool", "int", "float", "str", "seq", "map", "merge", "timestamp")
@@ -53,7 +53,7 @@ def build_parser(help_texts: bool = True) -> ArgumentParser:
 
 
 def _shows_help(argv: Sequence[str]) -> bool:
-    """Whether the texts of the fields are printed: also ``--print_config`` can have them as comments."""
+    """Whether the fields' help is printed. ``--print_config`` can print it too, as comments."""
     return any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv)
 
 
@@ -67,6 +67,8 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = build_parser(_shows_help(argv))
+
+    # Each file is checked alone first, because the parser's own errors name neither the file nor the line.
     for config_path in _config_files(argv):
         _check_config_file(parser, config_path)
 
@@ -74,16 +76,19 @@ def parse_config(argv: list[str] | None = None) -> TrainConfig:
         namespace = parser.parse_args(_bracket_layer_lists(argv))
     except PARSER_ERRORS as error:
         raise RunConfigError(_explain_run_error(str(error))[0]) from error
+
+    # The parser accepts a plain value in place of a whole section.
     for section_name in section_names():
         if not isinstance(namespace.get(section_name), Namespace):
             raise RunConfigError(_section_message(section_name))
 
+    # The namespace also has the path of the config file, which is no field of a run.
     config = parser.instantiate_classes(namespace)
     return TrainConfig(**{item.name: getattr(config, item.name) for item in dataclasses.fields(TrainConfig)})
 
 
 def _bracket_layer_lists(argv: Sequence[str]) -> list[str]:
-    """``--parallel.layers 3,1`` as ``--parallel.layers [3,1]``, as ``split --layers`` is written too."""
+    """Turns ``--parallel.layers 3,1``, which is how ``split --layers`` is written, into a list ``[3,1]``."""
     arguments: list[str] = []
     for argument in argv:
         name, equals_sign, value = argument.rpartition("=")
@@ -98,9 +103,13 @@ def _bracket_layer_lists(argv: Sequence[str]) -> list[str]:
 
 def _config_files(argv: list[str]) -> list[str]:
     """The files given as ``--config``. jsonargparse also takes YAML text in place of a file name."""
-    config_paths = [after for word, after in zip(argv, argv[1:], strict=False) if word == "--config"]
-    config_paths += [word.removeprefix("--config=") for word in argv if word.startswith("--config=")]
-    return [path for path in config_paths if "\n" not in path and len(path) < 4096 and Path(path).is_file()]
+    config_paths = []
+    for word, next_word in zip(argv, [*argv[1:], ""], strict=False):
+        config_path = next_word if word == "--config" else word.removeprefix("--config=")
+        is_option = word == "--config" or word.startswith("--config=")
+        if is_option and "\n" not in config_path and len(config_path) < 4096 and Path(config_path).is_file():
+            config_paths.append(config_path)
+    return config_paths
 
 
 def _check_config_file(parser: ArgumentParser, config_path: str) -> None:
@@ -128,8 +137,7 @@ def _check_config_file(parser: ArgumentParser, config_path: str) -> None:
 
 
 def parse_or_exit(argv: list[str] | None = None) -> TrainConfig:
-    """:func:`parse_config` for the entry point:
-    on an error, rank 0 prints it and every rank exits with code 2."""
+    """:func:`parse_config` for the entry point. Rank 0 prints an error, and all ranks exit with code 2."""
     try:
         return parse_config(argv)
     except RunConfigError as error:
@@ -145,7 +153,7 @@ def field_lines(config_path: Path, nested_sections: Collection[str]) -> dict[str
     """The fields that the file sets: dotted name -> line (counted from 1).
 
     Args:
-        nested_sections: fields that hold fields.
+        nested_sections: names of the fields that are sections.
 
     Raises:
         RunConfigError: the YAML is broken, is not a mapping of fields, or sets a field twice.
@@ -158,7 +166,8 @@ def field_lines(config_path: Path, nested_sections: Collection[str]) -> dict[str
             continue
         if not isinstance(value_node, MappingNode):
             raise RunConfigError(
-                f"{config_path}, line {line_number}: {field_name!r} is a section; give fields in it, or leave it out"
+                f"{config_path}, line {line_number}: {field_name!r} is a section; give fields in it, or leave"
+                " it out"
             )
         for nested_field, field_line, _ in _mapping_entries(value_node):
             _add_field_line(config_path, line_by_field, f"{field_name}.{nested_field}", field_line)
@@ -166,7 +175,7 @@ def field_lines(config_path: Path, nested_sections: Collection[str]) -> dict[str
 
 
 def yaml_error_message(file_path: object, yaml_text: str, error: yaml.MarkedYAMLError) -> str:
-    """One line that says where the YAML ``yaml_text`` of a file is broken, and for tabs what to do."""
+    """One line that says where the YAML ``yaml_text`` of a file is broken. It explains tabs."""
     error_mark = error.problem_mark or error.context_mark
     position_text = f", line {error_mark.line + 1}, column {error_mark.column + 1}" if error_mark else ""
     context_text = (
@@ -221,7 +230,7 @@ def _check_yaml_nodes(config_path: Path, node: Node, ancestor_ids: set[int], che
 
 
 def _mapping_entries(mapping: MappingNode) -> Iterator[tuple[str, int, Node]]:
-    """(key, line, value) of each entry in order. What a merge (``<<``) adds has no line of its own."""
+    """(key, line, value) of each entry in order. Entries from a merge (``<<``) are left out."""
     for key, value in mapping.value:
         if key.tag != "tag:yaml.org,2002:merge":
             yield str(key.value), key.start_mark.line + 1, value
@@ -232,7 +241,8 @@ def _add_field_line(
 ) -> None:
     if field_name in line_by_field:  # YAML readers silently take the last one
         raise RunConfigError(
-            f"{config_path}, line {line_number}: field {field_name!r} is in line {line_by_field[field_name]} already"
+            f"{config_path}, line {line_number}: field {field_name!r} is in line {line_by_field[field_name]}"
+            " already"
         )
     line_by_field[field_name] = line_number
 
@@ -243,16 +253,17 @@ def _add_field_line(
 def explain_parser_error(
     message: str, types_by_name: Mapping[str, Any], options_by_name: Mapping[str, str]
 ) -> tuple[str, str]:
-    """jsonargparse's message in one line, and the name of the option or field; empty if it is not known.
+    """(jsonargparse's message in one line, name of the option or field); an unknown name is empty.
 
     Args:
         types_by_name: name -> type of the options or fields.
-        options_by_name: name -> option as it is written on the command line; without fields of a run.
+        options_by_name: name -> option as it is written on the command line; fields of a run are not in it.
     """
     missing_names = message.partition("the following arguments are required: ")[2]
     if missing_names:
         return (
-            f"{', '.join(options_by_name[field_name] for field_name in missing_names.split(', '))} must be given",
+            f"{', '.join(options_by_name[field_name] for field_name in missing_names.split(', '))} must be"
+            " given",
             "",
         )
 
@@ -272,7 +283,7 @@ def explain_parser_error(
 
 
 def _explain_run_error(message: str) -> tuple[str, str]:
-    """:func:`explain` for the fields of a run. For an unknown field it suggests the nearest names."""
+    """:func:`explain_parser_error` for the fields of a run. It suggests names for an unknown field."""
     unknown_match = re.search(
         r"unrecognized arguments: --([\w.]+)|'([\w.]+)' is not accepted|not accept option '(\w+)'", message
     )
@@ -301,7 +312,7 @@ def _explain_run_error(message: str) -> tuple[str, str]:
 
 
 def _suggest_fields(unknown_name: str) -> str:
-    """What an unknown field may have meant."""
+    """A text that suggests known fields in place of an unknown one."""
     known_fields = field_types()
     field_by_leaf = {field.split(".")[-1]: field for field in known_fields}
     near_names = difflib.get_close_matches(unknown_name, [*known_fields, "config"], 3)

@@ -46,7 +46,8 @@ def check_core_version() -> None:
         return
     raise CoreVersionError(
         f"{CORE_PACKAGE} {installed_version} was never tested with this toolkit, which replaces parts of it; "
-        f"pip install {CORE_PACKAGE}=={TESTED_CORE_VERSIONS[-1]}, or set {UNTESTED_CORE_VARIABLE}=1 to continue at your own risk"
+        f"pip install {CORE_PACKAGE}=={TESTED_CORE_VERSIONS[-1]}, or set {UNTESTED_CORE_VARIABLE}=1 to"
+        " continue at your own risk"
     )
 
 
@@ -155,7 +156,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.distributed.distributed_data_parallel",
             "torch.utils.cpp_extension",
         ),
-        fix_reason="Every rank would print these lines at every start, and real problems would be overlooked.",
+        fix_reason=(
+            "Every rank would print these lines at every start, and real problems would be overlooked."
+        ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
         removal_condition="a run starts without these lines",
@@ -471,7 +474,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="megatron_vl.models.moe.dispatch:OncePerRankDispatcher",
         touched_names=("megatron.core.transformer.moe.token_dispatcher.MoETokenDispatcher",),
-        fix_reason="Core's alltoall sends a token once for each of its experts; here, each rank gets it once.",
+        fix_reason=(
+            "Core's alltoall sends a token once for each of its experts; here, each rank gets it once."
+        ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,
         removal_condition="core has a dispatcher without DeepEP that sends a token to each rank once",
@@ -645,7 +650,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._get_item_by_sample_pointer",
         ),
-        fix_reason="Energon reads each sample with requests of its own; planned batches let us read blocks ahead.",
+        fix_reason=(
+            "Energon reads each sample with requests of its own; planned batches let us read blocks ahead."
+        ),
         written_for=_ENERGON,
         upstream_issue=NOT_REPORTED,
         removal_condition="Energon's reader takes the bytes of a sample from its caller",
@@ -655,7 +662,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="toolkit.plan.dry_build:_build_rank",
         touched_names=("torch.testing._internal.distributed.fake_pg.FakeStore",),
-        fix_reason="One process acts as every rank of a run in turn; torch has fake groups only for its own tests.",
+        fix_reason=(
+            "One process acts as every rank of a run in turn; torch has fake groups only for its own tests."
+        ),
         written_for=_TORCH,
         upstream_issue=NOT_REPORTED,
         removal_condition="torch has a public fake process group",
@@ -673,7 +682,9 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
     DependencyFix(
         fix_location="data_tools.shards:_index_shard",
         touched_names=("megatron.energon.flavors.webdataset.prepare.WebdatasetPreparator._preprocess_tar",),
-        fix_reason="Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written.",
+        fix_reason=(
+            "Energon prepares a whole folder at once; here, each shard is indexed as soon as it is written."
+        ),
         written_for=_ENERGON,
         upstream_issue=NOT_REPORTED,
         removal_condition="Energon can prepare one shard",

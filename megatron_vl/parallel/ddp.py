@@ -27,12 +27,18 @@ from torch import Tensor, nn
 
 
 class ReplicaDDP(DistributedDataParallel):
-    """Core's DDP with the four differences above."""
+    """Core's DDP with the four differences above.
+
+    Args:
+        args, kwargs: the arguments of core's ``DistributedDataParallel``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.on_bucket_ready: Callable[[], None] = lambda: None
         """Called in the last backward pass of a step whenever the gradients of a bucket are complete."""
+
+        # Dense and expert parameters are reduced over different groups, so each list has an order of its own.
         self._ordered_syncs = []
         if self.ddp_config.overlap_grad_reduce:
             self._ordered_syncs = [
@@ -41,15 +47,22 @@ class ReplicaDDP(DistributedDataParallel):
             ]
 
     def scale_gradients(self, scaling_factor: Tensor | float) -> None:
-        """Multiplies this rank's reduced gradients. Call it only after the reduction."""
+        """Multiplies this rank's reduced gradients. Call it only after the reduction.
+
+        Args:
+            scaling_factor: a number, or a tensor [] on the device.
+        """
         config = self.ddp_config
         all_buffers = self.buffers + self.expert_parallel_buffers
+
+        # Without the distributed optimizer, every rank updates all weights and so needs the whole buffers.
         scales_own_slice = (
             config.use_distributed_optimizer and config.num_distributed_optimizer_instances == 1
         )
         if not scales_own_slice or any(grad_buffer.extra_main_grads for grad_buffer in all_buffers):
             super().scale_gradients(scaling_factor)
             return
+
         for grad_buffer in all_buffers:
             size, rank = grad_buffer.data_parallel_group.size(), grad_buffer.data_parallel_group.rank()
             for bucket in grad_buffer.buckets:
@@ -71,6 +84,7 @@ class ReplicaDDP(DistributedDataParallel):
 
         def hook(module: nn.Module, *_: Any) -> None:
             nonlocal module_groups
+            # Core does not say which module the hook is for, so its first call looks the groups up.
             if module_groups is None:
                 group_by_param = self.param_to_bucket_group
                 module_groups = list(
@@ -78,6 +92,7 @@ class ReplicaDDP(DistributedDataParallel):
                         group_by_param[p] for p in module.parameters(recurse=False) if p in group_by_param
                     )
                 )
+
             for group in module_groups:
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
                     skip_dispatch = (
@@ -154,7 +169,8 @@ class AbsentTower:
                     group.start_param_sync()
 
     def skip_tower(self, token_embeddings: Tensor) -> Tensor:
-        """Returns ``token_embeddings``. Its backward pass reports the tower's unchanged gradients as ready."""
+        """Returns ``token_embeddings`` unchanged. In the backward pass, the tower's gradients are reported as
+        ready; they stay as they are."""
         if self._gathers_params:
             for group in self.bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
@@ -178,7 +194,7 @@ class _CallInBackward(torch.autograd.Function):
 
 
 def connect_absent_tower(ddp_chunk: ReplicaDDP) -> None:
-    """Lets the chunk in ``ddp_chunk`` skip its tower, if it has one, for rows without pictures."""
+    """Lets the model chunk in ``ddp_chunk`` skip its tower for rows without pictures, if it has a tower."""
     chunk = ddp_chunk.module
     if chunk.vision_model is not None:
         chunk.absent_tower = AbsentTower(ddp_chunk, chunk.vision_model)

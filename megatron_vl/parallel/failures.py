@@ -12,10 +12,11 @@ follow from the first one.
 
 Steps do not become slower: the threads wait inside the store's server and do not poll. Each rank holds one
 more connection to that server (2 instead of 1, for any number of ranks). The time from the failure to the end
-of the last rank is the store's round trip, plus at most ``_ALL_SEEN_TIMEOUT_S`` for ranks that no longer answer, plus at
-most ``_WRITERS_TIMEOUT_S`` while a checkpoint is being written. No rank ends before all have written, because
-launchers end the remaining ranks as soon as one has ended. No rank waits for a rank that is dead or stopped.
-The ranks of the same node kill a stopped rank. A rank that ends kills its loaders and exports.
+of the last rank is the store's round trip, plus at most ``_ALL_SEEN_TIMEOUT_S`` for ranks that no longer
+answer, plus at most ``_WRITERS_TIMEOUT_S`` while a checkpoint is being written. No rank ends before all have
+written, because launchers end the remaining ranks as soon as one has ended. No rank waits for a rank that is
+dead or stopped. The ranks of the same node kill a stopped rank. A rank that ends kills its loaders and
+exports.
 
 The store lives in rank 0 or in the launcher's process. If that process is killed, no rank can write a
 message: the threads see the connection close, and each ends its process with its own message.
@@ -98,7 +99,7 @@ class _FailureWatcher:
         self.orderly_end = threading.Event()
         """Set when this rank has reached the orderly end."""
         self.reported_failure: RunFailure | None = None
-        """The result of :func:`report`."""
+        """The result of :func:`report_failure`."""
         self.first_failure: RunFailure | None = None
         """The first failure of any rank, once this rank knows it."""
         self.watch_thread = threading.Thread(target=self._watch_store, name="failures", daemon=True)
@@ -112,7 +113,11 @@ class _FailureWatcher:
         return first_failure
 
     def wait_for_failure(self, store: Any, wait_s: float) -> RunFailure | None:
-        """Waits for the first failure; None after ``loader_wait_s``. Raises RuntimeError if the store has ended."""
+        """Waits for the first failure. Returns None after ``wait_s`` seconds.
+
+        Raises:
+            RuntimeError: the store has ended.
+        """
         import torch.distributed as dist
 
         try:
@@ -206,9 +211,8 @@ class _FailureWatcher:
             self.wait_for_ranks(store, "done", max(_ALL_SEEN_TIMEOUT_S, deadline - time.monotonic()))
 
         if first_failure is not None and not all_seen:
-            self._kill_processes(
-                first_failure.processes
-            )  # a process that hangs may not be able to end itself
+            # A process that hangs may not be able to end itself.
+            self._kill_processes(first_failure.processes)
         sys.stdout.flush()
         sys.stderr.flush()
         kill_descendants()  # loaders and exports; a stopped child would otherwise remain
@@ -221,7 +225,7 @@ class _FailureWatcher:
 
 
 def _join_thread(joined_thread: threading.Thread, deadline: float) -> None:
-    """Waits for the end of a thread that another one may just be starting, which ``join`` alone refuses."""
+    """Waits for the end of a thread. ``join`` alone would refuse a thread that is just being started."""
     while time.monotonic() < deadline:
         try:
             joined_thread.join(max(0.0, deadline - time.monotonic()))
@@ -247,7 +251,7 @@ def _parse_failure(failure_json: bytes) -> RunFailure:
 
 _failure_watcher: _FailureWatcher | None = None
 _single_rank_monitor: HeartbeatMonitor | None = None
-"""The watch of a run of one rank, which has no other ranks to notify."""
+"""The monitor of a run of one rank, which has no other ranks to notify."""
 _watchers_started = 0
 
 
@@ -306,8 +310,9 @@ def stop_watching() -> None:
 def report_failure(error: Exception) -> RunFailure:
     """Publishes this rank's error. Returns the failure to print: the first one of any rank.
 
-    The caller prints it and then calls :func:`leave`. A second call returns the result of the first one. If
-    the error usually follows from the end of another rank, this function waits for that rank's failure.
+    The caller prints it and then calls :func:`exit_after_failure`. A second call returns the result of the
+    first one. If the error usually follows from the end of another rank, this function waits for that rank's
+    failure.
     """
     rank = int(os.environ.get("RANK", "0"))
     own_failure = RunFailure(
@@ -319,9 +324,8 @@ def report_failure(error: Exception) -> RunFailure:
         return _failure_watcher.reported_failure
 
     if follows_lost_rank(error) and first_failure_message(_CAUSE_TIMEOUT_S) is None:
-        _failure_watcher.heartbeat_monitor.wait_for_diagnosis(
-            _CAUSE_TIMEOUT_S
-        )  # the store may have ended with the rank that kept it
+        # The store may have ended with the rank that kept it.
+        _failure_watcher.heartbeat_monitor.wait_for_diagnosis(_CAUSE_TIMEOUT_S)
     _failure_watcher.exit_lock.acquire()  # does not return if the thread is already ending the process
     try:
         first_failure = _failure_watcher.publish_failure(default_store(), own_failure)
@@ -347,7 +351,7 @@ def lost_ranks() -> tuple[int, ...]:
 
 
 def first_failure_message(wait_s: float = _ALL_SEEN_TIMEOUT_S) -> str | None:
-    """Why the first rank that failed did so; None if that does not become known within ``loader_wait_s``."""
+    """Why the first rank failed; None if this does not become known within ``wait_s`` seconds."""
     if _failure_watcher is None:
         return None
     try:
@@ -372,9 +376,8 @@ def print_failure_once(run_failure: RunFailure) -> None:
         _print_main_stack()
     first_line = run_failure.message.partition("\n")[0]
     if run_failure.has_died or run_failure.silent:
-        first_line = (
-            f"ranks {run_failure.silent}"  # without the store, the messages of ranks differ in numbers
-        )
+        # Without the store, the messages of ranks differ in numbers.
+        first_line = f"ranks {run_failure.silent}"
 
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:
@@ -398,7 +401,8 @@ def print_failure_once(run_failure: RunFailure) -> None:
         else ""
     )
     print(
-        f"megatron_vl.train: rank {run_failure.rank}{position_text}: {run_failure.message}{memory_text}{traceback_hint}",
+        f"megatron_vl.train: rank {run_failure.rank}{position_text}:"
+        f" {run_failure.message}{memory_text}{traceback_hint}",
         file=sys.stderr,
         flush=True,
     )
@@ -410,8 +414,9 @@ def _print_main_stack() -> None:
     if frame is not None:
         main_stack = traceback.extract_stack(frame)
         innermost_from = len(main_stack) - 2
-        shown_frames = [
-            one for i, one in enumerate(main_stack) if i >= innermost_from or "megatron_vl" in one.filename
-        ]
+        shown_frames = []
+        for frame_number, stack_frame in enumerate(main_stack):
+            if frame_number >= innermost_from or "megatron_vl" in stack_frame.filename:
+                shown_frames.append(stack_frame)
         lines = "".join(traceback.format_list(shown_frames))
         print(f"the stack of the main thread of the rank that hangs:\n{lines}", file=sys.stderr, flush=True)

@@ -9,10 +9,10 @@ rank 0 reads at most :data:`MAX_LINES_PER_S` lines per second. Neither the store
 A run hangs if no rank makes progress for ``timeout_s``: no row, no micro-batch, no part of a file. A rank
 that waits for another one is not at fault. The diagnosis names the ranks that sent no lines, because they are
 stopped or their node is lost. If there are none, it names the ranks with the least progress, because the
-others wait for them. Until the first step is done, the limit is :data:`SLOW_START_FACTOR` times as long, and at
-least :data:`MIN_SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training waits
-for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does not
-run while the main thread of a rank is in a Python debugger.
+others wait for them. Until the first step is done, the limit is :data:`SLOW_START_FACTOR` times as long, and
+at least :data:`MIN_SLOW_START_S`, because kernels are compiled and tuned. The same limit holds while training
+waits for a disk to confirm a file of a checkpoint, which shows no progress before it is done. The clock does
+not run while the main thread of a rank is in a Python debugger.
 
 The other ranks watch rank 0 in the same way: it sends its own lines to all of them.
 """
@@ -44,8 +44,8 @@ from megatron_vl.progress import RankProgress
 MAX_LINES_PER_S = 128
 """Largest number of lines per second that rank 0 reads: 4,096 ranks send one line every 32 seconds."""
 SLOW_START_FACTOR, MIN_SLOW_START_S = 3, 300.0
-"""The factor by which the limit is longer until the first step is done or while a disk confirms a file, and
-its least value in seconds."""
+"""Until the first step is done, and while a disk confirms a file, the limit is this many times as long, and
+at least this many seconds."""
 CONNECT_TIMEOUT_S = 60.0
 """Seconds for which a rank tries to reach rank 0."""
 _GATHER_LOST_S = 0.3
@@ -135,7 +135,7 @@ class Heartbeat:
         """The inverse of :meth:`to_line`.
 
         Raises:
-            ValueError, KeyError, TypeError: ``to_line`` is not such a line.
+            ValueError, KeyError, TypeError: ``heartbeat_line`` is not such a line.
         """
         fields = json.loads(heartbeat_line)
         rank_process, rank_progress = RankProcess(**fields["process"]), RankProgress(**fields["progress"])
@@ -181,7 +181,7 @@ class HeartbeatMonitor:
     Args:
         store_key: prefix of the keys in the store under which rank 0 publishes its address.
         timeout_s: seconds without progress after which the run hangs; 0: never.
-        on_diagnosis: called once, in the thread, with the verdict.
+        on_diagnosis: called once, in the thread, with the diagnosis.
     """
 
     def __init__(self, store_key: str, timeout_s: float, on_diagnosis: Callable[[Diagnosis], None]) -> None:
@@ -229,7 +229,7 @@ class HeartbeatMonitor:
         return True
 
     def wait_for_diagnosis(self, wait_s: float) -> None:
-        """Waits until there is a diagnosis, at most ``loader_wait_s``."""
+        """Waits until there is a diagnosis, at most ``wait_s`` seconds."""
         self.diagnosis_ready.wait(wait_s)
 
     def _watch_own_progress(self) -> None:
@@ -245,7 +245,7 @@ class HeartbeatMonitor:
                 return
 
     def stop_monitor(self) -> None:
-        """From now on, the connections of this rank may end."""
+        """Ends the thread. From now on, the connections of this rank may end."""
         self.end_event.set()
 
 
@@ -261,7 +261,7 @@ def _open_server(world_size: int) -> socket.socket:
 
 
 class _ProgressClock:
-    """Measures how long none of some ranks has made progress."""
+    """Measures for how long no rank of a set has made progress."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -286,17 +286,20 @@ class _ProgressClock:
         return current_time - self.last_progress
 
     def has_timed_out(self, idle_s: float, heartbeats: Iterable[Heartbeat]) -> bool:
+        """Whether ``idle_s`` seconds without progress are too many for what the ranks are doing."""
         if not self.timeout_s:
             return False
-        # All ranks take part in a step. One that was stopped at once has not reported its first step yet.
-        known_progress = [sign.rank_progress for sign in heartbeats]
-        first_step_done = any(p.steps_done > 0 for p in known_progress)
-        waits_for_disk = any(p.syncing_file for p in known_progress) and any(
-            p.phase == progress.SAVING_CHECKPOINT for p in known_progress
-        )
-        return idle_s > (
-            self.timeout_s if first_step_done and not waits_for_disk else slow_start_timeout_s(self.timeout_s)
-        )
+
+        # All ranks take part in a step, so one report is enough. A rank that was stopped in its first step
+        # has not reported that step yet.
+        first_step_done = is_syncing = is_saving = False
+        for heartbeat in heartbeats:
+            rank_progress = heartbeat.rank_progress
+            first_step_done |= rank_progress.steps_done > 0
+            is_syncing |= bool(rank_progress.syncing_file)
+            is_saving |= rank_progress.phase == progress.SAVING_CHECKPOINT
+        is_slow_phase = not first_step_done or is_syncing and is_saving
+        return idle_s > (slow_start_timeout_s(self.timeout_s) if is_slow_phase else self.timeout_s)
 
 
 class _Rank0Listener:
@@ -305,30 +308,30 @@ class _Rank0Listener:
     def __init__(
         self, heartbeat_monitor: HeartbeatMonitor, server_socket: socket.socket, auth_token: str
     ) -> None:
-        self.heartbeat_monitor, self.server_socket, self.auth_token = (
-            heartbeat_monitor,
-            server_socket,
-            auth_token,
-        )
+        self.heartbeat_monitor = heartbeat_monitor
+        self.server_socket = server_socket
+        self.auth_token = auth_token
         self.heartbeats: dict[int, Heartbeat] = {}
         self.receive_buffers: dict[socket.socket, bytes] = {}
         self.rank_by_connection: dict[socket.socket, int] = {}
         self.lost_ranks: list[int] = []
 
     def listen_to_ranks(self) -> None:
-        heartbeat_monitor, progress_clock = (
-            self.heartbeat_monitor,
-            _ProgressClock(self.heartbeat_monitor.timeout_s),
-        )
+        """Receives lines and sends this rank's own, until there is a diagnosis or the monitor ends."""
+        heartbeat_monitor = self.heartbeat_monitor
+        progress_clock = _ProgressClock(heartbeat_monitor.timeout_s)
         selector = selectors.DefaultSelector()
         selector.register(self.server_socket, selectors.EVENT_READ)
         next_send = time.monotonic()
 
         while not heartbeat_monitor.end_event.is_set():
+            # A second at most, so that the thread sees the end of the run soon.
             for selector_key, _ in selector.select(
                 0.1 if self.lost_ranks else min(heartbeat_monitor.interval_s, 1.0)
             ):
                 self._serve_socket(selector, selector_key.fileobj)
+
+            # A connection that ended is certain, so it needs no timeout.
             if self.lost_ranks:
                 self._gather_lost_ranks(selector)
                 heartbeat_monitor.report_diagnosis(diagnose_dead_ranks(self.lost_ranks, self.heartbeats))
@@ -336,9 +339,12 @@ class _Rank0Listener:
             if time.monotonic() < next_send:
                 continue
 
+            # The other ranks watch rank 0 by these lines.
             next_send = time.monotonic() + heartbeat_monitor.interval_s
             self.heartbeats[0] = heartbeat_monitor.own_heartbeat()
             self._send_to_all(self.heartbeats[0].to_line())
+
+            # One rank that makes progress is enough: the others may wait for it for a good reason.
             idle_s = progress_clock.seconds_idle(self.heartbeats.values(), heartbeat_monitor.interval_s + 1)
             if progress_clock.has_timed_out(idle_s, self.heartbeats.values()):
                 heartbeat_monitor.report_diagnosis(
@@ -352,6 +358,7 @@ class _Rank0Listener:
                 return
 
     def _serve_socket(self, selector: selectors.BaseSelector, ready_socket: Any) -> None:
+        """Accepts a new connection, or reads what has arrived on an existing one."""
         if ready_socket is self.server_socket:
             with contextlib.suppress(OSError):
                 new_connection, _ = self.server_socket.accept()
@@ -369,6 +376,7 @@ class _Rank0Listener:
                 self.lost_ranks.append(self.rank_by_connection.pop(ready_socket))
             return
 
+        # The last piece is a line that has not arrived as a whole yet.
         *rank_lines, self.receive_buffers[ready_socket] = (
             self.receive_buffers[ready_socket] + received_bytes
         ).split(b"\n")
@@ -378,9 +386,11 @@ class _Rank0Listener:
             self.receive_buffers[ready_socket] = b""  # no rank sends such a long line
 
     def _accept_line(self, rank_connection: socket.socket, rank_line: bytes) -> None:
+        """Stores the heartbeat of a line. A line without the token, or of another format, is ignored."""
         token, _, fields = rank_line.partition(b" ")
         if token != self.auth_token.encode():
             return
+
         with contextlib.suppress(ValueError, KeyError, TypeError):
             rank_heartbeat = Heartbeat.from_line(fields)
             self.rank_by_connection[rank_connection] = rank_heartbeat.rank
@@ -409,13 +419,13 @@ class _RankReporter:
         self.unsent_bytes = b""
 
     def report_to_rank_0(self) -> None:
-        heartbeat_monitor, progress_clock = (
-            self.heartbeat_monitor,
-            _ProgressClock(self.heartbeat_monitor.timeout_s),
-        )
+        """Sends lines and receives those of rank 0, until there is a diagnosis or the monitor ends."""
+        heartbeat_monitor = self.heartbeat_monitor
+        progress_clock = _ProgressClock(heartbeat_monitor.timeout_s)
         rank_0_connection = self._connect_to_rank_0()
         if rank_0_connection is None:
             return
+
         rank_0_connection.setblocking(False)
         next_send, last_received, receive_buffer = time.monotonic(), time.monotonic(), b""
         selector = selectors.DefaultSelector()
@@ -431,6 +441,7 @@ class _RankReporter:
                         diagnose_dead_ranks([0], {0: self.rank_0_heartbeat} if self.rank_0_heartbeat else {})
                     )
                     return
+
                 last_received = time.monotonic()
                 *rank_0_lines, receive_buffer = (receive_buffer + received_bytes).split(b"\n")
                 for rank_0_line in rank_0_lines[-1:]:
@@ -442,6 +453,8 @@ class _RankReporter:
             next_send = time.monotonic() + heartbeat_monitor.interval_s
             own_heartbeat = heartbeat_monitor.own_heartbeat()
             self._send_heartbeat(rank_0_connection, own_heartbeat)
+
+            # As long as rank 0 sends lines, it decides: it knows the progress of all ranks.
             idle_s = min(
                 progress_clock.seconds_idle([own_heartbeat], heartbeat_monitor.interval_s + 1),
                 time.monotonic() - last_received,
@@ -458,11 +471,10 @@ class _RankReporter:
                 return
 
     def _connect_to_rank_0(self) -> socket.socket | None:
-        rank_0_host, end_time, connect_error = (
-            os.environ.get("MASTER_ADDR", "127.0.0.1"),
-            time.monotonic() + CONNECT_TIMEOUT_S,
-            "",
-        )
+        """The connection to rank 0; None, with a note, if rank 0 cannot be reached."""
+        rank_0_host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        end_time = time.monotonic() + CONNECT_TIMEOUT_S
+        connect_error = ""
         while time.monotonic() < end_time and not self.heartbeat_monitor.end_event.is_set():
             try:
                 return socket.create_connection((rank_0_host, self.server_port), timeout=10)
@@ -472,9 +484,9 @@ class _RankReporter:
 
         if not self.heartbeat_monitor.end_event.is_set():
             print(
-                f"NOTE: rank {self.heartbeat_monitor.rank} does not reach rank 0 at {rank_0_host}:{self.server_port} ({connect_error}). If this"
-                " rank dies or hangs, only the timeout of the collectives will show it. Open the ports"
-                " between nodes",
+                f"NOTE: rank {self.heartbeat_monitor.rank} does not reach rank 0 at"
+                f" {rank_0_host}:{self.server_port} ({connect_error}). If this rank dies or hangs, only the"
+                " timeout of the collectives will show it. Open the ports between nodes",
                 file=sys.stderr,
                 flush=True,
             )
@@ -513,7 +525,7 @@ def diagnose_dead_ranks(dead_ranks: list[int], heartbeats: dict[int, Heartbeat])
         f"{process_text} ended without a message: it was killed from outside (SIGKILL), or crashed in native"
         f" code{_other_ranks_text(dead_ranks)}"
     )
-    rank_processes = tuple(sign.rank_process for sign in known_heartbeats)
+    rank_processes = tuple(heartbeat.rank_process for heartbeat in known_heartbeats)
     position_text = progress.describe_progress(first_heartbeat.rank_progress) if first_heartbeat else ""
     return Diagnosis(dead_ranks[0], position_text, message, tuple(dead_ranks), rank_processes, has_died=True)
 
@@ -524,34 +536,21 @@ def diagnose_hang(
     """The diagnosis of a run in which no rank has made progress for ``idle_s``.
 
     Args:
-        heartbeats: the latest sign of each known rank.
-        silence_limit_s: a rank whose latest sign is older is considered stopped.
-        timeout_s: the limit, for the message.
+        heartbeats: the latest heartbeat of each known rank.
+        silence_limit_s: a rank whose latest heartbeat is older, in seconds, is considered stopped.
+        timeout_s: ``failures.timeout_s``, for the message.
     """
     current_time = time.monotonic()
     silent_ranks = sorted(
-        rank for rank, sign in heartbeats.items() if current_time - sign.received_at > silence_limit_s
+        rank
+        for rank, heartbeat in heartbeats.items()
+        if current_time - heartbeat.received_at > silence_limit_s
     )
     limit_hint = f"If the run did not hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
     if silent_ranks:
-        first_heartbeat = heartbeats[silent_ranks[0]]
-        process_state = first_heartbeat.rank_process.system_state()
-        state_text = (
-            f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
-        )
-        message = (
-            f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process {first_heartbeat.rank_process.pid} on"
-            f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
-        )
-        rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)
-        return Diagnosis(
-            silent_ranks[0],
-            progress.describe_progress(first_heartbeat.rank_progress),
-            message,
-            tuple(silent_ranks),
-            rank_processes,
-        )
+        return _diagnose_silent_ranks(silent_ranks, heartbeats, current_time, limit_hint)
 
+    # Ranks with the least progress are those that the others wait for.
     def progress_order(rank: int) -> tuple[int, int, bool, bool]:
         far_progress = heartbeats[rank].rank_progress
         phase_order = (
@@ -572,14 +571,20 @@ def diagnose_hang(
         same_phase_text = ", and all ranks are in the same phase" if len(heartbeats) > 1 else ""
         waiting_text = f"no rank has made progress for {idle_s:.0f} s{same_phase_text}"
     else:
-        waiting_text = f"it has made no progress for {idle_s:.0f} s, and the others wait for it{_other_ranks_text(slowest_ranks)}"
+        waiting_text = (
+            f"it has made no progress for {idle_s:.0f} s, and the others wait for"
+            f" it{_other_ranks_text(slowest_ranks)}"
+        )
     process_text = f"process {first_heartbeat.rank_process.pid} on {first_heartbeat.rank_process.host_name}"
     disk_text = (
         f"The disk has not confirmed {rank_progress.syncing_file} (fsync). "
         if rank_progress.syncing_file
         else ""
     )
-    message = f"{waiting_text} ({process_text}). {disk_text}{_ADVICE_BY_PHASE.get(rank_progress.phase, '')}{limit_hint}"
+    message = (
+        f"{waiting_text} ({process_text})."
+        f" {disk_text}{_ADVICE_BY_PHASE.get(rank_progress.phase, '')}{limit_hint}"
+    )
     rank_processes = (
         tuple(heartbeats[rank].rank_process for rank in slowest_ranks)
         if len(slowest_ranks) < len(heartbeats)
@@ -591,6 +596,33 @@ def diagnose_hang(
         message,
         processes=rank_processes,
         is_hanging=True,
+    )
+
+
+def _diagnose_silent_ranks(
+    silent_ranks: list[int], heartbeats: dict[int, Heartbeat], current_time: float, limit_hint: str
+) -> Diagnosis:
+    """The diagnosis of ranks that send no lines.
+
+    Args:
+        current_time: the monotonic clock of this process in seconds.
+        limit_hint: a sentence about the limit, for the message.
+    """
+    first_heartbeat = heartbeats[silent_ranks[0]]
+    process_state = first_heartbeat.rank_process.system_state()
+    state_text = f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
+    message = (
+        f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process"
+        f" {first_heartbeat.rank_process.pid} on"
+        f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
+    )
+    rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)
+    return Diagnosis(
+        silent_ranks[0],
+        progress.describe_progress(first_heartbeat.rank_progress),
+        message,
+        tuple(silent_ranks),
+        rank_processes,
     )
 
 

@@ -1,4 +1,4 @@
-"""Raises this process's limit on open files, which also applies to the sockets of a large run."""
+"""Raises this process's limit on open files. Sockets count as open files, and a large run has many."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class ProcessGrid:
     dp: int
     vpp: int
     sharding: Sharding
-    """The numbers of parts into which tensors are cut."""
+    """The numbers of shards into which tensors are cut."""
     ep_rank: int
     etp_rank: int
     edp_rank: int
@@ -63,7 +63,7 @@ class ProcessGrid:
     """The ranks with the same part of the model and of their rows, one of each replica."""
 
     def shard_index(self, tensor_info: TensorInfo) -> int:
-        """The part of a tensor that this rank holds (see :meth:`Sharding.part`)."""
+        """The number of the shard of a tensor that this rank holds (see :meth:`Sharding.shard_index`)."""
         return self.sharding.shard_index(
             tensor_info, tp_rank=self.tp_rank, ep_rank=self.ep_rank, etp_rank=self.etp_rank
         )
@@ -114,7 +114,7 @@ def init_distributed(platform: Platform, timeout_minutes: int = 30) -> None:
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # Port 0 is any free one, so that two processes on their own do not meet.
+    # Port 0 is any free one, so that two single processes do not use the same.
     os.environ.setdefault("MASTER_PORT", "29500" if world_size > 1 else "0")
 
     raise_open_file_limit()
@@ -137,10 +137,13 @@ def end_distributed() -> None:
 
 
 def make_grid(layout: Layout) -> ProcessGrid:
-    """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid. Collective over all
-    ranks."""
+    """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid.
+
+    Collective over all ranks.
+    """
     from megatron.core import parallel_state as mpu
 
+    # Core has no group of a whole replica under context parallelism.
     _initialize_core_groups(layout)
     cp = layout.cp
     replica_group = _replica_group(layout) if cp > 1 else mpu.get_model_parallel_group()

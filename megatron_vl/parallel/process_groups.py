@@ -37,12 +37,13 @@ class _GroupCache:
     def __init__(self, world_group: Any) -> None:
         self.world_group = world_group
         self.cached_groups: dict[tuple[_GroupKind, int], Any] = {}
-        """The groups by kind and by number: how many of this kind the layout had requested before."""
+        """The groups by (kind, number of groups of this kind that the layout had requested before)."""
         self.request_counts: Counter[_GroupKind] = Counter()
+        """Number of groups of each kind that the current layout has requested."""
         self.num_layouts = 0
-        self.alone: Any = None
-        """The group with only this rank, once one was needed."""
-        self.replica: Any = None
+        self.single_rank_group: Any = None
+        """The group with only this rank; None until one is needed."""
+        self.replica_group: Any = None
         """The group of this rank's replica in the current layout."""
 
     def begin_layout(self) -> None:
@@ -55,6 +56,7 @@ class _GroupCache:
         self.num_layouts += 1
         if self.num_layouts == 1:
             return
+
         store, arrivals_key = default_store(), f"megatron_vl/layout/{self.num_layouts}"
         all_arrived_key = f"{arrivals_key}/all"
         if store.add(arrivals_key, 1) == dist.get_world_size():
@@ -96,12 +98,12 @@ def cached_group(
 
 def keep_replica_group(group: Any) -> None:
     """Makes ``group`` the one that :func:`replica_group` returns until the next layout."""
-    _current_group_cache().replica = group
+    _current_group_cache().replica_group = group
 
 
 def replica_group() -> Any:
     """The group of all ranks of this rank's data-parallel replica, which a grid has made."""
-    return _current_group_cache().replica
+    return _current_group_cache().replica_group
 
 
 @contextmanager
@@ -132,8 +134,8 @@ def broadcast_from_rank_0[T](make_result: Callable[[], T]) -> T:
     """Calls ``make_result`` on rank 0 and returns its result on all ranks. Collective.
 
     Raises:
-        Exception: on all ranks, the error of ``make_result`` on rank 0. On the other ranks, a bug is a RuntimeError
-            with the traceback of rank 0, and an error that cannot be sent is a UserError.
+        Exception: on all ranks, the error of ``make_result`` on rank 0. On the other ranks, a bug is a
+            RuntimeError with the traceback of rank 0, and an error that cannot be sent is a UserError.
     """
     result: Any = None
     rank_0_error: Exception | None = None
@@ -152,7 +154,7 @@ def broadcast_from_rank_0[T](make_result: Callable[[], T]) -> T:
 
 
 def _sendable_error(error: Exception | None) -> Exception | None:
-    """What other ranks raise for an error of rank 0."""
+    """The error that other ranks raise for an error of rank 0."""
     if error is None:
         return None
     if not is_user_fixable(error):
@@ -173,8 +175,8 @@ def min_over_ranks(local_value: float, device: torch.device) -> float:
 def group_of_this_rank() -> Any:
     """A group with only this rank, for modules that share nothing.
 
-    Without context parallelism, it is core's group for that. Otherwise each rank makes its own: such a group
-    has no other member, so no rank waits for another.
+    Without context parallelism, it is core's context-parallel group. Otherwise each rank makes its own, and
+    waits for no other rank, because the group has no other member.
     """
     from megatron.core import parallel_state as mpu
 
@@ -182,12 +184,12 @@ def group_of_this_rank() -> Any:
     if context_group.size() == 1:
         return context_group
 
-    groups = _current_group_cache()
-    if groups.alone is None:
-        groups.alone = dist.new_group(
+    group_cache = _current_group_cache()
+    if group_cache.single_rank_group is None:
+        group_cache.single_rank_group = dist.new_group(
             [dist.get_rank()], use_local_synchronization=True, group_desc="GROUP_OF_ONE"
         )
-    return groups.alone
+    return group_cache.single_rank_group
 
 
 def destroy_groups() -> None:

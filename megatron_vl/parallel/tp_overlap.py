@@ -58,17 +58,18 @@ def stop_overlap() -> None:
 
 @contextmanager
 def pause_overlap(model_chunks: Iterable[nn.Module]) -> Iterator[None]:
-    """A context in which forward passes of ``model_chunks`` use ordinary collectives, for rows of another length.
+    """A context in which forward passes of ``model_chunks`` use ordinary collectives.
 
-    Userbuffers always move a whole buffer. With a shorter row, they would read and write past its tensors.
+    It is for rows of another length. Userbuffers always move a whole buffer, so with a shorter row, they
+    would read and write past its tensors.
     """
     overlap_flags = ("ub_overlap_ag_fprop", "ub_overlap_rs_fprop")
     flagged_modules = []
     for model_chunk in model_chunks:
         for module in model_chunk.modules():
-            flagged_modules += [
-                (module, flag_name) for flag_name in overlap_flags if getattr(module, flag_name, False)
-            ]
+            for flag_name in overlap_flags:
+                if getattr(module, flag_name, False):
+                    flagged_modules.append((module, flag_name))
 
     for module, flag_name in flagged_modules:
         setattr(module, flag_name, False)

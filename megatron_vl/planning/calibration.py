@@ -1,9 +1,9 @@
-"""How fast a kind of GPU does what a step consists of: the measured half of the cost model.
+"""Rates of a kind of GPU: the measured half of the cost model.
 
-A calibration is a JSON file, named for the GPU, and says from which measurements it comes. Those of this
-package are in ``calibrations/``. ``megatron-vl bench --calibrate`` writes others into the folder of
-:func:`stored_calibrations_dir`, which come first: all commands take a stored one for the kind of GPU that it names.
-``megatron-vl plan --calibration FILE`` takes any file.
+A calibration is a JSON file with the name of the GPU and the measurements that its rates come from. Those of
+this package are in ``calibrations/``. ``megatron-vl bench --calibrate`` writes others into the folder of
+:func:`stored_calibrations_dir`. For the GPU that it names, all commands prefer a stored calibration to one of
+this package. ``megatron-vl plan --calibration FILE`` takes any file.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Calibration:
     decoder_widths: float
     """Bytes that norms, RoPE, residuals and casts of a decoder layer move in both passes, in widths h."""
     tower_widths: float
-    """The same for a layer of the tower, in its hidden widths."""
+    """Bytes that a layer of the tower moves likewise, in its hidden widths."""
     window_widths: float
-    """The same for window attention."""
+    """Bytes that window attention moves in both passes, in hidden widths."""
     activation_widths: float
-    """The same for the MLP's activation, in FFN widths."""
+    """Bytes that the MLP's activation moves in both passes, in FFN widths."""
     logits_widths: float
-    """The same for the loss, in widths of the vocabulary."""
+    """Bytes that the loss moves in both passes, in widths of the vocabulary."""
     attention_tflops: float
     """Causal attention over very long documents."""
     attention_length: float
@@ -68,16 +68,16 @@ class Calibration:
     expert_rows: float
     """Experts with r rows reach ``r / (r + expert_rows)`` of that rate."""
     expert_host_s: tuple[float, float]
-    """Shortest forward and backward pass of a layer of experts under expert parallelism: the processor
+    """Shortest forward and backward pass of a layer of experts under expert parallelism. The processor
     launches its kernels and waits for the counts."""
     expert_host_alone_s: tuple[float, float]
-    """The same where a rank has all experts."""
+    """Shortest passes of such a layer if a rank has all experts."""
     nvlink_gb_s: float
-    """Collectives within a node, bytes that leave a GPU."""
+    """Bandwidth of collectives within a node: bytes that leave a GPU."""
     network_gb_s: float
-    """The same between nodes, for each GPU of a node."""
+    """Bandwidth of collectives between nodes, for each GPU of a node."""
     send_gb_s: float
-    """A message to the next pipeline stage."""
+    """Bandwidth of a message to the next pipeline stage."""
     pass_s: float
     """Time of a pass of a pipeline stage in which its GPU waits for the processor and the message."""
     collective_s: float
@@ -94,17 +94,17 @@ class Calibration:
     tensor_us: float
     """Work of the processor for each parameter tensor in an update, in us."""
     hidden_reduction: float
-    """Share of a reduction of gradients, or a gathering of weights, that a pass beside it hides."""
+    """Largest share of a reduction of gradients, or a gathering of weights, that a concurrent pass hides."""
     host_copy_gb_s: float
-    """Copies between GPU and host, each way at once."""
+    """Bandwidth of copies between GPU and host, in each direction if both run at once."""
     step_s: float
-    """What a step takes besides: feed, reading the loss, launches."""
+    """Constant time of a step: reading rows and the loss, and launches."""
     measured: bool = True
     """Whether the rates were measured on this kind of GPU; if not, they are scaled from another kind's."""
     provenance: tuple[str, ...] = ()
-    """Where the rates come from."""
+    """The measurements that the rates come from."""
     source: str = ""
-    """Which calibration this is, as a sentence's beginning. It is not part of the file."""
+    """The origin of this calibration, as the beginning of a sentence. It is not part of the file."""
 
     def as_json(self) -> dict[str, object]:
         json_fields = dataclasses.asdict(self)
@@ -182,7 +182,7 @@ def stored_calibrations_dir() -> Path:
 
 
 def parse_gpu_kind(device_name: str) -> str:
-    """The kind of GPU by the name of a device: ``NVIDIA H200`` gives ``H200``; an unknown name is a kind."""
+    """The kind of a GPU from its device name: ``H200`` for ``NVIDIA H200``. An unknown name is a kind."""
     return next((kind for kind in DATA_SHEETS if kind in device_name.upper()), device_name.strip())
 
 
@@ -192,10 +192,10 @@ def stored_calibration_path(gpu_name: str) -> Path:
 
 
 def find_calibration(device_name: str) -> Calibration:
-    """The calibration for a kind of GPU or a device's name: the stored one, else that of this package.
+    """The calibration for a kind of GPU or a device name: the stored one, or else that of this package.
 
     Raises:
-        CalibrationError: nothing is known of it, or the stored file is damaged.
+        CalibrationError: the kind is unknown, or the stored file is damaged.
     """
     kind = parse_gpu_kind(device_name)
     path = stored_calibration_path(kind)
@@ -207,7 +207,7 @@ def shipped_calibration(gpu_name: str = "H200") -> Calibration:
     """The calibration for a kind of GPU: its own, or that of H200 scaled by the data sheets.
 
     Raises:
-        CalibrationError: nothing is known of this kind.
+        CalibrationError: the kind is unknown.
     """
     calibration_path = SHIPPED_CALIBRATIONS_DIR / f"{gpu_name.lower()}.json"
     if calibration_path.is_file():
@@ -216,8 +216,8 @@ def shipped_calibration(gpu_name: str = "H200") -> Calibration:
         )
     if gpu_name not in DATA_SHEETS:
         raise CalibrationError(
-            f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a machine"
-            " that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
+            f"GPU {gpu_name} is unknown; known: {', '.join(DATA_SHEETS)}; measure the rates of yours on a"
+            " machine that has it (megatron-vl bench --calibrate), or give them as a file (megatron-vl plan"
             " --calibration FILE)"
         )
     return _scale_calibration(shipped_calibration("H200"), gpu_name)
@@ -225,15 +225,15 @@ def shipped_calibration(gpu_name: str = "H200") -> Calibration:
 
 @dataclass(frozen=True)
 class DataSheet:
-    """What the vendor says of a GPU."""
+    """Numbers of a GPU from its vendor's data sheet."""
 
     memory_gib: float
-    """As CUDA reports it."""
+    """Memory that CUDA reports."""
     peak_tflops: float
-    """Dense, bf16."""
+    """Dense bf16 peak."""
     memory_tb_s: float
     nvlink_gb_s: float
-    """One way."""
+    """Bandwidth of NVLink in one direction."""
 
 
 DATA_SHEETS = {
@@ -245,7 +245,7 @@ DATA_SHEETS = {
 
 
 def _scale_calibration(base_calibration: Calibration, gpu_name: str) -> Calibration:
-    """The same shares of the peaks on another kind of GPU."""
+    """The calibration of another kind of GPU that reaches the same shares of its peaks."""
     base_sheet, target_sheet = DATA_SHEETS[base_calibration.gpu], DATA_SHEETS[gpu_name]
     compute_ratio = target_sheet.peak_tflops / base_sheet.peak_tflops
     memory_ratio = target_sheet.memory_tb_s / base_sheet.memory_tb_s
@@ -267,5 +267,6 @@ def _scale_calibration(base_calibration: Calibration, gpu_name: str) -> Calibrat
         send_gb_s=base_calibration.send_gb_s * link_ratio,
         measured=False,
         provenance=(f"the shares of the peaks of {base_calibration.gpu}, with the data sheet of {gpu_name}",),
-        source=f"rates of {gpu_name} were not measured but scaled from {base_calibration.gpu}'s by the data sheets; {HOW_TO_MEASURE}",
+        source=f"rates of {gpu_name} were not measured but scaled from {base_calibration.gpu}'s by the data"
+        f" sheets; {HOW_TO_MEASURE}",
     )

@@ -1,9 +1,9 @@
-"""The time of each piece of a step on one GPU: FLOPs and bytes divided by calibrated rates.
+"""The time of each part of a step on one GPU: FLOPs and bytes divided by calibrated rates.
 
-A piece is a decoder layer, the vision tower, the embedding, the output layer with the loss, a message between
-stages, the reduction of gradients, or the update of the weights. Rows have a fixed length, so decoder layers
-compute ``seq_len`` tokens, padding included; the tower computes real patches, and the output layer the tokens
-with loss.
+The parts are decoder layers, the vision tower, the embedding, the output layer with the loss, messages
+between stages, the reduction of gradients, and the update of the weights. Rows have a fixed length, so
+decoder layers compute ``seq_len`` tokens with padding. The tower computes only real patches, and the output
+layer only tokens with loss.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ DELTA_RULE_RATE_SHARE = 0.12
 """Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
 heads of 128 took 0.79 ms forward on an H200."""
 HIDDEN_COPY_SHARE, HIDDEN_COPY_BYTES = 0.5, 5.4e9
-"""Most of the copies of offloaded state that the passes before and after an update hide. On H200, they hid
-half of 10 GB, and 5 to 12 GB of 20 to 41. Passes shorter than 0.1 s would hide less."""
+"""Largest share and number of bytes of the copies of offloaded state that passes hide before and after an
+update. On H200, they hid half of 10 GB, and 5 to 12 GB of 20 to 41 GB. Passes shorter than 0.1 s would hide
+less."""
 BF16_MOMENTS_FACTOR = 0.57
-"""Factor of an update on the GPU with moments in bf16, for each element: on an H200, our kernel takes 4.7 ms
+"""Time of an update on the GPU with moments in bf16, relative to fp32. On an H200, our kernel takes 4.7 ms
 for 10^9 parameters, and Transformer Engine's 8.3 ms."""
 
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a forward and a backward pass; the backward pass includes what it computes again."""
+    """Seconds of a forward and a backward pass. The backward pass includes recomputation."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -68,7 +69,7 @@ class Network:
         return min(calibration.nvlink_gb_s, calibration.network_gb_s * ranks_per_node) * 1e9
 
     def message_bandwidth(self, calibration: Calibration, rank_stride: int) -> float:
-        """Bytes per second of a message to the rank ``rank_stride`` further."""
+        """Bytes per second of a message to the rank whose number is ``rank_stride`` higher."""
         return (
             calibration.send_gb_s
             if 2 * rank_stride <= self.gpus_per_node
@@ -78,7 +79,10 @@ class Network:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The times of a run's pieces. ``layout`` counts with its sizes only, not with its split."""
+    """The times of the parts of a run's step.
+
+    They depend on the layout's sizes, and not on its split of the layers.
+    """
 
     config: TrainConfig
     spec: ModelSpec
@@ -122,7 +126,7 @@ class StepCosts:
         return 2 * token_count * k * n / flops_per_second
 
     def elementwise_seconds(self, element_count: float) -> float:
-        """Seconds to move that many bf16 numbers."""
+        """Seconds to move ``element_count`` elements of the model's dtype through the GPU's memory."""
         return self.bytes_per_element * element_count / (self.calibration.memory_tb_s * 1e12)
 
     def collective_seconds(self, total_bytes: float, rank_count: int, rank_stride: int = 1) -> float:
@@ -169,32 +173,29 @@ class StepCosts:
 
     @cached_property
     def _layer_kind_counts(self) -> dict[tuple[bool, bool], list[int]]:
-        """How many layers of each kind are before each layer, and how many in all."""
+        """For each kind, the number of its layers before each layer, and as the last entry before the end."""
         language_spec = self.spec.language
         layer_kinds = [
             (language_spec.has_experts(layer), language_spec.has_linear_attention(layer))
             for layer in range(language_spec.num_layers)
         ]
         return {
-            kind: [0, *itertools.accumulate(own == kind for own in layer_kinds)]
+            kind: [0, *itertools.accumulate(layer_kind == kind for layer_kind in layer_kinds)]
             for kind in self._times_by_layer_kind
         }
 
     def _compute_layer_time(self, has_experts: bool, is_linear: bool) -> PassTime:
-        language_spec, calibration, tensor_parallel_size = (
-            self.spec.language,
-            self.calibration,
-            self.layout.tp,
-        )
+        """The time of a decoder layer of one kind on one row; zero if the model has no such layers."""
+        language_spec, calibration = self.spec.language, self.calibration
+        tensor_parallel_size = self.layout.tp
         if (has_experts and language_spec.moe is None) or (
             is_linear and language_spec.linear_attention is None
         ):
             return PassTime()
+
         token_count, hidden_size = self.seq_len, language_spec.hidden_size
-        query_width, key_value_width = (
-            language_spec.num_heads * language_spec.head_dim,
-            language_spec.num_kv_heads * language_spec.head_dim,
-        )
+        query_width = language_spec.num_heads * language_spec.head_dim
+        key_value_width = language_spec.num_kv_heads * language_spec.head_dim
         recompute_mode = self.recompute_config.language
         recomputed_modules = (
             set(self.recompute_config.language_modules) if recompute_mode == "selective" else set()
@@ -211,6 +212,7 @@ class StepCosts:
                 token_count, query_width / tensor_parallel_size, hidden_size
             )
             attention_seconds = self._attention_seconds(query_width / tensor_parallel_size / self.layout.cp)
+
         elementwise_seconds = self.elementwise_seconds(
             calibration.decoder_widths * hidden_size * token_count / self._sequence_parallel_size
         )
@@ -227,6 +229,7 @@ class StepCosts:
                 query_width, language_spec.num_kv_heads, language_spec.head_dim
             )
 
+        # The forward pass has a third of the elementwise work, and 3 of 8 parts of an activation's traffic.
         forward_seconds = (
             projection_seconds
             + attention_seconds
@@ -235,6 +238,8 @@ class StepCosts:
             + 3 / 8 * activation_seconds
             + collective_seconds
         )
+
+        # Each product has two gradients, of its input and of its weight. Frozen weights need only the first.
         gradient_products = 1 + (not self.model_config.freeze_language)
         backward_seconds = (
             gradient_products * (projection_seconds + mlp_seconds)
@@ -245,19 +250,17 @@ class StepCosts:
         )
         if has_experts and language_spec.moe is not None:
             dispatch_seconds = self._dispatch_seconds(token_count)
-            forward_seconds, backward_seconds = (
-                forward_seconds + dispatch_seconds,
-                backward_seconds + dispatch_seconds,
-            )
+            # A layer with experts takes at least the host's time to launch its many kernels.
             host_launch_seconds = (
                 calibration.expert_host_s if self.layout.ep > 1 else calibration.expert_host_alone_s
             )
-            forward_seconds, backward_seconds = (
-                max(forward_seconds, host_launch_seconds[0]),
-                max(backward_seconds, host_launch_seconds[1]),
-            )
+            forward_seconds = max(forward_seconds + dispatch_seconds, host_launch_seconds[0])
+            backward_seconds = max(backward_seconds + dispatch_seconds, host_launch_seconds[1])
+
         if recompute_mode == "full":
             return PassTime(forward_seconds, backward_seconds + forward_seconds)
+
+        # Selective recompute repeats the forward passes of some modules.
         backward_seconds += attention_seconds * (
             "core_attn" in recomputed_modules
         ) + elementwise_seconds / 6 * ("layernorm" in recomputed_modules)
@@ -266,7 +269,11 @@ class StepCosts:
         return PassTime(forward_seconds, backward_seconds)
 
     def _attention_seconds(self, head_width: float) -> float:
-        """Forward pass of causal attention; the backward pass takes 2.5 times as long."""
+        """Seconds of the forward pass of causal attention. The backward pass takes 2.5 times as long.
+
+        Args:
+            head_width: elements of all query heads of a token on this rank.
+        """
         calibration, rows = self.calibration, self.row_statistics
         if not rows.mean_tokens:
             return 0.0
@@ -277,16 +284,13 @@ class StepCosts:
         return 2.0 * head_width * rows.mean_token_pairs / flops_per_second
 
     def _linear_attention_seconds(self) -> tuple[float, float]:
-        """The projections of linear attention, and the forward pass of what lies between them.
+        """Seconds of the forward pass of linear attention: (its projections, all that lies between them).
 
-        The chunks of the delta rule compute more than the recurrence: each token multiplies with the tokens
-        of its chunk. Convolution, gates and norm move their inputs and outputs.
+        The chunks of the delta rule compute more than the recurrence, because each token is multiplied with
+        the other tokens of its chunk. Convolution, gates and norm are limited by memory.
         """
-        language_spec, calibration, tensor_parallel_size = (
-            self.spec.language,
-            self.calibration,
-            self.layout.tp,
-        )
+        language_spec, calibration = self.spec.language, self.calibration
+        tensor_parallel_size = self.layout.tp
         linear_attention = language_spec.linear_attention
         assert linear_attention is not None
         token_count, value_width = self.seq_len, linear_attention.value_heads * linear_attention.value_dim
@@ -315,7 +319,7 @@ class StepCosts:
         )
 
     def _mlp_seconds(self, token_count: float, ffn_width: int) -> tuple[float, float]:
-        """The products of a gated MLP, and its activation in both passes."""
+        """Seconds of a gated MLP: (its products in the forward pass, its activation in both passes)."""
         hidden_size, tensor_parallel_size = self.spec.language.hidden_size, self.layout.tp
         matmul_seconds = self.matmul_seconds(
             token_count, hidden_size, 2 * ffn_width / tensor_parallel_size
@@ -325,7 +329,7 @@ class StepCosts:
         )
 
     def _expert_seconds(self) -> tuple[float, float]:
-        """The same for router and experts, evenly loaded."""
+        """:meth:`_mlp_seconds` of router and experts, evenly loaded."""
         language_spec, calibration = self.spec.language, self.calibration
         moe_spec = language_spec.moe
         assert moe_spec is not None
@@ -356,7 +360,7 @@ class StepCosts:
         )
 
     def _dispatch_seconds(self, seq_len: int) -> float:
-        """Tokens to their experts' ranks and back, in one pass."""
+        """Seconds to send tokens to the ranks of their experts and back, in one pass."""
         language_spec, calibration = self.spec.language, self.calibration
         moe_spec = language_spec.moe
         assert moe_spec is not None
@@ -382,11 +386,11 @@ class StepCosts:
         )
 
     def _tensor_parallel_seconds(self, element_count: float) -> float:
-        """The four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
+        """Seconds of the four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
         return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
 
     def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
-        """Exchanging heads before and after attention, in one pass, under context parallelism.
+        """Seconds to exchange heads before and after attention, in one pass, under context parallelism.
 
         Args:
             width: elements of all query heads of a token.
@@ -403,10 +407,10 @@ class StepCosts:
         return size * (cp - 1) / cp / bandwidth + 2 * self.calibration.collective_s
 
     def _state_exchange(self) -> float:
-        """Two all-gathers of linear attention in one pass, under context parallelism.
+        """Seconds of two all-gathers of linear attention in one pass, under context parallelism.
 
-        One gathers states and matrices, as if a sequence crossed a whole shard, the other the last inputs of
-        the convolution.
+        One gathers states and matrices, under the assumption that a sequence crosses a whole shard. The other
+        one gathers the last inputs of the convolution.
         """
         a, tp, cp = self.spec.language.linear_attention, self.layout.tp, self.layout.cp
         assert a is not None
@@ -415,14 +419,14 @@ class StepCosts:
         return sum(self.collective_seconds(cp * size / tp, cp, tp) for size in (states, inputs))
 
     def embedding_time(self) -> PassTime:
-        """Looking up tokens, placing features; the gradient of a table is added in float32."""
+        """Looking up tokens and placing features. The gradient of the table is added in float32."""
         language_spec = self.spec.language
         tokens = self.elementwise_seconds(4 * language_spec.hidden_size * self.seq_len)
         table = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
         return PassTime(tokens, tokens + table)
 
     def _vocabulary_gradient_seconds(self) -> float:
-        """Adding a gradient of the vocabulary's size in float32."""
+        """Seconds to add a gradient of the vocabulary's size in float32."""
         language_spec = self.spec.language
         return (
             10.0
@@ -433,12 +437,9 @@ class StepCosts:
         )
 
     def output_layer_time(self) -> PassTime:
-        """The final norm, the output layer and the loss."""
-        language_spec, calibration, tensor_parallel_size = (
-            self.spec.language,
-            self.calibration,
-            self.layout.tp,
-        )
+        """The final norm, the output layer and the loss on one row."""
+        language_spec, calibration = self.spec.language, self.calibration
+        tensor_parallel_size = self.layout.tp
         tokens = self.row_statistics.head_tokens(self.seq_len)
         matmul_seconds = self.matmul_seconds(
             tokens, language_spec.hidden_size, language_spec.vocab_size / tensor_parallel_size
@@ -467,16 +468,15 @@ class StepCosts:
         return self._vision_tower_time
 
     def tower_time_at(self, tensor_parallel_size: int) -> PassTime:
-        """The same on ``tensor_parallel_size`` ranks together."""
+        """The tower with its mergers on a row's pictures, on ``tensor_parallel_size`` ranks together."""
         vision_spec, calibration, row_statistics = self.spec.vision, self.calibration, self.row_statistics
-        patch_count, hidden_size, ffn_width = (
-            row_statistics.mean_patches,
-            vision_spec.hidden_size,
-            vision_spec.padded_ffn_hidden_size,
-        )
+        patch_count = row_statistics.mean_patches
+        hidden_size = vision_spec.hidden_size
+        ffn_width = vision_spec.padded_ffn_hidden_size
         if not patch_count:
             return PassTime()
 
+        # The times of one layer.
         gate_factor = 2 if vision_spec.gated_mlp else 1
         matmul_seconds = self.matmul_seconds(
             patch_count, hidden_size, 3 * hidden_size / tensor_parallel_size
@@ -513,6 +513,7 @@ class StepCosts:
             / calibration.all_reduce_share
         )
 
+        # The times of all layers. Only full attention and window attention differ between layers.
         all_matmul_seconds = vision_spec.num_layers * matmul_seconds
         all_elementwise_seconds = vision_spec.num_layers * elementwise_seconds
         all_activation_seconds = vision_spec.num_layers * activation_seconds
@@ -542,6 +543,8 @@ class StepCosts:
             + all_activation_seconds * 5 / 8
             + all_collective_seconds,
         )
+
+        # A frozen tower has no backward pass, because nothing before it is trained.
         if self.model_config.freeze_vision:
             tower_backward_seconds = 0.0
             merger_backward_seconds = 2 * merger_seconds * (not self.model_config.freeze_merger)
@@ -577,7 +580,8 @@ class StepCosts:
     def grad_reduce_seconds(self, gradient_bytes: float) -> float:
         """Seconds to reduce float32 gradients of that many bytes over the replicas.
 
-        Half of it is the distributed optimizer's: the other half of an all-reduce gathers the weights.
+        With the distributed optimizer, it is a reduce-scatter. Without it, it is an all-reduce, which takes
+        twice as long.
         """
         collective_count = 1 if self.parallel_config.distributed_optimizer else 2
         return collective_count * self.collective_seconds(gradient_bytes, self.gradient_ranks, self.layout.tp)
@@ -591,8 +595,8 @@ class StepCosts:
     def optimizer_seconds(self, parameter_counts: ParameterCounts) -> float:
         """Seconds of clearing, scaling and clipping gradients and of AdamW on the GPU.
 
-        Offloaded state is copied to the GPU and back, both ways at once, which takes longer than the kernel.
-        The last backward and the next forward pass hide some of them.
+        Offloaded state is copied to the GPU and back at the same time, which takes longer than the kernel.
+        The last backward pass and the next forward pass hide some of the copies.
         """
         calibration = self.calibration
         offloaded_count = parameter_counts.owned_count * offloaded_fraction(self.config)
@@ -613,7 +617,7 @@ class StepCosts:
 
 
 def mean_ranks_per_token(expert_count: int, top_k: int, expert_parallel_size: int) -> float:
-    """Mean number of expert-parallel ranks that a token's experts, chosen evenly, are on."""
+    """Mean number of expert-parallel ranks that hold experts of a token. All experts are equally likely."""
     if expert_parallel_size == 1:
         return 1.0
     missed_probability = 1.0

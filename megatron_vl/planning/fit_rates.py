@@ -1,4 +1,4 @@
-"""Rates of a calibration from measured times."""
+"""Fits the rates of a calibration to measured times."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import numpy as np
 from megatron_vl.planning.calibration import Calibration
 
 LARGEST_SPEEDUP = 32.0
-"""Most that all rates together may be changed so that predicted steps are the measured ones."""
+"""Largest factor by which all rates together are changed to match measured steps."""
 
 
 def fit_saturating_rate(work_sizes: Sequence[float], measured_rates: Sequence[float]) -> tuple[float, float]:
-    """``(r, s)`` such that ``r n / (n + s)`` comes nearest to the rate that was measured for each size ``size_array``.
+    """Fits ``rate(n) = r n / (n + s)`` to the rates measured for each size. Returns ``(r, s)``.
 
-    Relative errors count. Where rates do not grow with the size, ``s`` is 0 and ``r`` the mean.
+    The relative errors of the times are least. If rates do not grow with the size, ``s`` is 0, and ``r`` is
+    the harmonic mean.
     """
     size_array, rate_array = np.asarray(work_sizes, dtype=float), np.asarray(measured_rates, dtype=float)
     # The time of a unit of work is linear: 1 / rate = 1 / r + (s / r) / n.
@@ -29,7 +30,7 @@ def fit_saturating_rate(work_sizes: Sequence[float], measured_rates: Sequence[fl
 
 
 def scale_compute_rates(calibration: Calibration, speed_factor: float) -> Calibration:
-    """The same GPU with all that computes so many times as fast."""
+    """The calibration with all rates of computation multiplied by ``speed_factor``."""
     names = ("product_tflops", "memory_tb_s", "attention_tflops", "tower_attention_tflops", "expert_tflops")
     scaled_rates = {name: getattr(calibration, name) * speed_factor for name in names}
     scaled_durations = {
@@ -43,11 +44,11 @@ def fit_speed_factor(
     predict_steps: Callable[[Calibration], Sequence[float]],
     measured_seconds: Sequence[float],
 ) -> float:
-    """How many times as fast all that computes has to be so that predicted steps are the measured ones.
+    """The factor for all rates of computation with which predicted steps match measured ones.
 
     Args:
-        predict_steps: the steps of some runs in seconds, by a calibration.
-        measured_seconds: the same in reality; their geometric mean is met.
+        predict_steps: returns the predicted steps of some runs in seconds under a calibration.
+        measured_seconds: the measured steps of these runs. Their geometric mean is matched.
     """
 
     def error(speed_factor: float) -> float:

@@ -173,17 +173,15 @@ def row_flops(
 
     Args:
         document_lengths: real document lengths in tokens (without the padded tail).
-        frame_lengths, window: frame and window lengths in patches; empty for a text-only row.
+        frame_lengths, window_lengths: lengths in patches; empty for a text-only row.
         head_tokens: tokens for which the output layer is computed. Model FLOPs count the loss tokens only;
             many programs compute and count all tokens.
     """
     language_forward = language_forward_flops(spec.language, document_lengths, head_tokens)
     vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)
-    trains_tower, trains_merger, trains_decoder = (
-        not model_config.freeze_vision,
-        not model_config.freeze_merger,
-        not model_config.freeze_language,
-    )
+    trains_tower = not model_config.freeze_vision
+    trains_merger = not model_config.freeze_merger
+    trains_decoder = not model_config.freeze_language
     return ModelFlops(
         # Embeddings are part of the language model, so something before its layers is always trained.
         language=(2.0 + trains_decoder)
@@ -192,8 +190,8 @@ def row_flops(
         # Pixels take no gradient.
         vision=(1.0 + trains_tower) * vision_forward.patch_embed
         + (3.0 if trains_tower else 1.0) * vision_forward.vision_blocks
-        # A merger begins with a norm, whose weight needs the gradient
-        # of what follows even where the tower is frozen.
+        # A merger begins with a norm, whose weight needs the gradient of its output even if the tower is
+        # frozen.
         + (1.0 + trains_merger + (trains_merger or trains_tower)) * vision_forward.mergers,
     )
 
@@ -212,8 +210,8 @@ def recompute_flops(
     They are those of the layers whose forward pass runs again during backward; the output layer's never does.
 
     Args:
-        is_decoupled: whether the tower first ran without keeping activations (``vision.placement: decoupled``,
-            ``vision.keep_patches: 0``).
+        is_decoupled: whether the tower first ran without keeping activations (``vision.placement:
+            decoupled``, ``vision.keep_patches: 0``).
     """
     language_forward = language_forward_flops(spec.language, document_lengths, head_tokens=0)
     vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as nvidia-smi reports them: known without CUDA, torch or an allocation."""
+"""The GPUs of this machine as nvidia-smi reports them, so that neither CUDA nor torch is needed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def query_gpus() -> list[GpuInfo]:
 
 
 def parse_nvidia_smi(csv_text: str) -> list[GpuInfo]:
-    """Parses ``nvidia-smi``'s table; skips other lines, such as the text about a GPU that has failed."""
+    """Parses ``nvidia-smi``'s table. Other lines, such as a text about a GPU that has failed, are skipped."""
     parsed_gpus = []
     for line in csv_text.splitlines():
         fields = [field.strip() for field in line.split(",")]
@@ -59,8 +59,8 @@ def parse_nvidia_smi(csv_text: str) -> list[GpuInfo]:
 def read_local_calibration() -> Calibration | None:
     """The calibration for this machine's GPUs; None without a GPU.
 
-    An unknown kind counts as H200 with the memory that it has. The kind decides, not the single card, so that
-    all nodes of a cluster of one kind find the same.
+    An unknown kind has the rates of H200 and its own memory. The kind decides and not the single card, so
+    that all nodes of a cluster find the same calibration.
 
     Raises:
         CalibrationError: the stored calibration of this kind is damaged.
@@ -99,7 +99,8 @@ def calibration_for_platform(platform_name: str) -> Calibration:
     """The calibration that a run is planned with: that of this machine's GPUs, or of H200 without any.
 
     Args:
-        platform_name: of the run; for ``cpu``, the stored calibration of CPUs counts, if there is one.
+        platform_name: ``platform`` of the run. For ``cpu``, it is the stored calibration of CPUs, if there is
+            one.
     """
     if platform_name == "cpu":
         return (

@@ -1,7 +1,7 @@
-"""The planned split: how many decoder layers each entry of a pipeline gets.
+"""Plans the split: the number of decoder layers of each entry of the pipeline.
 
-It follows from the fields of a run, the model and the number of ranks alone, by plain arithmetic, so that all
-ranks and all commands find the same one. Nothing is measured.
+An entry is one chunk of one stage. The split depends only on the fields of a run, the model and the number of
+ranks. Nothing is measured, so all ranks and all commands find the same one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
 
 MAX_SIMULATED_PASSES = 1500
-"""Up to so many passes, a split is judged by its timeline; above, by the times of its stages."""
+"""A split with at most this many passes is judged by its timeline, and a longer one by the times of its
+stages."""
 MAX_LAYER_MOVES = 60
-"""Most improvements of a split by moving layers."""
+"""Largest number of layers that are moved to improve a split."""
 
 
 def planned_layers(
@@ -30,12 +31,12 @@ def planned_layers(
 ) -> tuple[int, ...]:
     """The split with the shortest step among those that fit the calibration's GPU.
 
-    If none fits, it is the one that lacks least.
+    If none fits, it is the split whose fullest stage exceeds the memory least.
 
     Args:
-        step_costs: their layout gives the sizes; its ``layers`` are not read.
+        step_costs: its layout gives the sizes; ``layers_per_chunk`` is not read.
         max_row_patches: patches of the fullest row, for memory; None: as many as a row can hold.
-        skip_timelines: judge splits by the times of their stages, without timelines.
+        skip_timelines: whether to judge splits by the times of their stages alone.
     """
     return _SplitSearch(step_costs, max_row_patches, skip_timelines).improve_split(
         balanced_layers(step_costs)
@@ -65,20 +66,23 @@ def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
 
 
 def balanced_layers(step_costs: StepCosts) -> tuple[int, ...]:
-    """A split whose entries all take about equally long, whatever memory they take."""
+    """A split whose entries all take about equally long. Their memory is not considered."""
     layout = step_costs.layout
-    entries = layout.pp * layout.vpp
-    if entries == 1:
+    entry_count = layout.pp * layout.vpp
+    if entry_count == 1:
         return (step_costs.spec.language.num_layers,)
-    empty_layout = dataclasses.replace(layout, layers_per_chunk=(0,) * entries)
+
+    empty_layout = dataclasses.replace(layout, layers_per_chunk=(0,) * entry_count)
     first_seconds = chunk_times(step_costs, empty_layout, 0)[0].total_seconds
     last_seconds = chunk_times(step_costs, empty_layout, layout.pp - 1)[-1].total_seconds
-    # What every pass takes says nothing about where layers should be.
+    # All entries have the overhead of their passes, so it does not matter for the split.
     pass_overhead = 2 * step_costs.calibration.pass_s
-    layers = [
-        step_costs.decoder_layer_time(i).total_seconds for i in range(step_costs.spec.language.num_layers)
-    ]
-    return balance_layers(layers, first_seconds - pass_overhead, last_seconds - pass_overhead, entries)
+    layer_seconds = []
+    for layer_index in range(step_costs.spec.language.num_layers):
+        layer_seconds.append(step_costs.decoder_layer_time(layer_index).total_seconds)
+    return balance_layers(
+        layer_seconds, first_seconds - pass_overhead, last_seconds - pass_overhead, entry_count
+    )
 
 
 def balance_layers(
@@ -87,8 +91,8 @@ def balance_layers(
     """Splits layers so that all entries take about equally long.
 
     Args:
-        layer_seconds: of each layer.
-        first_seconds, last: what the first and the last entry take besides.
+        layer_seconds: seconds of each layer.
+        first_seconds, last_seconds: seconds of the first and the last entry without their layers.
     """
     layers_per_entry = []
     assigned_layers = 0
@@ -123,6 +127,7 @@ class _SplitSearch:
     skip_timelines: bool
 
     def improve_split(self, initial_layers: tuple[int, ...]) -> tuple[int, ...]:
+        """Moves to the best neighbour of a split until none is better than the split itself."""
         best_layers, best_score = initial_layers, self.split_score(initial_layers)
         for _ in range(MAX_LAYER_MOVES // 6 if self.skip_timelines else MAX_LAYER_MOVES):
             best_neighbour = min(
@@ -135,7 +140,7 @@ class _SplitSearch:
         return best_layers
 
     def _neighbour_splits(self, layers: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Splits with one layer of the slowest or fullest entries elsewhere, and nearby ones."""
+        """Splits in which one layer is in another entry. With many entries, only some of them are tried."""
         entry_count = len(layers)
         entry_pairs = itertools.permutations(range(entry_count), 2)
 
@@ -157,7 +162,7 @@ class _SplitSearch:
         return neighbour_splits
 
     def split_score(self, layers: tuple[int, ...]) -> tuple[float, float]:
-        """GiB that are lacking, then seconds: smaller is better."""
+        """(GiB that are lacking, seconds of the step). Smaller is better, and memory comes first."""
         step_costs = self.step_costs
         layout = dataclasses.replace(step_costs.layout, layers_per_chunk=layers)
         stage_memory_list = stage_memories(
@@ -166,9 +171,8 @@ class _SplitSearch:
         fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-        return max(
-            0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib
-        ), self._pipeline_seconds(times_by_stage, micro_batches)
+        lacking_gib = max(0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib)
+        return lacking_gib, self._pipeline_seconds(times_by_stage, micro_batches)
 
     def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
         pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
@@ -187,9 +191,10 @@ class _SplitSearch:
 def quick_pipeline_seconds(
     times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float
 ) -> float:
-    """The pipeline's time without a timeline: the slowest stage all the time, the others once.
+    """An estimate of the pipeline's seconds without a timeline.
 
-    With virtual chunks, a stage also waits where its chunks take unequally long.
+    The slowest stage runs all micro-batches, and each other stage adds one. With virtual chunks, a stage also
+    waits if its chunks take unequally long.
     """
     virtual_pipeline_size = len(times_by_stage[0])
     stages = [sum(chunk.total_seconds for chunk in stage) for stage in times_by_stage]

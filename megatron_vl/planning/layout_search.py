@@ -1,9 +1,10 @@
-"""Searches the layouts of a run for the fastest that fits.
+"""Searches the layouts of a run for the fastest ones that fit.
 
-All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow are combined with a ladder of
-recompute (and offload). They are taken in the order of a quick estimate of their time; for each, memory is
-computed, and the split improved where a balanced one does not fit, until enough have been found. Sizes whose
-shortest possible step is longer than what has been found are not combined with anything.
+All sizes of TP, PP, VPP, EP and ETP that the model and the number of GPUs allow are combined with each step
+of a ladder of recompute, and with offload. The combinations are tried in the order of a quick estimate of
+their time. For each one, memory is computed; if a balanced split of the layers does not fit, a better split
+is searched. The search ends when enough layouts fit. Sizes whose shortest possible step is longer than that
+of the layouts found so far are not combined with anything.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LARGEST_PP = 64
 LARGEST_VPP = 4
 LARGEST_EP = 64
 NARROWEST_EXPERT_WIDTH = 768
-"""Experts are not cut into narrower matrices, which costs more than it saves."""
+"""Experts are not cut into narrower matrices, because that costs more time than it saves memory."""
 RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
     {"language": "none", "vision": "none"},
     {"language": "selective", "language_modules": ["activation"], "vision": "activation"},
@@ -52,20 +53,22 @@ RECOMPUTE_LADDER: tuple[dict[str, Any], ...] = (
     {"language": "full", "vision": "activation"},
     {"language": "full", "vision": "full"},
 )
-"""Recompute in the order of what it costs."""
+"""Recompute settings, the cheapest first."""
 SEARCH_MARGIN = 1.1
-"""Layouts whose quick estimate is so many times the best found are not looked at any more."""
+"""The search ends at the first layout whose quick estimate is this many times the step of the slowest layout
+to return."""
 LEAST_OFFLOAD_GIB = 4.0
-"""Offload that frees less of a GPU is not looked at: with many replicas, each owns little state."""
+"""Offload that frees fewer GiB of a GPU is not tried. With many replicas, each GPU owns little state."""
 MAX_TRIED_LAYOUTS = 40
-"""Most layouts whose memory is computed after the first that fits, for each layout to return."""
+"""Largest number of layouts whose memory is computed after the first one that fits, for each layout to
+return."""
 UNCHANGED_RUN_TEXT = "the run as it is"
-"""What stands for the options if none is needed."""
+"""The text in place of options if none is needed."""
 
 
 @dataclass(frozen=True)
 class SearchRequest:
-    """What the search may choose, and the rates and rows that it predicts with."""
+    """The run whose layout is searched, with the rates and rows that times are predicted from."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -78,12 +81,12 @@ class SearchRequest:
     result_count: int = 8
     """Number of layouts to return."""
     keep_parallel_sizes: bool = False
-    """Keep TP, PP, VPP, EP and ETP of the run."""
+    """Whether to keep TP, PP, VPP, EP and ETP of the run."""
 
 
 @dataclass(frozen=True)
 class RejectedLayout:
-    """A layout that was not chosen."""
+    """A layout that does not fit, and the reason in words."""
 
     text: str
     why: str
@@ -96,7 +99,7 @@ class SearchResult:
     fitting_layouts: tuple[RunPrediction, ...]
     """Layouts that fit, fastest first."""
     slowdown_reasons: tuple[str, ...]
-    """Of each of them but the first, why it is slower."""
+    """For each of them but the first, why it is slower than the first."""
     rejected_layouts: tuple[RejectedLayout, ...]
     """Layouts that would be faster and do not fit, fastest first."""
     combination_count: int
@@ -105,10 +108,10 @@ class SearchResult:
 
 @dataclass(frozen=True)
 class _SizeGroup:
-    """Parallel sizes and the tower's place: the combinations that differ in recompute and offload alone."""
+    """Combinations of equal parallel sizes and tower placement. They differ in recompute and offload."""
 
     least_seconds: float
-    """No combination has a shorter step by the quick estimate."""
+    """Lower bound of the quick estimates of all combinations."""
     group_number: int
     combination_count: int
     """Number of combinations."""
@@ -133,17 +136,18 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
         RunConfigError: no combination of sizes is possible at all, for instance because
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
+    # Without offload at first: the search itself adds larger shares where they help.
     if search_request.config.optimizer.offload_fraction == "auto":
         resident_optimizer = dataclasses.replace(search_request.config.optimizer, offload_fraction=0.0)
         search_request = dataclasses.replace(
             search_request, config=dataclasses.replace(search_request.config, optimizer=resident_optimizer)
         )
 
+    # The queue is ordered by the lower bound of the time. The numbers only break ties, always the same way.
     size_groups = list(_size_groups(search_request))
     priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
-        (g.least_seconds, g.group_number, g) for g in size_groups
+        (group.least_seconds, group.group_number, group) for group in size_groups
     ]
-
     if not size_groups:
         raise RunConfigError(
             f"no layout of {search_request.world_size} GPUs is possible with global_batch_size"
@@ -176,8 +180,8 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
                 )
             continue
 
+        # More recompute under the same sizes is slower, so one combination that fits is enough.
         size_key = _size_key(candidate)
-        # More recompute under the same sizes is slower: one that fits is enough.
         if size_key in predictions_by_size:
             continue
         tried_count += bool(predictions_by_size)
@@ -193,6 +197,7 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
                 layout_text, f"{required_gib:.0f} GiB on the fullest GPU"
             )
 
+    # Only the layouts to return get the better split, because its search takes seconds.
     best_predictions = sorted(predictions_by_size.values(), key=_sort_key)[: search_request.result_count]
     best_predictions = sorted(
         (_refine_split(search_request, prediction) for prediction in best_predictions), key=_sort_key
@@ -209,13 +214,13 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
 
 
 def _slowest_kept_step(predictions_by_size: dict[tuple, RunPrediction], result_count: int) -> float:
-    """The step of the last layout that would be returned; infinite while there are too few."""
+    """Seconds of the slowest step to return. While there are too few, it is twice the fastest step."""
     steps = sorted(prediction.step_seconds for prediction in predictions_by_size.values())
     return steps[result_count - 1] if len(steps) >= result_count else 2 * steps[0]
 
 
 def _sort_key(prediction: RunPrediction) -> tuple:
-    """Fastest first; of equally fast ones, the simplest."""
+    """The order of predictions: the fastest first, and of equally fast ones the simplest."""
     layout = prediction.layout
     return round(prediction.step_seconds, 4), layout.pp * layout.vpp, layout.tp, layout.ep, layout.etp
 
@@ -230,9 +235,9 @@ def _size_key(candidate: _LayoutCandidate) -> tuple:
 
 
 def _size_groups(search_request: SearchRequest) -> Iterator[_SizeGroup]:
-    """All parallel sizes that the fields of a run allow, with each place of the tower."""
-    size = len(RECOMPUTE_LADDER) * (1 + len(offload_variants(search_request.config)))
-    number = 0
+    """All parallel sizes that the fields of a run allow, with each placement of the tower."""
+    combination_count = len(RECOMPUTE_LADDER) * (1 + len(offload_variants(search_request.config)))
+    group_number = 0
     for parallel_config in _parallel_configs(search_request):
         base_config = dataclasses.replace(search_request.config, parallel=parallel_config)
         try:
@@ -240,13 +245,17 @@ def _size_groups(search_request: SearchRequest) -> Iterator[_SizeGroup]:
         except RunConfigError:
             continue
         for placed_config in _tower_placements(base_config):
-            number += size + 1
-            yield _SizeGroup(step_lower_bound(search_request, placed_config), number, size, placed_config)
+            group_number += combination_count + 1
+            least_seconds = step_lower_bound(search_request, placed_config)
+            yield _SizeGroup(least_seconds, group_number, combination_count, placed_config)
 
 
 def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> float:
-    """Less than any quick estimate of these parallel sizes: the stages share all work without a rest, nothing
-    is computed twice, and all communication at the end of the step hides. Infinite if they are impossible."""
+    """A lower bound in seconds of the quick estimates under parallel sizes; infinite if they are impossible.
+
+    It assumes that stages share all work evenly, that nothing is computed twice, and that passes hide all
+    communication at the end of the step.
+    """
     bare_recompute = dataclasses.replace(search_request.config.recompute, **RECOMPUTE_LADDER[0])
     config = dataclasses.replace(config, recompute=bare_recompute)
     try:
@@ -279,7 +288,7 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
 
 
 def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Iterator[_LayoutCandidate]:
-    """The combinations of a group that the model allows and whose states fit."""
+    """The combinations of a group that the model allows and whose parameters and optimizer state fit."""
     combined_configs = []
     for recompute_fields in RECOMPUTE_LADDER:
         recompute_config = dataclasses.replace(search_request.config.recompute, **recompute_fields)
@@ -295,11 +304,10 @@ def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Itera
 
 
 def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
-    parallel_config, language_spec, world_size = (
-        search_request.config.parallel,
-        search_request.spec.language,
-        search_request.world_size,
-    )
+    """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
+    parallel_config = search_request.config.parallel
+    language_spec = search_request.spec.language
+    world_size = search_request.world_size
     if search_request.keep_parallel_sizes:
         yield dataclasses.replace(parallel_config, layers=None)
         return
@@ -348,11 +356,12 @@ def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
 
 
 def _powers_of_two(largest: int) -> list[int]:
+    """The powers of two up to ``largest``."""
     return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
 
 
 def _tower_placements(config: TrainConfig) -> list[TrainConfig]:
-    """The run with the vision tower on the first stage and on every rank, where both make a difference."""
+    """The run with each placement of the vision tower that makes a difference and that FP8 allows."""
     is_single_rank = config.parallel.replica_ranks == 1
     names: list[Any] = (
         ["first_stage"] if is_single_rank or config.fp8.vision else ["first_stage", "decoupled"]
@@ -373,7 +382,7 @@ def offload_variants(config: TrainConfig) -> list[Any]:
 def _make_candidate(
     search_request: SearchRequest, candidate_number: int, config: TrainConfig
 ) -> _LayoutCandidate | None:
-    """A combination with its quick estimate; None if the model does not allow it or its states do not fit."""
+    """A combination with its quick estimate; None if it is impossible or its parameters alone do not fit."""
     spec, parallel_config = search_request.spec, config.parallel
     data_parallel_size = search_request.world_size // parallel_config.replica_ranks
     try:
@@ -381,7 +390,7 @@ def _make_candidate(
     except LayoutError:
         return None
 
-    # The parameters alone, evenly spread, are the least that any split needs.
+    # Every split needs at least an even share of the parameters, their gradients and their optimizer state.
     state_gib = parameter_bytes(config, spec, layout, data_parallel_size) / parallel_config.pp / GIB
     if state_gib + RESERVE_GIB > search_request.calibration.memory_gib:
         return None
@@ -414,20 +423,16 @@ def _make_candidate(
 
 
 def with_requested_offload(search_request: SearchRequest, config: TrainConfig) -> TrainConfig:
-    """A combination with no more state in host memory than the run asks for."""
+    """A combination with the share of state in host memory that the run asks for."""
     return dataclasses.replace(config, optimizer=search_request.config.optimizer)
 
 
 def _predict_if_fits(
     search_request: SearchRequest, candidate: _LayoutCandidate
 ) -> tuple[RunPrediction | None, float]:
-    """The prediction of a combination that fits; otherwise None and the GiB that it would take."""
-    config, spec, layout, step_costs = (
-        candidate.config,
-        search_request.spec,
-        candidate.layout,
-        candidate.step_costs,
-    )
+    """(prediction, 0) of a combination that fits; otherwise (None, GiB that it would take)."""
+    config, spec = candidate.config, search_request.spec
+    layout, step_costs = candidate.layout, candidate.step_costs
     stage_memory_list = stage_memories(
         config, spec, layout, step_costs.data_parallel_size, search_request.max_row_patches
     )
@@ -484,7 +489,7 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
     return refined_prediction if refined_prediction.fits_memory else original_prediction
 
 
-# --- Words --------------------------------------------------------------------------------------------------
+# --- Texts --------------------------------------------------------------------------------------------------
 
 
 def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
@@ -515,29 +520,27 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
 
 
 def explain_slowdown(best_prediction: RunPrediction, slower_prediction: RunPrediction) -> str:
-    """The causes that make a layout slower than the best, the largest first."""
-    seconds_by_cause = {
-        name: theirs - ours
-        for (name, theirs), ours in zip(
-            _seconds_by_cause(slower_prediction).items(),
-            _seconds_by_cause(best_prediction).values(),
-            strict=True,
-        )
-    }
-    total = slower_prediction.step_seconds - best_prediction.step_seconds
-    relevant_causes = [
-        (seconds, name) for name, seconds in seconds_by_cause.items() if seconds > 0.1 * max(total, 1e-9)
-    ]
-    cause_texts = [
-        f"{name} {1e3 * seconds:+,.0f} ms" for seconds, name in sorted(relevant_causes, reverse=True)[:2]
-    ]
-    return f"{100 * total / best_prediction.step_seconds:+.1f} %" + (
-        f": {', '.join(cause_texts)}" if cause_texts else ""
-    )
+    """A text with the two largest causes that make a layout slower than the best one."""
+    total_seconds = slower_prediction.step_seconds - best_prediction.step_seconds
+    best_seconds = _seconds_by_cause(best_prediction)
+    relevant_causes = []
+    for cause, slower_seconds in _seconds_by_cause(slower_prediction).items():
+        extra_seconds = slower_seconds - best_seconds[cause]
+        if extra_seconds > 0.1 * max(total_seconds, 1e-9):
+            relevant_causes.append((extra_seconds, cause))
+
+    cause_texts = []
+    for extra_seconds, cause in sorted(relevant_causes, reverse=True)[:2]:
+        cause_texts.append(f"{cause} {1e3 * extra_seconds:+,.0f} ms")
+    slowdown_text = f"{100 * total_seconds / best_prediction.step_seconds:+.1f} %"
+    return f"{slowdown_text}: {', '.join(cause_texts)}" if cause_texts else slowdown_text
 
 
 def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
-    """Seconds of a step by cause, of the mean stage."""
+    """Seconds of a step by cause, as a mean over the stages.
+
+    A cause's share is the difference between two estimates, one without recompute or without communication.
+    """
     config = prediction.config
     stage_plans = prediction.stage_plans
     bare_config = dataclasses.replace(
@@ -547,7 +550,8 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
         prediction.calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0
     )
 
-    def computing(run_config: TrainConfig, calibration: Calibration) -> float:
+    def compute_seconds_with(run_config: TrainConfig, calibration: Calibration) -> float:
+        """Seconds of the mean stage's passes in a step."""
         layout = prediction.layout
         step_costs = StepCosts(
             run_config,
@@ -559,12 +563,12 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
             prediction.network,
         )
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        row = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
-        return prediction.micro_batches * row / layout.pp
+        row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
+        return prediction.micro_batches * row_seconds / layout.pp
 
-    all_seconds = computing(config, prediction.calibration)
-    seconds_without_recompute = computing(bare_config, prediction.calibration)
-    compute_seconds = computing(bare_config, instant_network)
+    all_seconds = compute_seconds_with(config, prediction.calibration)
+    seconds_without_recompute = compute_seconds_with(bare_config, prediction.calibration)
+    compute_seconds = compute_seconds_with(bare_config, instant_network)
     stage_end_seconds = max(
         stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans
     )
@@ -579,7 +583,7 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
 
 
 def changed_options_text(config: TrainConfig, found_prediction: RunPrediction) -> str:
-    """The options that turn a run into a found one: ``--parallel.pp 2 --parallel.layers [8,20]``."""
+    """The options that turn a run into the found one: ``--parallel.pp 2 --parallel.layers [8,20]``."""
     return " ".join(changed_sections(config, found_prediction)) or UNCHANGED_RUN_TEXT
 
 
@@ -588,10 +592,8 @@ def changed_sections(config: TrainConfig, found_prediction: RunPrediction) -> li
     section_texts = []
     found_config = with_split(found_prediction.config, found_prediction.layout)
     for section_name in ("parallel", "recompute", "optimizer", "vision"):
-        section_before, section_after = (
-            getattr(config, section_name, None),
-            getattr(found_config, section_name, None),
-        )
+        section_before = getattr(config, section_name, None)
+        section_after = getattr(found_config, section_name, None)
         if section_before is not None and section_after is not None and section_before != section_after:
             section_texts.append(section_option_text(section_name, section_before, section_after))
     return section_texts
@@ -615,7 +617,7 @@ def _command_line_value(option_value: Any) -> str:
 
 
 def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
-    """The run with its split written out."""
+    """The run with the layout's split in ``parallel.layers``."""
     layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
     return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
@@ -623,7 +625,7 @@ def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
 def search_fastest_fit(
     search_request: SearchRequest, *, keep_parallel_sizes: bool = False
 ) -> RunPrediction | None:
-    """The fastest layout that fits; None if there is none."""
+    """The fastest layout that fits; None if no layout fits or the search is impossible."""
     try:
         search_result = search_layouts(
             dataclasses.replace(search_request, result_count=1, keep_parallel_sizes=keep_parallel_sizes)

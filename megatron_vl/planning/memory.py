@@ -1,8 +1,8 @@
 """Estimates the GPU memory of each pipeline stage of a run before anything is allocated.
 
 Parameters are counted from the tensor table, so weights, gradients and optimizer state are exact. Activations
-are what the modules keep for their backward pass. Each token (or patch) of a layer of width ``h`` and FFN
-width ``f`` keeps these elements:
+are the tensors that modules keep for their backward pass. Each token (or patch) of a layer of width ``h`` and
+FFN width ``f`` keeps these elements:
 
 - Input and output of both norms: 4 h. Tensor-parallel ranks share them only under sequence parallelism, which
   the vision tower does not have.
@@ -44,8 +44,8 @@ GPU_MEMORY_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 
 RESERVE_GIB = 8.0
 """GPU memory that an estimate must leave free."""
 WORKSPACE_GIB = 0.5
-"""Workspaces of cuBLAS and Transformer Engine and small tensors: the measured excess over the formula
-on one GPU."""
+"""Memory of workspaces (cuBLAS, Transformer Engine) and small tensors: the excess over the formula that was
+measured on one GPU."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class StageMemory:
     gradients: float = 0.0
     """Main gradients in float32."""
     optimizer: float = 0.0
-    """float32 master weights and two moments (``optimizer.moments_dtype``) without what is offloaded;
-    ``distributed_optimizer`` splits them over data-parallel ranks."""
+    """float32 master weights and two moments (``optimizer.moments_dtype``) that are not offloaded.
+    ``distributed_optimizer`` divides them over data-parallel ranks."""
     activations: float = 0.0
     """Activations of the decoder layers and the embedding, for all micro-batches in flight."""
     vision: float = 0.0
@@ -68,8 +68,7 @@ class StageMemory:
     """Rows of a whole step in the form that the loader delivers."""
     workspace: float = WORKSPACE_GIB * GIB
     micro_batches_in_flight: int = 0
-    """Largest number of micro-batches whose activations are held at once (with
-    virtual chunks: chunk-micro-batches)."""
+    """Largest number of micro-batches whose activations are kept at once, summed over the stage's chunks."""
     host_bytes: float = 0.0
     """Host memory for this rank's offloaded optimizer state; not part of the total."""
 
@@ -112,8 +111,8 @@ def stage_memories(
 
     Args:
         layout: it need not be the one that ``config`` asks for.
-        patch_count: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``, or
-            as many as fill every token with a merged feature).
+        patch_count: vision patches of the fullest row; None: as many as a row can hold (``data.max_patches``,
+            or as many as fill every token with a merged feature).
     """
     most_patches = config.data.seq_len * spec.vision.merge_unit
     if patch_count is None:
@@ -136,21 +135,17 @@ def _add_activations(
     estimator: _ActivationEstimator, parameter_memory: StageMemory, micro_batches: int
 ) -> StageMemory:
     """Adds activations and rows to the memory of a stage's parameters."""
-    pipeline_stage, spec, layout, bytes_per_element = (
-        parameter_memory.pipeline_stage,
-        estimator.spec,
-        estimator.layout,
-        estimator.bytes_per_element,
-    )
+    pipeline_stage = parameter_memory.pipeline_stage
+    spec, layout, bytes_per_element = estimator.spec, estimator.layout, estimator.bytes_per_element
     chunk_activations = [
         estimator.chunk_bytes(pipeline_stage, chunk_index) for chunk_index in range(layout.vpp)
     ]
     # Context-parallel ranks of the first stage divide the pictures of a row.
-    encoded = dataclasses.replace(estimator, patch_count=-(-estimator.patch_count // layout.cp))
-    vision_activations = (
-        encoded.vision_tower_bytes() if pipeline_stage == 0 and not layout.decoupled else _ActivationBytes()
-    )
-    # What is held does not grow any more after the warm-up.
+    tower_share = dataclasses.replace(estimator, patch_count=-(-estimator.patch_count // layout.cp))
+    vision_activations = _ActivationBytes()
+    if pipeline_stage == 0 and not layout.decoupled:
+        vision_activations = tower_share.vision_tower_bytes()
+    # The number of micro-batches in flight does not grow any more after the warm-up.
     in_flight_states = _in_flight_states(
         layout.pp, layout.vpp, pipeline_stage, min(micro_batches, 4 * layout.pp)
     )
@@ -160,13 +155,14 @@ def _add_activations(
         chunk.kept_bytes + (vision_activations.kept_bytes if chunk_index == 0 else 0.0)
         for chunk_index, chunk in enumerate(chunk_activations)
     ]
-    peak_state = max(
-        in_flight_states,
-        key=lambda peak_state: sum(
+
+    def state_bytes(in_flight_state: tuple[int, ...]) -> float:
+        return sum(
             micro_batch_count * kept_bytes
-            for micro_batch_count, kept_bytes in zip(peak_state, kept_bytes_by_chunk, strict=True)
-        ),
-    )
+            for micro_batch_count, kept_bytes in zip(in_flight_state, kept_bytes_by_chunk, strict=True)
+        )
+
+    peak_state = max(in_flight_states, key=state_bytes)
     activations = sum(
         micro_batch_count * chunk.kept_bytes
         for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
@@ -184,6 +180,8 @@ def _add_activations(
         0.0, vision_activations.transient_bytes - recomputed_bytes
     )
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
+
+    # A tower on every rank encodes an even share of the pictures of the whole step.
     if layout.decoupled:
         patches_per_rank = -(-micro_batches * estimator.patch_count // layout.replica_ranks)
         replicated_tower = dataclasses.replace(
@@ -194,6 +192,7 @@ def _add_activations(
             micro_batches * estimator.patch_count * (pipeline_stage == 0),
         )
         rows_bytes += replicated_tower.row_bytes(includes_pixels=True)
+
     estimated_memory = dataclasses.replace(
         parameter_memory,
         activations=activations + recomputed_bytes,
@@ -220,9 +219,9 @@ class ParameterCounts:
     parameter_count: float = 0.0
     trained_count: float = 0.0
     owned_count: float = 0.0
-    """Trained ones whose optimizer state this GPU owns."""
+    """Number of trained parameters whose optimizer state this GPU owns."""
     trained_tensors: int = 0
-    """Trained tensors; each expert's matrix is a tensor of its own."""
+    """Number of trained tensors. Each expert's matrix is a tensor of its own."""
 
     def __sub__(self, other: ParameterCounts) -> ParameterCounts:
         return ParameterCounts(
@@ -278,9 +277,13 @@ def _counts_by_section(
     distributed_optimizer: bool,
     frozen_parts: tuple[bool, bool, bool],
 ) -> dict[tuple[str, int], ParameterCounts]:
-    """The parameters of each section of the model on one GPU; ``replica_ranks`` are those of a stage and of all.
+    """The parameters of each section of the model on one GPU, by (section, layer).
 
-    ``cumulative_counts`` a layer are those of all decoder layers before it.
+    The layer is -1 for whole sections. The section ``before`` has the decoder layers before a layer.
+
+    Args:
+        replica_ranks: (number of ranks of a stage, number of all ranks).
+        frozen_parts: whether vision, merger and language model are frozen.
     """
     frozen_by_part = dict(zip(("vision", "merger", "language"), frozen_parts, strict=True))
 
@@ -341,7 +344,7 @@ def _tensors_by_section(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
 
 
 def _layer_kind(spec: ModelSpec, layer_index: int) -> str:
-    """Decoder layers of one kind have the same tensors."""
+    """The kind of a decoder layer. Layers of one kind have the same tensors."""
     experts = " with experts" if spec.language.has_experts(layer_index) else ""
     return f"layer{experts}" + (
         " and linear attention" if spec.language.has_linear_attention(layer_index) else ""
@@ -349,7 +352,7 @@ def _layer_kind(spec: ModelSpec, layer_index: int) -> str:
 
 
 def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
-    """Weights, gradients and optimizer state of one GPU of every stage together."""
+    """Bytes of weights, gradients and optimizer state, summed over one GPU of each stage."""
     model_config, parallel_config = config.model, config.parallel
     frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
     ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
@@ -406,10 +409,11 @@ def _parameter_memory(
 
 
 def optimizer_state_bytes(config: TrainConfig) -> tuple[int, int]:
-    """Bytes of optimizer state of one parameter: on the GPU, and in host memory.
+    """Bytes of optimizer state of one parameter: (on the GPU, in host memory).
 
-    float32 weights are their own master weights. Of a bf16 model's, a half lies in its weights where the
-    state is kept in chunks: in host memory, and everywhere if moments are bf16.
+    float32 weights are their own master weights. For a bf16 model, state in chunks holds only the lower half
+    of a master weight, because the model's weight is the upper one. State is in chunks in host memory, and
+    everywhere if moments are bf16.
     """
     half_weight_bytes = 2 if config.dtype == "bfloat16" else 0
     if config.optimizer.moments_dtype == "bfloat16":
@@ -428,11 +432,12 @@ def offloaded_fraction(config: TrainConfig) -> float:
 
 @dataclass(frozen=True)
 class _ActivationBytes:
-    """Bytes of one micro-batch: those kept until its backward pass, and those needed while a
-    layer is recomputed."""
+    """Bytes of the activations of one micro-batch."""
 
     kept_bytes: float = 0.0
+    """Bytes that are kept until the backward pass of the micro-batch."""
     transient_bytes: float = 0.0
+    """Bytes that are needed while a layer is recomputed, or while a delta rule runs backward."""
 
 
 @dataclass(frozen=True)
@@ -464,11 +469,11 @@ class _ActivationEstimator:
 
     @property
     def _sequence_parallel_size(self) -> int:
-        """Number of ranks that share what lies between the linears of a decoder layer."""
+        """Number of ranks that share the tokens between the linears of a decoder layer."""
         return self.layout.tp if self.sequence_parallel else 1
 
     def chunk_bytes(self, pipeline_stage: int, chunk_index: int) -> _ActivationBytes:
-        """The share of one chunk of the language model."""
+        """The activations of one chunk of the language model for one micro-batch."""
         language_spec = self.spec.language
         layout = self.layout
         recompute_config = self.recompute_config
@@ -599,8 +604,10 @@ class _ActivationEstimator:
         ) / self.layout.tp
 
     def _delta_rule_elements(self, language_spec: LanguageSpec) -> float:
-        """Elements of one token that the backward pass of a delta rule holds while it runs: the states of all
-        chunks in both directions, and products that are computed a second time."""
+        """Elements of one token that exist only during the backward pass of a delta rule.
+
+        They are the states of all chunks in both directions, and products that are computed again.
+        """
         linear_attention = language_spec.linear_attention
         assert linear_attention is not None
         chunk_state_elements = 2 * linear_attention.key_dim * linear_attention.value_dim / DELTA_CHUNK
@@ -610,18 +617,20 @@ class _ActivationEstimator:
             / self.layout.tp
         )
 
-    def _gathered_states(self, m: LanguageSpec) -> float:
+    def _gathered_states(self, language_spec: LanguageSpec) -> float:
         """Bytes of the states and matrices that a rank receives from all ranks that share its rows."""
-        a = m.linear_attention
-        assert a is not None
-        ranks = self.layout.cp if self.layout.cp > 1 else 0
-        return 4 * ranks * a.state_exchange_size / self.layout.tp
+        linear_attention = language_spec.linear_attention
+        assert linear_attention is not None
+        rank_count = self.layout.cp if self.layout.cp > 1 else 0
+        return 4 * rank_count * linear_attention.state_exchange_size / self.layout.tp
 
     def _expert_elements(self, hidden_size: int, moe_spec: MoeSpec, recomputes_activation: bool) -> float:
-        """Elements of one token: router logits, probabilities and the map in float32; inputs of the
-        experts, their linear and activation. A token becomes ``top_k`` rows. With an even load, a
-        rank's experts process as many rows as its own tokens become, times the number of ranks that
-        share its experts' matrices."""
+        """Elements of one token in a layer of experts.
+
+        They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
+        linear and their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts
+        process the rows of its own tokens, times the number of ranks that share the experts' matrices.
+        """
         expert_elements = moe_spec.top_k * (
             self.layout.etp * hidden_size + (2 if recomputes_activation else 3) * moe_spec.ffn_hidden_size
         )
@@ -635,7 +644,7 @@ class _ActivationEstimator:
         ) / self._sequence_parallel_size
 
     def vision_tower_bytes(self) -> _ActivationBytes:
-        """The tower on one row's patches; it is tensor-parallel without sequence parallelism."""
+        """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
         vision_spec = self.spec.vision
         model_config = self.model_config
         tensor_parallel_size = self.layout.tp
@@ -671,13 +680,13 @@ class _ActivationEstimator:
         return _ActivationBytes(sum(layer_bytes) + merger_bytes + pixel_bytes)
 
     def decoupled_tower_bytes(self, pipeline_bytes: float, placed_patches: int) -> float:
-        """A tower that every rank holds, for the rank's own share of a step's patches.
+        """Bytes of a tower that every rank holds, for the rank's own share of a step's patches.
 
-        It runs while the activations of the pipeline do not exist, and may use their memory.
+        The tower runs while the activations of the pipeline do not exist, and may use their memory.
 
         Args:
-            pipeline_bytes: bytes of these activations.
-            placed_patches: patches whose features this stage holds, and whose gradients.
+            pipeline_bytes: bytes of the pipeline's activations.
+            placed_patches: number of patches whose features and gradients this stage holds.
         """
         vision_spec, vision_config = self.spec.vision, self.vision_config
         is_frozen = self.model_config.freeze_vision and self.model_config.freeze_merger
@@ -710,8 +719,8 @@ class _ActivationEstimator:
                 .vision_tower_bytes()
                 .kept_bytes
             )
-        # What is kept is there beside the pipeline's passes and the first pass of other pictures; its own
-        # backward pass comes first and frees it.
+        # Kept activations exist during the pipeline's passes and the first pass of other pictures. Their own
+        # backward pass comes first and frees them.
         return feature_bytes + max(
             kept_bytes,
             local_feature_bytes + backward_bytes - pipeline_bytes,
@@ -754,8 +763,11 @@ class _ActivationEstimator:
         return self.bytes_per_element == 2 and kernels_are_fastest(vision_spec.head_dim)
 
     def row_bytes(self, includes_pixels: bool) -> float:
-        """One row on the device: 24 bytes per token in int32 buffers of the whole row, 44 in int64 copies of
-        this rank's tokens, and uint8 planes of every patch."""
+        """Bytes of one row on the device.
+
+        A token takes 24 bytes in int32 buffers of the whole row, and 44 in int64 copies of this rank's
+        tokens. Each patch has uint8 planes.
+        """
         vision_spec = self.spec.vision
         return (24.0 * self.layout.cp + 44.0) * self.seq_len + (
             self.patch_count * (vision_spec.patch_dim / vision_spec.temporal_patch_size + 32)
@@ -795,12 +807,12 @@ def warmup_forward_passes(
 def in_flight_by_pass(
     pipeline_parallel_size: int, virtual_pipeline_size: int, pipeline_stage: int, micro_batches: int
 ) -> list[tuple[int, ...]]:
-    """The micro-batches whose activations each chunk of a stage holds, after every forward pass of a step.
+    """The number of micro-batches in flight in each chunk of a stage, after every forward pass of a step.
 
     The order is that of Megatron-core's ``forward_backward_pipelining_with(out)_interleaving``: warm-up
     forward passes, then alternating forward and backward passes, then the remaining backward passes. With
-    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each, in the backward passes from the last
-    chunk to the first.
+    interleaving, the chunks take turns of ``pipeline_parallel_size`` micro-batches each. Backward passes go
+    from the last chunk to the first.
     """
     pass_count = micro_batches * virtual_pipeline_size
     chunk_order = (

@@ -1,4 +1,4 @@
-"""Says whether a run fits its GPUs by the memory estimate, and what would fit.
+"""Checks whether a run fits its GPUs by the memory estimate, and finds options with which it would.
 
 The start of a run, ``doctor`` and a rank that has run out of memory all call this module.
 """
@@ -16,19 +16,18 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
 EXPERT_OVERESTIMATE = 1.12
-"""With experts, the estimate was up to so many times too high."""
+"""With experts, the estimate was up to this many times too high."""
 
 
 def check_memory(
     config: TrainConfig, spec: ModelSpec, layout: Layout, world_size: int, calibration: Calibration
 ) -> str:
-    """Compares the estimate with the GPU's memory.
+    """Compares the memory estimate of a run with the GPU's memory.
 
-    Returns a remark where a run is let through, but leaves less than :data:`RESERVE_GIB` free; empty where it
-    fits.
+    Returns a remark if the run may start but leaves less than :data:`RESERVE_GIB` free; empty if it fits.
 
     Raises:
-        RunConfigError: the run does not fit. The message says what would, and how to start anyway.
+        RunConfigError: the run does not fit. The message says which options would, and how to start anyway.
     """
     data_parallel_size = validate_config(config, world_size)
     resolved_config = resolve_offload_fraction(
@@ -48,9 +47,10 @@ def check_memory(
         return f"{estimate_text}, so the run may end for lack of memory; {offload_advice}"
 
     raise RunConfigError(
-        f"the run does not fit: {estimate_text}. {fitting_options_advice(config, spec, world_size, calibration)}"
-        " If the rows hold less than that, data.max_patches bounds their patches and with them the estimate."
-        " --failures.check_memory false starts anyway"
+        f"the run does not fit: {estimate_text}."
+        f" {fitting_options_advice(config, spec, world_size, calibration)} If the rows hold less than that,"
+        " data.max_patches bounds their patches and with them the estimate. --failures.check_memory false"
+        " starts anyway"
     )
 
 
@@ -71,13 +71,16 @@ def fitting_options_advice(
     *,
     keep_parallel_sizes: bool = False,
 ) -> str:
-    """A sentence with the options that would fit, by the planner."""
+    """A sentence with the options of the fastest layout that fits, from the planner."""
     fitting_prediction = fastest_fitting_layout(
         config, spec, world_size, calibration, keep_parallel_sizes=keep_parallel_sizes
     )
     if fitting_prediction is None:
         return f"No layout of {world_size} GPUs fits: take more, or lower data.seq_len or data.max_patches."
-    return f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)} ({fitting_prediction.peak_gib:.0f} GiB)."
+    return (
+        f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)}"
+        f" ({fitting_prediction.peak_gib:.0f} GiB)."
+    )
 
 
 def fastest_fitting_layout(
@@ -91,8 +94,8 @@ def fastest_fitting_layout(
     """The planner's choice for the same model, rows and GPUs; None if nothing fits.
 
     Args:
-        keep_parallel_sizes: keep the run's parallel sizes, if their split, recompute, offload or the place of the tower can
-            be chosen so that they fit.
+        keep_parallel_sizes: whether to keep the run's parallel sizes if they fit with another split,
+            recompute, offload or placement of the tower.
     """
     rows = make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
     search_request = SearchRequest(config, spec, world_size, calibration, rows)

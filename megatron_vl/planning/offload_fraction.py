@@ -1,4 +1,4 @@
-"""Which share of the optimizer state has to be in host memory, by the memory estimate."""
+"""Chooses the share of the optimizer state in host memory from the memory estimate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 
 FRACTION_STEPS = 20
-"""Shares that are tried: multiples of 1 / 20."""
+"""The shares that are tried are multiples of 1 / 20."""
 
 
 def with_offload_fraction(config: TrainConfig, offload_fraction: float) -> TrainConfig:
@@ -27,7 +27,7 @@ def least_offload_fraction(
     """The smallest ``optimizer.offload_fraction`` with which the fullest stage fits; None if none does.
 
     Args:
-        gpu_gib: what a GPU has, of which :data:`RESERVE_GIB` stay free.
+        gpu_gib: GiB of a GPU, of which :data:`RESERVE_GIB` stay free.
     """
     for step in range(FRACTION_STEPS + 1):
         offload_fraction = step / FRACTION_STEPS
@@ -47,10 +47,10 @@ def least_offload_fraction(
 def largest_offload_fraction(
     config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int, host_gib: float
 ) -> float:
-    """The largest ``optimizer.offload_fraction`` that host memory holds.
+    """The largest ``optimizer.offload_fraction`` for which host memory is large enough.
 
     Args:
-        host_gib: host memory for each rank.
+        host_gib: GiB of host memory for each rank.
     """
     full_offload_gib = (
         max(
@@ -74,11 +74,13 @@ def resolve_offload_fraction(
     gpu_gib: float | None,
     host_gib: float = math.inf,
 ) -> TrainConfig:
-    """The run with a number in place of ``auto``: the least share that fits, or all that can be if none does.
+    """The run with a number in place of ``auto``: the smallest share with which it fits.
+
+    If it does not fit with any share, the number is the largest share for which host memory is large enough.
 
     Args:
-        gpu_gib: what a GPU has; None on CPU, where nothing is gained.
-        host_gib: host memory for each rank, which no share exceeds.
+        gpu_gib: GiB of a GPU; None on CPU, where offload gains nothing.
+        host_gib: GiB of host memory for each rank.
     """
     if config.optimizer.offload_fraction != "auto":
         return config

@@ -1,9 +1,9 @@
-"""The timeline of a step's pipeline: when each stage computes which micro-batch of which chunk.
+"""The timeline of a step's pipeline: the start and end of each pass on each stage.
 
-The order of passes on a stage is Megatron-core's (:func:`megatron_vl.planning.memory.in_flight_by_pass` counts
-what it holds; :func:`passes` lists it). A pass begins when the stage's previous pass has ended and its input
-has arrived: a forward pass waits for the same micro-batch of the chunk before, a backward pass for that of
-the chunk after.
+The order of passes on a stage is Megatron-core's. :func:`stage_passes` lists it, and
+:func:`megatron_vl.planning.memory.in_flight_by_pass` counts the micro-batches in flight. A pass begins when
+the stage's previous pass has ended and its own input has arrived. A forward pass waits for the same
+micro-batch of the previous chunk, and a backward pass for that of the next chunk.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class PipelineTimeline:
 
     @property
     def total_seconds(self) -> float:
-        """From the first pass to the end of the last."""
+        """Seconds from the start of the first pass to the end of the last."""
         return max(span.end_seconds for span in self.pass_spans)
 
     def busy_seconds(self, pipeline_stage: int) -> float:
-        """Seconds in which a stage computes."""
+        """Seconds in which a stage computes, and does not wait."""
         return sum(
             span.end_seconds - span.start_seconds
             for span in self.pass_spans
@@ -75,6 +75,7 @@ def stage_passes(
     pass_count = micro_batches * virtual_pipeline_size
 
     def nth(i: int, is_forward: bool) -> PipelinePass:
+        """The i-th forward or backward pass of the stage."""
         if virtual_pipeline_size == 1:
             return PipelinePass(is_forward, 0, i)
         chunk = (i // pipeline_parallel_size) % virtual_pipeline_size
@@ -101,8 +102,8 @@ def simulate_pipeline(
     """The timeline of one step.
 
     Args:
-        times_by_stage: of each stage, of each of its chunks.
-        message_seconds: seconds that a tensor takes from a stage to another.
+        times_by_stage: the times of each stage's chunks for one micro-batch.
+        message_seconds: seconds of a message from one stage to another.
     """
     pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
     pass_orders = [
@@ -114,7 +115,8 @@ def simulate_pipeline(
     stage_clocks = [0.0] * pipeline_parallel_size
     next_positions = [0] * pipeline_parallel_size
     pass_spans: list[PassSpan] = []
-    # Stages that may have become able to go on. A pass that has to wait is tried again after its neighbours.
+
+    # Stages whose next pass may be able to run. A stage that waits is tried again after its neighbours.
     ready_stages = list(range(pipeline_parallel_size))
 
     while ready_stages:
@@ -145,11 +147,9 @@ def simulate_pipeline(
             has_advanced = True
 
         if has_advanced:
-            ready_stages += [
-                near % pipeline_parallel_size
-                for near in (pipeline_stage - 1, pipeline_stage + 1)
-                if near % pipeline_parallel_size != pipeline_stage
-            ]
+            for neighbour in (pipeline_stage - 1, pipeline_stage + 1):
+                if neighbour % pipeline_parallel_size != pipeline_stage:
+                    ready_stages.append(neighbour % pipeline_parallel_size)
 
     return PipelineTimeline(tuple(pass_spans), pipeline_parallel_size)
 
@@ -161,7 +161,7 @@ def _input_arrival(
     last_entry: int,
     message_seconds: float,
 ) -> float | None:
-    """When the input of a pass is there; None if it is not known yet."""
+    """The time in seconds at which the input of a pass arrives; None if it is not known yet."""
     if pipeline_pass.forward:
         if entry_index == 0:
             return 0.0
@@ -174,13 +174,17 @@ def _input_arrival(
 
 
 SIMULATED_PERIODS = 4
-"""Rounds of micro-batches after which a schedule repeats itself exactly enough."""
+"""A schedule repeats itself closely enough after this many rounds of one micro-batch for each stage."""
 
 
 def pipeline_seconds(
     times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float = 0.0
 ) -> float:
-    """The length of the timeline. Long steps are simulated in part, as their middle repeats itself."""
+    """The length of the timeline in seconds. The middle of a long step repeats itself, so it is extrapolated.
+
+    Args:
+        times_by_stage, message_seconds: as for :func:`simulate_pipeline`.
+    """
     pipeline_parallel_size = len(times_by_stage)
     if pipeline_parallel_size == 1:
         return micro_batches * sum(chunk.total_seconds for chunk in times_by_stage[0])

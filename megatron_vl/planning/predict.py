@@ -1,8 +1,8 @@
 """Predicts a run: memory and time of each stage, the time of a step, MFU and tokens per second.
 
-The step is the pipeline's timeline (:mod:`.simulate`) of the pieces' times (:mod:`.cost`), what of the
-reduction and gathering does not hide beside passes, the update, and what a step takes besides. Memory comes
-from :mod:`.memory`.
+The time of a step is the sum of four: the pipeline's timeline (:mod:`.pipeline_timeline`) from the times of
+layers and messages (:mod:`.cost`), the part of reducing gradients and gathering weights that no pass hides,
+the optimizer's update, and a measured constant. Memory comes from :mod:`.memory`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megatron_vl.spec.layout import Layout
 DEFAULT_BUCKET_SIZE = 40_000_000
 """Parameters of a gradient bucket, if ``parallel.bucket_size`` does not say; Megatron-core's default."""
 MAX_TIMELINE_PASSES = 20_000
-"""From more passes in a step on, its timeline is that of a part of its micro-batches."""
+"""If a step has more passes, its timeline shows only its first micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RunPrediction:
-    """What a run will do, by the model."""
+    """The time and memory that the cost model predicts for a run."""
 
     config: TrainConfig
     spec: ModelSpec
@@ -170,13 +170,16 @@ def predict_layout(
     """Predicts a run under a layout.
 
     Args:
-        row_statistics: what the rows hold; None: :func:`~megatron_vl.planning.row_statistics.make_assumed_rows`.
-        calibration: None: that of H200.
+        row_statistics: what the rows hold; None:
+            :func:`~megatron_vl.planning.row_statistics.make_assumed_rows`.
+        calibration: the GPU's measured rates; None: those of an H200.
+        network: None: the default :class:`~megatron_vl.planning.cost.Network`.
         patch_count: patches of the fullest row, for memory; None: as many as a row can hold.
 
     Raises:
         RunConfigError: the run is impossible.
     """
+    # What is not given is filled in, so that the prediction says which rows and rates it is for.
     data_parallel_size = validate_config(config, world_size)
     micro_batches = config.global_batch_size // data_parallel_size
     row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
@@ -193,11 +196,15 @@ def predict_layout(
     timeline_seconds = pipeline_seconds(
         [stage.times_by_chunk for stage in stage_plans], micro_batches, message_seconds
     )
+
+    # Stages end the step on their own: the slowest one decides. A tower on every rank runs before and after
+    # the pipeline, so its time adds to the timeline.
     decoupled_seconds = _decoupled_tower_seconds(step_costs, micro_batches)
     step_end_seconds = (
         max(stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans)
         + calibration.step_s
     )
+
     return RunPrediction(
         config,
         spec,
@@ -250,7 +257,11 @@ def chunk_times(step_costs: StepCosts, layout: Layout, pipeline_stage: int) -> t
 def seconds_outside_pipeline(
     step_costs: StepCosts, layout: Layout, times_by_stage: list[tuple[PassTime, ...]]
 ) -> float:
-    """What a step takes beside the passes of its pipeline; ``times_by_stage`` are those of its stages' chunks."""
+    """Seconds of a step outside the passes of its pipeline.
+
+    Args:
+        times_by_stage: the times of each stage's chunks for one micro-batch.
+    """
     longest_seconds = 0.0
     for stage, chunks in enumerate(times_by_stage):
         parameter_counts = stage_parameters(
@@ -266,7 +277,7 @@ def seconds_outside_pipeline(
 
 
 def tower_and_step_overhead(step_costs: StepCosts, micro_batches: int) -> float:
-    """What a step takes beside the pipeline's passes, the reduction of gradients and the update."""
+    """Seconds of a step outside the pipeline's passes, the reduction of gradients and the update."""
     return _decoupled_tower_seconds(step_costs, micro_batches) + step_costs.calibration.step_s
 
 
@@ -290,10 +301,10 @@ def _plan_stage(step_costs: StepCosts, stage_memory: StageMemory, pipeline_stage
 def _exposed_collective_seconds(
     step_costs: StepCosts, trained_count: float, times_by_chunk: tuple[PassTime, ...]
 ) -> float:
-    """Reduction and gathering that no pass hides.
+    """Seconds of reducing gradients and gathering weights that no pass hides.
 
-    Gradients are reduced bucket by bucket beside the last backward pass, and the last bucket after it;
-    weights are gathered beside the first forward pass, the first bucket before it.
+    Gradients are reduced bucket by bucket during the last backward pass, and the last bucket after it.
+    Weights are gathered during the first forward pass, and the first bucket before it.
     """
     parallel_config = step_costs.config.parallel
     bucket_size = min(
@@ -328,14 +339,14 @@ def _exposed_collective_seconds(
 
 
 def _decoupled_tower_seconds(step_costs: StepCosts, micro_batches: int) -> float:
-    """Seconds of the tower on all ranks, ahead of the pipeline and, computed again, after it."""
+    """Seconds of a tower on all ranks: its passes before the pipeline, and its second ones after it."""
     if not step_costs.layout.decoupled:
         return 0.0
     ranks = step_costs.layout.replica_ranks
     tower_time = step_costs.tower_time_at(1)
     is_trained = not (step_costs.config.model.freeze_vision and step_costs.config.model.freeze_merger)
     patches_per_rank = step_costs.row_statistics.mean_patches * micro_batches / ranks
-    # What is kept is not computed a second time.
+    # Patches whose activations are kept are not computed a second time.
     kept_share = (
         min(1.0, step_costs.config.vision.keep_patches / patches_per_rank) if patches_per_rank else 1.0
     )

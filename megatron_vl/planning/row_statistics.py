@@ -1,4 +1,4 @@
-"""What a step's rows hold, as far as it decides time: lengths of documents, frames and windows."""
+"""The contents of a step's rows that decide its time: lengths of documents, frames and windows."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ ASSUMED_ROWS_TEXT = (
     "pictures of about 640 x 480 pixels, each with 40 to 260 tokens of text, as in `megatron-vl bench`"
 )
 ASSUMED_ROW_COUNT = 16
-"""Number of rows of the stated kind."""
+"""Number of rows that are assumed."""
 LOSS_MULTIPLE = 128
-"""The output layer is computed for a multiple of so many tokens (:mod:`megatron_vl.data.packing.training_row`)."""
+"""The number of tokens of the output layer is a multiple of this
+(see :mod:`megatron_vl.data.packing.training_row`)."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,10 @@ class RowStatistics:
     """A sample of rows, and the means that the cost model takes from it."""
 
     source_text: str
-    """Where the rows come from, in words."""
+    """The origin of the rows, in words."""
     row_shapes: tuple[RowShape, ...]
     is_sample: bool = False
-    """Whether they are a random part of a data set, so that their means have an error."""
+    """Whether the rows are a random part of a data set, so that their means have an error."""
 
     @cached_property
     def mean_tokens(self) -> float:
@@ -95,7 +96,7 @@ class RowStatistics:
 
     @cached_property
     def patches_error(self) -> float:
-        """Standard error of the mean of a row's patches as a share of it. 0 where the rows are no sample."""
+        """Standard error of the mean of a row's patches, as a share of it; 0 if the rows are no sample."""
         return (
             self.patch_spread / math.sqrt(len(self.row_shapes) - 1)
             if self.is_sample and len(self.row_shapes) > 1
@@ -133,10 +134,11 @@ class RowStatistics:
 
 
 def make_assumed_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> RowStatistics:
-    """Rows of :data:`ASSUMED_ROWS_TEXT`, without chance: sizes and lengths of text take turns.
+    """The rows that :data:`ASSUMED_ROWS_TEXT` describes. Sizes and lengths of text take fixed turns.
 
     Args:
-        max_patches: as ``data.max_patches``; 0: no limit.
+        seq_len: tokens of a row.
+        max_patches: ``data.max_patches``; 0: no limit.
     """
     picture_shapes = [_picture_shape(spec.vision, *size) for size in PICTURE_SIZES]
     row_shapes: list[RowShape] = []
@@ -145,7 +147,7 @@ def make_assumed_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> Ro
 
     while len(row_shapes) < ASSUMED_ROW_COUNT:
         picture_tokens, picture_patches, window_lengths = picture_shapes[picture_index % len(picture_shapes)]
-        # The golden ratio's multiples spread evenly over the lengths of text.
+        # Multiples of the golden ratio spread evenly over the lengths of text.
         text_length = TEXT_LENGTHS[int(picture_index * 0.6180339887 % 1 * len(TEXT_LENGTHS))]
         is_full = sum(length for length, _, _ in open_documents) + picture_tokens + 2 + text_length > seq_len
         is_full = (
@@ -159,7 +161,7 @@ def make_assumed_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> Ro
             open_documents = []
             continue
         picture_index += 1
-        # A picture that fills a whole row is cut to it: only its size counts here.
+        # A picture that is longer than a row is cut, because only its size counts here.
         open_documents.append(
             (min(seq_len, picture_tokens + 2 + text_length), picture_patches, window_lengths)
         )
@@ -183,25 +185,18 @@ def _picture_shape(
 ) -> tuple[int, int, list[int]]:
     """Tokens, patches, and patches of each window of a picture."""
     merged_patch_size = vision_spec.patch_size * vision_spec.spatial_merge_size
-    merged_columns, rows = (
-        max(1, round(window_side / merged_patch_size)) for window_side in (pixel_width, pixel_height)
-    )
-    patches = merged_columns * rows * vision_spec.merge_unit
-    window_side = (
-        max(1, vision_spec.window_size // merged_patch_size)
-        if vision_spec.window_size
-        else max(merged_columns, rows)
-    )
-    window_sides = [
-        [min(window_side, merged_length - start) for start in range(0, merged_length, window_side)]
-        for merged_length in (merged_columns, rows)
-    ]
-    return (
-        merged_columns * rows,
-        patches,
-        [
-            window_width * window_height * vision_spec.merge_unit
-            for window_width in window_sides[0]
-            for window_height in window_sides[1]
-        ],
-    )
+    merged_columns = max(1, round(pixel_width / merged_patch_size))
+    merged_rows = max(1, round(pixel_height / merged_patch_size))
+    # A tower without windows has one that holds the whole picture.
+    window_side = max(merged_columns, merged_rows)
+    if vision_spec.window_size:
+        window_side = max(1, vision_spec.window_size // merged_patch_size)
+
+    window_lengths = []
+    for column_start in range(0, merged_columns, window_side):
+        window_width = min(window_side, merged_columns - column_start)
+        for row_start in range(0, merged_rows, window_side):
+            window_height = min(window_side, merged_rows - row_start)
+            window_lengths.append(window_width * window_height * vision_spec.merge_unit)
+    token_count = merged_columns * merged_rows
+    return token_count, token_count * vision_spec.merge_unit, window_lengths

@@ -1,4 +1,4 @@
-"""A run's own layout, memory and speed: what ``train``, ``doctor``, ``plan`` and ``bench`` all ask here."""
+"""The layout of a run and the memory of its stages, for ``train``, ``doctor``, ``plan`` and ``bench``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ def run_layout(
     network: Network | None = None,
     saved_layout: Layout | None = None,
 ) -> Layout:
-    """The layout of a run; with a pipeline and without ``parallel.layers``, its planned split, or an even one
-    where no rates say how to plan it (:func:`rates_apply`).
+    """The layout of a run.
 
-    The split depends on the arguments alone, so that every rank and every command finds the same one.
+    With a pipeline and without ``parallel.layers``, the split of the layers is planned. It is an even split
+    if no rates are known for the GPU (:func:`rates_apply`). The split depends on the arguments alone, so
+    every rank and every command finds the same one.
 
     Args:
-        saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has the same
-            stages and chunks, and the vision tower the same place.
+        saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
+            the same stages and chunks, and the vision tower the same placement.
 
     Raises:
         RunConfigError, LayoutError: the layout is impossible.
@@ -40,54 +41,35 @@ def run_layout(
     data_parallel_size = validate_config(config, world_size)
     parallel_config = config.parallel
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
-    stated_layers = parallel_config.layers if isinstance(parallel_config.layers, list) else None
-    is_decoupled = config.vision.placement == "decoupled"
-    if stated_layers is not None or parallel_config.pp == 1:
-        return make_layout(
-            spec,
-            parallel_config.tp,
-            parallel_config.pp,
-            parallel_config.vpp,
-            stated_layers,
-            parallel_config.ep,
-            parallel_config.etp,
-            is_decoupled,
-            parallel_config.cp,
-        )
-
-    if saved_layout is not None and keeps_saved_split(config, saved_layout):
-        return make_layout(
-            spec,
-            parallel_config.tp,
-            parallel_config.pp,
-            parallel_config.vpp,
-            saved_layout.layers_per_chunk,
-            parallel_config.ep,
-            parallel_config.etp,
-            is_decoupled,
-            parallel_config.cp,
-        )
-
     calibration = calibration or shipped_calibration()
-    if not rates_apply(config, calibration):
-        return make_layout(
-            spec,
-            parallel_config.tp,
-            parallel_config.pp,
-            parallel_config.vpp,
-            None,
-            parallel_config.ep,
-            parallel_config.etp,
-            is_decoupled,
-            parallel_config.cp,
+    layers_origin = split_source(config, saved_layout, calibration)
+    if layers_origin == "planned":
+        layout = unsplit_layout(config, spec)
+        row_statistics = row_statistics or make_assumed_rows(
+            spec, config.data.seq_len, config.data.max_patches
         )
+        step_costs = StepCosts(
+            config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+        )
+        return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
-    layout = unsplit_layout(config, spec)
-    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    step_costs = StepCosts(
-        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+    # Without layers, make_layout divides them evenly.
+    layers: list[int] | tuple[int, ...] | None = None
+    if isinstance(parallel_config.layers, list):
+        layers = parallel_config.layers
+    elif layers_origin == "saved" and saved_layout is not None:
+        layers = saved_layout.layers_per_chunk
+    return make_layout(
+        spec,
+        parallel_config.tp,
+        parallel_config.pp,
+        parallel_config.vpp,
+        layers,
+        parallel_config.ep,
+        parallel_config.etp,
+        config.vision.placement == "decoupled",
+        parallel_config.cp,
     )
-    return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
 
 def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
@@ -102,15 +84,15 @@ def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
 
 
 def rates_apply(config: TrainConfig, calibration: Calibration) -> bool:
-    """Whether a calibration's rates say how fast a run is. Those of a GPU say nothing about a run on CPU."""
+    """Whether a calibration's rates hold for a run. Those of a GPU do not hold for a run on CPU."""
     return config.platform != "cpu" or calibration.gpu == "cpu"
 
 
 def split_source(
-    config: TrainConfig, layout: Layout, saved_layout: Layout | None, calibration: Calibration
+    config: TrainConfig, saved_layout: Layout | None, calibration: Calibration
 ) -> Literal["given", "saved", "planned", "even"]:
-    """Where a run's split comes from."""
-    if layout.pp == 1 or isinstance(config.parallel.layers, list):
+    """The origin of a run's split: its fields, its checkpoint, the planner, or an even division."""
+    if config.parallel.pp == 1 or isinstance(config.parallel.layers, list):
         return "given"
     if saved_layout is not None and keeps_saved_split(config, saved_layout):
         return "saved"
@@ -128,7 +110,7 @@ def estimate_stage_memory(
 
     Args:
         patch_count: vision patches of the fullest row; None: as many as a row can hold.
-        calibration: with what a split is planned; None: that of H200.
+        calibration: the rates with which a split is planned; None: those of H200.
 
     Raises:
         RunConfigError, LayoutError: the run is impossible.

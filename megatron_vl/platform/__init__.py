@@ -20,7 +20,7 @@ class PlatformError(UserError, RuntimeError):
 
 @dataclass(frozen=True)
 class Platform:
-    """The facts about its platform that a program needs."""
+    """The platform of a process: its name, its communication and its memory."""
 
     name: str
     """``cuda`` or ``cpu``."""
@@ -83,7 +83,8 @@ def get_platform(platform_name: str = "auto") -> Platform:
         )
     elif platform_name not in ("auto", _process_platform.name):
         raise PlatformError(
-            f"platform {platform_name} was requested, but this process already runs on {_process_platform.name}"
+            f"platform {platform_name} was requested, but this process already runs on"
+            f" {_process_platform.name}"
         )
     return _process_platform
 

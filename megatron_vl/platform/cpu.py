@@ -80,8 +80,7 @@ class CudaOnCpu(TorchFunctionMode):
     """Redirects tensor factories and methods that name a CUDA device to the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Every operation on CPU comes through here, thousands of them in a step. Nearly all go on after two
-        # comparisons.
+        # Thousands of operations of a step come through here. Nearly all of them need only two comparisons.
         if kwargs:
             device = kwargs.get("device")
             if device is not None and _is_cuda_device(device):

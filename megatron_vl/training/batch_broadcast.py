@@ -2,9 +2,9 @@
 
 The rank at (stage 0, cp 0, tp 0) owns the loader. Once per step, one broadcast sends tokens, labels,
 positions and segment bounds of all its rows to the whole replica. Pixels and their indices go only to the
-ranks on stage 0. Sizes are sent first in a small message between hosts,
-so that no rank reads a number from the device. Under context parallelism, each rank then keeps its part of
-the rows (:mod:`megatron_vl.training.row_shards`).
+ranks on stage 0. Sizes are sent first in a small message between hosts, so that no rank reads a number from
+the device. Under context parallelism, each rank then keeps its part of the rows
+(:mod:`megatron_vl.training.row_shards`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megatron_vl.spec.families import VisionSpec
 from megatron_vl.training.out_of_memory import host_memory_message
 from megatron_vl.training.picture_scatter import PictureShares, frame_plane_bounds, scatter_pictures
 from megatron_vl.training.row_shards import (
-    Sharding,
-    as_part,
-    features_of_part,
-    pictures_of_part,
-    text_of_part,
+    RowSharding,
+    complete_part,
+    cut_feature_index,
+    cut_pictures,
+    cut_text,
 )
 
 
 @dataclass(frozen=True)
 class _FlatBuffer:
-    """One flat buffer in which tensors of a row are sent together."""
+    """A flat buffer in which several tensors of a row are sent together."""
 
     dtype: torch.dtype
     goes_to_whole_replica: bool
@@ -74,18 +74,17 @@ def _loss_index(row: TrainingRow) -> Tensor:
 
 def _segment_sources(row: TrainingRow) -> Tensor:
     """The source of each segment, -1 for the padded tail; empty if the data set is no blend."""
+    if not row.source_indices:
+        return torch.tensor([], dtype=torch.int32)
     padding_segments = len(row.cu_seqlens) - 1 - row.num_samples
-    return torch.tensor(
-        [*row.source_indices, *[-1] * padding_segments] if row.source_indices else [], dtype=torch.int32
-    )
+    return torch.tensor([*row.source_indices, *[-1] * padding_segments], dtype=torch.int32)
 
 
 _SENT_TENSORS = (
     _RowTensor("tokens", "text", lambda row: row.tokens),
     _RowTensor("labels", "text", lambda row: row.labels),
-    _RowTensor(
-        "loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)
-    ),  # the bits of weights
+    # Weights of the loss are sent as the bits of float32.
+    _RowTensor("loss_mask", "text", lambda row: row.loss_mask.float().view(torch.int32)),
     _RowTensor("position_ids", "text", lambda row: row.position_ids),
     _RowTensor("cu_seqlens", "text", lambda row: row.cu_seqlens),
     _RowTensor("loss_index", "text", _loss_index),
@@ -100,8 +99,12 @@ _SENT_TENSORS = (
     _RowTensor("feature_order", "ints", lambda row: row.tokens.new_empty(0)),
     _vision_tensor("planes", "planes"),
 )
-"""All tensors of a row that are sent, in their order within each buffer.
-Packing, sizes and unpacking follow from it."""
+"""All tensors of a row that are sent, in their order within each buffer. Packing and unpacking follow it."""
+_TENSOR_NAMES = {
+    buffer_name: [entry.tensor_name for entry in _SENT_TENSORS if entry.buffer_name == buffer_name]
+    for buffer_name in _FLAT_BUFFERS
+}
+"""Names of the tensors in each buffer."""
 
 
 class ReplicaLoaderError(UserError, RuntimeError):
@@ -134,8 +137,7 @@ class StepBatch:
 
 @dataclass
 class _SerializedRow:
-    """One row on its owner: the description that the other ranks need,
-    and its tensors as flat buffers by name."""
+    """One row on its owner: the header that the other ranks need, and its tensors as flat buffers by name."""
 
     row_header: dict[str, Any]
     flat_buffers: dict[str, Tensor]
@@ -150,6 +152,8 @@ class _SerializedRow:
 
 class BatchBroadcast:
     """Gives each rank of a replica its part of the next ``num_micro_batches`` rows.
+
+    The constructor raises ValueError if this rank needs a loader or ``vision_spec`` and has none.
 
     Args:
         data_loader: an iterator of rows on the rank that owns the loader; None elsewhere.
@@ -167,40 +171,47 @@ class BatchBroadcast:
     ) -> None:
         if grid.owns_loader and data_loader is None:
             raise ValueError("the rank at pipeline stage 0, context rank 0, tensor rank 0 needs a loader")
-        self.grid, self.platform, self.data_loader, self.num_micro_batches = (
-            grid,
-            platform,
-            data_loader,
-            num_micro_batches,
-        )
-        self.tower_is_decoupled, self.vision_spec = grid.sharding.is_tower_replicated, vision_spec
+        self.grid = grid
+        self.platform = platform
+        self.data_loader = data_loader
+        self.num_micro_batches = num_micro_batches
+        self.vision_spec = vision_spec
+        self.tower_is_decoupled = grid.sharding.is_tower_replicated
         if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
             raise ValueError("a tower on several ranks needs its sizes, to spread the pictures")
-        self.sharding = (
-            Sharding(grid.cp, vision_spec, self.tower_is_decoupled) if grid.cp > 1 and vision_spec else None
+        self.row_sharding = (
+            RowSharding(grid.cp, vision_spec, self.tower_is_decoupled)
+            if grid.cp > 1 and vision_spec
+            else None
         )
 
     def next_batch(self) -> StepBatch:
         """The rows of the next step. Collective over the replica.
 
         Raises:
-            FeedError: the loader failed. Every rank of the replica raises it.
+            ReplicaLoaderError: the loader failed. Every rank of the replica raises it.
         """
         start_time = time.perf_counter()
         rows, loader_error = self._read_rows()
         progress.note_rows_read()
         loader_wait_s = time.perf_counter() - start_time
 
-        serialized_rows = [_serialize_row(row, self.sharding) for row in rows]
+        # The owner starts its copies to the device here, so that they run beside the broadcasts.
+        serialized_rows = [_serialize_row(row, self.row_sharding) for row in rows]
         uploaded_rows = [row.copy_to(self.platform.device) for row in serialized_rows]
+
+        # If a tower is spread over ranks, all of them must know which planes belong to which picture.
         batch_header: list[Any] = [loader_error or [row.row_header for row in uploaded_rows], None]
         host_tensors: list[dict[str, Tensor]] = []
-        if (self.tower_is_decoupled or self.sharding) and not loader_error:
+        if (self.tower_is_decoupled or self.row_sharding) and not loader_error:
             host_tensors = [_unpack_tensors(row.row_header, row.flat_buffers) for row in serialized_rows]
-            batch_header[1] = [
-                frame_plane_bounds(row_tensors["plane_index"].numpy(), row.row_header["vision_lengths"][0])
-                for row, row_tensors in zip(serialized_rows, host_tensors, strict=True)
-            ]
+            batch_header[1] = []
+            for serialized_row, row_tensors in zip(serialized_rows, host_tensors, strict=True):
+                plane_index = row_tensors["plane_index"].numpy()
+                frame_lengths, _ = serialized_row.row_header["vision_lengths"]
+                batch_header[1].append(frame_plane_bounds(plane_index, frame_lengths))
+
+        # The header goes first: it says how large the buffers are, or that the loader failed.
         if self.grid.replica_ranks > 1:
             dist.broadcast_object_list(
                 batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
@@ -209,50 +220,60 @@ class BatchBroadcast:
             raise ReplicaLoaderError(batch_header[0])
         row_headers: list[dict[str, Any]] = batch_header[0]
 
+        received_buffers: dict[str, list[Tensor]] = {}
+        for buffer_name in _FLAT_BUFFERS:
+            if self._receives_buffer(buffer_name):
+                received_buffers[buffer_name] = self._broadcast_buffer(
+                    buffer_name, uploaded_rows, row_headers
+                )
+
         device_rows = []
-        received_buffers = {
-            name: self._broadcast_buffer(name, uploaded_rows, row_headers)
-            for name in _FLAT_BUFFERS
-            if self._receives_buffer(name)
-        }
         for row_number, row_header in enumerate(row_headers):
             row_tensors = _unpack_tensors(
                 row_header, {name: rows[row_number] for name, rows in received_buffers.items()}
             )
-            if self.sharding is not None:
-                device_rows.append(self._part(row_header, row_tensors, batch_header[1][row_number]))
+            # Under context parallelism, this rank keeps its part of the row.
+            if self.row_sharding is not None:
+                device_rows.append(self._shard_row(row_header, row_tensors, batch_header[1][row_number]))
                 continue
+
             row = _device_row(row_header, row_tensors)
             if self.tower_is_decoupled and self.grid.has_vision:
                 row.feature_index = row_tensors["feature_index"].long()
             elif self.grid.has_vision:
                 row.vision_input, row.feature_index = _vision_input(row_header, row_tensors)
             device_rows.append(row)
+
+        # A tower that every rank holds encodes pictures of all rows, shared out by their cost.
         if self.tower_is_decoupled:
             self._scatter_pictures(device_rows, row_headers, batch_header[1], host_tensors, uploaded_rows)
         return _step_batch(device_rows, row_headers, loader_wait_s)
 
-    def _part(
-        self, described: dict[str, Any], fields: dict[str, Tensor], bounds: list[list[int]]
+    def _shard_row(
+        self, row_header: dict[str, Any], row_tensors: dict[str, Tensor], plane_bounds: list[list[int]]
     ) -> DeviceRow:
         """This rank's part of a row under context parallelism.
 
         Args:
-            bounds: result of :func:`plane_bounds` for the row.
+            row_header: the whole row's header (see :func:`_row_header`).
+            row_tensors: the whole row's tensors by name.
+            plane_bounds: result of :func:`frame_plane_bounds` for the row; empty for a row without pictures.
         """
-        assert self.sharding is not None
+        assert self.row_sharding is not None
         rank = self.grid.cp_rank
-        row = as_part(_device_row(described, text_of_part(described, fields, rank)), described, rank)
+        row = complete_part(
+            _device_row(row_header, cut_text(row_header, row_tensors, rank)), row_header, rank
+        )
         if not self.grid.has_vision:
             return row
 
-        row.feature_index = features_of_part(described, fields, rank)
-        if not self.tower_is_decoupled and bounds:
-            row.vision_input, row.feature_route = pictures_of_part(
-                self.sharding, described, bounds, fields, rank
+        row.feature_index = cut_feature_index(row_header, row_tensors, rank)
+        if not self.tower_is_decoupled and plane_bounds:
+            row.vision_input, row.feature_route = cut_pictures(
+                self.row_sharding, row_header, plane_bounds, row_tensors, rank
             )
         elif not self.tower_is_decoupled:
-            row.vision_input, _ = _vision_input(described, fields)
+            row.vision_input, _ = _vision_input(row_header, row_tensors)
         return row
 
     def _receives_buffer(self, buffer_name: str) -> bool:
@@ -268,18 +289,17 @@ class BatchBroadcast:
         host_tensors: list[dict[str, Tensor]],
         uploaded_rows: list[_SerializedRow],
     ) -> None:
-        """Sends each rank its share of the pictures, and attaches it to the rows."""
+        """Sends each rank its share of the pictures, and attaches it to the rows. Collective."""
         grid = self.grid
         assert self.vision_spec is not None
+        vision_lengths = [row_header["vision_lengths"] for row_header in row_headers]
         picture_shares = PictureShares(
-            self.vision_spec,
-            [row_header["vision_lengths"] for row_header in row_headers],
-            plane_bounds_by_row,
-            grid.replica_ranks,
+            self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks
         )
-        planes_by_row = [
-            row.flat_buffers["planes"].view(row.row_header["shapes"]["planes"]) for row in uploaded_rows
-        ]
+        planes_by_row = []
+        for uploaded_row in uploaded_rows:
+            planes_shape = uploaded_row.row_header["shapes"]["planes"]
+            planes_by_row.append(uploaded_row.flat_buffers["planes"].view(planes_shape))
         step_vision = scatter_pictures(
             picture_shares,
             grid.replica_group,
@@ -289,19 +309,21 @@ class BatchBroadcast:
             self.platform.device,
             self.vision_spec,
         )
-        if self.sharding is not None:
-            self.sharding.route_step(
+        if self.row_sharding is not None:
+            self.row_sharding.route_step(
                 step_vision, row_headers, host_tensors, grid.cp_rank, self.platform.device
             )
         for row in rows:
             row.step_vision = step_vision
 
     def _read_rows(self) -> tuple[list[TrainingRow], str]:
+        """The rows of the next step, and the loader's error or an empty text. Other ranks have no rows."""
         if not self.grid.owns_loader:
             return [], ""
         error_prefix = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
-            return [self._next_row() for _ in range(self.num_micro_batches)], ""
+            rows = [self._next_row() for _ in range(self.num_micro_batches)]
+            return rows, ""
         except StopIteration:
             return [], f"{error_prefix}: the data set ended; training needs a repeating loader"
         except Exception as error:
@@ -318,9 +340,9 @@ class BatchBroadcast:
     def _broadcast_buffer(
         self, buffer_name: str, serialized_rows: list[_SerializedRow], row_headers: list[dict[str, Any]]
     ) -> list[Tensor]:
-        """A flat buffer for each row.
-        If other ranks need them too, the loader's owner sends all in one broadcast."""
-        grid, flat_buffer = self.grid, _FLAT_BUFFERS[buffer_name]
+        """A flat buffer for each row. If other ranks need them too, the owner sends all in one broadcast."""
+        grid = self.grid
+        flat_buffer = _FLAT_BUFFERS[buffer_name]
         local_buffers = [row.flat_buffers[buffer_name] for row in serialized_rows]
         if (grid.replica_ranks if flat_buffer.goes_to_whole_replica else grid.tp * grid.cp) == 1:
             return local_buffers
@@ -340,28 +362,35 @@ class BatchBroadcast:
 def _step_batch(
     device_rows: list[DeviceRow], row_headers: list[dict[str, Any]], loader_wait_s: float
 ) -> StepBatch:
+    """The rows of a step with their numbers, from the headers of the rows."""
     item_counts: dict[str, int] = {}
+    dropped_samples: list[dict[str, Any]] = []
     for row_header in row_headers:
+        dropped_samples += row_header["dropped"]
         for item_name, item_count in row_header["counts"].items():
             item_counts[item_name] = item_counts.get(item_name, 0) + item_count
+
+    def list_entry(entry_name: str) -> list[Any]:
+        return [row_header[entry_name] for row_header in row_headers]
+
     return StepBatch(
         rows=device_rows,
         item_counts=item_counts,
-        segment_lengths=[row_header["lengths"] for row_header in row_headers],
-        vision_lengths=[row_header["vision_lengths"] for row_header in row_headers],
-        loss_tokens=[row_header["loss_tokens"] for row_header in row_headers],
-        sample_keys=[row_header["keys"] for row_header in row_headers],
-        source_loss_tokens=[row_header["learnt"] for row_header in row_headers],
-        dropped_samples=[sample for row_header in row_headers for sample in row_header["dropped"]],
+        segment_lengths=list_entry("lengths"),
+        vision_lengths=list_entry("vision_lengths"),
+        loss_tokens=list_entry("loss_tokens"),
+        sample_keys=list_entry("keys"),
+        source_loss_tokens=list_entry("learnt"),
+        dropped_samples=dropped_samples,
         loader_wait_s=loader_wait_s,
     )
 
 
 def _row_header(row: TrainingRow, tensor_shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """What the other ranks must know of a row before its tensors arrive.
+    """The header of a row, which the other ranks need before its tensors arrive.
 
     Args:
-        tensor_shapes: shape of each tensor by field.
+        tensor_shapes: shape of each tensor by name.
     """
     row_vision = row.vision
     item_counts = {"samples": row.num_samples, "images": row.num_images, "patches": row.num_patches}
@@ -390,35 +419,29 @@ def _source_loss_tokens(row: TrainingRow) -> list[tuple[int, int]]:
     """(source, loss tokens) of each sample; empty if the data set is no blend, or for a row of padding."""
     if not row.source_indices or not row.sample_keys:
         return []
-    segment_bounds = row.cu_seqlens.tolist()
-    loss_token_counts = [
-        int(row.loss_mask[first:end].count_nonzero())
-        for first, end in zip(segment_bounds, segment_bounds[1 : row.num_samples + 1], strict=False)
-    ]
+    segment_lengths = row.cu_seqlens.diff().tolist()
+    segment_masks = row.loss_mask.split(segment_lengths)[: row.num_samples]
+    loss_token_counts = [int(segment_mask.count_nonzero()) for segment_mask in segment_masks]
     return list(zip(row.source_indices, loss_token_counts, strict=True))
 
 
-def _serialize_row(row: TrainingRow, sharding: Sharding | None = None) -> _SerializedRow:
-    """The row in host memory (pinned if there is a GPU):
-    one buffer of pixels and two small ones for the rest.
+def _serialize_row(row: TrainingRow, row_sharding: RowSharding | None = None) -> _SerializedRow:
+    """The row in host memory (pinned if there is a GPU): one buffer of pixels, and two small ones.
 
     Args:
-        sharding: how the row is shared under context parallelism; None: one rank holds it whole.
+        row_sharding: how the row is shared under context parallelism; None: one rank holds it whole.
     """
     row_tensors = {entry.tensor_name: entry.read_tensor(row) for entry in _SENT_TENSORS}
-    parts = sharding.describe(row, row_tensors) if sharding is not None else {}
+    part_descriptions = row_sharding.describe_parts(row, row_tensors) if row_sharding is not None else {}
     tensor_shapes = {name: tuple(tensor.shape) for name, tensor in row_tensors.items()}
     flat_buffers = {}
-    for name, flat_buffer in _FLAT_BUFFERS.items():
-        flat_tensors = [
-            row_tensors[entry.tensor_name].to(flat_buffer.dtype).flatten()
-            for entry in _SENT_TENSORS
-            if entry.buffer_name == name
-        ]
-        flat_buffers[name] = _pin_memory(
-            torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
-        )
-    return _SerializedRow(_row_header(row, tensor_shapes) | parts, flat_buffers)
+    for buffer_name, flat_buffer in _FLAT_BUFFERS.items():
+        flat_tensors = []
+        for tensor_name in _TENSOR_NAMES[buffer_name]:
+            flat_tensors.append(row_tensors[tensor_name].to(flat_buffer.dtype).flatten())
+        joined_tensor = torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
+        flat_buffers[buffer_name] = _pin_memory(joined_tensor)
+    return _SerializedRow(_row_header(row, tensor_shapes) | part_descriptions, flat_buffers)
 
 
 def _pin_memory(tensor: Tensor) -> Tensor:
@@ -426,31 +449,26 @@ def _pin_memory(tensor: Tensor) -> Tensor:
 
 
 def _buffer_numel(row_header: dict[str, Any], buffer_name: str) -> int:
-    """Elements of a row's buffer."""
-    return sum(
-        math.prod(row_header["shapes"][entry.tensor_name])
-        for entry in _SENT_TENSORS
-        if entry.buffer_name == buffer_name
-    )
+    """Number of elements in a row's buffer."""
+    return sum(math.prod(row_header["shapes"][name]) for name in _TENSOR_NAMES[buffer_name])
 
 
 def _unpack_tensors(row_header: dict[str, Any], flat_buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a row by field, as views of the buffers that this rank has, in their shapes."""
+    """The tensors of a row by name, in their shapes, as views of the buffers that this rank has."""
     tensors_by_name: dict[str, Tensor] = {}
-    for name, flat_buffer in flat_buffers.items():
-        names = [entry.tensor_name for entry in _SENT_TENSORS if entry.buffer_name == name]
-        shapes = [row_header["shapes"][field_name] for field_name in names]
-        flat_tensors = flat_buffer.split([math.prod(shape) for shape in shapes])
-        tensors_by_name |= {
-            field_name: part.view(shape)
-            for field_name, part, shape in zip(names, flat_tensors, shapes, strict=True)
-        }
+    for buffer_name, flat_buffer in flat_buffers.items():
+        tensor_names = _TENSOR_NAMES[buffer_name]
+        shapes = [row_header["shapes"][tensor_name] for tensor_name in tensor_names]
+        flat_tensors = flat_buffer.split(list(map(math.prod, shapes)))
+        for tensor_name, flat_tensor, shape in zip(tensor_names, flat_tensors, shapes, strict=True):
+            tensors_by_name[tensor_name] = flat_tensor.view(shape)
     return tensors_by_name
 
 
 def _device_row(row_header: dict[str, Any], row_tensors: dict[str, Tensor]) -> DeviceRow:
     """The row without its pictures, in the types that the model expects."""
-    loss_token_index, segment_sources = row_tensors["loss_index"], row_tensors["sources"]
+    loss_token_index = row_tensors["loss_index"]
+    segment_sources = row_tensors["sources"]
     return DeviceRow(
         tokens=row_tensors["tokens"].long(),
         labels=row_tensors["labels"].long(),

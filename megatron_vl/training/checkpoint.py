@@ -109,7 +109,7 @@ def collect_live_tensors(
 
 @dataclass
 class CheckpointSnapshot:
-    """One rank's part of a checkpoint: a copy in host memory, which training no longer changes."""
+    """One rank's part of a checkpoint: copies in host memory, which training does not change."""
 
     step: int
     dense_weights: dict[str, Tensor] | None
@@ -138,8 +138,9 @@ def take_snapshot(
     """Copies this rank's state to the host. Collective if parameters are still being gathered.
 
     Args:
-        run_metadata: facts for ``run.json``; those of rank 0 are written.
-        unlogged_counts: this rank's counts that ``run["bad_samples"]`` does not include yet.
+        loader_state: the loader's ``state_dict()`` on the rank that owns it; None elsewhere.
+        run_metadata: entries for ``run.json``; those of rank 0 are written.
+        unlogged_counts: this rank's counts that ``run_metadata["bad_samples"]`` does not include yet.
     """
     for model_chunk in model_chunks:
         # With the overlapped gather, the weights of the last update arrive only in the next forward pass.
@@ -149,22 +150,23 @@ def take_snapshot(
     live_tensors, tensor_infos = collect_live_tensors(model_chunks, layout, grid), tensor_table(spec)
     dense_weights = expert_stacks = None
     if grid.is_first_dense_copy:
-        dense_tensors = [
-            live_tensor
-            for live_tensor in live_tensors
-            if live_tensor.expert_index is None
-            and layout.owning_pipeline_rank(tensor_infos[live_tensor.tensor_name]) == grid.pp_rank
-        ]
         # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
         sharding, stored_sharding = layout.sharding, layout.sharding._replace(is_tower_replicated=False)
         dense_weights = {}
-        for tensor in dense_tensors:
-            dense_weights[tensor.tensor_name] = host_copy(tensor.parameter)
-            if sharding.is_on_every_rank(tensor_info := tensor_infos[tensor.tensor_name]):
-                tensor_shard = cut_shard(
-                    dense_weights[tensor.tensor_name], tensor_info, grid.tp_rank, stored_sharding
-                )
-                dense_weights[tensor.tensor_name] = tensor_shard.contiguous()
+        for live_tensor in live_tensors:
+            tensor_info = tensor_infos[live_tensor.tensor_name]
+            # A tied embedding is on two stages, and each tensor is written by one of them.
+            if (
+                live_tensor.expert_index is not None
+                or layout.owning_pipeline_rank(tensor_info) != grid.pp_rank
+            ):
+                continue
+            weight = host_copy(live_tensor.parameter)
+            if sharding.is_on_every_rank(tensor_info):
+                weight = cut_shard(weight, tensor_info, grid.tp_rank, stored_sharding).contiguous()
+            dense_weights[live_tensor.tensor_name] = weight
+
+    # Experts are spread over other ranks than dense tensors, so their first copies may be on other ranks.
     if spec.language.moe and grid.edp_rank == 0:
         expert_stacks = stack_experts([tensor for tensor in live_tensors if tensor.expert_index is not None])
 
@@ -182,7 +184,11 @@ def take_snapshot(
 
 @torch.no_grad()
 def stack_experts(live_tensors: list[LiveTensor]) -> dict[str, Tensor]:
-    """Copies a rank's experts to the host, by canonical name and stacked [E / ep, ...] by expert number."""
+    """Copies a rank's experts to the host: canonical name -> stack [E / ep, ...] in the order of the experts.
+
+    Args:
+        live_tensors: the rank's expert tensors alone.
+    """
     expert_indices: dict[str, list[int]] = {}
     for name, _, expert in live_tensors:
         expert_indices.setdefault(name, []).append(expert)  # type: ignore[arg-type]
@@ -201,13 +207,13 @@ class CheckpointSaver:
     """Writes snapshots in the background, one at a time.
 
     Args:
-        num_latest_kept: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the current
-            weights were trained are counted and deleted. Users delete those that a roll-back abandoned. The
-            checkpoint that the current branch was rolled back to is kept too, so that the roll-back can be
-            repeated.
+        num_latest_kept: number of latest checkpoints to keep; 0 keeps all. Only checkpoints from which the
+            current weights were trained are counted and deleted. Users delete those that a roll-back
+            abandoned. The checkpoint that the current branch was rolled back to is kept too, so that the
+            roll-back can be repeated.
         keep_every: checkpoints whose step is a multiple of this are never deleted; 0: there are none.
-        lineage: lineage of the checkpoints to save (see :func:`megatron_vl.weights.run_folder.choose_start_point`);
-            None: a new branch.
+        lineage: lineage of the checkpoints to save (see
+            :func:`megatron_vl.weights.run_folder.choose_start_point`); None: a new branch.
         hf_exporter: on rank 0, receives each complete checkpoint. Those that it still needs are not deleted.
 
     Raises:
@@ -238,6 +244,8 @@ class CheckpointSaver:
             self._lock_file = lock_run_dir(run_dir)
             for leftover_dir in run_dir.glob("step_*.partial"):  # from a run that was killed while it saved
                 shutil.rmtree(leftover_dir, ignore_errors=True)
+
+            # The serial numbers of all branches of the folder rise together.
             try:
                 existing_checkpoints = saved_checkpoints(run_dir)
             except BaseException:
@@ -317,7 +325,7 @@ class CheckpointSaver:
             if rank == 0:
                 self._commit_checkpoint(partial_dir, checkpoint_snapshot)
 
-        except BaseException as error:  # a thread's exception would be lost, so the loop reads _error
+        except BaseException as error:  # a thread's exception would be lost, so the loop asks save_error
             progress.set_background_task("")
             error_text = host_memory_message(error) or f"{type(error).__name__}: {error}"
             self._write_error = (
@@ -326,7 +334,7 @@ class CheckpointSaver:
             self._mark_failed(partial_dir, error)
 
     def _mark_failed(self, partial_dir: Path, error: BaseException) -> None:
-        """Tells rank 0 that this rank cannot write its part."""
+        """Writes a marker for rank 0, which says that this rank cannot write its part."""
         failure_marker = partial_dir / "done" / f"rank_{self.grid.rank:05d}.failed"
         try:
             try:
@@ -339,38 +347,47 @@ class CheckpointSaver:
     def _write_weights(
         self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot
     ) -> list[dict[str, Any]]:
-        """Writes the weights in the snapshot. Returns the manifest's entries of the files."""
-        grid, folder, entries = self.grid, partial_dir / "weights", []
+        """Writes the weights in the snapshot. Returns the entries of the files for the manifest."""
+        grid, weights_dir, file_entries = self.grid, partial_dir / "weights", []
         if checkpoint_snapshot.dense_weights is not None:
-            entries.append(
-                write_rank_file(folder, grid.tp_rank, grid.pp_rank, checkpoint_snapshot.dense_weights)
+            file_entries.append(
+                write_rank_file(weights_dir, grid.tp_rank, grid.pp_rank, checkpoint_snapshot.dense_weights)
             )
         if checkpoint_snapshot.expert_stacks is not None:
-            entries.append(
+            file_entries.append(
                 write_expert_file(
-                    folder, grid.ep_rank, grid.etp_rank, grid.pp_rank, checkpoint_snapshot.expert_stacks
+                    weights_dir, grid.ep_rank, grid.etp_rank, grid.pp_rank, checkpoint_snapshot.expert_stacks
                 )
             )
-        return entries
+        return file_entries
 
     def _write_state(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> dict[str, Any]:
         """Writes this rank's optimizer and loader state. Returns path in the checkpoint -> size and hash."""
-        ranks = {
-            axis: str(getattr(self.grid, f"{axis}_rank")) for axis in ("tp", "cp", "pp", "dp", "ep", "etp")
-        }
-        name = f"optimizer/{state_file_name(self.grid.rank)}"
-        files = {
-            name: write_hashed_safetensors(partial_dir / name, checkpoint_snapshot.optimizer_state, ranks)
+        grid_position = {}
+        for axis in ("tp", "cp", "pp", "dp", "ep", "etp"):
+            grid_position[axis] = str(getattr(self.grid, f"{axis}_rank"))
+        file_name = f"optimizer/{state_file_name(self.grid.rank)}"
+        file_records = {
+            file_name: write_hashed_safetensors(
+                partial_dir / file_name, checkpoint_snapshot.optimizer_state, grid_position
+            )
         }
         if checkpoint_snapshot.loader_state is not None:
-            name = f"loader/dp_{self.grid.dp_rank:05d}.json"
-            files[name] = write_json(partial_dir / name, checkpoint_snapshot.loader_state)
-        return files
+            file_name = f"loader/dp_{self.grid.dp_rank:05d}.json"
+            file_records[file_name] = write_json(partial_dir / file_name, checkpoint_snapshot.loader_state)
+        return file_records
 
     def _commit_checkpoint(self, partial_dir: Path, checkpoint_snapshot: CheckpointSnapshot) -> None:
         """On rank 0: waits for all ranks' markers, completes the checkpoint and gives it its final name."""
+        manifest_entries: list[dict[str, Any]] = []
+        file_records: dict[str, Any] = {}
+        entries_by_file: dict[str, Any] = {}
         rank_markers = self._wait_for_markers(partial_dir / "done")
-        manifest_entries = [entry for marker in rank_markers for entry in marker["weights"]]
+        for rank_marker in rank_markers:
+            manifest_entries += rank_marker["weights"]
+            file_records |= rank_marker["files"]
+            entries_by_file |= rank_marker["slices"]
+
         weights_digest = write_manifest(
             partial_dir / "weights",
             self.spec,
@@ -378,14 +395,11 @@ class CheckpointSaver:
             manifest_entries,
             {"step": checkpoint_snapshot.step},
         )
-        file_records = {
-            name: metadata for marker in rank_markers for name, metadata in marker["files"].items()
-        }
-        entries_by_file = {name: found for marker in rank_markers for name, found in marker["slices"].items()}
         file_records[f"optimizer/{INDEX_FILE}"] = write_slice_index(
             partial_dir / "optimizer", entries_by_file
         )
 
+        # The digest covers the hashes of all other files, so it shows a change in any of them.
         lineage = dataclasses.replace(self._lineage, serial=self._lineage.serial + 1)
         metadata = {
             **checkpoint_snapshot.run_metadata,
@@ -402,6 +416,7 @@ class CheckpointSaver:
         shutil.rmtree(partial_dir / "done")
         durable_files.fsync_path(partial_dir)
 
+        # Until here, a crash leaves a `.partial` folder, which the next start deletes.
         self._give_final_name(partial_dir, checkpoint_snapshot.step)
         write_json(
             self.run_dir / LATEST_FILE,
@@ -435,23 +450,20 @@ class CheckpointSaver:
         while True:
             failure_markers = sorted(marker_dir.glob("*.failed"))
             if failure_markers:
-                rank, failure_text = (
-                    int(failure_markers[0].stem.split("_")[1]),
-                    failure_markers[0].read_text(),
-                )
+                rank = int(failure_markers[0].stem.split("_")[1])
+                failure_text = failure_markers[0].read_text()
                 raise CheckpointError(
-                    f"rank {rank}: {json.loads(failure_text) if failure_text else 'its part could not be written'}"
+                    f"rank {rank}:"
+                    f" {json.loads(failure_text) if failure_text else 'its part could not be written'}"
                 )
             rank_markers = sorted(marker_dir.glob("rank_*.json"))
             if len(rank_markers) == self.grid.world_size:
                 return [json.loads(path.read_text()) for path in rank_markers]
-            lost_ranks = [
-                rank
-                for rank in failures.lost_ranks()
-                if marker_dir / f"rank_{rank:05d}.json" not in rank_markers
-            ]
-            if lost_ranks:
-                raise CheckpointError(f"rank {lost_ranks[0]} ended before its part was written")
+
+            # A rank that has died writes no marker any more.
+            for lost_rank in failures.lost_ranks():
+                if marker_dir / f"rank_{lost_rank:05d}.json" not in rank_markers:
+                    raise CheckpointError(f"rank {lost_rank} ended before its part was written")
             time.sleep(0.05)
 
     def delete_old_checkpoints(self) -> None:
@@ -465,46 +477,37 @@ class CheckpointSaver:
         if newest_point is None:
             return
 
-        branch_checkpoints = sorted(
-            (
-                s
-                for s in existing_checkpoints
-                if self._lineage.contains_checkpoint(newest_point.step, s.checkpoint_point)
-            ),
-            key=lambda s: s.step,
-        )
+        # Checkpoints of abandoned branches belong to the user, and are neither counted nor deleted.
+        branch_checkpoints = []
+        for saved_checkpoint in existing_checkpoints:
+            if self._lineage.contains_checkpoint(newest_point.step, saved_checkpoint.checkpoint_point):
+                branch_checkpoints.append(saved_checkpoint)
+        branch_checkpoints.sort(key=lambda saved_checkpoint: saved_checkpoint.step)
+
         kept_checkpoints = (
             branch_checkpoints[-self.num_latest_kept :] if self.num_latest_kept else branch_checkpoints
         )
-        if rollback_record := self._lineage.rollback:
-            kept_checkpoints = [
-                *kept_checkpoints,
-                *(
-                    branch_checkpoint
-                    for branch_checkpoint in branch_checkpoints
-                    if branch_checkpoint.checkpoint_point
-                    == CheckpointPoint(rollback_record.branch, rollback_record.step)
-                ),
-            ]
-        for branch_checkpoint in branch_checkpoints:
-            is_permanent = self.keep_every and branch_checkpoint.step % self.keep_every == 0
+        rollback_record = self._lineage.rollback
+        rollback_point = rollback_record and CheckpointPoint(rollback_record.branch, rollback_record.step)
+        for saved_checkpoint in branch_checkpoints:
+            is_permanent = self.keep_every and saved_checkpoint.step % self.keep_every == 0
             if (
-                branch_checkpoint not in kept_checkpoints
-                and branch_checkpoint.path not in pending_exports
+                saved_checkpoint not in kept_checkpoints
+                and saved_checkpoint.checkpoint_point != rollback_point
+                and saved_checkpoint.path not in pending_exports
                 and not is_permanent
             ):
-                _delete_checkpoint(branch_checkpoint.path)
+                _delete_checkpoint(saved_checkpoint.path)
 
 
 def _delete_checkpoint(checkpoint_path: Path) -> None:
-    """Deletes a checkpoint. If that is not possible, a line says so: it is no reason to lose a good save."""
+    """Deletes a checkpoint. A failure is only printed, because the new checkpoint is good all the same."""
     removal_path = checkpoint_path.with_name(f"{checkpoint_path.name}.old.partial")
     try:
         if removal_path.exists():  # an earlier start could not delete it
             shutil.rmtree(removal_path)
-        os.replace(
-            checkpoint_path, removal_path
-        )  # a checkpoint that is only partly deleted must not look complete
+        # A checkpoint that is only partly deleted must not look complete.
+        os.replace(checkpoint_path, removal_path)
         shutil.rmtree(removal_path)
     except OSError as error:
         print(
@@ -513,10 +516,7 @@ def _delete_checkpoint(checkpoint_path: Path) -> None:
 
 
 def lineage_or_empty(checkpoint_path: Path, step: int) -> Lineage:
-    """Reads a checkpoint's lineage, which is needed only for its new name.
-
-    If it cannot be read, the name says so.
-    """
+    """Reads the lineage of a checkpoint that gets another name; empty if its file is damaged."""
     try:
         return read_lineage(checkpoint_path, step)
     except CheckpointError:
@@ -528,7 +528,7 @@ def state_file_name(rank: int) -> str:
 
 
 def lock_run_dir(run_dir: Path) -> Any:
-    """Keeps other runs from writing to ``run_dir`` until :func:`unlock`, or until the process ends.
+    """Keeps other runs from writing to ``run_dir`` until :func:`unlock_run_dir`, or until the process ends.
 
     Returns the open lock file.
 
@@ -577,7 +577,8 @@ def read_run_metadata(checkpoint_path: Path) -> dict[str, Any]:
         )
         if run_metadata["digest"] != manifest_digest(run_metadata):
             raise CheckpointError(
-                f"{metadata_path} was changed after it was written (its digest differs); resume from another step"
+                f"{metadata_path} was changed after it was written (its digest differs); resume from another"
+                " step"
             )
 
         if not all(isinstance(run_metadata[key], dict) for key in ("layout", "files")) or not isinstance(
@@ -621,14 +622,13 @@ class LoaderStates:
 
 @dataclass
 class RestoredState:
-    """The parts of a checkpoint that :func:`load` returns instead of restoring them itself."""
+    """The parts of a checkpoint that :func:`load_checkpoint` returns instead of restoring them itself."""
 
     loader_states: LoaderStates | None
     """The states of all loaders, on a rank that owns a loader; None elsewhere, or if the data restarts."""
     bad_sample_counts: dict[str, Any] | None
-    """Counts over all ranks (see
-    :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the program that saved counts none,
-    unlike a training run."""
+    """Counts over all ranks (see :class:`~megatron_vl.data.source.bad_samples.BadSampleMeter`); None if the
+    program that saved the checkpoint counts none. A training run counts them."""
 
 
 def load_checkpoint(
@@ -645,9 +645,10 @@ def load_checkpoint(
     """Restores weights, optimizer and random numbers of a step folder, whatever layout wrote it. Collective.
 
     Args:
-        run_metadata: facts that decide which samples are read (see :func:`megatron_vl.training.preflight.data_order_metadata`).
-            Those in :data:`SAME` must equal the saved ones.
-        restart_data: whether to read the data set from its start. The facts may then differ.
+        run_metadata: fields that decide which samples are read (see
+            :func:`megatron_vl.training.preflight.data_order_metadata`). Those in :data:`UNCHANGEABLE_FIELDS`
+            must equal the saved ones.
+        restart_data: whether to read the data set from its start. The fields may then differ.
 
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples would change.
@@ -655,11 +656,12 @@ def load_checkpoint(
     saved_metadata = check_resumable(checkpoint_path, run_metadata, restart_data)
     live_tensors = collect_live_tensors(model_chunks, layout, grid)
     saved_layout = read_layout(spec, saved_metadata["layout"])
-    optimizer_files = {
-        entry_name.removeprefix("optimizer/"): facts
-        for entry_name, facts in saved_metadata["files"].items()
-        if entry_name.startswith("optimizer/")
-    }
+    optimizer_files = {}
+    for file_name, file_record in saved_metadata["files"].items():
+        if file_name.startswith("optimizer/"):
+            optimizer_files[file_name.removeprefix("optimizer/")] = file_record
+
+    # An error about any of these files names another checkpoint that can be used.
     weight_reader = open_checkpoint_weights(checkpoint_path, saved_metadata)
     with suggest_remedy(checkpoint_path):
         load_weights(weight_reader, live_tensors, grid)
@@ -667,14 +669,17 @@ def load_checkpoint(
             checkpoint_path / "optimizer", optimizer_files, saved_layout.sharding, state_file_name(grid.rank)
         )
         restore_optimizer(optimizer_reader, optimizer, live_tensors, tensor_table(spec), grid)
+
+    # Under another layout, a rank has no counterpart whose random numbers it could continue.
     if saved_layout == layout and saved_metadata["dp"] == grid.dp:
-        for entry_name, rng_state in optimizer_reader.rng_states(state_file_name(grid.rank)).items():
-            if entry_name == "rng/cpu":
+        for state_name, rng_state in optimizer_reader.rng_states(state_file_name(grid.rank)).items():
+            if state_name == "rng/cpu":
                 torch.set_rng_state(rng_state)
             elif torch.cuda.is_available():
                 torch.cuda.set_rng_state(rng_state)
     optimizer_reader.close()
 
+    # The states are read when the loader asks for them, because it may need those of several ranks.
     loader_states = None
     if grid.owns_loader and not restart_data:
         loader_states = LoaderStates(checkpoint_path, saved_metadata["files"])
@@ -692,15 +697,15 @@ def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any
         weight_reader = WeightReader(checkpoint_path / "weights")
         if weight_reader.manifest["digest"] != saved_metadata.get("weights"):
             raise CheckpointError(
-                f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'} (its digest"
-                " differs)"
+                f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'}"
+                " (its digest differs)"
             )
     return weight_reader
 
 
 @contextlib.contextmanager
 def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
-    """A context that adds to the message about a damaged checkpoint from which other one a run can resume.
+    """A context that completes the message about a damaged checkpoint with one that a run can resume from.
 
     Raises:
         CheckpointError: in place of any error about files of ``checkpoint_path``.
@@ -714,21 +719,17 @@ def suggest_remedy(checkpoint_path: Path) -> Iterator[None]:
 
 
 def _remedy_text(checkpoint_path: Path) -> str:
-    """A sentence that says how a run can go on without the checkpoint ``checkpoint_path``, which is damaged."""
+    """A sentence that says how a run can go on without the damaged checkpoint ``checkpoint_path``."""
     step, run_dir = step_of_dir(checkpoint_path) or 0, checkpoint_path.parent
     try:
         lineage = read_lineage(checkpoint_path, step)
-        other_checkpoints = [
-            saved_checkpoint
-            for saved_checkpoint in saved_checkpoints(run_dir)
-            if saved_checkpoint.path != checkpoint_path
-        ]
+        other_checkpoints = [other for other in saved_checkpoints(run_dir) if other.path != checkpoint_path]
     except CheckpointError:
         return f"Fetch the checkpoint again, or move {checkpoint_path} away"
 
-    # Those that led to the damaged one go before those of abandoned branches.
+    # Checkpoints that led to the damaged one come before those of abandoned branches.
     other_checkpoints.sort(
-        key=lambda one: (lineage.contains_checkpoint(step, one.checkpoint_point), one.lineage.serial),
+        key=lambda other: (lineage.contains_checkpoint(step, other.checkpoint_point), other.lineage.serial),
         reverse=True,
     )
     for saved_checkpoint in other_checkpoints:
@@ -747,21 +748,27 @@ def _remedy_text(checkpoint_path: Path) -> str:
 def _has_all_files(checkpoint_path: Path) -> bool:
     """Whether a step folder has all its files in their sizes. Their content is not read."""
     try:
-        files = read_run_metadata(checkpoint_path)["files"]
         WeightReader(checkpoint_path / "weights")
-        return all((checkpoint_path / name).stat().st_size == facts["bytes"] for name, facts in files.items())
+        for file_name, file_record in read_run_metadata(checkpoint_path)["files"].items():
+            if (checkpoint_path / file_name).stat().st_size != file_record["bytes"]:
+                return False
+        return True
     except (CheckpointError, WeightsError, OSError, KeyError, TypeError):
         return False
 
 
 UNCHANGEABLE_FIELDS = ("seq_len",)
-"""The facts of a run that must not change if it is to continue in the data where it stopped."""
+"""The fields of ``run.json`` that must not change if a run is to continue in the data where it stopped."""
 
 
 def check_resumable(
     checkpoint_path: Path, run_metadata: dict[str, Any], restart_data: bool
 ) -> dict[str, Any]:
-    """Reads ``run.json`` of a step folder, and checks that a run with the facts ``run_metadata`` can resume from it.
+    """Reads ``run.json`` of a step folder, and checks that a run can resume from it.
+
+    Args:
+        run_metadata: the run's own values of :data:`UNCHANGEABLE_FIELDS`, among others.
+        restart_data: whether the data set is read from its start. Then no value is compared.
 
     Raises:
         CheckpointError: the file is missing or damaged, or the order of samples would change.
@@ -772,9 +779,10 @@ def check_resumable(
         current_value = run_metadata[field_name]
         if saved_metadata.get(field_name) != current_value:
             raise CheckpointError(
-                f"{checkpoint_path} was saved with {field_name} {saved_metadata.get(field_name)}, this run has {current_value}: the order of"
-                f" samples would change. Resume with the same {field_name}, or give --checkpoint.restart_data true"
-                " to keep weights and optimizer and read the data set from its start"
+                f"{checkpoint_path} was saved with {field_name} {saved_metadata.get(field_name)}, this run"
+                f" has {current_value}: the order of samples would change. Resume with the same {field_name},"
+                " or give --checkpoint.restart_data true to keep weights and optimizer and read the data set"
+                " from its start"
             )
     return saved_metadata
 
@@ -792,7 +800,7 @@ def load_weights(weight_reader: WeightReader, live_tensors: list[LiveTensor], gr
 
 
 def verify_files(checkpoint_path: Path) -> list[str]:
-    """Lists what is wrong with the optimizer, loader and lineage files of a step folder.
+    """Lists the problems of the optimizer, loader and lineage files of a step folder.
 
     Raises:
         CheckpointError: ``run.json`` cannot be used.
@@ -805,7 +813,8 @@ def verify_files(checkpoint_path: Path) -> list[str]:
             problems.append(str(error))
     if not _is_same_lineage(checkpoint_path, saved_metadata):
         problems.append(
-            f"{checkpoint_path / LINEAGE_FILE} is missing or damaged; run.json holds a copy, so nothing is lost"
+            f"{checkpoint_path / LINEAGE_FILE} is missing or damaged; run.json holds a copy, so nothing is"
+            " lost"
         )
     return problems
 

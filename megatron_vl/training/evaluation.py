@@ -40,7 +40,7 @@ class EvaluationAnswer:
     key: str
     """Key of the sample in the data set."""
     prompt: str
-    wanted: str
+    reference: str
     """The answer in the data set."""
     answer: str = ""
 
@@ -57,7 +57,9 @@ class ValidationResult:
 
 
 class Evaluator:
-    """Holds the rows and prompts to evaluate. The constructor is collective.
+    """Evaluates the loss on rows of the held-out split, and generates answers to some of its prompts.
+
+    The constructor reads the rows. It is collective.
 
     Raises:
         RunConfigError: on all ranks, if the split cannot be read or none of its samples can be used.
@@ -105,9 +107,8 @@ class Evaluator:
         from megatron_vl.data.sample.chat import ChatEncoder, read_stop_tokens
 
         eval_config, hf_dir = self.eval_config, self.hf_dir
-        self.eval_rows = self._rows_of_replica(
-            list(self._load_rows(spec, eval_config.rows, pack=self.data_config.pack))
-        )
+        split_rows = list(self._load_rows(spec, eval_config.rows, pack=self.data_config.pack))
+        self.eval_rows = self._rows_of_replica(split_rows)
         if eval_config.samples:
             self.tokenizer = ChatEncoder(hf_dir, spec).tokenizer
             self.stop_token_ids = read_stop_tokens(hf_dir, self.tokenizer)
@@ -128,9 +129,9 @@ class Evaluator:
         grid, data_config = self.grid, self.data_config
         if not rows:
             raise RunConfigError(
-                f"{data_config.path}: no sample of the split {self.eval_config.split!r} can be used, for the reasons"
-                f" above; correct the data set, raise data.seq_len (now {data_config.seq_len}), or set eval.interval"
-                " to 0"
+                f"{data_config.path}: no sample of the split {self.eval_config.split!r} can be used, for the"
+                f" reasons above; correct the data set, raise data.seq_len (now {data_config.seq_len}), or"
+                " set eval.interval to 0"
             )
         rows_per_replica = -(-len(rows) // grid.dp)
         if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages
@@ -142,7 +143,7 @@ class Evaluator:
     def _add_prompt(self, row: TrainingRow) -> None:
         """Adds the prompt for the first assistant turn of a row that holds one sample.
 
-        The row's own text of that turn follows the prompt and becomes the wanted answer.
+        The row's own text of that turn follows the prompt. It becomes the answer to compare with.
         """
         bears_loss = row.loss_mask.bool()
         answer_start = int(bears_loss.nonzero()[0])
@@ -178,6 +179,7 @@ class Evaluator:
         return ValidationResult(loss, tokens, time.perf_counter() - start, generated_answers)
 
     def _evaluate_loss(self, model_chunks: list[Any]) -> tuple[float, int]:
+        """(mean loss, number of loss tokens) over the rows of all replicas. Collective."""
         loss_sum, token_count = 0.0, 0
         row_iterator = iter(self.eval_rows) if self.grid.owns_loader else None
         # At most as many rows as in a training step, so that there is enough memory.

@@ -85,18 +85,16 @@ class HfExporter:
         Args:
             ancestor_checkpoints: the checkpoints that led to the current weights, sorted by step.
         """
-        due_checkpoints = [
-            saved_checkpoint
-            for saved_checkpoint in ancestor_checkpoints
-            if self.is_due(saved_checkpoint.step)
-        ]
-        resumable_dirs = {
-            _partial_export_dir(self.run_dir, saved_checkpoint.step) for saved_checkpoint in due_checkpoints
-        }
+        due_by_partial_dir: dict[Path, SavedCheckpoint] = {}
+        for saved_checkpoint in ancestor_checkpoints:
+            if self.is_due(saved_checkpoint.step):
+                partial_dir = _partial_export_dir(self.run_dir, saved_checkpoint.step)
+                due_by_partial_dir[partial_dir] = saved_checkpoint
+
         for partial_dir in (self.run_dir / EXPORTS_DIR).glob("step_*.partial"):
-            if partial_dir not in resumable_dirs:  # its checkpoint is gone
+            if partial_dir not in due_by_partial_dir:  # its checkpoint is gone
                 shutil.rmtree(partial_dir, ignore_errors=True)
-        for saved_checkpoint in due_checkpoints:
+        for saved_checkpoint in due_by_partial_dir.values():
             self.enqueue_export(saved_checkpoint)
 
     def pending_checkpoints(self) -> set[Path]:
@@ -105,7 +103,10 @@ class HfExporter:
             return {saved.path for saved in self._export_queue}
 
     def wait_for_exports(self, should_stop: Callable[[], object]) -> None:
-        """Waits until all exports are done. If ``stop()`` becomes true, leaves the rest to the next start."""
+        """Waits until all exports are done, or until ``should_stop()`` is true.
+
+        The exports that are left are made at the next start of the run.
+        """
         has_printed = False
         while (export_thread := self._export_thread) is not None:
             if should_stop():
@@ -116,7 +117,7 @@ class HfExporter:
             export_thread.join(0.2)
 
     def stop_exports(self) -> None:
-        """Ends the current export and starts no more."""
+        """Ends the current export, and starts no further ones."""
         with self._lock:
             self._is_stopped, export_thread, export_process = True, self._export_thread, self._export_process
         if export_thread is None:
@@ -136,14 +137,11 @@ class HfExporter:
 
     def _is_exported(self, saved_checkpoint: SavedCheckpoint) -> bool:
         """Whether the step's folder was exported from these weights, and not from those of another branch."""
+        facts_path = export_dir_path(self.run_dir, saved_checkpoint.step) / EXPORT_FACTS_FILE
+        manifest_path = saved_checkpoint.path / "weights" / MANIFEST_FILE
         try:
-            exported_digest = json.loads(
-                (export_dir_path(self.run_dir, saved_checkpoint.step) / EXPORT_FACTS_FILE).read_text()
-            )["weights"]
-            return (
-                exported_digest
-                == json.loads((saved_checkpoint.path / "weights" / MANIFEST_FILE).read_text())["digest"]
-            )
+            exported_digest = json.loads(facts_path.read_text())["weights"]
+            return exported_digest == json.loads(manifest_path.read_text())["digest"]
         except (OSError, ValueError, KeyError, TypeError):
             return False
 
@@ -159,7 +157,8 @@ class HfExporter:
                 self._export_checkpoint(saved_checkpoint)
             except Exception as error:  # a thread's exception would be lost
                 _print_message(
-                    f"NOTE: step {saved_checkpoint.step} could not be exported: {type(error).__name__}: {error}"
+                    f"NOTE: step {saved_checkpoint.step} could not be exported: {type(error).__name__}:"
+                    f" {error}"
                 )
             with self._lock:
                 if not self._is_stopped:
@@ -205,8 +204,9 @@ class HfExporter:
             return
         failure_reason = _failure_reason(export_process.returncode, stderr_text)
         _print_message(
-            f"NOTE: step {saved_checkpoint.step} could not be exported to {hf_export_dir}: {failure_reason}. Training is not affected; the"
-            " next start of this run tries again, as long as the checkpoint exists"
+            f"NOTE: step {saved_checkpoint.step} could not be exported to {hf_export_dir}: {failure_reason}."
+            " Training is not affected; the next start of this run tries again, as long as the checkpoint"
+            " exists"
         )
 
 

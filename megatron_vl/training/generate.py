@@ -44,7 +44,7 @@ class PromptRow:
 
 @dataclass
 class _DecodeRequest:
-    """A row, and the indices of its tokens whose successors are to be predicted."""
+    """A row, and the indices of its tokens after which a token is predicted."""
 
     row: DeviceRow
     token_indices: list[int]
@@ -76,14 +76,15 @@ def generate_greedily(
 
     Args:
         model_chunks: this rank's chunks, not wrapped in DDP, with up-to-date parameters.
-        prompt_rows: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel replicas
-            may have different prompts, but the same number of them.
+        prompt_rows: rows of equal length, on the ranks that own a loader; None elsewhere. Data-parallel
+            replicas may have different prompts, but the same number of them.
         stop_token_ids: tokens that end an answer.
 
     Returns:
         The tokens of each prompt's answer, including the stop token that ended it. They are equal on all
         ranks of a replica.
     """
+    # Only the rank that owns the loader has the prompts, so it sends their lengths to its replica.
     shared_positions: list[Any] = [
         [(p.prompt_length, p.next_position) for p in prompt_rows] if prompt_rows is not None else None
     ]
@@ -100,6 +101,7 @@ def generate_greedily(
     answer_tokens: list[list[int]] = [[] for _ in prompt_lengths]
 
     with inference_context(model_chunks), tp_overlap.pause_overlap(model_chunks):
+        # The first pass reads each prompt as one row, and fills the cache.
         decode_requests = []
         decoupled_tower = model_chunks[0].decoupled
         vision_spec = None if decoupled_tower is None else decoupled_tower.vision
@@ -111,6 +113,7 @@ def generate_greedily(
             decode_requests.append(_DecodeRequest(device_row, [prompt_lengths[i] - 1]))
         chosen_tokens = _next_tokens(model_chunks, grid, platform, decode_requests, len(prompt_lengths))
 
+        # Each further pass has the last token of every prompt that has not ended, in one row.
         active_prompts = list(range(len(prompt_lengths)))
         for new_token_count in range(max_new_tokens):
             for prompt_index, chosen_token in zip(active_prompts, chosen_tokens, strict=True):

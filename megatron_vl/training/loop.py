@@ -37,6 +37,8 @@ def run_steps(training_run: TrainingRun) -> None:
     batch_broadcast = _open_batch_broadcast(training_run)
     consecutive_skips: list[str] = []
     stop_requested = False
+
+    # The weights that a new run starts from are evaluated too. Later losses are compared with theirs.
     if training_run.completed_steps == 0:
         evaluate_if_due(training_run)
 
@@ -45,15 +47,16 @@ def run_steps(training_run: TrainingRun) -> None:
         training_run.step_profiler.begin_step(training_run.completed_steps + 1)
         step_batch = batch_broadcast.next_batch()
         learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
+
+        # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
+        checkpoint_saver = training_run.checkpoint_saver
         step_result = train_step(
             training_run.model_chunks,
             training_run.optimizer,
             step_batch.rows,
             training_run.grid,
             config.data.seq_len,
-            # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
-            has_failed=training_run.checkpoint_saver is not None
-            and training_run.checkpoint_saver.save_error() is not None,
+            has_failed=checkpoint_saver is not None and checkpoint_saver.save_error() is not None,
             stop_requested=bool(requested_stop_signal()),
             local_source_counts=SourceCounts.from_rows(
                 step_batch.source_loss_tokens, len(training_run.blend_sources)
@@ -61,6 +64,8 @@ def run_steps(training_run: TrainingRun) -> None:
             if training_run.blend_sources
             else None,
         )
+
+        # From here on, the step is done, whether or not its update was skipped.
         training_run.completed_steps += 1
         progress.note_step_done()
         metrics_log.exclude_seconds(training_run.step_profiler.end_step(training_run.completed_steps))
@@ -76,11 +81,15 @@ def run_steps(training_run: TrainingRun) -> None:
             metrics_log.log_step(
                 training_run.completed_steps, step_result, learning_rates, training_run.skipped_steps
             )
+
+        # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
         _stop_if_unrecoverable(training_run, step_result, consecutive_skips)
         if config.checkpoint.dir and (
             is_last_step or _is_due(training_run.completed_steps, config.checkpoint.interval)
         ):
             save_checkpoint(training_run)
+
+        # A run that was asked to stop has little time left.
         if not stop_requested or training_run.completed_steps == last_step:
             evaluate_if_due(training_run)
 
@@ -112,12 +121,15 @@ def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
 
 
 def _is_due(step: int, interval: int) -> bool:
-    """Whether something that happens every ``interval`` steps happens after ``step``. 0: it never does."""
+    """Whether something that happens every ``interval`` steps is due after ``step``. 0: it never is."""
     return interval > 0 and step % interval == 0
 
 
 def save_checkpoint(training_run: TrainingRun) -> None:
-    """Starts to save a checkpoint of the current step. Collective."""
+    """Starts to save a checkpoint of the current step, and waits for it unless saves run in the background.
+
+    Collective.
+    """
     assert training_run.checkpoint_saver is not None and training_run.metrics_log is not None
     metrics_log, data_loader = training_run.metrics_log, training_run.data_loader
     progress.enter_phase(progress.SAVING_CHECKPOINT)
@@ -156,7 +168,7 @@ def evaluate_if_due(training_run: TrainingRun) -> None:
 
 
 def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
-    """Waits until all is written, and says what was saved. Collective."""
+    """Waits until all files are written, and prints which checkpoints exist. Collective."""
     progress.enter_phase(progress.SAVING_CHECKPOINT)
     training_run.step_profiler.finish_trace()
     if training_run.checkpoint_saver is not None:
@@ -173,7 +185,8 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
         )
         log_rank_0(
             training_run.grid,
-            f"a signal stopped the run after step {training_run.completed_steps} of {training_run.config.steps}; {restart_hint}",
+            f"a signal stopped the run after step {training_run.completed_steps} of"
+            f" {training_run.config.steps}; {restart_hint}",
         )
     failures.stop_watching()
 
@@ -206,13 +219,16 @@ def _stop_if_unrecoverable(
     assert training_run.metrics_log is not None
     if bad_sample_problem := training_run.metrics_log.bad_sample_problem():
         raise TrainingStopped(f"{bad_sample_problem}; they are listed in quarantine.jsonl")
-    # At the end two are enough: nobody would look at a run that ended well, and one may be chance.
+
+    # At the end of the run, two skipped steps are enough. One may be chance, but nobody looks at the skipped
+    # steps of a run that seems to have ended well.
     is_last_step = training_run.completed_steps == training_run.config.steps
     allowed_skips = (
         min(training_run.config.max_bad_steps, 2) if is_last_step else training_run.config.max_bad_steps
     )
     if len(consecutive_skips) >= allowed_skips:
         raise TrainingStopped(skipped_steps_message(consecutive_skips, training_run.completed_steps))
+
     if step_result.any_rank_failed:
         raise TrainingStopped(_save_failure_message(training_run))
 
@@ -221,7 +237,10 @@ def skipped_steps_message(skip_reasons: list[str], step: int) -> str:
     """The message of a run that ends because its last steps were all skipped for ``skip_reasons``."""
     steps_text = f"in {len(skip_reasons)} steps in a row, the last one step {step}"
     if NOT_FINITE not in skip_reasons:
-        return f"no token bore loss {steps_text}; only answers of the assistant do, so look for them in the data set"
+        return (
+            f"no token bore loss {steps_text}; only answers of the assistant do, so look for them in the data"
+            " set"
+        )
 
     no_tokens_text = " or no token bore loss" if NO_LOSS_TOKENS in skip_reasons else ""
     return f"loss or gradient was not finite{no_tokens_text} {steps_text}"
@@ -236,7 +255,8 @@ def _save_failure_message(training_run: TrainingRun) -> str:
         return reported_failure
     try:
         newest_checkpoint = find_latest_checkpoint(Path(training_run.config.checkpoint.dir))
-        latest_text = f"the last good checkpoint is step {newest_checkpoint.step if newest_checkpoint is not None else 'none'}"
+        newest_step = newest_checkpoint.step if newest_checkpoint is not None else "none"
+        latest_text = f"the last good checkpoint is step {newest_step}"
     except checkpoint.CheckpointError as error:
         latest_text = str(error)
     return f"{own_error or 'another rank could not write its checkpoint'}; {latest_text}"

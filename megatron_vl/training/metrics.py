@@ -42,7 +42,7 @@ class MetricsLog:
     Tokens do not include the padded tails of rows.
 
     Args:
-        source_meter: the sources of the blend; none if the data set is no blend.
+        blend_sources: the sources of the blend; empty if the data set is no blend.
     """
 
     def __init__(
@@ -73,8 +73,7 @@ class MetricsLog:
         self.metrics_sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
     def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
-        """Counts a step's rows. Only the rank of each replica that owns the loader counts,
-        so that sums are right.
+        """Counts a step's rows. Only the rank of each replica that owns the loader counts them.
 
         Args:
             source_counts: numbers by source of the whole step, equal on all ranks.
@@ -132,10 +131,8 @@ class MetricsLog:
 
         source_metrics, source_summary = self.source_meter.take_line()
 
-        total_flops, world_size = (
-            global_metrics.language_flops + global_metrics.vision_flops,
-            self.grid.world_size,
-        )
+        total_flops = global_metrics.language_flops + global_metrics.vision_flops
+        world_size = self.grid.world_size
         logged_metrics: dict[str, Any] = {
             "step": step,
             "loss": step_result.loss,
@@ -171,16 +168,17 @@ class MetricsLog:
     def _gather_sample_lists(
         self, step: int, global_metrics: StepMetrics
     ) -> tuple[dict[str, int], dict[str, Any]]:
-        """Rank 0 writes the samples that the loaders' owners list.
+        """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.
 
-        Returns the number of unusable samples by reason, and what is known of those that are listed, equal on
-        every rank.
+        The size of one line's lists is bounded for all ranks together. Samples beyond it are sent with the
+        next line.
 
-        The size of one line's lists is bounded for all ranks together.
-        What does not fit is sent with the next line.
+        Returns:
+            (number of unusable samples by reason, details of the listed ones by reason), equal on all ranks.
         """
         if not global_metrics.sending_ranks:
             return {}, {}
+
         self.rank_0_gather.begin_round()
         if self.step_metrics.sending_ranks:
             samples_to_send, self.unsent_samples = _split_by_size(
@@ -204,6 +202,7 @@ class MetricsLog:
             self._write_quarantine(step, listed_samples)
             if self.lists_samples:
                 self._write_sample_keys(step, [list_message["keys"] for list_message in list_messages])
+
         if not global_metrics.dropped_samples:
             return {}, {}
         drop_reasons, drop_details = self.rank_0_gather.share_answer(
@@ -212,9 +211,9 @@ class MetricsLog:
         return drop_reasons, drop_details
 
     def _expert_load_metric(self, step: int, step_result: StepResult) -> dict[str, float]:
-        """``expert_load``: tokens of the busiest expert over its layer's mean, in the worst layer.
+        """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
 
-        The sinks get the number of each layer.
+        The sinks get the load of every expert, relative to the mean of its layer.
         """
         if step_result.expert_load is None:
             return {}
@@ -226,25 +225,24 @@ class MetricsLog:
         return {"expert_load": max(float(share.max()) for share in relative_loads.values())}
 
     def log_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        """Prints and writes an evaluation. Its time does not count in the steps' speed."""
+        """Prints and writes an evaluation. Its time does not count for the speed of steps."""
         self.exclude_seconds(validation_result.elapsed_s)
         if self.grid.rank != 0:
             return
         print(
-            f"step {step:>6}/{self.total_steps} | validation loss {validation_result.loss:.6f} | {validation_result.loss_tokens}"
-            f" tokens | {validation_result.elapsed_s:.1f} s",
+            f"step {step:>6}/{self.total_steps} | validation loss {validation_result.loss:.6f} |"
+            f" {validation_result.loss_tokens} tokens | {validation_result.elapsed_s:.1f} s",
             flush=True,
         )
         for metrics_sink in self.metrics_sinks:
             metrics_sink.write_evaluation(step, validation_result)
 
     def exclude_seconds(self, excluded_s: float) -> None:
-        """Takes time out of the steps' speed that was not spent on training."""
+        """Excludes time that was not spent on training from the speed of steps."""
         self.interval_start += excluded_s
 
     def _write_quarantine(self, step: int, dropped_samples: list[dict[str, Any]]) -> None:
-        """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints,
-        each of them once per run."""
+        """Lists unusable samples in ``quarantine.jsonl`` beside the checkpoints, each sample once per run."""
         # Keys are those of one data set, and a blend has several.
         samples_by_id = {
             tuple(sample[name] for name in ("data_set", "shard", "key", "reason")): sample
@@ -261,8 +259,10 @@ class MetricsLog:
                 )
 
     def bad_sample_problem(self) -> str | None:
-        """Why the run must stop if more samples than ``data.max_bad_share`` could not be used;
-        equal on all ranks."""
+        """Why the run must stop: more than ``data.max_bad_share`` of the samples could not be used.
+
+        None if it need not stop. Equal on all ranks.
+        """
         return self.bad_sample_meter.stop_reason() or None
 
     def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
@@ -295,9 +295,11 @@ class MetricsLog:
             else f"{logged_metrics['tflops_per_rank']:.3f} TFLOP/s"
         )
         printed_line = (
-            f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad norm {logged_metrics['grad_norm']:.4f}"
-            f" | {_learning_rates_text(logged_metrics)} | {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f} tok/s/GPU |"
-            f" {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait {logged_metrics['data_wait_s'] * 1e3:.0f} ms"
+            f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad"
+            f" norm {logged_metrics['grad_norm']:.4f} | {_learning_rates_text(logged_metrics)} |"
+            f" {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f}"
+            f" tok/s/GPU | {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait"
+            f" {logged_metrics['data_wait_s'] * 1e3:.0f} ms"
         )
         printed_line += (
             f" | busiest expert {logged_metrics['expert_load']:.2f}x"
@@ -312,14 +314,17 @@ class MetricsLog:
             metrics_sink.write_step(logged_metrics)
 
     def close(self, has_failed: bool = False) -> None:
-        """``has_failed``: the run ends with an error."""
+        """Closes the sinks.
+
+        Args:
+            has_failed: whether the run ends with an error.
+        """
         for metrics_sink in self.metrics_sinks:
             metrics_sink.close(has_failed)
 
 
 def _learning_rates_text(logged_metrics: dict[str, Any]) -> str:
-    """The learning rate of each part as a printed line shows it:
-    ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
+    """The learning rates in a printed line: ``lr 1.000e-05 (vision 0.000e+00, merger frozen)``."""
     language_rate, vision_rate, merger_rate = (
         "frozen" if logged_metrics[f"lr/{part}"] is None else f"{logged_metrics[f'lr/{part}']:.3e}"
         for part in ("language", "vision", "merger")

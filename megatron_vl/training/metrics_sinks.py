@@ -1,7 +1,7 @@
-"""Where a run's numbers go beside its printed lines: JSON lines, TensorBoard, Weights & Biases.
+"""Writes a run's metrics to JSON lines, TensorBoard and Weights & Biases.
 
-Each is a :class:`MetricsSink`; :func:`open_metrics_sinks` opens those that a run asks for, on rank 0. Another one is a
-further subclass and a line there.
+Each of them is a :class:`MetricsSink`. :func:`open_metrics_sinks` opens those that a run asks for, on rank 0.
+A new one needs a subclass and a line in that function.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from megatron_vl.json_files import write_json
 from megatron_vl.training.evaluation import ValidationResult
 
 WANDB_RUN_FILE = "wandb.json"
-"""In the folder of the checkpoints: which W&B run this is."""
+"""The file with the id of the W&B run, in the folder of the checkpoints."""
 WANDB_FINISH_TIMEOUT_S = 60
-"""Longest wait in seconds, at the end of a run, for what W&B has not sent yet."""
+"""Seconds that the end of a run waits at most for metrics that W&B has not sent yet."""
 
 
 class MetricsSink:
-    """One place that numbers go to. A sink ignores what it does not show."""
+    """One destination of metrics. A sink ignores metrics that it does not show."""
 
     def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
-        """The numbers of a printed line; ``write_step`` is among them."""
+        """Writes the numbers of a printed line, ``step`` among them."""
 
     def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
-        """Layer -> tokens of each of its experts over the layer's mean, [E]."""
+        """Writes the load of experts: layer -> tokens of each expert divided by the layer's mean, [E]."""
 
     def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
-        """Validation loss and answers."""
+        """Writes validation loss and answers."""
 
     def close(self, has_failed: bool = False) -> None:
-        """The end. ``has_failed``: the run ends with an error, which the other ranks do not know of yet."""
+        """Ends the writing.
+
+        Args:
+            has_failed: whether the run ends with an error, which the other ranks do not know of yet.
+        """
 
 
 def open_metrics_sinks(config: TrainConfig) -> list[MetricsSink]:
@@ -135,10 +139,8 @@ class TensorBoardSink(MetricsSink):
 class WandbSink(MetricsSink):
     """A run of Weights & Biases, the same one after a resume.
 
-    ``write_step`` is a metric, and the axis of all others: W&B's own counter never goes back, and would drop the
-    steps that a killed or rolled-back run repeats.
-
-    Losing W&B in the middle of a run costs its curves and nothing else.
+    ``step`` is a metric and the axis of all others. W&B's own counter never goes back, so it would drop the
+    steps that a killed or rolled-back run repeats. If W&B fails during a run, the run continues without it.
 
     Raises:
         UserError: W&B refuses to begin the run, as without a login.
@@ -166,7 +168,7 @@ class WandbSink(MetricsSink):
                 resume="allow",
                 config=asdict(config),
                 allow_val_change=True,
-                # Forked loader workers inherit it, and what it does there raises: samples would be dropped.
+                # Forked loader workers inherit W&B's console capture, which raises there and drops samples.
                 settings=wandb.Settings(console="off", **finish_settings),
             )
             # Its hooks on imports report to its service, which raises in forked loader workers too.
@@ -227,7 +229,7 @@ class WandbSink(MetricsSink):
     def _try_wandb_call(self, wandb_call: Callable[[], Any]) -> None:
         try:
             wandb_call()
-        except Exception as error:  # of whatever kind: a service that is gone is no reason to lose a training
+        except Exception as error:  # of any kind: a run does not end because a service is gone
             self.is_disconnected = True
             error_text = " ".join(f"{type(error).__name__}: {error}".split())
             print(f"NOTE: nothing more is sent to W&B ({error_text})", file=sys.stderr, flush=True)
@@ -247,10 +249,10 @@ def _expert_load_tag(layer_number: int) -> str:
 
 
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
-    """Id of the W&B run that this run continues; None: it starts a new one.
+    """Id of the W&B run that this run continues; None if it starts a new one.
 
     Raises:
-        UserError: the file that says it is damaged.
+        UserError: the file with the id is damaged.
     """
     run_file = Path(config.checkpoint.dir) / WANDB_RUN_FILE
     if not (config.checkpoint.dir and config.checkpoint.resume and run_file.is_file()):
@@ -270,6 +272,6 @@ def _wandb_refusal_message(error: Exception, config: TrainConfig, earlier_run_id
     path = Path(config.checkpoint.dir) / WANDB_RUN_FILE
     new_run_hint = f"; delete {path} to begin another W&B run" if earlier_run_id else ""
     return (
-        f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or $WANDB_API_KEY),"
-        f" give --wandb.mode offline, or leave wandb.project empty{new_run_hint}"
+        f"wandb.project {config.wandb.project}: W&B says: {error_text}. Log in (wandb login, or"
+        f" $WANDB_API_KEY), give --wandb.mode offline, or leave wandb.project empty{new_run_hint}"
     )

@@ -1,8 +1,8 @@
-"""Writes the sizes of samples that a run or a command needs and its data sets lack, before a loader is built.
+"""Writes the sizes of samples that data sets lack, before a run or a command builds its loader.
 
 The library does not import the data tools. A separate process (``megatron-vl data index``) reads and
-tokenizes all text; it needs no GPU and is not part of the process group. What it has measured stays, so that
-a start that is interrupted continues at the next one.
+tokenizes all text. It needs no GPU and is not part of the process group. Its results are kept, so a start
+that is interrupted is continued by the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_vl.training.resolved_run import ResolvedRun
 from megatron_vl.training.setup import exit_if_stop_requested
 
 POLL_INTERVAL_S = 10.0
-"""Seconds between two looks at the process: the other ranks wait in a collective for so long."""
+"""Seconds between two looks at the process. The other ranks wait in a collective for this long."""
 _PROGRAM = """
 from megatron_vl.processes import end_with_parent
 
@@ -66,52 +66,56 @@ def write_missing_sizes(resolved_run: ResolvedRun, platform: Platform) -> None:
             exit_if_stop_requested(platform)
 
 
-def write_missing_sizes_alone(data: DataConfig, hf: str | Path) -> None:
+def write_missing_sizes_alone(data_config: DataConfig, hf_dir: str | Path) -> None:
     """Writes the sizes that are missing for a command without a process group, and reports on standard error.
 
     Raises:
         LoaderError: there is no data set, or the sizes cannot be written.
     """
-    lacking = [
-        str(one.path)
-        for one in find_datasets_without_sizes(read_description(resolve_location(data.path)), hf, data)
-    ]
-    if not lacking:
+    dataset_description = read_description(resolve_location(data_config.path))
+    unsized_datasets = find_datasets_without_sizes(dataset_description, hf_dir, data_config)
+    if not unsized_datasets:
         return
 
-    with closing(IndexingProcess(data, hf, lacking, lambda line: print(line, file=sys.stderr))) as indexing:
-        while indexing.is_running():
+    dataset_names = [str(dataset.path) for dataset in unsized_datasets]
+    indexing_process = IndexingProcess(
+        data_config, hf_dir, dataset_names, lambda line: print(line, file=sys.stderr)
+    )
+    with closing(indexing_process):
+        while indexing_process.is_running():
             pass
 
 
 class IndexingProcess:
-    """The process that writes the sizes. The constructor starts it. It ends with the thread that did.
+    """The process that writes the sizes. The constructor starts it. It ends with the thread that started it.
 
     Args:
-        lacking: the data sets without sizes.
-        report: prints a line.
+        unsized_datasets: names of the data sets without sizes.
+        print_line: prints a line.
     """
 
     def __init__(
         self,
-        data: DataConfig,
-        hf: str | Path,
-        lacking: Sequence[str],
-        report: Callable[[str], None] = lambda line: print(line, flush=True),
+        data_config: DataConfig,
+        hf_dir: str | Path,
+        unsized_datasets: Sequence[str],
+        print_line: Callable[[str], None] = lambda line: print(line, flush=True),
     ) -> None:
-        cores = len(os.sched_getaffinity(0))
-        report(
-            f"the sizes of the samples of {', '.join(lacking)} are not known for this tokenizer and chat"
-            f" template: they are written now, once, on {cores} cores (megatron-vl data index)"
+        core_count = len(os.sched_getaffinity(0))
+        print_line(
+            f"the sizes of the samples of {', '.join(unsized_datasets)} are not known for this tokenizer and"
+            f" chat template: they are written now, once, on {core_count} cores (megatron-vl data index)"
         )
-        fields = {
-            "data.path": data.path,
-            "model.hf": str(hf),
-            "data.video_prompt": data.video_prompt,
-            "data.sample_timeout_s": str(data.sample_timeout_s),
+        config_fields = {
+            "data.path": data_config.path,
+            "model.hf": str(hf_dir),
+            "data.video_prompt": data_config.video_prompt,
+            "data.sample_timeout_s": str(data_config.sample_timeout_s),
         }
-        words = [word for name, value in fields.items() for word in (f"--{name}", value)]
-        self._report, self._last_line = report, ""
+        option_words: list[str] = []
+        for field_name, field_value in config_fields.items():
+            option_words += [f"--{field_name}", field_value]
+        self._print_line, self._last_line = print_line, ""
         self._output = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             [
@@ -122,8 +126,8 @@ class IndexingProcess:
                 "data",
                 "index",
                 "--workers",
-                str(cores),
-                *words,
+                str(core_count),
+                *option_words,
             ],
             env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path_with_tools()},
             stdin=subprocess.DEVNULL,
@@ -136,25 +140,26 @@ class IndexingProcess:
         """Waits a little for the process, reports its last line if it is new, and says whether it still runs.
 
         Raises:
-            LoaderError: it failed.
+            LoaderError: the process failed.
         """
         try:
-            code = self._process.wait(POLL_INTERVAL_S)
+            exit_code = self._process.wait(POLL_INTERVAL_S)
         except subprocess.TimeoutExpired:
-            code = None
+            exit_code = None
+
         self._output.seek(0)
-        lines = self._output.read().split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "")
-        if code:
+        output_lines = self._output.read().split("\n")
+        last_line = next((line for line in reversed(output_lines) if line.strip()), "")
+        if exit_code:
             raise LoaderError(
-                f"{last or f'data index ended with exit code {code}'}. Training needs the sizes of all"
-                " samples: write them with `megatron-vl data index` where the data set can be written, and"
-                " copy the folder .nv-meta/sizes to it"
+                f"{last_line or f'data index ended with exit code {exit_code}'}. Training needs the sizes of"
+                " all samples: write them with `megatron-vl data index` where the data set can be written,"
+                " and copy the folder .nv-meta/sizes to it"
             )
-        if last != self._last_line:
-            self._report(f"  {last}")
-        self._last_line = last
-        return code is None
+        if last_line != self._last_line:
+            self._print_line(f"  {last_line}")
+        self._last_line = last_line
+        return exit_code is None
 
     def close(self) -> None:
         """Ends the process if it still runs."""

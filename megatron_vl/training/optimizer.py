@@ -26,7 +26,7 @@ VISION_MODULES = ("patch_embed", "position_table", "decoder")
 MERGER_MODULES = ("merger", "deepstack_mergers")
 """Modules of the vision tower that have the merger's learning rate."""
 PartLearningRates = dict[str, float | None]
-"""Learning rate by part of the model: language, vision, merger; None: frozen."""
+"""Learning rate by part of the model: language, vision, merger. None stands for a frozen part."""
 
 
 def build_optimizer(
@@ -35,11 +35,11 @@ def build_optimizer(
     """The optimizer of this rank's trainable parameters. Biases and norms have no weight decay.
 
     The weights of a part with a rate of 0 do not change by a bit, because weight decay is scaled by the rate.
-    Its moments still follow its gradients,
-    so that a run that continues with another rate finds them up to date.
+    Its moments still follow its gradients, so that a run that continues with another rate finds them up to
+    date.
     """
     optimizer_config = config.optimizer
-    assert optimizer_config.offload_fraction != "auto", "it is settled before (planning.offload)"
+    assert optimizer_config.offload_fraction != "auto", "it is settled before (planning.offload_fraction)"
 
     core_config = CoreOptimizerConfig(
         optimizer="adam",
@@ -57,6 +57,7 @@ def build_optimizer(
     )
     config_overrides: dict[ParamKey, Any] = dict(get_standard_config_overrides(core_config))
 
+    # The vision tower and the merger may have rates of their own. Core finds their parameters by name.
     for module_names, part_rate in (
         (VISION_MODULES, optimizer_config.vision_lr),
         (MERGER_MODULES, optimizer_config.merger_lr),
@@ -70,10 +71,13 @@ def build_optimizer(
                 "min_lr": part_rate * optimizer_config.min_lr_ratio,
             }
 
+    # If state moves to chunks, core must not allocate master weights that would only be freed again.
     moments_dtype = getattr(torch, optimizer_config.moments_dtype)
     state_is_chunked = optimizer_config.offload_fraction > 0 or moments_dtype != torch.float32
     with DeferredMasterWeights() if state_is_chunked else contextlib.nullcontext():
         optimizer = _chained_core_optimizer(core_config, model_chunks, config_overrides)
+
+    # Chunks are laid out over the optimizer's groups, so these must be final.
     renumber_mixed_groups(optimizer)
     copy_weights_together(optimizer)
     state_chunks = move_state_to_chunks(optimizer, optimizer_config.offload_fraction, moments_dtype, platform)
@@ -108,11 +112,14 @@ def _chained_core_optimizer(
 def learning_rate(
     step: int, *, peak_rate: float, final_rate: float, total_steps: int, warmup_steps: int, schedule: str
 ) -> float:
-    """The rate of the zero-based ``step``:
-    linear warm-up to ``peak_rate``, then constant or cosine down to ``final_rate``.
+    """The rate of the zero-based ``step``: a linear warm-up, then constant or a cosine to ``final_rate``.
 
-    The first step of a warm-up of n steps has rate peak / n, the n-th has the peak; the last step of the run
-    has (almost) the final rate. A pure function of the step, so a resumed run needs no schedule state.
+    The first step of a warm-up of n steps has the rate ``peak_rate / n``, and the n-th has ``peak_rate``. The
+    last step of the run has almost ``final_rate``. The rate depends on the step alone, so a resumed run needs
+    no state of the schedule.
+
+    Args:
+        schedule: ``constant`` or ``cosine``.
     """
     if step < warmup_steps:
         return peak_rate * (step + 1) / warmup_steps
@@ -137,7 +144,7 @@ def scheduled_rate(config: TrainConfig, step: int, peak_rate: float) -> float:
 
 
 SCHEDULE_KEY = "schedule"
-"""The entry of a checkpoint's ``run.json`` with :func:`schedule_facts`."""
+"""The entry of a checkpoint's ``run.json`` with the result of :func:`schedule_fields`."""
 
 
 def schedule_fields(config: TrainConfig) -> dict[str, Any]:
@@ -150,10 +157,11 @@ def schedule_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def schedule_change_note(config: TrainConfig, saved_fields: dict[str, Any], step: int) -> str:
-    """A note if other fields than the saved ones give the next step another learning rate; otherwise empty.
+    """A note if the next step has another learning rate than under the saved fields; otherwise empty.
 
     Args:
-        saved_fields: the result of :func:`schedule_fields` when the checkpoint was saved; empty: it is not known.
+        saved_fields: the result of :func:`schedule_fields` when the checkpoint was saved; empty if it is not
+            known.
         step: the next step, zero-based.
     """
     current_fields = schedule_fields(config)
@@ -178,7 +186,10 @@ def schedule_change_note(config: TrainConfig, saved_fields: dict[str, Any], step
         for name, value in current_fields.items()
         if saved_fields[name] != value
     ]
-    return f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}: {', '.join(changed_fields)}"
+    return (
+        f"the learning rate goes on at {current_rate:.3e}, and was to be {saved_rate:.3e}:"
+        f" {', '.join(changed_fields)}"
+    )
 
 
 def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: int) -> PartLearningRates:
@@ -209,14 +220,14 @@ def set_learning_rates(optimizer: ChainedOptimizer, config: TrainConfig, step: i
 def clip_and_update(optimizer: ChainedOptimizer, is_loss_finite: bool) -> tuple[bool, float]:
     """Clips gradients and updates weights. Collective.
 
-    Returns (whether the weights were updated, the global gradient norm).
-
-    Core's own ``step`` computes the norm but continues if it is NaN.
-    Here the norm, which is equal on every rank, decides.
+    Core's own ``step`` computes the norm but continues if it is NaN. Here the norm, which is equal on every
+    rank, decides: if it is not finite, weights, moments and Adam's step count do not change.
 
     Args:
-        is_loss_finite: whether the step's loss allows an update; equal on all ranks. If not, weights, moments and
-            Adam's step count do not change.
+        is_loss_finite: whether the step's loss is finite; equal on all ranks. If not, nothing changes either.
+
+    Returns:
+        (whether the weights were updated, the global gradient norm).
     """
     has_overflow = optimizer.prepare_grads()
     grad_norm = optimizer.get_grad_norm()
@@ -225,6 +236,8 @@ def clip_and_update(optimizer: ChainedOptimizer, is_loss_finite: bool) -> tuple[
         if state_chunks := chunked_state(optimizer):
             state_chunks.chunk_streamer.drop_slots()
         return False, grad_norm
+
+    # All gradients are clipped by the norm over the whole model, not over the optimizer's own part.
     for sub_optimizer in optimizer.chained_optimizers:
         if getattr(sub_optimizer, "is_stub_optimizer", False) or sub_optimizer.config.clip_grad <= 0.0:
             continue

@@ -2,18 +2,18 @@
 
 Each rank writes what its optimizer holds. For each parameter, this is the range ``start:end`` of the
 flattened tensor-parallel shard that this data-parallel rank owns, with master weights in fp32 and Adam's
-moments in their dtype. What is read is fp32, whatever was written.
+moments in their dtype. State is read as fp32, whatever was written.
 Megatron-core's ``dist_checkpointing`` is not used for two reasons: core 0.19.2 packs buckets without their
 padding but slices them with it, so that moments silently get wrong offsets, and its files are pickled.
 
 The key of a tensor is ``NAME[START:END]/KIND``, where KIND is ``main``, ``exp_avg``, ``exp_avg_sq`` or
-``step``. For expert 17 of a stack, NAME ends in ``#17``,
-and the range is that of the expert's own flattened shard.
+``step``. For expert 17 of a stack, NAME ends in ``#17``, and the range is that of the expert's own flattened
+shard.
 
 ``index.json`` says which file holds which ranges, so that a resuming rank opens only the files that it needs:
-``{"files": [FILE, ...], "slices": {NAME: [[PART, START, END, FILE, KINDS, STEP], ...]}}``.
-PART is the rank in tensor (or expert tensor) parallelism, FILE an index into ``files``, KINDS has a bit for
-each of :data:`KINDS`, and STEP is Adam's step count.
+``{"files": [FILE, ...], "slices": {NAME: [[SHARD, START, END, FILE, KINDS, STEP], ...]}}``.
+SHARD is the rank in tensor (or expert tensor) parallelism, FILE an index into ``files``, KINDS has a bit for
+each of :data:`STATE_KINDS`, and STEP is Adam's step count.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ _CHUNK_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class OptimizerSlice:
-    """A contiguous range of one parameter's flattened shard,
-    with this rank's optimizer tensors for it."""
+    """A contiguous range of one parameter's flattened shard, with this rank's optimizer tensors for it."""
 
     live_tensor: LiveTensor
     start: int
@@ -66,7 +65,7 @@ class OptimizerSlice:
     adam_state: dict[str, Any]
     param_group: dict[str, Any]
     chunked_parameter: ChunkedParameter | None = None
-    """Where the state is if it is in chunks; ``adam_state`` is then empty, and ``main_param`` may be."""
+    """The state, if it is in chunks. Then ``adam_state`` is empty, and ``main_param`` may have no storage."""
 
     @property
     def state_name(self) -> str:
@@ -77,15 +76,18 @@ class OptimizerSlice:
         return f"{self.state_name}[{self.start}:{self.end}]/{state_kind}"
 
     def read_state(self, state_kind: str) -> Tensor | None:
-        """A host copy [end - start] of one of :data:`KINDS`, in its dtype; None if there is none (before
-        step 1)."""
+        """A host copy [end - start] of one of :data:`STATE_KINDS`, in its dtype; None before step 1."""
         if self.chunked_parameter is not None:
             return self.chunked_parameter.read_state(state_kind)
         state_tensor = self.main_param if state_kind == "main" else self.adam_state.get(state_kind)
         return None if state_tensor is None else host_copy(state_tensor).view(-1)
 
     def write_state(self, state_kind: str, new_value: Tensor | None) -> None:
-        """Replaces one of :data:`KINDS` with fp32 [end - start]. None: there are no moments yet."""
+        """Replaces one of :data:`STATE_KINDS`.
+
+        Args:
+            new_value: fp32 [end - start]; None for moments that do not exist yet.
+        """
         if self.chunked_parameter is not None:
             self.chunked_parameter.write_state(
                 state_kind, torch.zeros(self.end - self.start) if new_value is None else new_value
@@ -111,14 +113,22 @@ def optimizer_state_name(tensor_name: str, expert_index: int | None) -> str:
 
 
 def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]) -> Iterator[OptimizerSlice]:
-    """The state that this rank's optimizer holds, parameter by parameter."""
+    """The state that this rank's optimizer holds, parameter by parameter.
+
+    Args:
+        live_tensors: all parameters of this rank.
+    """
+    # Optimizers know parameters as tensors without names. The model's tensors give them their names.
     tensors_by_id = {id(live_tensor.parameter): live_tensor for live_tensor in live_tensors}
     state_chunks = chunked_state(optimizer)
     chunked_parameters = state_chunks.parameters_by_id if state_chunks is not None else {}
 
     for sub_optimizer in optimizer.chained_optimizers:
+        # A stub stands for a rank without parameters of this kind.
         if getattr(sub_optimizer, "is_stub_optimizer", False):
             continue
+
+        # The distributed optimizer owns a range of each parameter, which may begin and end inside of it.
         if isinstance(sub_optimizer, DistributedOptimizer):
             for model_param in sub_optimizer.model_param_gbuf_map:
                 if model_param not in sub_optimizer.model_param_group_index_map:
@@ -163,16 +173,14 @@ def optimizer_slices(optimizer: ChainedOptimizer, live_tensors: list[LiveTensor]
 def _locate_moments(
     sub_optimizer: Any, main_param: Tensor, chunked_parameters: Mapping[int, ChunkedParameter]
 ) -> tuple[dict[str, Any], ChunkedParameter | None]:
-    """The moments of a parameter in the optimizer, or where they are in chunks."""
+    """(the optimizer's entry for a parameter, its state in chunks); the entry is empty if it is in chunks."""
     chunked_parameter = chunked_parameters.get(id(main_param))
-    return (
-        {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
-    ), chunked_parameter
+    adam_state = {} if chunked_parameter is not None else sub_optimizer.optimizer.state[main_param]
+    return adam_state, chunked_parameter
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """A host copy with its own storage (shards are views of one buffer),
-    which the next step does not change."""
+    """A host copy with its own storage, which the next step does not change. Shards are views of a buffer."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
@@ -250,17 +258,16 @@ def check_file_hash(file_path: Path, file_record: Mapping[str, Any]) -> None:
         )
 
 
-# --- The index: which file holds what
+# --- The index of the slices in each file
 
 
 def list_index_entries(
     state_tensors: Mapping[str, Tensor], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> list[list[Any]]:
-    """``[NAME, PART, START, END, KINDS, STEP]`` of each slice in what :func:`snapshot` returned.
-
-    This is one rank's part of the index.
+    """One rank's entries of the index: ``[NAME, SHARD, START, END, KINDS, STEP]`` of each slice.
 
     Args:
+        state_tensors: the result of :func:`snapshot_optimizer`.
         whole_vision: see :attr:`Sharding.is_tower_replicated`.
     """
     index_entries = []
@@ -273,7 +280,7 @@ def list_index_entries(
 def _slice_locations(
     tensor_keys: Iterable[str], tp_rank: int, etp_rank: int, whole_vision: bool = False
 ) -> dict[str, tuple[str, int, int, int, int]]:
-    """``NAME[START:END]`` -> (name, part, start, end, kinds) for the keys of one file."""
+    """``NAME[START:END]`` -> (name, shard, start, end, kinds) for the keys of one file."""
     kind_bits: dict[str, int] = {}
     key_matches: dict[str, re.Match[str]] = {}
     for tensor_key in tensor_keys:
@@ -283,6 +290,7 @@ def _slice_locations(
             key_matches[slice_key] = key_match
             kind_bits[slice_key] = kind_bits.get(slice_key, 0) | 1 << STATE_KINDS.index(key_match["kind"])
 
+    # Experts are cut by expert tensor parallelism, and a replicated tower is not cut at all.
     def shard_of_state(state_name: str) -> int:
         if whole_vision and model_part(state_name) != "language":
             return 0
@@ -307,14 +315,16 @@ def write_slice_index(
     """Writes ``index.json`` beside the files. Returns its size in bytes and hash.
 
     Args:
-        entries_by_file: file -> its slices, as :func:`list_index_entries` lists them.
+        entries_by_file: file name -> its slices, as :func:`list_index_entries` lists them.
     """
-    files = sorted(entries_by_file)
-    table: dict[str, list[list[Any]]] = {}
-    for number, file in enumerate(files):
-        for name, shard_index, start, end, kind_bits, step in entries_by_file[file]:
-            table.setdefault(name, []).append([shard_index, start, end, number, kind_bits, step])
-    return write_json(optimizer_dir / INDEX_FILE, {"files": files, "slices": table})
+    file_names = sorted(entries_by_file)
+    slices_by_name: dict[str, list[list[Any]]] = {}
+    for file_number, file_name in enumerate(file_names):
+        for state_name, shard_index, start, end, kind_bits, step in entries_by_file[file_name]:
+            slices_by_name.setdefault(state_name, []).append(
+                [shard_index, start, end, file_number, kind_bits, step]
+            )
+    return write_json(optimizer_dir / INDEX_FILE, {"files": file_names, "slices": slices_by_name})
 
 
 def read_slice_index(optimizer_dir: Path, file_records: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -330,7 +340,7 @@ def read_slice_index(optimizer_dir: Path, file_records: Mapping[str, Mapping[str
 
 
 class MissingOptimizerStateError(CheckpointError):
-    """A checkpoint that is whole has no optimizer state for a tensor."""
+    """A complete checkpoint has no optimizer state for a tensor."""
 
 
 class _SavedSlice(NamedTuple):
@@ -342,7 +352,7 @@ class _SavedSlice(NamedTuple):
 
 
 class _StateNotSaved(Exception):
-    """There is no state of this kind: the optimizer had made no step."""
+    """There is no state of this kind, because the optimizer had made no step."""
 
 
 class OptimizerStateReader:
@@ -365,12 +375,10 @@ class OptimizerStateReader:
         saved_sharding: Sharding,
         own_file: str = "",
     ) -> None:
-        self.optimizer_dir, self.file_records, self.saved_sharding, self.own_file = (
-            optimizer_dir,
-            file_records,
-            saved_sharding,
-            own_file,
-        )
+        self.optimizer_dir = optimizer_dir
+        self.file_records = file_records
+        self.saved_sharding = saved_sharding
+        self.own_file = own_file
         self._open_files: dict[str, Any] = {}
         self._saved_slices: dict[tuple[str, int], list[_SavedSlice]] = {}
         self._parse_index(read_slice_index(optimizer_dir, file_records))
@@ -396,7 +404,8 @@ class OptimizerStateReader:
 
         if unknown_files:
             raise CheckpointError(
-                f"{self.optimizer_dir / INDEX_FILE} names {min(unknown_files)!r}, which is not a file of this checkpoint"
+                f"{self.optimizer_dir / INDEX_FILE} names {min(unknown_files)!r}, which is not a file of this"
+                " checkpoint"
             )
 
     def _open_verified(self, file_name: str) -> Any:
@@ -415,8 +424,12 @@ class OptimizerStateReader:
     def _read_saved_range(
         self, state_name: str, shard_index: int, state_kind: str, start: int, end: int
     ) -> Tensor:
-        """Elements ``start:end`` of what a tensor-parallel (or expert-tensor-parallel)
-        rank wrote. Raises _NotSaved."""
+        """Elements ``start:end`` of the shard that a tensor-parallel (or expert-tensor-parallel) rank wrote.
+
+        Raises:
+            _StateNotSaved: the shard has no state of this kind.
+            MissingOptimizerStateError: no file has these elements.
+        """
         output_tensor = torch.empty(end - start, dtype=torch.float32)
         overlapping_slices = [
             saved_slice
@@ -457,21 +470,22 @@ class OptimizerStateReader:
         return output_tensor
 
     def _tensor_slice(self, saved_slice: _SavedSlice, tensor_key: str) -> Any:
-        """A slice of a file, which is read later."""
+        """A tensor of a file; its elements are read from the file when it is indexed."""
         try:
             return self._open_verified(saved_slice.file_name).get_slice(tensor_key)
         except SafetensorError as error:
             raise CheckpointError(
-                f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it has: {error}"
+                f"{self.optimizer_dir / saved_slice.file_name} lacks {tensor_key}, which {INDEX_FILE} says it"
+                f" has: {error}"
             ) from error
 
     def _raise_missing_state(
         self, state_name: str, shard_index: int, missing_start: int, missing_end: int
     ) -> NoReturn:
         raise MissingOptimizerStateError(
-            f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {missing_start} to {missing_end} of tensor rank {shard_index};"
-            " were other parts frozen when it was saved? Start a new run from its weights instead"
-            " (model.checkpoint)"
+            f"{self.optimizer_dir} has no optimizer state for {state_name}, elements {missing_start} to"
+            f" {missing_end} of tensor rank {shard_index}; were other parts frozen when it was saved? Start a"
+            " new run from its weights instead (model.checkpoint)"
         )
 
     def read_range(
@@ -484,27 +498,26 @@ class OptimizerStateReader:
         end: int,
         expert_index: int | None = None,
     ) -> Tensor | None:
-        """Elements ``start:end`` of a flattened part of a tensor, from whatever layout is on disk.
+        """Elements ``start:end`` of a flattened shard of a tensor, whatever layout is on disk.
 
         Args:
-            shard_index: number of the part (see :meth:`Sharding.part`).
-            sharding: how the tensor is to be cut.
-            expert_index: for a stack of experts, the expert's number over all ranks.
-                The range is then that of its own shard.
+            state_kind: one of :data:`STATE_KINDS`.
+            shard_index: number of the shard (see :meth:`ProcessGrid.shard_index`).
+            sharding: how the tensor is cut in the current run.
+            expert_index: for a stack of experts, the expert's number over all ranks. The range is then that
+                of its own shard.
 
         Returns:
-            None if there is no state of this kind (before step 1).
+            fp32 [end - start]; None if there is no state of this kind (before step 1).
         """
         state_name, saved_sharding = optimizer_state_name(tensor_info.name, expert_index), self.saved_sharding
         if tensor_info.num_experts:
-            # Which rank held an expert does not matter for its matrix,
-            # which is cut as tensor parallelism cuts a dense one.
+            # The matrix of one expert is cut as tensor parallelism cuts a dense one. Which rank held the
+            # expert does not matter.
             tensor_info = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
-            shard_index, sharding, saved_sharding = (
-                shard_index % sharding.etp,
-                Sharding(sharding.etp),
-                Sharding(saved_sharding.etp),
-            )
+            shard_index %= sharding.etp
+            sharding = Sharding(sharding.etp)
+            saved_sharding = Sharding(saved_sharding.etp)
         try:
             if sharding.tensor_parallel_ways(tensor_info) == saved_sharding.tensor_parallel_ways(tensor_info):
                 return self._read_saved_range(state_name, shard_index, state_kind, start, end)
@@ -525,8 +538,7 @@ class OptimizerStateReader:
         start: int,
         end: int,
     ) -> Tensor:
-        """:meth:`read_range` from parts that were cut differently:
-        reads those of their rows that the range touches."""
+        """:meth:`read_range` for shards that were cut differently. Only the rows of the range are read."""
         num_columns = matrix_shape(tensor_info.shard_shape(sharding))[1]
         saved_columns = matrix_shape(tensor_info.shard_shape(saved_sharding))[1]
         first_row = start // num_columns
@@ -553,16 +565,14 @@ class OptimizerStateReader:
         return shard_rows.reshape(-1)[start - first_row * num_columns : end - first_row * num_columns].clone()
 
     def adam_step_count(self, state_name: str) -> int:
-        """Adam's step count of a parameter."""
-        ranks = range(max(self.saved_sharding.tp, self.saved_sharding.etp))
-        saved_slices = [piece for rank in ranks for piece in self._saved_slices.get((state_name, rank), [])]
-        if not saved_slices:
-            return 0
-        return saved_slices[0].step_count
+        """Adam's step count of a parameter; 0 if the checkpoint has no state for it."""
+        for shard_index in range(max(self.saved_sharding.tp, self.saved_sharding.etp)):
+            for saved_slice in self._saved_slices.get((state_name, shard_index), []):
+                return saved_slice.step_count
+        return 0
 
     def rng_states(self, file_name: str) -> dict[str, Tensor]:
-        """The states of random number generators that a rank saved in its file;
-        empty if there is no such file."""
+        """The states of the random number generators in a rank's file; empty if there is no such file."""
         if file_name not in self.file_records:
             return {}
         tensors = self._open_verified(file_name)
@@ -582,10 +592,8 @@ def restore_optimizer(
         counts_steps_by_group(getattr(part, "optimizer", None)) for part in optimizer.chained_optimizers
     )
     for optimizer_slice in optimizer_slices(optimizer, live_tensors):
-        tensor_info, expert_index = (
-            tensor_infos[optimizer_slice.live_tensor.tensor_name],
-            optimizer_slice.live_tensor.expert_index,
-        )
+        tensor_info = tensor_infos[optimizer_slice.live_tensor.tensor_name]
+        expert_index = optimizer_slice.live_tensor.expert_index
         for state_kind in STATE_KINDS:
             state_tensor = state_reader.read_range(
                 tensor_info,

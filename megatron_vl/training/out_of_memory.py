@@ -1,5 +1,7 @@
 """Messages for ranks that run out of memory, or lose a process of their loader, which often means the same.
-They say how much memory there was, what was estimated, and what would fit."""
+
+They give the memory of the GPU, the estimate, and options that would fit.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _HOST_OOM_PATTERN = re.compile(
 _LOADER_DEATH_PATTERN = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([\w ]+)|exited unexpectedly)"
 )
-"""torch's errors for the death of a process. It raises them in the main thread, wherever that is."""
+"""torch's errors for the death of a loader's process. They are raised at any point of the main thread."""
 
 
 class RankOutOfMemory(UserError, MemoryError):
@@ -54,8 +56,7 @@ class GpuMemory:
 
 @contextlib.contextmanager
 def explain_memory_errors(resolved_run: ResolvedRun) -> Iterator[None]:
-    """A context that replaces errors caused by a lack of memory, or by the death of a process of the loader,
-    with :class:`RankOutOfMemory`."""
+    """A context that replaces errors for lack of memory, or of a loader's process, with RankOutOfMemory."""
     try:
         yield
     except Exception as error:
@@ -94,7 +95,10 @@ def host_memory_message(error: BaseException) -> str | None:
 def _dead_loader_message(error: BaseException | None) -> str:
     """The message for the death of a process of the loader; empty for any other error and cause."""
     if error is not None and PLANNER_ENDED_TEXT in str(error):
-        return f"{PLANNER_ENDED_TEXT}. If it printed no error, it was killed from outside. {host_memory.explain_kill()}"
+        return (
+            f"{PLANNER_ENDED_TEXT}. If it printed no error, it was killed from outside."
+            f" {host_memory.explain_kill()}"
+        )
     while error is not None and not (death_match := _LOADER_DEATH_PATTERN.search(str(error))):
         error = error.__cause__ or error.__context__
     if error is None or not death_match:
@@ -102,7 +106,10 @@ def _dead_loader_message(error: BaseException | None) -> str:
 
     signal_name = death_match[2] or "Killed"
     if signal_name == "Killed":
-        return f"a process of the loader ({death_match[1]}) was killed from outside. {host_memory.explain_kill()}"
+        return (
+            f"a process of the loader ({death_match[1]}) was killed from outside."
+            f" {host_memory.explain_kill()}"
+        )
     death_advice = "A media file may have crashed its decoder, or the shared memory (/dev/shm) is full"
     return f"a process of the loader ({death_match[1]}) was ended by a signal: {signal_name}. {death_advice}"
 
@@ -118,8 +125,8 @@ def _gpu_memory_message(error_text: str, resolved_run: ResolvedRun) -> str:
         else ""
     )
     message_parts = [
-        f"out of GPU memory: {gpu_memory.allocated_gib:.1f} GiB were allocated and {gpu_memory.reserved_gib:.1f} reserved of"
-        f" {gpu_memory.total_gib:.1f} GiB{request_text}"
+        f"out of GPU memory: {gpu_memory.allocated_gib:.1f} GiB were allocated and"
+        f" {gpu_memory.reserved_gib:.1f} reserved of {gpu_memory.total_gib:.1f} GiB{request_text}"
     ]
     if gpu_memory.other_processes_gib > 1:
         message_parts.append(
@@ -138,7 +145,10 @@ def _gpu_memory_message(error_text: str, resolved_run: ResolvedRun) -> str:
 
 
 def parse_gpu_message(error_text: str) -> GpuMemory | None:
-    """Reads torch's message. Torch's statistics replace what it does not say. None without a GPU."""
+    """Reads the memory of the GPU from torch's message, or from torch itself if the message lacks numbers.
+
+    Returns None if both are impossible, because there is no GPU.
+    """
     requested_gib = _parse_gib(r"Tried to allocate ([\d.]+ \wi?B)", error_text)
     total_gib = _parse_gib(r"total capacity of ([\d.]+ \wi?B)", error_text)
     free_gib = _parse_gib(r"of which ([\d.]+ \wi?B) is free", error_text)
@@ -170,7 +180,7 @@ def _parse_gib(size_pattern: str, error_text: str) -> float | None:
     return float(number) * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[size_unit[0]] / GIB
 
 
-# --- What would fit
+# --- The estimate and options that would fit
 
 
 def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) -> list[str]:
@@ -179,7 +189,8 @@ def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) 
     stage, gpu_calibration = own_pipeline_stage(), calibration_for_platform(config.platform)
     estimated_memory = stage_memories(config, spec, layout, dp)[stage]
     estimate_sentences = [
-        f"The estimate of pipeline stage {stage} is {estimated_memory.total_bytes / GIB:.1f} GiB ({_memory_parts_text(estimated_memory)})"
+        f"The estimate of pipeline stage {stage} is {estimated_memory.total_bytes / GIB:.1f} GiB"
+        f" ({_memory_parts_text(estimated_memory)})"
     ]
 
     # Memory beyond the estimate is assumed to be needed after any change, too.

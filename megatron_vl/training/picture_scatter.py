@@ -46,11 +46,11 @@ def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list
 
 
 class PictureShares:
-    """How the frames of a step are divided among the ranks of a replica. It is the same on all of them.
+    """How the frames of a step are divided among the ranks of a replica. All ranks compute the same division.
 
     Args:
         vision_lengths: for each row, the numbers of patches of its frames and of its windows.
-        plane_bounds_by_row: for each row, the result of :func:`plane_bounds`.
+        plane_bounds_by_row: for each row, the result of :func:`frame_plane_bounds`.
         num_ranks: number of ranks.
     """
 
@@ -75,10 +75,11 @@ class PictureShares:
 
     def frame_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """A rank's frames by row: (row, first frame, one after the last frame), numbered over all rows."""
-        share_start, end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
+        share_start, share_end = self.frame_cuts[rank], self.frame_cuts[rank + 1]
         rank_runs = []
         for row in range(len(self.row_cuts) - 1):
-            run_start, run_end = max(share_start, self.row_cuts[row]), min(end, self.row_cuts[row + 1])
+            run_start = max(share_start, self.row_cuts[row])
+            run_end = min(share_end, self.row_cuts[row + 1])
             if run_start < run_end:
                 rank_runs.append((row, int(run_start), int(run_end)))
         return rank_runs
@@ -191,7 +192,7 @@ def _concatenated_shares(
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The parts of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each rank's patches."""
+    """The shares of all ranks, one after another: pixels, and :data:`PATCH_INT_FIELDS` of each patch."""
     plane_pixels: list[Tensor] = []
     patch_ints: list[Tensor] = []
 
@@ -211,6 +212,5 @@ def _concatenated_shares(
             plane_count += plane_end - first_plane
         patch_ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
 
-    return torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0], _pin_memory(
-        torch.cat(patch_ints)
-    )
+    joined_pixels = torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0]
+    return joined_pixels, _pin_memory(torch.cat(patch_ints))

@@ -1,5 +1,7 @@
-"""Checks of what a run reads and writes, before anything is started. torch is imported only to look into a
-checkpoint."""
+"""Checks the inputs and outputs of a run before anything is started.
+
+torch is imported only to look into a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,7 @@ def check_host_memory(
     requested_share = config.optimizer.offload_fraction
     if gpu_gib is None or requested_share == 0:
         return
+
     offload_share = (
         least_offload_fraction(config, spec, layout, dp, gpu_gib)
         if requested_share == "auto"
@@ -56,25 +59,24 @@ def check_host_memory(
     )
     if needed_gib <= host_gib:
         return
+
     remedy_text = "less would not fit the GPU: take more GPUs or more recompute"
     if requested_share != "auto":
         remedy_text = f"lower it to {largest_offload_fraction(config, spec, layout, dp, host_gib):g}"
-    share_text, node_ranks = (
-        f"auto ({offload_share:g})" if requested_share == "auto" else f"{requested_share}",
-        host_memory.num_ranks_on_node(),
-    )
+    share_text = f"auto ({offload_share:g})" if requested_share == "auto" else f"{requested_share}"
+    node_ranks = host_memory.num_ranks_on_node()
     raise RunConfigError(
         f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory for"
-        f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left; {remedy_text}, or start"
-        " fewer ranks per node"
+        f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
+        f" {remedy_text}, or start fewer ranks per node"
     )
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
-    """Refuses a run whose model or data set is not there. It looks only at which files exist.
+    """Refuses a run whose model or data set does not exist. No file is read.
 
     Args:
-        model_only: check ``model.hf`` alone, which may then be a ``config.json`` too.
+        model_only: whether to check only ``model.hf``, which may then be a ``config.json`` too.
 
     Raises:
         RunConfigError: names the field and says what to give.
@@ -128,12 +130,14 @@ def check_data_path(dataset_path: str) -> None:
     if dataset_dir.is_file():
         if dataset_dir.suffix != ".yaml":
             raise RunConfigError(
-                f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml); {remedy_text}"
+                f"data.path {dataset_path} is neither a data set's folder nor a metadataset (.yaml);"
+                f" {remedy_text}"
             )
     elif not (dataset_dir / ".nv-meta").is_dir():
         if (dataset_dir / ".convert").is_dir():
             raise RunConfigError(
-                f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert` again"
+                f"data.path {dataset_path} holds an unfinished conversion; run `megatron-vl data convert`"
+                " again"
             )
         raise RunConfigError(
             f"data.path {dataset_path} is not a data set (it holds no .nv-meta); {remedy_text}"
@@ -141,7 +145,9 @@ def check_data_path(dataset_path: str) -> None:
 
 
 def check_output_dir(field_name: str, output_path: str) -> None:
-    """Checks that an output folder, and every folder above it, is not a file. A run's own is writable, too.
+    """Checks that neither an output folder nor any folder above it is a file.
+
+    The folder of checkpoints must be writable, too.
 
     Args:
         field_name: the field that names the folder, for the message.
@@ -158,12 +164,12 @@ def check_output_dir(field_name: str, output_path: str) -> None:
         raise RunConfigError(
             f"{field_name} {output_path}: {blocking_file} is a file; give a folder, which may be a new one"
         )
-    # All ranks write checkpoints, and other folders only the first one.
+    # All ranks write checkpoints. Other folders are written by rank 0, whose machine may be another one.
     existing_dir = next(part for part in (output_dir, *output_dir.absolute().parents) if part.exists())
     if output_path and field_name == "checkpoint.dir" and not os.access(existing_dir, os.W_OK | os.X_OK):
         raise RunConfigError(
-            f"{field_name} {output_path} cannot be written, because {existing_dir} is read-only or belongs to another user; give"
-            f" another {field_name}, or write permission there"
+            f"{field_name} {output_path} cannot be written, because {existing_dir} is read-only or belongs to"
+            f" another user; give another {field_name}, or write permission there"
         )
 
 
@@ -177,9 +183,9 @@ def check_wandb_installed(wandb_project: str) -> None:
     # W&B keeps its files in a folder wandb/, which Python considers an empty package.
     if wandb_project and (package_spec is None or package_spec.origin is None):
         raise RunConfigError(
-            f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the extra"
-            " wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or leave"
-            " wandb.project empty"
+            f"wandb.project {wandb_project} needs the package wandb, which is not installed: install the"
+            " extra wandb (pip install 'megatron-vl[wandb]', in a checkout pip install -e '.[wandb]'), or"
+            " leave wandb.project empty"
         )
 
 
@@ -191,6 +197,8 @@ def check_export_weights(config: TrainConfig) -> None:
     """
     if not config.checkpoint.export_hf:
         return
+
+    # A model of one file has no index.
     hf_dir = Path(config.model.hf)
     index_path = hf_dir / "model.safetensors.index.json"
     try:
@@ -205,7 +213,8 @@ def check_export_weights(config: TrainConfig) -> None:
     if missing_files:
         raise RunConfigError(
             f"checkpoint.export_hf takes names and types of tensors from the weights in model.hf, and"
-            f" {hf_dir} has no {missing_files[0]}; download the whole checkpoint, or set checkpoint.export_hf to 0"
+            f" {hf_dir} has no {missing_files[0]}; download the whole checkpoint, or set checkpoint.export_hf"
+            " to 0"
         )
 
 
@@ -234,12 +243,14 @@ def check_own_checkpoint(
 
 
 def data_order_metadata(config: TrainConfig, dp: int) -> dict[str, Any]:
-    """The facts about how samples are read that a checkpoint records."""
+    """The fields of a run that decide the order of samples, as a checkpoint records them."""
     return {"dp": dp, "num_workers": config.data.num_workers, "seq_len": config.data.seq_len}
 
 
 def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path) -> None:
-    """Checks that the rule for videos is that of the step folder ``checkpoint_path``, even with ``restart_data``.
+    """Checks that the rule for videos is that of the step folder ``checkpoint_path``.
+
+    Restarting the data does not allow another rule.
 
     Raises:
         RunConfigError: the rules differ. The message names the field, both rules, and what to do.
@@ -249,9 +260,9 @@ def check_video_rule(config: TrainConfig, spec: ModelSpec, checkpoint_path: Path
         trained_rule = trained_rules.get(field_name, current_rule)
         if trained_rule != current_rule:
             raise RunConfigError(
-                f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under {trained_rule!r}: set data.{field_name} to"
-                f" {trained_rule!r} to continue this run, or start a new one from its weights (model.checkpoint)"
-                f" under {current_rule!r}"
+                f"data.{field_name} is {current_rule!r}, but {checkpoint_path} was trained under"
+                f" {trained_rule!r}: set data.{field_name} to {trained_rule!r} to continue this run, or start"
+                f" a new one from its weights (model.checkpoint) under {current_rule!r}"
             )
 
 
@@ -262,7 +273,7 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
         A note if they were trained under another rule for videos than this run's; otherwise an empty text.
 
     Raises:
-        RunConfigError: they are not there, or of another model than ``model.hf``.
+        RunConfigError: they do not exist, or are of another model than ``model.hf``.
         WeightsError, FileNotFoundError: they cannot be read.
     """
     from megatron_vl.weights.weight_reader import WeightReader
@@ -280,8 +291,8 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
         trained_rule = trained_rules.get(field_name, current_rule)
         if trained_rule != current_rule:
             return (
-                f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run uses {current_rule!r};"
-                f" --data.{field_name} {trained_rule} keeps the rule"
+                f"{weight_reader.path} was trained under data.{field_name} {trained_rule!r}, but this run"
+                f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
             )
     return ""
 
@@ -331,8 +342,8 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
     traced_steps = config.profile.steps
     if traced_steps and traced_steps[1] - traced_steps[0] >= MAX_UNREMARKED_STEPS:
         remark_texts.append(
-            f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs much memory and"
-            " disk space on each traced rank; three to five steps are usually enough"
+            f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs"
+            " much memory and disk space on each traced rank; three to five steps are usually enough"
         )
 
     if not config.model.checkpoint and not is_resumed:
@@ -345,13 +356,13 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
     ):
         if is_frozen[model_part] and part_rate is not None:
             remark_texts.append(
-                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part} keeps those weights"
-                " unchanged"
+                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
+                " keeps those weights unchanged"
             )
         elif part_rate == 0:
             remark_texts.append(
-                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their gradients and"
-                f" stores their moments; --model.freeze_{model_part} true saves both"
+                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
+                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
             )
 
     if on_cpu and config.dtype == "bfloat16":

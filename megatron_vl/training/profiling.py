@@ -19,8 +19,8 @@ PROFILE_DIR = "profile"
 class StepProfiler:
     """Traces this rank from the beginning of one step to the end of another.
 
-    The file is a Chrome trace, which Perfetto and TensorBoard read. Its name says which steps it holds. These
-    are fewer than requested if the run began or ended within them.
+    The file is a Chrome trace, which Perfetto and TensorBoard read. Its name has the steps that it covers.
+    They are fewer than requested if the run began or ended within them.
 
     Args:
         config: a validated run, whose ``profile`` gives steps, ranks and folder.
@@ -42,9 +42,8 @@ class StepProfiler:
             return
         if self._running_trace is None:
             self._first_traced = step
-            self._running_trace = profile(
-                activities=_profiler_activities(), acc_events=True
-            )  # without acc_events, it warns
+            # Without acc_events, torch warns.
+            self._running_trace = profile(activities=_profiler_activities(), acc_events=True)
             self._running_trace.start()
 
         self._step_record = record_function(f"step {step}")

@@ -1,8 +1,8 @@
-"""Messages from owners to rank 0: lists of samples, and counts by reason.
+"""Messages from the loaders' owners to rank 0: lists of samples, and counts by reason.
 
 They are sent whenever a step is printed, through the key-value store of the process group, from host to host.
 Only rank 0 and the ranks that have something to send take part, and no GPU memory is used. An earlier
-reduction has counted the senders (``StepMetrics.senders``).
+reduction has counted the senders (``StepMetrics.sending_ranks``).
 """
 
 from __future__ import annotations
@@ -45,21 +45,25 @@ class Rank0Gather:
         store.set(self._store_key(slot_number, "parts"), str(len(message_parts)))
 
     def receive_messages(self, sender_count: int) -> list[Any]:
-        """On rank 0: waits for messages of ``sender_count`` ranks. Returns their values, sorted by ``order``."""
+        """On rank 0: waits for messages of ``sender_count`` ranks.
+
+        Returns the messages, sorted by the ``sort_order`` of their senders.
+        """
         store, received_messages = default_store(), []
         for slot_number in range(sender_count):
-            keys = [
-                self._store_key(slot_number, number)
-                for number in range(int(store.get(self._store_key(slot_number, "parts"))))
-            ]
-            received_messages.append(json.loads("".join(store.get(key).decode() for key in keys)))
-            for key in (*keys, self._store_key(slot_number, "parts")):
-                store.delete_key(key)
+            text = ""
+            count_key = self._store_key(slot_number, "parts")
+            for part_number in range(int(store.get(count_key))):
+                part_key = self._store_key(slot_number, part_number)
+                text += store.get(part_key).decode()
+                store.delete_key(part_key)
+            store.delete_key(count_key)
+            received_messages.append(json.loads(text))
         store.delete_key(self._store_key("slots"))
         return [value for _, value in sorted(received_messages, key=lambda entry: entry[0])]
 
     def share_answer(self, answer: Any = None) -> Any:
-        """Returns on every rank the value that rank 0 passes."""
+        """Returns on every rank the ``answer`` that rank 0 passes. Collective."""
         store, previous_key, self.answer_key = default_store(), self.answer_key, self._store_key("answer")
         if self.rank == 0:
             store.set(self.answer_key, json.dumps(answer))

@@ -1,7 +1,7 @@
 """Resolves a run: what it trains, in which layout, on which data, and where it begins.
 
-:func:`resolve` only reads files. ``megatron-vl train --dry-run`` prints its result and ``doctor`` judges it.
-Rank 0 of a run makes it and sends it to the other ranks. No other code decides any of these facts.
+:func:`resolve_run` only reads files. ``megatron-vl train --dry-run`` prints its result, and ``doctor`` judges
+it. Rank 0 of a run calls it and sends the result to the other ranks. No other code decides any of this.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from megatron_vl.weights.run_folder import (
 
 @dataclass(frozen=True)
 class MachineMemory:
-    """What the ranks of a run have."""
+    """The memory of the ranks of a run."""
 
     gpu_gib: float | None
     """Memory of a GPU; None on CPU."""
@@ -53,15 +53,16 @@ def resolve_run(
     """Decides everything about a run of ``world_size`` ranks. Reads files only, and starts nothing.
 
     Args:
-        machine_memory: what the ranks have; None: by the GPUs of this machine (without any, an H200), and without a
-            limit on host memory.
-        show_only: whether the run will not start here. Then data set, weights, GPUs and enough memory need
-            not be there, and of ``model.hf`` only ``config.json`` is read.
+        machine_memory: the memory of the ranks; None: that of this machine's GPUs (without any, of an H200),
+            and no limit on host memory.
+        show_only: whether the run will not start here. Then it needs no data set, weights or GPUs, memory is
+            not checked, and only ``config.json`` of ``model.hf`` is read.
 
     Raises:
         UserError: the run is impossible. The message names the field, path or number, and what to change.
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
+    # Cheap checks come first, so that a mistake in a field is reported within a second.
     check_core_version()
     dp = validate_config(config, world_size)
     preflight.check_inputs(config, model_only=show_only)
@@ -73,20 +74,23 @@ def resolve_run(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
 
+    # A resumed run keeps the split with which its checkpoint was saved.
     run_start = _find_run_start(config, dp)
     saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
     calibration = calibration_for_platform(config.platform)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
-    layer_split_origin = split_source(config, layout, saved_layout, calibration)
+    layer_split_origin = split_source(config, saved_layout, calibration)
     if machine_memory is None:
         machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
+
+    # These checks see the user's own fields, because their advice names options that differ from them.
     gpu_calibration = None if config.platform == "cpu" or show_only else read_local_calibration()
-    # The advice of these checks names options that differ from the user's own.
     memory_note = (
         "" if gpu_calibration is None else check_memory(config, spec, layout, world_size, gpu_calibration)
     )
     preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
 
+    # From here on, the config has the split and the offloaded share as numbers.
     if layout.pp > 1:
         parallel_config = dataclasses.replace(config.parallel, layers=list(layout.layers_per_chunk))
         config = dataclasses.replace(config, parallel=parallel_config)
@@ -103,12 +107,9 @@ def resolve_run(
 
 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
-    """Checks weights and data of a run that starts here, and adds what follows from them."""
-    config, spec, source_checkpoint = (
-        resolved_run.config,
-        resolved_run.spec,
-        resolved_run.run_start.source_checkpoint,
-    )
+    """Checks weights and data of a run that starts here, and adds notes and the facts of the data."""
+    config, spec = resolved_run.config, resolved_run.spec
+    source_checkpoint = resolved_run.run_start.source_checkpoint
     run_notes = [
         f"NOTE: {remark}" for remark in preflight.config_remarks(config, on_cpu, resolved_run.is_resumed)
     ]
@@ -119,7 +120,8 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
             "even": "even, as no rates of this CPU are known",
         }
         run_notes.append(
-            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}: {origin_texts[resolved_run.layer_split_origin]}"
+            f"decoder layers of the stages {list(resolved_run.layout.layers_per_chunk)}:"
+            f" {origin_texts[resolved_run.layer_split_origin]}"
         )
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
@@ -152,21 +154,22 @@ def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
     dataset_description = read_description(resolve_location(config.data.path))
     split_names = {"train", config.eval.split} if config.eval.interval else {"train"}
     facts_by_split = {split: dataset_description.split_facts(split) for split in sorted(split_names)}
-    unsized_datasets = tuple(
-        str(one.path)
-        for one in find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
-    )
+    unsized_datasets = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
     facts_by_split["train"] = dataclasses.replace(
-        facts_by_split["train"], datasets_without_sizes=unsized_datasets
+        facts_by_split["train"],
+        datasets_without_sizes=tuple(str(dataset.path) for dataset in unsized_datasets),
     )
     return facts_by_split
 
 
-# --- Where a run begins -------------------------------------------------------------------------------------
+# --- The start of a run -------------------------------------------------------------------------------------
 
 
 def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
-    """Decides where a run with data-parallel size ``dp`` begins.
+    """Decides from which checkpoint a run begins, and whether it reads its data from the start.
+
+    Args:
+        dp: data-parallel size.
 
     Raises:
         RunConfigError: there is no checkpoint of step ``checkpoint.step``.
@@ -192,10 +195,8 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
         lineage = dataclasses.replace(lineage, data_restart=DataRestart(0, checkpoint_config.attempt))
         return RunStart(None, lineage, False, start_choice.user_messages)
 
-    earlier_restart, current_metadata = (
-        source_checkpoint.lineage.data_restart,
-        preflight.data_order_metadata(config, dp),
-    )
+    earlier_restart = source_checkpoint.lineage.data_restart
+    current_metadata = preflight.data_order_metadata(config, dp)
     if (
         earlier_restart is not None
         and earlier_restart.attempt >= checkpoint_config.attempt
@@ -203,14 +204,14 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
     ):
         restart_note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
-            f" step {earlier_restart.step}; the run continues in it. To read it from its start once more, give"
-            f" --checkpoint.attempt {earlier_restart.attempt + 1}"
+            f" step {earlier_restart.step}; the run continues in it. To read it from its start once more,"
+            f" give --checkpoint.attempt {earlier_restart.attempt + 1}"
         )
         return RunStart(source_checkpoint, lineage, False, (*start_choice.user_messages, restart_note))
 
     restart_note = (
-        f"checkpoint.restart_data: the data set is read from its start at step {source_checkpoint.step}; once this run"
-        " has saved, a start with the same option continues in it"
+        f"checkpoint.restart_data: the data set is read from its start at step {source_checkpoint.step}; once"
+        " this run has saved, a start with the same option continues in it"
     )
     lineage = dataclasses.replace(
         lineage, data_restart=DataRestart(source_checkpoint.step, checkpoint_config.attempt)
@@ -219,7 +220,7 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
 
 
 def _reads_same_data(source_checkpoint: SavedCheckpoint, current_metadata: dict[str, Any]) -> bool:
-    """Whether a run with the facts ``current_metadata`` can continue in the data where a checkpoint stopped."""
+    """Whether a run with the fields ``current_metadata`` can continue in the data of a checkpoint."""
     from megatron_vl.training.checkpoint import UNCHANGEABLE_FIELDS, read_run_metadata
 
     saved_metadata = read_run_metadata(source_checkpoint.path)

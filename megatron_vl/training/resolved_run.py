@@ -14,7 +14,7 @@ from megatron_vl.weights.run_folder import Lineage, SavedCheckpoint
 
 @dataclass(frozen=True)
 class RunStart:
-    """Where a run begins."""
+    """The checkpoint and the data that a run begins with."""
 
     source_checkpoint: SavedCheckpoint | None
     """The checkpoint to resume from. None: the run starts from ``model.checkpoint`` or random weights."""
@@ -37,7 +37,7 @@ class ResolvedRun:
     dp: int
     """Data-parallel size."""
     layer_split_origin: Literal["given", "saved", "planned", "even"]
-    """Where the split of the decoder layers comes from."""
+    """The origin of the split of the decoder layers."""
     run_start: RunStart
     facts_by_split: dict[str, SplitFacts]
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""

@@ -1,4 +1,4 @@
-"""Continues a run from its own checkpoint, and says which facts a checkpoint records for that."""
+"""Continues a run from its own checkpoint, and lists what a checkpoint records for that."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from megatron_vl.training.setup import TrainingRun, exit_if_stop_requested
 from megatron_vl.training.step import SKIP_REASONS
 from megatron_vl.weights.run_folder import saved_checkpoints
 
-_SKIPPED_STEPS_KEY, _AUX_LOSS_KEY, _THINKING_KEY, _SOURCES_KEY = (
-    "skipped_steps",
-    "moe_aux_loss",
-    "thinking_rule",
-    "sources",
-)
+_SKIPPED_STEPS_KEY = "skipped_steps"
+_AUX_LOSS_KEY = "moe_aux_loss"
+_THINKING_KEY = "thinking_rule"
+_SOURCES_KEY = "sources"
 _MOMENTS_DTYPE_KEY = "moments_dtype"
 """Further entries of a checkpoint's ``run.json``, which need not be equal when resuming."""
 
@@ -41,11 +39,12 @@ def restore_run(training_run: TrainingRun) -> None:
         log_rank_0(training_run.grid, start_note)
     if training_run.resolved_run.is_resumed:
         _restore_checkpoint(training_run)
-    exit_if_stop_requested(training_run.platform)  # what came before takes minutes with large models
+    exit_if_stop_requested(training_run.platform)  # building and loading take minutes with large models
     _start_missing_exports(training_run)
 
 
 def _restore_checkpoint(training_run: TrainingRun) -> None:
+    """Restores model, optimizer, loader and counts of the run, and prints what has changed since the save."""
     run_start = training_run.resolved_run.run_start
     assert run_start.source_checkpoint is not None
     restored_state = checkpoint.load_checkpoint(
@@ -58,15 +57,19 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
         run_metadata=data_order_metadata(training_run.config, training_run.grid.dp),
         restart_data=run_start.restarts_data,
     )
+
+    # Only ranks that own a loader have states. There are none if the data set is read from its start.
     if (
         training_run.data_loader is not None
         and restored_state.loader_states is not None
         and restored_state.loader_states.num_ranks
     ):
         _load_loader_state(training_run, restored_state.loader_states)
+
     training_run.completed_steps = run_start.source_checkpoint.step
     training_run.bad_samples = _continued_bad_sample_counts(training_run, restored_state.bad_sample_counts)
 
+    # The notes name fields that may change between two starts. A user who did not mean to change one sees it.
     saved_metadata = checkpoint.read_run_metadata(run_start.source_checkpoint.path)
     try:
         training_run.skipped_steps = {
@@ -96,7 +99,7 @@ def _restore_checkpoint(training_run: TrainingRun) -> None:
 
 
 def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> dict[str, Any]:
-    """What ``run.json`` of a checkpoint says of the run, beside its layout and files."""
+    """The entries of a checkpoint's ``run.json`` about the run; layout and files are added by the saver."""
     return data_order_metadata(training_run.config, training_run.grid.dp) | {
         _SKIPPED_STEPS_KEY: dict(training_run.skipped_steps),
         "video_rule": video_rule(training_run.config.data, training_run.spec.vision.video_timestamps),
@@ -115,18 +118,16 @@ def checkpoint_metadata(training_run: TrainingRun, metrics_log: MetricsLog) -> d
 
 def _moments_change_note(training_run: TrainingRun, saved_metadata: dict[str, Any]) -> str:
     """A note if Adam's moments were saved in another type; otherwise empty."""
-    saved_dtype, current_dtype = (
-        saved_metadata[_MOMENTS_DTYPE_KEY],
-        training_run.config.optimizer.moments_dtype,
-    )
+    saved_dtype = saved_metadata[_MOMENTS_DTYPE_KEY]
+    current_dtype = training_run.config.optimizer.moments_dtype
     if saved_dtype == current_dtype:
         return ""
     conversion_text = (
         "rounded to the nearest bfloat16" if current_dtype == "bfloat16" else "converted without loss"
     )
     return (
-        f"Adam's moments were saved in {saved_dtype} and are {conversion_text}, because optimizer.moments_dtype is {current_dtype} from"
-        " here on"
+        f"Adam's moments were saved in {saved_dtype} and are {conversion_text}, because"
+        f" optimizer.moments_dtype is {current_dtype} from here on"
     )
 
 
@@ -153,20 +154,21 @@ def _aux_loss_change_note(training_run: TrainingRun, saved_metadata: dict[str, A
     """A note if the coefficient of the experts' load-balancing loss has changed; otherwise empty."""
     if training_run.spec.language.moe is None or training_run.config.model.freeze_language:
         return ""
-    saved_coefficient, current_coefficient = (
-        saved_metadata[_AUX_LOSS_KEY],
-        aux_loss_coefficient(training_run.spec, training_run.config.model),
-    )
+    saved_coefficient = saved_metadata[_AUX_LOSS_KEY]
+    current_coefficient = aux_loss_coefficient(training_run.spec, training_run.config.model)
     if saved_coefficient == current_coefficient:
         return ""
-    return f"the experts' load-balancing loss had the coefficient {saved_coefficient}; from here on it is {current_coefficient}"
+    return (
+        f"the experts' load-balancing loss had the coefficient {saved_coefficient}; from here on it is"
+        f" {current_coefficient}"
+    )
 
 
 # --- Data and exports ---------------------------------------------------------------------------------------
 
 
 def _load_loader_state(training_run: TrainingRun, loader_states: checkpoint.LoaderStates) -> None:
-    """Makes the loader continue in its data.
+    """Lets the loader continue where the checkpoint stopped in the data.
 
     Raises:
         CheckpointError: the loader refuses the state. The message says how to restart the data instead.
@@ -211,14 +213,15 @@ def _continued_bad_sample_counts(
 
 
 def _start_missing_exports(training_run: TrainingRun) -> None:
-    """Starts the exports that an earlier start of the run did not finish; on rank 0."""
-    start = training_run.resolved_run.run_start
-    if training_run.hf_exporter is None or start.source_checkpoint is None:
+    """Starts the exports that an earlier start of the run did not finish. Only rank 0 exports."""
+    run_start = training_run.resolved_run.run_start
+    if training_run.hf_exporter is None or run_start.source_checkpoint is None:
         return
-    existing_checkpoints = saved_checkpoints(Path(training_run.config.checkpoint.dir))
-    ancestor_checkpoints = [
-        one
-        for one in existing_checkpoints
-        if start.lineage.contains_checkpoint(start.source_checkpoint.step, one.checkpoint_point)
-    ]
-    training_run.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda one: one.step))
+
+    ancestor_checkpoints = []
+    for saved_checkpoint in saved_checkpoints(Path(training_run.config.checkpoint.dir)):
+        if run_start.lineage.contains_checkpoint(
+            run_start.source_checkpoint.step, saved_checkpoint.checkpoint_point
+        ):
+            ancestor_checkpoints.append(saved_checkpoint)
+    training_run.hf_exporter.enqueue_missing_exports(sorted(ancestor_checkpoints, key=lambda c: c.step))

@@ -1,8 +1,8 @@
 """Cuts a row for the ranks that share it (:mod:`megatron_vl.models.context_parallel`).
 
 The owner of the loader describes the parts of each row on the CPU, where the whole row is known. Every rank
-gets the whole row's small tensors in the broadcast of the step and keeps its part; only indices of loss
-tokens and features are computed for each part before they are sent.
+gets the small tensors of the whole row in the broadcast of the step, and keeps its part of them. Only the
+indices of loss tokens and features are computed for each part before they are sent.
 """
 
 from __future__ import annotations
@@ -27,200 +27,207 @@ from megatron_vl.training.picture_scatter import PictureShares, cumulative
 
 
 @dataclass(frozen=True)
-class Sharding:
+class RowSharding:
     """How rows are shared by the context-parallel ranks of a replica.
 
     Args:
-        cp: number of ranks that share a row.
-        decoupled: whether every rank holds the tower. Then the first rank of the replica has all features;
-            otherwise, each rank of the first stage encodes a share of the row's frames.
+        context_size: number of ranks that share a row.
+        tower_is_decoupled: whether every rank holds the tower. Then the first rank of the replica has all
+            features; otherwise, each rank of the first stage encodes a share of the row's frames.
     """
 
-    cp: int
-    vision: VisionSpec
-    decoupled: bool
+    context_size: int
+    vision_spec: VisionSpec
+    tower_is_decoupled: bool
 
-    def describe(self, row: TrainingRow, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Describes the parts of a row, and replaces tensors by those that are sent for its parts.
+    def describe_parts(self, row: TrainingRow, row_tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Describes the parts of a row for its header, and replaces tensors by those of its parts.
 
         ``loss_index`` and ``feature_index`` become the indices of all parts, one after another, each counted
         from the first token of its part. ``feature_order`` becomes the order in which each rank sends the
         features that it has.
 
         Args:
-            tensors: the tensors of the row by field.
+            row_tensors: the tensors of the row by name.
         """
-        length = row.seq_len // self.cp
-        bounds = row.cu_seqlens.tolist()
-        parts = [self._segments(bounds, rank) for rank in range(self.cp)]
+        part_length = row.seq_len // self.context_size
+        segment_bounds = row.cu_seqlens.tolist()
+        parts = [self._part_segments(segment_bounds, rank) for rank in range(self.context_size)]
 
-        selected = [loss_index(mask) for mask in row.loss_mask.split(length)]
-        for part, index in zip(parts, selected, strict=True):
-            part["loss_tokens"] = 0 if index is None else len(index)
-        known = [index for index in selected if index is not None]
-        tensors["loss_index"] = torch.cat(known) if known else row.tokens.new_empty(0)
+        # A part without an index has logits for all of its tokens.
+        index_by_part = [loss_index(part_mask) for part_mask in row.loss_mask.split(part_length)]
+        for part, part_index in zip(parts, index_by_part, strict=True):
+            part["loss_tokens"] = 0 if part_index is None else len(part_index)
+        known_indices = [part_index for part_index in index_by_part if part_index is not None]
+        row_tensors["loss_index"] = torch.cat(known_indices) if known_indices else row.tokens.new_empty(0)
 
+        # features_by_pair[i, j]: how many features rank i has for the tokens of part j.
         placeholders = row.vision.feature_index.numpy()
-        shard = placeholders // length
-        encoded = self._encoded(row)
-        encoder = np.repeat(np.arange(self.cp), np.diff(encoded))
-        table = np.bincount(encoder * self.cp + shard, minlength=self.cp**2).reshape(self.cp, self.cp)
+        part_of_feature = placeholders // part_length
+        feature_bounds = self._feature_bounds(row)
+        rank_of_feature = np.repeat(np.arange(self.context_size), np.diff(feature_bounds))
+        features_by_pair = np.bincount(
+            rank_of_feature * self.context_size + part_of_feature, minlength=self.context_size**2
+        ).reshape(self.context_size, self.context_size)
 
-        orders = [
-            np.argsort(shard[first:end], kind="stable")
-            for first, end in zip(encoded[:-1], encoded[1:], strict=True)
+        # Each rank sends its features in the order of the parts that they go to.
+        send_orders = [
+            np.argsort(part_of_feature[first:end], kind="stable")
+            for first, end in zip(feature_bounds[:-1], feature_bounds[1:], strict=True)
         ]
-        tensors["feature_order"] = torch.from_numpy(np.concatenate(orders))
-        by_shard = placeholders[np.argsort(shard, kind="stable")] % length
-        tensors["feature_index"] = torch.from_numpy(by_shard)
-        return {"parts": parts, "features": table.tolist()}
+        row_tensors["feature_order"] = torch.from_numpy(np.concatenate(send_orders))
+        index_in_part = placeholders[np.argsort(part_of_feature, kind="stable")] % part_length
+        row_tensors["feature_index"] = torch.from_numpy(index_in_part)
+        return {"parts": parts, "features": features_by_pair.tolist()}
 
-    def _segments(self, bounds: list[int], rank: int) -> dict[str, Any]:
-        """The segments that a part holds tokens of, and how they cross its edges.
+    def _part_segments(self, segment_bounds: list[int], rank: int) -> dict[str, Any]:
+        """The segments that a part has tokens of, and how they cross its edges.
 
         Args:
-            bounds: bounds of the row's segments.
+            segment_bounds: bounds of the row's segments.
         """
-        route = shard_route(bounds, self.cp, rank)
+        route = shard_route(segment_bounds, self.context_size, rank)
         start, stop = rank * route.length, (rank + 1) * route.length
-        first, last = bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
-        longest = int(np.diff(np.clip(bounds[first : last + 1], start, stop)).max())
+        first, last = bisect_right(segment_bounds, start) - 1, bisect_left(segment_bounds, stop)
+        longest = int(np.diff(np.clip(segment_bounds[first : last + 1], start, stop)).max())
         return {"segments": (first, last), "longest": longest, "route": route}
 
-    def _encoded(self, row: TrainingRow) -> Array:
-        """int64 [cp + 1]: bounds of the features that each rank has before they are exchanged."""
-        count = row.vision.feature_index.numel()
-        if self.decoupled or not count:
-            return np.array([0, *[count] * self.cp])
-        lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
-        return cumulative_starts(np.array(self.shares(lengths).features_of_rank))
+    def _feature_bounds(self, row: TrainingRow) -> Array:
+        """int64 [ranks + 1]: bounds of the features that each rank has before they are exchanged."""
+        feature_count = row.vision.feature_index.numel()
+        if self.tower_is_decoupled or not feature_count:
+            return np.array([0, *[feature_count] * self.context_size])
+        vision_lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
+        return cumulative_starts(np.array(self.picture_shares(vision_lengths).features_of_rank))
 
     def route_step(
         self,
-        step: StepVision,
-        described: list[dict[str, Any]],
-        fields: list[dict[str, Tensor]],
+        step_vision: StepVision,
+        row_headers: list[dict[str, Any]],
+        host_tensors: list[dict[str, Tensor]],
         rank: int,
         device: torch.device,
     ) -> None:
-        """Completes the pictures of a step with the way of their features from the first rank to all parts.
+        """Adds to the pictures of a step how their features go from the first rank to all parts.
 
         Args:
-            described: what :meth:`describe` gave for each row.
-            fields: on the first rank of the replica, the tensors of each row on the host.
+            row_headers: headers with the result of :meth:`describe_parts` for each row.
+            host_tensors: on the first rank of the replica, the tensors of each row on the host.
             rank: this rank's number in its context-parallel group.
         """
-        counts = np.array([d["features"][0] for d in described], dtype=np.int64)  # [rows, cp]
-        step.features_of_part = counts.sum(0).tolist()
-        first = cumulative_starts(np.array(step.features_per_row))
-        step.features_per_row = counts[:, rank].tolist()
-        if not fields:
+        feature_counts = np.array([header["features"][0] for header in row_headers], dtype=np.int64)
+        step_vision.features_of_part = feature_counts.sum(0).tolist()  # the counts are [rows, ranks]
+        row_starts = cumulative_starts(np.array(step_vision.features_per_row))
+        step_vision.features_per_row = feature_counts[:, rank].tolist()
+        if not host_tensors:
             return
 
-        orders = [row["feature_order"].numpy() for row in fields]
-        cuts = [cumulative_starts(row) for row in counts]
-        parts = [
-            order[cut[part] : cut[part + 1]] + before
-            for part in range(self.cp)
-            for order, cut, before in zip(orders, cuts, first[:-1], strict=True)
-        ]
-        order = torch.from_numpy(np.concatenate(parts))
-        order = order.pin_memory() if torch.cuda.is_available() else order
-        step.part_order = order.to(device, non_blocking=True)
+        # The features of a step are ordered by row. Here they are ordered by part, and within it by row.
+        row_orders = [row_tensors["feature_order"].numpy() for row_tensors in host_tensors]
+        row_cuts = [cumulative_starts(part_counts) for part_counts in feature_counts]
+        ordered_features = []
+        for part in range(self.context_size):
+            for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True):
+                ordered_features.append(order[cuts[part] : cuts[part + 1]] + row_start)
+        part_order = torch.from_numpy(np.concatenate(ordered_features))
+        part_order = part_order.pin_memory() if torch.cuda.is_available() else part_order
+        step_vision.part_order = part_order.to(device, non_blocking=True)
 
-    def shares(
-        self, lengths: tuple[list[int], list[int]], bounds: list[list[int]] | None = None
+    def picture_shares(
+        self, vision_lengths: tuple[list[int], list[int]], plane_bounds: list[list[int]] | None = None
     ) -> PictureShares:
         """The frames of one row that each context-parallel rank encodes.
 
         Args:
-            lengths: the numbers of patches of the row's frames and windows.
-            bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds`; None: planes are not asked
-                for.
+            vision_lengths: the numbers of patches of the row's frames and windows.
+            plane_bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds`; None if
+                the planes of a rank are not needed.
         """
-        return PictureShares(self.vision, [lengths], [bounds or []], self.cp)
+        return PictureShares(self.vision_spec, [vision_lengths], [plane_bounds or []], self.context_size)
 
 
-def text_of_part(described: dict[str, Any], fields: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
-    """The text fields of a context-parallel rank's part of a row, in place of those of the whole row."""
-    parts = described["parts"]
-    length = len(fields["tokens"]) // len(parts)
-    tokens = slice(rank * length, (rank + 1) * length)
+def cut_text(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The row's tensors, with the text of a context-parallel rank's part in place of the whole text."""
+    parts = row_header["parts"]
+    part_length = len(row_tensors["tokens"]) // len(parts)
+    token_slice = slice(rank * part_length, (rank + 1) * part_length)
     first, last = parts[rank]["segments"]
-    before = sum(part["loss_tokens"] for part in parts[:rank])
+    index_start = sum(part["loss_tokens"] for part in parts[:rank])
 
-    changed = {name: fields[name][tokens] for name in ("tokens", "labels", "loss_mask")}
-    changed["position_ids"] = fields["position_ids"][:, tokens]
-    changed["loss_index"] = fields["loss_index"][before : before + parts[rank]["loss_tokens"]]
-    changed["sources"] = fields["sources"][first:last]
-    return fields | changed
+    part_tensors = {name: row_tensors[name][token_slice] for name in ("tokens", "labels", "loss_mask")}
+    part_tensors["position_ids"] = row_tensors["position_ids"][:, token_slice]
+    part_tensors["loss_index"] = row_tensors["loss_index"][
+        index_start : index_start + parts[rank]["loss_tokens"]
+    ]
+    part_tensors["sources"] = row_tensors["sources"][first:last]
+    return row_tensors | part_tensors
 
 
-def as_part(row: DeviceRow, described: dict[str, Any], rank: int) -> DeviceRow:
-    """Completes a row that was made of the fields of a part (:func:`text_of_part`)."""
-    part = described["parts"][rank]
-    length = row.tokens.numel()
-    start = rank * length
+def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> DeviceRow:
+    """Adds bounds and routes to a row that was made from the tensors of a part (:func:`cut_text`)."""
+    part = row_header["parts"][rank]
+    part_length = row.tokens.numel()
+    start = rank * part_length
     first, last = part["segments"]
 
-    bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
-    shard = RowShard(Segments(bounds, part["longest"]), part["route"])
-    real_tokens = min(max(row.num_real_tokens - start, 0), length)
-    return dataclasses.replace(row, shard=shard, num_real_tokens=real_tokens)
+    segment_bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + part_length) - start
+    row_shard = RowShard(Segments(segment_bounds, part["longest"]), part["route"])
+    real_tokens = min(max(row.num_real_tokens - start, 0), part_length)
+    return dataclasses.replace(row, shard=row_shard, num_real_tokens=real_tokens)
 
 
-def features_of_part(described: dict[str, Any], fields: dict[str, Tensor], rank: int) -> Tensor:
-    """int64 [m]: the tokens of a part that are placeholders, in the order of the tower."""
-    counts = np.array(described["features"]).sum(0)
-    first = int(counts[:rank].sum())
-    return fields["feature_index"][first : first + int(counts[rank])].long()
+def cut_feature_index(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int) -> Tensor:
+    """int64 [features]: the tokens of a part that are placeholders, in the order of the tower."""
+    feature_counts = np.array(row_header["features"]).sum(0)
+    first = int(feature_counts[:rank].sum())
+    return row_tensors["feature_index"][first : first + int(feature_counts[rank])].long()
 
 
-def pictures_of_part(
-    sharding: Sharding,
-    described: dict[str, Any],
-    bounds: list[list[int]],
-    fields: dict[str, Tensor],
+def cut_pictures(
+    row_sharding: RowSharding,
+    row_header: dict[str, Any],
+    plane_bounds: list[list[int]],
+    row_tensors: dict[str, Tensor],
     rank: int,
 ) -> tuple[VisionInput, FeatureRoute]:
-    """The frames of a row that a context-parallel rank encodes, and the way of their features.
+    """The frames of a row that a context-parallel rank encodes, and the route of their features.
 
     A rank without frames gets the first merge unit of the row's pictures, for a tower that must always run.
 
     Args:
-        bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds` for the row.
+        plane_bounds: result of :func:`~megatron_vl.training.picture_scatter.frame_plane_bounds` for the row.
     """
-    shares = sharding.shares(described["vision_lengths"], bounds)
-    frames, _, _ = shares.share_of_rank(rank)
-    table = np.array(described["features"])
-    before = int(table[:rank].sum())
-    own = int(table[rank].sum())
+    picture_shares = row_sharding.picture_shares(row_header["vision_lengths"], plane_bounds)
+    rank_frames, _, _ = picture_shares.share_of_rank(rank)
+    features_by_pair = np.array(row_header["features"])
+    order_start = int(features_by_pair[:rank].sum())
+    feature_count = int(features_by_pair[rank].sum())
 
-    runs = shares.frame_runs(rank)
-    if runs:
-        low, high = shares.plane_range(runs[0])
-        patches = shares.patch_slice(runs[0])
-        frame_sizes, window_sizes = frames.patches_per_frame, frames.patches_per_window
+    frame_runs = picture_shares.frame_runs(rank)
+    if frame_runs:
+        first_plane, plane_end = picture_shares.plane_range(frame_runs[0])
+        patch_slice = picture_shares.patch_slice(frame_runs[0])
+        frame_sizes, window_sizes = rank_frames.patches_per_frame, rank_frames.patches_per_window
     else:
-        unit = sharding.vision.merge_unit
-        low, high, patches = 0, bounds[0][1], slice(0, unit)
-        frame_sizes = window_sizes = np.array([unit])
+        merge_unit = row_sharding.vision_spec.merge_unit
+        first_plane, plane_end, patch_slice = 0, plane_bounds[0][1], slice(0, merge_unit)
+        frame_sizes = window_sizes = np.array([merge_unit])
 
-    index = fields["plane_index"][patches]
-    device = index.device
-    vision = VisionInput(
-        planes=fields["planes"][low:high],
-        plane_index=index - low if low else index,
-        position_hw=fields["position_hw"][patches],
-        frame_hw=fields["frame_hw"][patches],
+    plane_index = row_tensors["plane_index"][patch_slice]
+    device = plane_index.device
+    vision_input = VisionInput(
+        planes=row_tensors["planes"][first_plane:plane_end],
+        plane_index=plane_index - first_plane if first_plane else plane_index,
+        position_hw=row_tensors["position_hw"][patch_slice],
+        frame_hw=row_tensors["frame_hw"][patch_slice],
         full_segments=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
         window_segments=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
     )
 
-    route = FeatureRoute(
-        encodes=bool(runs),
-        send_order=fields["feature_order"][before : before + own].long(),
-        sent=table[rank].tolist(),
-        received=table[:, rank].tolist(),
+    feature_route = FeatureRoute(
+        encodes=bool(frame_runs),
+        send_order=row_tensors["feature_order"][order_start : order_start + feature_count].long(),
+        sent=features_by_pair[rank].tolist(),
+        received=features_by_pair[:, rank].tolist(),
     )
-    return vision, route
+    return vision_input, feature_route

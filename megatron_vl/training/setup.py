@@ -66,9 +66,9 @@ class TrainingRun:
     skipped_steps: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     """Skipped steps of the whole run, by reason."""
     bad_samples: dict[str, Any] | None = None
-    """Counts over all ranks from the checkpoint that the run resumes from."""
+    """Counts of bad samples over all ranks, from the checkpoint that the run resumes from; otherwise None."""
     source_counts: dict[str, Any] = field(default_factory=dict)
-    """What was learnt of each source up to the checkpoint that the run resumes from."""
+    """Samples, loss tokens and losses of each source up to the checkpoint that the run resumes from."""
 
     @property
     def config(self) -> TrainConfig:
@@ -92,6 +92,7 @@ class TrainingRun:
 def join_ranks(config: TrainConfig) -> Platform:
     """Joins the process group of all ranks, and watches them from now on. Collective."""
     timeout_s = config.failures.timeout_s
+
     # Collectives wait longer than `failures.timeout_s`, whose message says more.
     timeout_minutes = max(30, math.ceil(slow_start_timeout_s(timeout_s) / 60) + 10) if timeout_s else 30
 
@@ -102,12 +103,14 @@ def join_ranks(config: TrainConfig) -> Platform:
 
 
 def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
-    """Builds model, optimizer and loader of this rank, with the weights in ``model.checkpoint``. Collective.
+    """Builds model, optimizer and loader of this rank. Collective.
+
+    A new run takes its weights from ``model.checkpoint``; a resumed run gets them from :func:`.restore_run`.
 
     Raises:
         SystemExit: a signal asked a rank to stop, see :func:`exit_if_stop_requested`.
     """
-    exit_if_stop_requested(platform)
+    exit_if_stop_requested(platform)  # what follows takes minutes with large models
     config = resolved_run.config
     grid = make_grid(resolved_run.layout)
     context = f", cp {grid.cp_rank}" if grid.cp > 1 else ""
@@ -124,13 +127,17 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
     model_chunks = wrap_in_ddp(config, built_model.model_chunks)
     optimizer = build_optimizer(config, platform, model_chunks)
 
+    # One rank of each replica reads the rows, and sends them to the others.
     data_loader = _build_data_loader(resolved_run, grid) if grid.owns_loader else None
     training_run = TrainingRun(
         resolved_run, platform, grid, model_chunks, optimizer, data_loader, StepProfiler(config, grid.rank)
     )
+
     if config.checkpoint.dir:
         training_run.hf_exporter = _build_exporter(resolved_run) if grid.rank == 0 else None
         training_run.checkpoint_saver = _build_saver(training_run)
+
+    # The validation rows are planned here. If that fails, the loader and the lock of the folder are released.
     if config.eval.interval:
         with close_on_failure(training_run), explain_memory_errors(resolved_run):
             split_facts = resolved_run.facts_by_split[config.eval.split]
@@ -202,7 +209,7 @@ def exit_if_stop_requested(platform: Platform) -> None:
 
 
 def print_run_summary(training_run: TrainingRun) -> None:
-    """Prints on rank 0 what this run is, and what its user should know before the first step."""
+    """Prints model, layout and notes of the run on rank 0, before the first step."""
     log_rank_0(training_run.grid, _run_summary(training_run))
     if aux_loss_note := aux_loss_reason(training_run.spec, training_run.config.model):
         log_rank_0(training_run.grid, f"load-balancing loss of the experts: {aux_loss_note}")
@@ -216,11 +223,13 @@ def print_run_summary(training_run: TrainingRun) -> None:
         else []
     ):
         log_rank_0(training_run.grid, run_note)
+
     if training_run.completed_steps >= training_run.resolved_run.last_step:
         last_step = training_run.resolved_run.last_step
         log_rank_0(
             training_run.grid,
-            f"nothing to do: step {training_run.completed_steps} of {last_step} is done; raise steps (or stop_after) to continue",
+            f"nothing to do: step {training_run.completed_steps} of {last_step} is done; raise steps (or"
+            " stop_after) to continue",
         )
 
 
@@ -238,7 +247,8 @@ def _run_summary(training_run: TrainingRun) -> str:
     )
     return (
         f"{training_run.spec.family} on {training_run.platform.name}: {parallel_sizes},"
-        f" layers {list(layout.layers_per_chunk)}, {training_run.config.dtype}, rows of {training_run.config.data.seq_len} tokens,"
+        f" layers {list(layout.layers_per_chunk)}, {training_run.config.dtype}, rows of"
+        f" {training_run.config.data.seq_len} tokens,"
         f" {pluralize(training_run.config.global_batch_size, 'row')} a step{optimizer_note}"
     )
 
@@ -250,8 +260,8 @@ def _run_summary(training_run: TrainingRun) -> str:
 def close_on_failure(training_run: TrainingRun) -> Iterator[None]:
     """A context that closes log, loader and folder of a run that fails in it.
 
-    A failure is first reported to the other ranks, because closing may take a while. It also remains the
-    error that is raised: if the log cannot be closed then, the cause is usually the same.
+    The failure is reported to the other ranks first, because closing may take a while. Errors while closing
+    are dropped, because they usually have the same cause; the failure itself is raised.
     """
     try:
         yield
@@ -288,7 +298,8 @@ def close_run(training_run: TrainingRun) -> None:
             destroy_groups()  # first, because ending them may wait for all ranks
             training_run.hf_exporter.wait_for_exports(requested_stop_signal)  # a signal ends the wait
             assert training_run.checkpoint_saver is not None
-            training_run.checkpoint_saver.delete_old_checkpoints()  # deletes the checkpoints that were kept only for their export
+            # Some checkpoints were kept only for their export.
+            training_run.checkpoint_saver.delete_old_checkpoints()
     finally:
         release_run_dir(training_run)
 

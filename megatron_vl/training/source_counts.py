@@ -1,4 +1,4 @@
-"""What was learnt of each source of a blend: in a step, since the last printed line, and in the whole run."""
+"""Samples, loss tokens and losses by source of a blend: of a step, since the last line, and of the run."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class SourceCounts:
 
     samples: list[int]
     tokens: list[int]
-    """Loss tokens."""
+    """Numbers of loss tokens."""
     losses: list[float]
     """Sums of the losses of these tokens, times their weights."""
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[tuple[int, int]]], num_sources: int) -> SourceCounts:
-        """The counts of some rows, without losses.
+        """The counts of rows, without their losses.
 
         Args:
             rows: (source, loss tokens) of each row's samples.
@@ -47,7 +47,7 @@ class SourceCounts:
         """The inverse of :meth:`to_flat`."""
         count = len(flat_counts) // 3
         samples, tokens, losses = (flat_counts[start : start + count] for start in range(0, 3 * count, count))
-        return cls([int(n) for n in samples], [int(n) for n in tokens], list(losses))
+        return cls(list(map(int, samples)), list(map(int, tokens)), list(losses))
 
     def to_flat(self) -> list[float]:
         """Samples, tokens and losses in one list."""
@@ -64,23 +64,24 @@ class SourceMeter:
     """Adds up the counts of a run. Equal on all ranks.
 
     Args:
-        blend_sources: the blend; a run without one has none.
+        blend_sources: the sources of the blend; empty if the data set is no blend.
     """
 
     def __init__(self, blend_sources: Sequence[BlendSource] = ()) -> None:
         self.blend_sources = tuple(blend_sources)
         self.recent_counts = SourceCounts.all_zero(len(self.blend_sources))
-        """Since the last printed line."""
+        """Counts since the last printed line."""
         self.totals_by_source: dict[str, dict[str, Any]] = {
             source.source_key: {"name": source.source_name, "samples": 0, "loss_tokens": 0}
             for source in blend_sources
         }
-        """Totals of the whole run by the key of a source. Sources that left the blend stay."""
+        """Totals of the whole run by the key of a source. Sources that have left the blend keep theirs."""
 
     def add(self, source_counts: SourceCounts | None) -> None:
-        """Counts a step."""
+        """Counts a step; None for a step without a blend."""
         if source_counts is None:
             return
+
         self.recent_counts.add(source_counts)
         for source, samples, tokens in zip(
             self.blend_sources, source_counts.samples, source_counts.tokens, strict=True
@@ -89,10 +90,10 @@ class SourceMeter:
             self.totals_by_source[source.source_key]["loss_tokens"] += tokens
 
     def take_line(self) -> tuple[dict[str, Any], str]:
-        """The numbers of a printed line by name, and its words; both empty without a blend.
+        """(numbers of a printed line by name, its text). Both are empty without a blend.
 
-        The losses are means since the last line, the counts those of the whole run. A source without a loss
-        token since then has no loss.
+        Losses are means since the last line, and counts are those of the whole run. A source without a loss
+        token since the last line has None for its loss.
         """
         recent_counts, self.recent_counts = self.recent_counts, SourceCounts.all_zero(len(self.blend_sources))
         if not self.blend_sources:
@@ -111,13 +112,11 @@ class SourceMeter:
         sources_by_share = sorted(
             range(len(self.blend_sources)), key=lambda i: (-self.blend_sources[i].sample_share, i)
         )
-        shown_sources, other_sources = (
-            sorted(sources_by_share[:MAX_SHOWN_SOURCES]),
-            sources_by_share[MAX_SHOWN_SOURCES:],
-        )
-        source_texts = [
-            self._source_text(self.blend_sources[i].source_name, recent_counts, [i]) for i in shown_sources
-        ]
+        shown_sources = sorted(sources_by_share[:MAX_SHOWN_SOURCES])
+        other_sources = sources_by_share[MAX_SHOWN_SOURCES:]
+        source_texts = []
+        for i in shown_sources:
+            source_texts.append(self._source_text(self.blend_sources[i].source_name, recent_counts, [i]))
         if other_sources:
             source_texts.append(
                 self._source_text(f"{len(other_sources)} others", recent_counts, other_sources)
@@ -125,18 +124,21 @@ class SourceMeter:
         return ", ".join(source_texts)
 
     def _source_text(self, source_name: str, recent_counts: SourceCounts, source_indices: list[int]) -> str:
-        loss = _mean_loss(recent_counts, source_indices)
-        source_totals = [self.totals_by_source[self.blend_sources[i].source_key] for i in source_indices]
-        samples, tokens = (
-            abbreviate_count(sum(one[field] for one in source_totals)) for field in ("samples", "loss_tokens")
-        )
-        return f"{source_name} {'-' if loss is None else f'{loss:.4f}'} ({samples}, {tokens})"
+        samples = loss_tokens = 0
+        for i in source_indices:
+            source_totals = self.totals_by_source[self.blend_sources[i].source_key]
+            samples += source_totals["samples"]
+            loss_tokens += source_totals["loss_tokens"]
+
+        mean_loss = _mean_loss(recent_counts, source_indices)
+        loss_text = "-" if mean_loss is None else f"{mean_loss:.4f}"
+        return f"{source_name} {loss_text} ({abbreviate_count(samples)}, {abbreviate_count(loss_tokens)})"
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {key: dict(counts) for key, counts in self.totals_by_source.items()}
 
     def load_state_dict(self, saved_state: Mapping[str, Any]) -> None:
-        """Continues counting. Names are those of the present blend."""
+        """Continues the counts of a checkpoint. Names are those of the current blend."""
         names = {source.source_key: source.source_name for source in self.blend_sources}
         for key, source_totals in saved_state.items():
             self.totals_by_source[key] = {
@@ -147,7 +149,7 @@ class SourceMeter:
 
 
 def _mean_loss(source_counts: SourceCounts, source_indices: list[int]) -> float | None:
-    """Mean loss of some sources; None without loss tokens."""
+    """Mean loss over the tokens of several sources; None without loss tokens."""
     tokens = sum(source_counts.tokens[i] for i in source_indices)
     return math.fsum(source_counts.losses[i] for i in source_indices) / tokens if tokens else None
 

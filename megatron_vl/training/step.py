@@ -70,7 +70,7 @@ class StepResult:
 
 
 def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) -> list[ReplicaDDP]:
-    """Wraps the chunks in Megatron-core's DDP and sets the schedule's hooks in the language config."""
+    """Wraps the chunks in Megatron-core's DDP, and sets the schedule's hooks in the model's config."""
     parallel_config = config.parallel
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -93,6 +93,7 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
         if tower_can_be_skipped:
             connect_absent_tower(model_chunk)
 
+    # Core's schedules find their hooks in the config of the model.
     if parallel_config.overlap_grad_reduce:
         no_sync_hooks = [model_chunk.no_sync for model_chunk in ddp_chunks]
         core_config.no_sync_func = no_sync_hooks if len(no_sync_hooks) > 1 else no_sync_hooks[0]
@@ -100,8 +101,8 @@ def wrap_in_ddp(config: TrainConfig, model_chunks: list[VisionLanguageModel]) ->
 
     decoupled_tower = model_chunks[0].decoupled
     if decoupled_tower is not None:
-        # The tower's gradients are reduced together, after the pipeline, when the number of loss tokens is
-        # known.
+        # The number of loss tokens is known only after the pipeline, so the tower's gradients are reduced
+        # together then.
         tower_ddp_config = dataclasses.replace(
             ddp_config, overlap_grad_reduce=False, overlap_param_gather=False
         )
@@ -123,9 +124,11 @@ def _finalize_language_grads(
 
 
 def token_loss(row: DeviceRow, token_losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """(loss sum, loss tokens, report) of one row from its per-token losses [1, S].
+    """The loss of one row from its per-token losses [1, S].
 
-    The report of a row of a blend also has the loss sum of each segment, float64, and the segments' sources.
+    Returns:
+        (loss sum, number of loss tokens, report). The report has both numbers, float32 [2]. For a row of a
+        blend, it also has the loss sum of each segment, float64 [segments], and the segments' sources.
     """
     weighted_losses = token_losses.view(-1).float() * row.loss_mask
     loss_sum = weighted_losses.sum()
@@ -163,7 +166,8 @@ def run_schedule(
         rows: the inputs of ``forward_step_func``, one for each micro-batch.
         forward_only: whether to leave out the backward passes.
         forward_step_func: the function that core's schedules call, as :func:`forward_step`.
-        collect_non_loss_data: whether the function that ``forward_step_func`` returns gives only a report and no loss.
+        collect_non_loss_data: whether the function that ``forward_step_func`` returns gives only a report and
+            no loss.
 
     Returns:
         The reports of the rows on the last stage; an empty list on other stages.
@@ -172,10 +176,14 @@ def run_schedule(
     if not forward_only:
         reset_router_counts(model_chunks, rows)
 
+    # Each chunk reads all rows, at its own time in the schedule.
     row_iterators = [iter(rows) for _ in model_chunks]
+
     # Core uses the length only for the size of its messages, in which DeepStack's levels follow the hidden
     # state.
     states_per_message = 1 + get_attr_wrapped_model(model_chunks[0], "message_levels")
+
+    # A tower that every rank holds encodes the pictures of all rows before the pipeline starts.
     decoupled_tower = get_attr_wrapped_model(model_chunks[0], "decoupled")
     if decoupled_tower is not None:
         decoupled_tower.encode(rows, is_training=not forward_only)
@@ -191,6 +199,7 @@ def run_schedule(
         collect_non_loss_data=collect_non_loss_data,
     )
 
+    # Its backward pass runs after the pipeline, which has collected the gradients of its features.
     if decoupled_tower is not None and not forward_only:
         decoupled_tower.backward()
     return row_reports
@@ -219,26 +228,32 @@ def train_step(
     """Runs one step over this rank's micro-batches. Collective over all ranks.
 
     Args:
+        seq_len: tokens of a row.
         has_failed: whether this rank has failed outside the step. All ranks receive this flag with the loss.
         stop_requested: whether this rank was asked to stop. All ranks receive this flag too.
-        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
+            blend.
     """
     progress.enter_phase(progress.FORWARD_BACKWARD)
     for model_chunk in model_chunks:
         model_chunk.zero_grad_buffer()
     optimizer.zero_grad()
     row_reports = run_schedule(model_chunks, rows, seq_len=seq_len)
+
+    # The flags travel with the losses, so that they need no collective of their own.
     progress.enter_phase(progress.UPDATING_WEIGHTS)
     device = rows[0].tokens.device
     loss_sum, loss_tokens, raised_flags, source_counts = reduce_losses(
         row_reports, grid, device, (has_failed, stop_requested), local_source_counts
     )
     mean_loss = loss_sum / loss_tokens if loss_tokens else math.nan
+
     # Without loss tokens, the gradient is zero, but an update would still decay moments and weights.
     is_updated, grad_norm = clip_and_update(optimizer, is_loss_finite=math.isfinite(mean_loss))
     is_finite = math.isfinite(loss_sum) and math.isfinite(grad_norm)
     skip_reason = "" if is_updated else NO_LOSS_TOKENS if is_finite and not loss_tokens else NOT_FINITE
 
+    # The routers have counted the tokens of each expert during the passes. This sums the counts over ranks.
     core_config = model_chunks[0].config
     tokens_per_expert = (
         expert_load(model_chunks, core_config.num_layers, core_config.num_moe_experts, device)
@@ -263,18 +278,23 @@ def reduce_losses(
     This is the only host synchronisation of a step.
 
     Args:
-        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no blend.
+        local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no
+            blend.
 
     Returns:
         (loss sum, loss tokens, whether any rank set each flag, numbers by source), equal on every rank.
     """
+    # All ranks of a replica know the counts of its rows, so only one of them adds them.
     flat_counts = local_source_counts.to_flat() if local_source_counts is not None else []
     has_loss = grid.is_last_stage and grid.tp_rank == 0
-    if not has_loss or grid.cp_rank:  # the counts of a replica are added once
+    if not has_loss or grid.cp_rank:
         flat_counts = [0.0] * len(flat_counts)
     local_sums = torch.tensor(
         [0.0, 0.0, *map(float, local_flags), *flat_counts], dtype=torch.float64, device=device
     )
+
+    # The losses of a row lie in equal copies on all tensor ranks of the last stage, and in parts on its
+    # context ranks.
     if has_loss:
         for row_report in row_reports:
             local_sums[:2] += row_report["loss"].double()
@@ -296,8 +316,9 @@ def reduce_losses(
 def _loss_by_source(row_reports: list[dict[str, Tensor]], num_sources: int) -> Tensor:
     """Sums the losses of the reports' segments by source, float64 [sources].
 
-    This sums over a table. An addition by index has no fixed order on a GPU, so its bits vary. Segments of
-    other sources are masked, not multiplied by 0, so that a NaN shows only in its own source.
+    The sum runs over a table of sources and segments, because additions by index have no fixed order on a
+    GPU, so that their bits vary. Segments of other sources are masked, not multiplied by 0, so that a NaN
+    shows only in its own source.
     """
     segment_losses = torch.cat([report["segments"] for report in row_reports])
     source = torch.cat([report["sources"] for report in row_reports])

@@ -1,8 +1,8 @@
 """The numbers that ranks count between two printed lines, and their reduction over all ranks.
 
-Each field of :class:`StepMetrics` names a number and says how it is reduced. What is sent, reduced and read back
-follows from the fields, so a new number takes one more line there. The size of the message does not depend on
-the number of ranks, and the device is read once.
+Each field of :class:`StepMetrics` names a number and says how it is reduced. What is sent, reduced and read
+back follows from the fields, so a new number takes one more line there. The size of the message does not
+depend on the number of ranks, and the device is read once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ def _largest_field(default: float | int) -> Any:
 class StepMetrics:
     """One rank's numbers since the last printed line.
 
-    Only ranks that own a loader count rows; the others leave those fields at 0.
-
-    Integers are exact up to 2^53, as they travel as float64.
+    Only ranks that own a loader count rows. The others leave these fields at 0. Integers are reduced as
+    float64, so they are exact up to 2^53.
     """
 
     language_flops: float = _summed_field(0.0)
@@ -48,32 +47,32 @@ class StepMetrics:
     def reduce_over_ranks(self, device: torch.device) -> StepMetrics:
         """The numbers reduced over all ranks, equal on each. Collective.
 
-        It takes two small reductions and one read from the device.
+        There are two small reductions and one read from the device.
         """
         names_by_op: dict[Any, list[str]] = {}
         for metric_field in fields(self):
-            names_by_op.setdefault(metric_field.metadata["op"], []).append(metric_field.name)
+            reduce_op = metric_field.metadata["op"]
+            names_by_op.setdefault(reduce_op, []).append(metric_field.name)
 
-        reduced_tensors, pending_reductions = {}, []
+        # Both reductions are in flight at once.
+        ordered_names: list[str] = []
+        reduced_tensors = []
+        pending_reductions = []
         for reduce_op, field_names in names_by_op.items():
             local_values = [float(getattr(self, name)) for name in field_names]
-            reduced_tensors[reduce_op] = torch.tensor(local_values, dtype=torch.float64, device=device)
-            pending_reductions.append(
-                dist.all_reduce(reduced_tensors[reduce_op], op=reduce_op, async_op=True)
-            )
+            local_tensor = torch.tensor(local_values, dtype=torch.float64, device=device)
+            ordered_names += field_names
+            reduced_tensors.append(local_tensor)
+            pending_reductions.append(dist.all_reduce(local_tensor, op=reduce_op, async_op=True))
         for pending_reduction in pending_reductions:
             pending_reduction.wait()
 
-        ordered_names = [name for field_names in names_by_op.values() for name in field_names]
-        reduced_values = dict(
-            zip(ordered_names, torch.cat(list(reduced_tensors.values())).tolist(), strict=True)
-        )
-        integer_fields = {
-            metric_field.name for metric_field in fields(self) if isinstance(metric_field.default, int)
-        }
-        return StepMetrics(
-            **{
-                name: int(value) if name in integer_fields else value
-                for name, value in reduced_values.items()
-            }
-        )
+        joined_tensor = torch.cat(reduced_tensors)
+        reduced_numbers = joined_tensor.tolist()
+        reduced_metrics = StepMetrics()
+        for name, number in zip(ordered_names, reduced_numbers, strict=True):
+            default_number = getattr(reduced_metrics, name)
+            if isinstance(default_number, int):
+                number = int(number)
+            setattr(reduced_metrics, name, number)
+        return reduced_metrics

@@ -25,14 +25,12 @@ def copy_weights_together(optimizer: ChainedOptimizer) -> int:
     Returns:
         The number of parts that were changed.
     """
-    copying_optimizers = [
-        sub_optimizer
-        for sub_optimizer in optimizer.chained_optimizers
-        if _copies_float32_shards(sub_optimizer)
-    ]
-    for sub_optimizer in copying_optimizers:
-        sub_optimizer._copy_main_params_to_model_params = _BatchedWeightCopy(sub_optimizer)
-    return len(copying_optimizers)
+    changed_count = 0
+    for sub_optimizer in optimizer.chained_optimizers:
+        if _copies_float32_shards(sub_optimizer):
+            sub_optimizer._copy_main_params_to_model_params = _BatchedWeightCopy(sub_optimizer)
+            changed_count += 1
+    return changed_count
 
 
 def _copies_float32_shards(sub_optimizer: object) -> bool:
@@ -58,8 +56,8 @@ class _BatchedWeightCopy:
     @torch.no_grad()
     def __call__(self) -> None:
         if self.slices_and_shards is None:
-            # They are looked up only once, because buffers and shards live as long as the optimizer: loading
-            # a checkpoint writes into them.
+            # Once is enough: buffers and shards live as long as the optimizer, and loading a checkpoint
+            # writes into them.
             self.slices_and_shards = self._find_slices_and_shards()
         model_slices, shards = self.slices_and_shards
         if model_slices:
@@ -73,10 +71,9 @@ class _BatchedWeightCopy:
         ):
             for model_slice, shard in shard_destinations(sub_optimizer, main_groups, model_groups):
                 assert model_slice.numel() == shard.numel(), (model_slice.shape, shard.shape)
-                is_offloaded = not shard.untyped_storage().nbytes()  # it reaches the model in another way
-                if (
-                    not is_offloaded and model_slice.data_ptr() != shard.data_ptr()
-                ):  # equal for float32 parameters
+                # Shards in chunks have no storage. Shards of float32 parameters are the model's own memory.
+                is_offloaded = not shard.untyped_storage().nbytes()
+                if not is_offloaded and model_slice.data_ptr() != shard.data_ptr():
                     model_slices.append(model_slice)
                     shards.append(shard.view(-1))
         return model_slices, shards
@@ -88,7 +85,7 @@ def shard_destinations(
     """(slice of the model's buffers, shard) for the shards of each group's parameters.
 
     Args:
-        main_groups, models: for each group, the shards and the parameters of the model.
+        main_groups, model_groups: for each group, the shards and the parameters of the model.
     """
     for main_group, model_group in zip(main_groups, model_groups, strict=True):
         for shard, parameter in zip(main_group, model_group, strict=True):

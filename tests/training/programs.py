@@ -166,9 +166,9 @@ def weights_copied_together(hf: str) -> list[Any]:
     together = [parameter.detach().clone() for parameter in trainer.chunks[0].parameters()]
     for part in parts:
         copied = part._copy_main_params_to_model_params
-        assert len(copied.slices_and_shards[0]) == sum(len(group) for group in part.shard_fp32_from_float16_groups), (
-            "not all shards"
-        )
+        assert len(copied.slices_and_shards[0]) == sum(
+            len(group) for group in part.shard_fp32_from_float16_groups
+        ), "not all shards"
 
     for parameter in trainer.chunks[0].parameters():
         parameter.data.fill_(float("nan"))

@@ -22,11 +22,11 @@ from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training import batch_broadcast
 from megatron_vl.training.picture_scatter import frame_plane_bounds
 from megatron_vl.training.row_shards import (
-    Sharding,
-    as_part,
-    features_of_part,
-    pictures_of_part,
-    text_of_part,
+    RowSharding,
+    complete_part,
+    cut_feature_index,
+    cut_pictures,
+    cut_text,
 )
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
@@ -41,7 +41,7 @@ SEQ_LEN = 512
 def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
     """Joined again, tokens, segments, loss tokens and pixels of the parts are those of the row."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
-    sharding = Sharding(cp, spec.vision, decoupled=False)
+    sharding = RowSharding(cp, spec.vision, tower_is_decoupled=False)
     length = SEQ_LEN // cp
     for row in _rows(spec, seed):
         row.loss_mask[3::7] = 0.0
@@ -49,10 +49,8 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
         fields = batch_broadcast._unpack_tensors(packed.row_header, packed.flat_buffers)
         parts = []
         for rank in range(cp):
-            whole = batch_broadcast._device_row(
-                packed.row_header, text_of_part(packed.row_header, fields, rank)
-            )
-            parts.append(as_part(whole, packed.row_header, rank))
+            whole = batch_broadcast._device_row(packed.row_header, cut_text(packed.row_header, fields, rank))
+            parts.append(complete_part(whole, packed.row_header, rank))
 
         for name in ("tokens", "labels", "loss_mask", "position_ids"):
             joined = torch.cat([getattr(part, name) for part in parts], -1)
@@ -76,19 +74,19 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
         without_data = {name: tensor.to("meta") for name, tensor in fields.items()}
         for rank, part in enumerate(parts):
             whole = batch_broadcast._device_row(
-                packed.row_header, text_of_part(packed.row_header, without_data, rank)
+                packed.row_header, cut_text(packed.row_header, without_data, rank)
             )
-            assert as_part(whole, packed.row_header, rank).shard.route == part.shard.route
+            assert complete_part(whole, packed.row_header, rank).shard.route == part.shard.route
 
         if row.num_patches:
             _check_pictures(row, sharding, packed.row_header, fields)
 
 
-def _check_pictures(row, sharding: Sharding, described: dict, fields: dict) -> None:
+def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -> None:
     """Plays the exchange of features with their numbers, and joins the pixels of the ranks' frames."""
-    cp, length = sharding.cp, row.seq_len // sharding.cp
+    cp, length = sharding.context_size, row.seq_len // sharding.context_size
     planes = frame_plane_bounds(fields["plane_index"].numpy(), described["vision_lengths"][0])
-    given = [pictures_of_part(sharding, described, planes, fields, rank) for rank in range(cp)]
+    given = [cut_pictures(sharding, described, planes, fields, rank) for rank in range(cp)]
 
     encoding = [(vision, route) for vision, route in given if route.encodes]
     pixels = [vision.planes[vision.plane_index.long()] for vision, _ in encoding]
@@ -105,7 +103,7 @@ def _check_pictures(row, sharding: Sharding, described: dict, fields: dict) -> N
     for rank, (_, route) in enumerate(given):
         received = torch.cat([messages[rank] for messages in sent])
         assert len(received) == sum(route.received)
-        at = features_of_part(described, fields, rank) + rank * length
+        at = cut_feature_index(described, fields, rank) + rank * length
         assert torch.equal(row.vision.feature_index[received], at)
 
 

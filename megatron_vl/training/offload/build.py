@@ -19,7 +19,7 @@ from megatron_vl.platform import Platform
 from megatron_vl.training.offload.chunk_streamer import ChunkStreamer
 from megatron_vl.training.offload.chunked_step import ChunkedStep
 from megatron_vl.training.offload.pinned_memory import allocate_device_chunks, allocate_host_chunks
-from megatron_vl.training.offload.state_chunks import ChunkedParameter, lay_out_chunks
+from megatron_vl.training.offload.state_chunks import ChunkedParameter, StateChunk, lay_out_chunks
 from megatron_vl.training.weight_copy import shard_destinations
 
 
@@ -28,9 +28,9 @@ class ChunkedOptimizerState:
     """The part of a rank's optimizer state that is in chunks, in host memory and on the device."""
 
     parameters_by_id: dict[int, ChunkedParameter]
-    """By the id of their tensor in the optimizer's groups."""
+    """The parameters by the ``id()`` of their tensor in the optimizer's groups."""
     chunk_streamer: ChunkStreamer
-    """Of the chunks in host memory."""
+    """The streamer of the chunks in host memory."""
 
     @property
     def host_bytes(self) -> int:
@@ -39,15 +39,18 @@ class ChunkedOptimizerState:
     followed_chunks: list[ReplicaDDP] = field(default_factory=list)
     """Chunks of the model whose passes hide copies."""
     hook_handles: list[Any] = field(default_factory=list)
-    """Handles of their modules' hooks."""
+    """Handles of the hooks on their modules."""
 
     def wait_for_host_state(self) -> None:
         """Waits until host memory holds the state of the last update."""
         self.chunk_streamer.wait_for_host_state()
 
     def overlap_with_passes(self, model_chunks: list[ReplicaDDP]) -> None:
-        """Copies beside the passes of the model: fetches state while the last backward pass of a step
-        frees memory, and lets the next forward pass take the memory of what is on its way back."""
+        """Lets copies run during the passes of the model.
+
+        State is fetched while the last backward pass of a step frees memory. The next forward pass takes the
+        memory of chunks that are being copied back.
+        """
         self.followed_chunks = list(model_chunks)
         self.chunk_streamer.overlaps_passes = True
         for chunk in model_chunks:
@@ -60,7 +63,7 @@ class ChunkedOptimizerState:
 
 
 def chunked_state(optimizer: ChainedOptimizer) -> ChunkedOptimizerState | None:
-    """What :func:`move_state_to_chunks` has made; None if it was not called, or nothing is in chunks."""
+    """The optimizer's state that is in chunks; None if no state is (see :func:`move_state_to_chunks`)."""
     return getattr(optimizer, "chunked_state", None)
 
 
@@ -71,16 +74,17 @@ def move_state_to_chunks(
     platform: Platform,
     chunk_bytes: int = STATE_CHUNK_BYTES,
 ) -> ChunkedOptimizerState | None:
-    """Moves an optimizer's state into chunks, before its first step. The given share goes to host memory. All
-    other state goes into chunks too if its moments are not fp32, which the optimizer itself cannot hold.
+    """Moves an optimizer's state into chunks before its first step.
 
-    Master weights that :class:`DeferredMasterWeights` has left without storage get it here if they stay in the
-    optimizer.
+    The state of a share of the parameters goes to host memory. If moments are not fp32, the optimizer itself
+    cannot hold them, and all other state goes into chunks on the device. Master weights that
+    :class:`DeferredMasterWeights` has left without storage get it here if they stay in the optimizer.
 
     Args:
-        offload_fraction: of this rank's state, in host memory; whole parameters whose sizes come nearest to
-            it
-            from below.
+        offload_fraction: share of this rank's state that goes to host memory. Parameters are moved whole, so
+            the share that is moved is at most this.
+        moments_dtype: type of Adam's moments; float32 or bfloat16.
+        chunk_bytes: largest size of a chunk.
 
     Returns:
         None if nothing is in chunks.
@@ -88,79 +92,87 @@ def move_state_to_chunks(
     Raises:
         MemoryError: the host has too little memory that can be pinned.
     """
-    sub_optimizers = [
-        sub_optimizer
-        for sub_optimizer in optimizer.chained_optimizers
-        if not getattr(sub_optimizer, "is_stub_optimizer", False)
-    ]
-    parameters_by_optimizer = [
-        list(list_chunked_parameters(sub_optimizer)) for sub_optimizer in sub_optimizers
-    ]
-    all_parameters = [
-        parameter for optimizer_parameters in parameters_by_optimizer for parameter in optimizer_parameters
-    ]
-    chosen_indices = choose_offloaded(
-        [parameter.main_param.numel() for parameter in all_parameters], offload_fraction
-    )
-    offloaded_ids = {id(all_parameters[index]) for index in chosen_indices}
-    unchunked_parameters = all_parameters if moments_dtype == torch.float32 else []
-    for parameter in unchunked_parameters:
-        if id(parameter) not in offloaded_ids:
-            fill_master_weight(parameter)
-    if not chosen_indices and (unchunked_parameters or not all_parameters):
+    parameter_plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
+    if not any(plan.all_parameters for plan in parameter_plans):
         return None
 
-    chunk_plans = []
-    for sub_optimizer, optimizer_parameters in zip(sub_optimizers, parameters_by_optimizer, strict=True):
-        host_parameters = [parameter for parameter in optimizer_parameters if id(parameter) in offloaded_ids]
-        device_parameters = (
-            [p for p in optimizer_parameters if id(p) not in offloaded_ids and p.main_param.numel()]
-            if not unchunked_parameters
-            else []
-        )
-        chunk_plans.append(
-            (
-                sub_optimizer,
-                host_parameters,
-                device_parameters,
-                lay_out_chunks(host_parameters, chunk_bytes, moments_dtype),
-            )
-        )
-
-    for _, host_parameters, device_parameters, _ in chunk_plans:
-        for parameter in (*host_parameters, *device_parameters):
+    # A master weight is the model's bf16 weight and 16 bits in the chunk, so its own storage is freed first.
+    for plan in parameter_plans:
+        for parameter in plan.all_parameters:
             if parameter.model_weight is not None:
                 parameter.main_param.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
-    all_host_chunks = [chunk for _, _, _, host_chunks in chunk_plans for chunk in host_chunks]
-    allocate_host_chunks(all_host_chunks, is_pinned=platform.name == "cuda")
-    chunk_streamer = ChunkStreamer(all_host_chunks, platform.device, platform.memory_usage)
-    chunked_parameters: dict[int, ChunkedParameter] = {}
-    first_chunk = 0
-    for sub_optimizer, host_parameters, device_parameters, host_chunks in chunk_plans:
-        chunk_numbers = range(first_chunk, first_chunk + len(host_chunks))
-        first_chunk += len(host_chunks)
-        device_chunks = lay_out_chunks(device_parameters, chunk_bytes, moments_dtype)
-        allocate_device_chunks(device_chunks, platform.device)
-        optimizer_parameters = [*host_parameters, *device_parameters]
-        sub_optimizer.optimizer.step = ChunkedStep(
-            sub_optimizer.optimizer, optimizer_parameters, device_chunks, chunk_streamer, chunk_numbers
-        )
-        _skip_in_core_copy(sub_optimizer, optimizer_parameters)
-        for parameter in optimizer_parameters:
-            parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
-            chunked_parameters[id(parameter.main_param)] = parameter
+    # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
+    streamed_chunks: list[StateChunk] = []
+    numbers_by_plan: list[range] = []
+    for plan in parameter_plans:
+        first_number = len(streamed_chunks)
+        streamed_chunks += lay_out_chunks(plan.host_parameters, chunk_bytes, moments_dtype)
+        numbers_by_plan.append(range(first_number, len(streamed_chunks)))
+    allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
+    chunk_streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
 
-    optimizer.chunked_state = ChunkedOptimizerState(chunked_parameters, chunk_streamer)
+    parameters_by_id: dict[int, ChunkedParameter] = {}
+    for plan, chunk_numbers in zip(parameter_plans, numbers_by_plan, strict=True):
+        device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
+        allocate_device_chunks(device_chunks, platform.device)
+        adam_optimizer = plan.sub_optimizer.optimizer
+        adam_optimizer.step = ChunkedStep(
+            adam_optimizer, plan.all_parameters, device_chunks, chunk_streamer, chunk_numbers
+        )
+        _skip_in_core_copy(plan.sub_optimizer, plan.all_parameters)
+        for parameter in plan.all_parameters:
+            parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
+            parameters_by_id[id(parameter.main_param)] = parameter
+
+    optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, chunk_streamer)
     return optimizer.chunked_state
 
 
-class DeferredMasterWeights(TorchFunctionMode):
-    """Within it, ``Tensor.float`` of a bf16 tensor gives an fp32 tensor without storage.
+@dataclass(frozen=True)
+class _ParameterPlan:
+    """The parameters of one optimizer of the chain whose state moves to chunks."""
 
-    Core's optimizers make master weights so. Without it, all of them are on the device before the first is
-    moved to a chunk, and the memory at the start is more than that of a step.
+    sub_optimizer: Any
+    host_parameters: list[ChunkedParameter] = field(default_factory=list)
+    device_parameters: list[ChunkedParameter] = field(default_factory=list)
+
+    @property
+    def all_parameters(self) -> list[ChunkedParameter]:
+        return [*self.host_parameters, *self.device_parameters]
+
+
+def _plan_parameters(
+    optimizer: ChainedOptimizer, offload_fraction: float, moments_dtype: torch.dtype
+) -> list[_ParameterPlan]:
+    """Chooses the parameters whose state moves to chunks, and fills the master weights of all others."""
+    parameter_plans: list[_ParameterPlan] = []
+    parameters_and_plans: list[tuple[ChunkedParameter, _ParameterPlan]] = []
+    for sub_optimizer in optimizer.chained_optimizers:
+        if getattr(sub_optimizer, "is_stub_optimizer", False):
+            continue
+        parameter_plans.append(_ParameterPlan(sub_optimizer))
+        for parameter in list_chunked_parameters(sub_optimizer):
+            parameters_and_plans.append((parameter, parameter_plans[-1]))
+
+    parameter_sizes = [parameter.main_param.numel() for parameter, _ in parameters_and_plans]
+    offloaded_indices = choose_offloaded(parameter_sizes, offload_fraction)
+    for index, (parameter, plan) in enumerate(parameters_and_plans):
+        if index in offloaded_indices:
+            plan.host_parameters.append(parameter)
+        elif moments_dtype == torch.float32:
+            fill_master_weight(parameter)
+        elif parameter_sizes[index]:
+            plan.device_parameters.append(parameter)
+    return parameter_plans
+
+
+class DeferredMasterWeights(TorchFunctionMode):
+    """A context in which ``Tensor.float`` of a bf16 tensor gives an fp32 tensor without storage.
+
+    Core's optimizers make their master weights with this call. Outside of the context, all master weights
+    are on the device before the first one is moved to a chunk, and the start needs more memory than a step.
     """
 
     def __torch_function__(
@@ -183,19 +195,17 @@ def fill_master_weight(chunked_parameter: ChunkedParameter) -> None:
 
 def list_chunked_parameters(sub_optimizer: Any) -> Iterator[ChunkedParameter]:
     """The parameters of one optimizer of the chain, in the order of its groups."""
-    groups = {
-        id(main_param): group
-        for group in sub_optimizer.optimizer.param_groups
-        for main_param in group["params"]
-    }
-    weights = {id(main_param): place for place, main_param in weight_destinations(sub_optimizer)}
-    for group in sub_optimizer.optimizer.param_groups:
-        for main_param in group["params"]:
-            yield ChunkedParameter(main_param, weights.get(id(main_param)), groups[id(main_param)])
+    weights_by_id = {id(main_param): weight for weight, main_param in weight_destinations(sub_optimizer)}
+    for param_group in sub_optimizer.optimizer.param_groups:
+        for main_param in param_group["params"]:
+            yield ChunkedParameter(main_param, weights_by_id.get(id(main_param)), param_group)
 
 
 def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(place in the model, master weight) of the parameters whose model's weights are bf16."""
+    """(weight in the model, master weight) of the parameters whose weights in the model are bf16.
+
+    Both are flat; the first is this rank's shard of it.
+    """
     if isinstance(sub_optimizer, DistributedOptimizer):
         yield from shard_destinations(
             sub_optimizer, sub_optimizer.shard_fp32_from_float16_groups, sub_optimizer.model_float16_groups
@@ -209,29 +219,30 @@ def weight_destinations(sub_optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _skip_in_core_copy(sub_optimizer: Any, chunked_parameters: list[ChunkedParameter]) -> None:
-    """Lets core copy only the other master weights into the model.
+    """Lets core copy only the master weights into the model that are not in chunks.
 
-    For the distributed optimizer, :mod:`megatron_vl.training.weight_copy` does so.
+    For the distributed optimizer, :mod:`megatron_vl.training.weight_copy` leaves them out.
     """
     if not isinstance(sub_optimizer, Float16OptimizerWithFloat16Params):
         return
     chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
     model_weights, main_params = sub_optimizer._get_model_and_main_params_data_float16()
-    copied_pairs = [
-        (weight, main)
-        for (weight, main), (_, whole) in zip(
-            zip(model_weights, main_params, strict=True), weight_destinations(sub_optimizer), strict=True
-        )
-        if id(whole) not in chunked_ids
-    ]
-    sub_optimizer._get_model_and_main_params_data_float16 = lambda: (
-        [w for w, _ in copied_pairs],
-        [m for _, m in copied_pairs],
-    )
+    copied_weights: list[Tensor] = []
+    copied_main_params: list[Tensor] = []
+    for model_weight, main_data, (_, main_param) in zip(
+        model_weights, main_params, weight_destinations(sub_optimizer), strict=True
+    ):
+        if id(main_param) not in chunked_ids:
+            copied_weights.append(model_weight)
+            copied_main_params.append(main_data)
+    sub_optimizer._get_model_and_main_params_data_float16 = lambda: (copied_weights, copied_main_params)
 
 
 def choose_offloaded(parameter_sizes: list[int], offload_fraction: float) -> set[int]:
-    """Indices of the sizes whose sum comes nearest to ``offload_fraction`` of all from below; the largest first."""
+    """Indices of the largest sizes that together are at most ``offload_fraction`` of the sum of all.
+
+    Sizes are taken from the largest on; one that is too large for the rest is left out.
+    """
     remaining_size = round(offload_fraction * sum(parameter_sizes))
     chosen_indices = set()
     for index in sorted(range(len(parameter_sizes)), key=lambda index: -parameter_sizes[index]):

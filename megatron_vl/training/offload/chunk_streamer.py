@@ -1,4 +1,4 @@
-"""Copies of offloaded state to the device ahead of its update, and back after it."""
+"""Copies offloaded state to the device before its update, and back after it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from megatron_vl.training.offload.state_chunks import AdamStateViews, StateChunk
 MAX_SLOTS = 32
 """Largest number of chunks on the device at once."""
 FREE_MEMORY_SHARE = 0.125
-"""Share of the peak that copies outside of the update leave free, for what is used before they look again."""
+"""Share of the peak that copies outside of the update leave free. Passes may use it until the next check."""
 _FETCH_PRIORITY, _WRITE_PRIORITY = -2, -1
-"""Priorities of the two streams of copies. Streams of different priorities have different queues on the GPU.
-With CUDA_DEVICE_MAX_CONNECTIONS=1, those of one priority share a queue, where a copy would wait for kernels,
-and kernels for copies."""
+"""Priorities of the two streams of copies. With CUDA_DEVICE_MAX_CONNECTIONS=1, streams of one priority share
+a queue on the GPU, where copies would wait for kernels, and kernels for copies."""
 
 
 @dataclass(eq=False)
 class DeviceSlot:
-    """Device memory for a chunk on its way."""
+    """Device memory for a chunk that is being fetched, updated or written back."""
 
     device_buffer: Tensor
     fetched_event: Any
-    """Event: the state has arrived."""
+    """CUDA event of the end of the copy to the device."""
     updated_event: Any
+    """CUDA event of the end of the update."""
     written_event: Any
-    """Event: it is back in host memory."""
+    """CUDA event of the end of the copy to host memory."""
 
 
 class ChunkStreamer:
-    """Copies chunks to the device in their order, ahead of their update, and back after it.
+    """Copies chunks to the device in their order before their update, and back after it.
 
-    Copies begin in the last backward pass of a step and end in the first forward pass of the next, as far as
-    the device has memory that the activations of this moment do not use: the peak so far is never exceeded.
+    Copies begin in the last backward pass of a step and end in the first forward pass of the next step. They
+    only use memory that activations do not need at that moment, so that the peak so far is never exceeded.
 
     Args:
-        state_chunks: in the order of the update.
-        memory_usage: (bytes in use on the device, most bytes that were in use).
+        state_chunks: the chunks in the order of the update.
+        memory_usage: returns (bytes in use on the device, most bytes that were in use).
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ChunkStreamer:
         return len(self._slots_by_chunk) + len(self._leaving_slots)
 
     def fetch_chunks(self, min_slots: int = 0) -> None:
-        """Begins to copy the next chunks, as far as there is room.
+        """Begins to copy the next chunks, as far as there is memory.
 
         Args:
-            min_slots: number of slots that may be used whether there is room or not.
+            min_slots: number of slots that may be used even if there is no free memory.
         """
         while self._next_chunk < len(self.state_chunks):
             if (
@@ -88,10 +88,9 @@ class ChunkStreamer:
             else:
                 return
 
+            # The write stream may still write the chunk of the last step that is read now.
             if self._next_chunk == 0:
-                self.fetch_stream.wait_stream(
-                    self.write_stream
-                )  # which may still write what is now to be read
+                self.fetch_stream.wait_stream(self.write_stream)
             self.fetch_stream.wait_event(device_slot.written_event)
             state_chunk = self.state_chunks[self._next_chunk]
             with torch.cuda.stream(self.fetch_stream):
@@ -117,13 +116,14 @@ class ChunkStreamer:
 
     @contextlib.contextmanager
     def chunk_on_device(self, chunk_number: int) -> Iterator[AdamStateViews]:
-        """The state of a chunk on the device; it goes back to host memory at the end of the block."""
+        """A context with the state of a chunk on the device. It ends with the copy back to host memory."""
         self.fetch_chunks(STATE_CHUNKS_ON_GPU)
         device_slot, state_chunk = self._slots_by_chunk[chunk_number], self.state_chunks[chunk_number]
         compute_stream = torch.cuda.current_stream()
         compute_stream.wait_event(device_slot.fetched_event)
         yield state_chunk.state_views(device_slot.device_buffer)
 
+        # The host waits for nothing here: events order the copy after the update.
         device_slot.updated_event.record(compute_stream)
         self.write_stream.wait_event(device_slot.updated_event)
         with torch.cuda.stream(self.write_stream):
@@ -152,7 +152,7 @@ class ChunkStreamer:
             torch.cuda.current_stream().wait_event(self._leaving_slots.popleft().written_event)
 
     def drop_slots(self) -> None:
-        """Frees all slots; what was fetched and not updated is still in host memory."""
+        """Frees all slots. Chunks that were fetched and not updated are unchanged in host memory."""
         compute_stream = torch.cuda.current_stream()
         for device_slot in (*self._slots_by_chunk.values(), *self._leaving_slots):
             compute_stream.wait_event(device_slot.fetched_event)

@@ -1,4 +1,4 @@
-"""The step of an optimizer, some of whose state is in chunks."""
+"""The update of an optimizer some of whose state is in chunks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from megatron_vl.training.offload.state_chunks import AdamStateViews, ChunkedPar
 
 
 class ChunkedStep:
-    """Replaces ``optimizer_step`` of one optimizer, some of whose parameters have their state in chunks.
+    """Replaces ``step`` of one optimizer some of whose parameters have their state in chunks.
 
-    Chunks whose moments are fp32 take the optimizer's own step, so that they have the bits of a run without
-    chunks. The optimizers know no moments in bf16; :mod:`megatron_vl.kernels.adam` does.
+    Chunks with moments in fp32 are updated by the optimizer's own step, so that all bits are those of a run
+    without chunks. Chunks with moments in bf16 are updated by :mod:`megatron_vl.kernels.adam`.
 
     Args:
         adam_optimizer: Transformer Engine's FusedAdam, or torch's AdamW.
+        chunked_parameters: this optimizer's parameters whose state is in chunks.
         device_chunks: this optimizer's chunks that stay on the device.
-        chunk_numbers: of this optimizer's chunks that are streamed.
+        chunk_numbers: numbers in ``chunk_streamer`` of this optimizer's chunks in host memory.
     """
 
     def __init__(
@@ -41,27 +42,31 @@ class ChunkedStep:
         chunk_streamer: ChunkStreamer,
         chunk_numbers: range,
     ) -> None:
-        self.adam_optimizer, self.chunked_parameters, self.device_chunks = (
-            adam_optimizer,
-            chunked_parameters,
-            device_chunks,
-        )
+        self.adam_optimizer = adam_optimizer
+        self.chunked_parameters = chunked_parameters
+        self.device_chunks = device_chunks
         self.chunk_streamer, self.chunk_numbers = chunk_streamer, chunk_numbers
         self.optimizer_step: Callable[[], Any] = adam_optimizer.step
         self.has_group_counts = counts_steps_by_group(adam_optimizer)
         self._chunked_ids = {id(parameter.main_param) for parameter in chunked_parameters}
         self._tables_by_chunk: dict[int, LaunchTables] = {}
-        """By the id of a chunk."""
+        """The tables of a chunk's kernel launches by the chunk's ``id()``."""
 
     @torch.no_grad()
     def __call__(self) -> None:
+        """Updates all parameters of the optimizer: first those outside of chunks, then chunk by chunk."""
         param_groups = self.adam_optimizer.param_groups
         params_by_group = [param_group["params"] for param_group in param_groups]
         step_counts = [param_group.get("step", 0) for param_group in param_groups]
+
+        # The first chunks are copied to the device while the optimizer updates the other parameters.
         self.chunk_streamer.fetch_chunks(STATE_CHUNKS_ON_GPU)
         try:
-            unchunked_params = [[p for p in one if id(p) not in self._chunked_ids] for one in params_by_group]
+            unchunked_params: list[list[Tensor]] = []
+            for group_params in params_by_group:
+                unchunked_params.append([p for p in group_params if id(p) not in self._chunked_ids])
             self._step_optimizer(param_groups, unchunked_params, step_counts)
+
             step_coefficients = self._step_coefficients()
             for state_chunk in self.device_chunks:
                 self._update_chunk(
@@ -81,10 +86,12 @@ class ChunkedStep:
                         chunk_state,
                     )
         finally:
+            # Each step of the optimizer has put only the updated tensors into its groups.
             self.adam_optimizer.param_groups = param_groups
             for param_group, original_params in zip(param_groups, params_by_group, strict=True):
                 param_group["params"] = original_params
 
+        # One update counts once, however many chunks it has.
         for chunked_parameter in self.chunked_parameters:
             chunked_parameter.step_count += 1
         if self.has_group_counts:
@@ -95,31 +102,32 @@ class ChunkedStep:
     def _step_optimizer(
         self, param_groups: list[dict[str, Any]], chosen_params: list[list[Tensor]], step_counts: list[int]
     ) -> None:
-        """One step of the optimizer for some tensors of each group."""
-        for group, tensors, count in zip(param_groups, chosen_params, step_counts, strict=True):
+        """One step of the optimizer for some tensors of each group.
+
+        Args:
+            chosen_params: the tensors to update, by group.
+            step_counts: Adam's step count of each group before this update.
+        """
+        for group, tensors, step_count in zip(param_groups, chosen_params, step_counts, strict=True):
             group["params"] = tensors
             if self.has_group_counts and tensors:
-                group["step"] = count
+                group["step"] = step_count
         self.adam_optimizer.param_groups = [group for group in param_groups if group["params"]]
         if self.adam_optimizer.param_groups:
             self.optimizer_step()
 
     def _step_coefficients(self) -> StepCoefficients | None:
         """The rates of all parameters by group and step count; None if no moments are bf16."""
-        bf16_parameters = [
-            p
-            for p in self.chunked_parameters
-            if p.chunk_slices and p.chunk_slices[0].state_chunk.moments_dtype != torch.float32
-        ]
-        coefficients_by_key = {
-            (id(p.param_group), p.step_count): AdamCoefficients.from_param_group(
-                p.param_group, p.step_count + 1
-            )
-            for p in bf16_parameters
-        }
-        return (
-            StepCoefficients(coefficients_by_key, self.chunk_streamer.device) if coefficients_by_key else None
-        )
+        coefficients_by_key: dict[tuple[int, int], AdamCoefficients] = {}
+        for parameter in self.chunked_parameters:
+            chunk_slices = parameter.chunk_slices
+            if chunk_slices and chunk_slices[0].state_chunk.moments_dtype != torch.float32:
+                coefficients_by_key[id(parameter.param_group), parameter.step_count] = (
+                    AdamCoefficients.from_param_group(parameter.param_group, parameter.step_count + 1)
+                )
+        if not coefficients_by_key:
+            return None
+        return StepCoefficients(coefficients_by_key, self.chunk_streamer.device)
 
     def _update_chunk(
         self,
@@ -129,12 +137,13 @@ class ChunkedStep:
         state_chunk: StateChunk,
         chunk_state: AdamStateViews,
     ) -> None:
-        """Updates a chunk on the device."""
+        """Updates a chunk whose state is on the device."""
         if step_coefficients is None:
             self._update_with_optimizer(param_groups, step_counts, state_chunk, chunk_state)
             return
+
         parameter_slices = [
-            make_parameter_slice(piece, step_coefficients) for piece in state_chunk.chunk_slices
+            make_parameter_slice(chunk_slice, step_coefficients) for chunk_slice in state_chunk.chunk_slices
         ]
         launch_tables = self._tables_by_chunk.setdefault(id(state_chunk), LaunchTables())
         adam_step(
@@ -153,7 +162,7 @@ class ChunkedStep:
         state_chunk: StateChunk,
         chunk_state: AdamStateViews,
     ) -> None:
-        """Joins a chunk's master weights, takes the optimizer's step, and splits them again."""
+        """Joins the halves of a chunk's master weights, takes the optimizer's step, and splits them again."""
         master_scratch = torch.empty(
             state_chunk.num_elements if state_chunk.has_split_master else 0, device=chunk_state.exp_avg.device
         )
@@ -202,7 +211,7 @@ class ChunkedStep:
 
 
 def make_parameter_slice(chunk_slice: ChunkSlice, step_coefficients: StepCoefficients) -> ParameterSlice:
-    """A piece with its weight and gradient."""
+    """The description of a slice for the kernel: its weight, gradient and coefficients."""
     parameter = chunk_slice.parameter
     weight = parameter.main_param if parameter.model_weight is None else parameter.model_weight
     assert parameter.main_param.grad is not None
@@ -218,6 +227,5 @@ def make_parameter_slice(chunk_slice: ChunkSlice, step_coefficients: StepCoeffic
 
 
 def counts_steps_by_group(adam_optimizer: Any) -> bool:
-    """Whether an optimizer counts its steps for each group, as Transformer Engine's does, and not for each
-    parameter, as torch's do."""
+    """Whether an optimizer counts its steps by group (Transformer Engine), and not by parameter (torch)."""
     return type(adam_optimizer).__name__ == "FusedAdam"

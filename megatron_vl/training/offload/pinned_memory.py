@@ -40,11 +40,17 @@ def allocate_host_chunks(state_chunks: list[StateChunk], is_pinned: bool) -> Non
 
 @contextlib.contextmanager
 def run_near_gpu() -> Iterator[None]:
-    """Runs on the cores of the GPU's NUMA node, so that memory comes from there, where that is known."""
+    """A context that runs on the cores of the GPU's NUMA node, so that memory is allocated there.
+
+    If the node is not known, the context changes nothing.
+    """
     previous_affinity = os.sched_getaffinity(0)
     try:
         device_properties: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
-        pci_address = f"{device_properties.pci_domain_id:04x}:{device_properties.pci_bus_id:02x}:{device_properties.pci_device_id:02x}.0"
+        pci_address = (
+            f"{device_properties.pci_domain_id:04x}:{device_properties.pci_bus_id:02x}"
+            f":{device_properties.pci_device_id:02x}.0"
+        )
         numa_node = int(Path(f"/sys/bus/pci/devices/{pci_address}/numa_node").read_text())
         cpu_list = Path(f"/sys/devices/system/node/node{numa_node}/cpulist").read_text()
         os.sched_setaffinity(0, parse_cpu_list(cpu_list) & previous_affinity or previous_affinity)

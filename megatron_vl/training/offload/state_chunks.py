@@ -1,4 +1,4 @@
-"""State in chunks: parameters, the pieces of them, and the chunks that pieces lie in."""
+"""Optimizer state in chunks: parameters, their slices, and the chunks that hold the slices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_vl.kernels.master_halves import join_master, split_master
 
 SLICE_ALIGNMENT = 64
-"""Elements of which each piece of a chunk begins at a multiple."""
+"""Each slice begins at a multiple of this number of elements in its chunk."""
 
 
 @dataclass(eq=False)
@@ -20,9 +20,9 @@ class ChunkedParameter:
     """A rank's shard of a parameter, whose optimizer state is in chunks."""
 
     main_param: Tensor
-    """The fp32 tensor in the optimizer's groups. Without storage, unless it is the model's weight itself."""
+    """The fp32 tensor in the optimizer's groups. It has no storage unless it is the model's weight itself."""
     model_weight: Tensor | None
-    """bf16 [N], its place in the model; None if ``main_param`` is the model's weight."""
+    """The weight in the model, bf16 [N]; None if ``main_param`` is the model's weight."""
     param_group: dict[str, Any]
     step_count: int = 0
     """Adam's step count."""
@@ -31,9 +31,9 @@ class ChunkedParameter:
     """Waits until the chunks hold the state of the last update."""
 
     def read_state(self, state_kind: str) -> Tensor | None:
-        """A host copy [N] of ``main_param``, in fp32, or of ``exp_avg`` or ``exp_avg_sq``, in the moments' dtype.
+        """A host copy [N] of one kind of state: ``main`` in fp32, or a moment in its dtype.
 
-        None for moments before the first step, when there are none.
+        Moments do not exist before the first step. Then the result is None.
         """
         if state_kind != "main" and not self.step_count:
             return None
@@ -61,9 +61,9 @@ class ChunkedParameter:
         return output_tensor
 
     def write_state(self, state_kind: str, new_value: Tensor) -> None:
-        """Replaces ``main_param``, ``exp_avg`` or ``exp_avg_sq`` with fp32 [N] in host memory.
+        """Replaces one kind of state (``main``, ``exp_avg`` or ``exp_avg_sq``) with fp32 [N] in host memory.
 
-        Moments are rounded to the nearest number of their dtype. With ``main_param``, this rank's shard of the
+        Moments are rounded to the nearest number of their dtype. With ``main``, this rank's shard of the
         model's weight is replaced too.
         """
         new_value = new_value.view(-1)
@@ -93,20 +93,21 @@ class ChunkedParameter:
 
 
 def host_float32_copy(tensor: Tensor) -> Tensor:
-    """A copy in host memory."""
+    """A float32 copy in host memory."""
     return tensor.to("cpu", torch.float32, copy=True)
 
 
 @dataclass(frozen=True, eq=False)
 class AdamStateViews:
-    """The state of some elements; views of a chunk's bytes."""
+    """Adam's state of a range of elements, as views of a chunk's bytes."""
 
     exp_avg: Tensor
     """fp32 or bf16 [N]."""
     exp_avg_sq: Tensor
-    """fp32 or bf16 [N]."""
+    """fp32 or bf16 [N]. Its sign bit belongs to the master weight
+    (see :mod:`megatron_vl.kernels.master_halves`)."""
     low_bits: Tensor
-    """int16 [N]; empty if the model's weights are fp32."""
+    """Lower half of the master weights, int16 [N]; empty if the model's weights are fp32."""
 
     def slice_range(self, start: int, end: int) -> AdamStateViews:
         return AdamStateViews(self.exp_avg[start:end], self.exp_avg_sq[start:end], self.low_bits[start:end])
@@ -123,28 +124,29 @@ class ChunkSlice:
     chunk_offset: int
 
     def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
-        """The state of these elements in that of their chunk."""
+        """The part of the chunk's state that belongs to these elements."""
         return chunk_state.slice_range(self.chunk_offset, self.chunk_offset + self.end - self.start)
 
     def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
-        """These elements of a tensor that has those of the parameter's shard."""
+        """These elements of a tensor in the shape of the parameter's shard."""
         return shard_tensor.detach().view(-1)[self.start : self.end]
 
     def resting_state(self) -> AdamStateViews:
-        """The state of these elements where it lies between two updates."""
+        """The state of these elements in the memory where it lies between two updates."""
         return self.slice_of_state(self.state_chunk.state_views(self.state_chunk.home_buffer))
 
 
 @dataclass(eq=False)
 class StateChunk:
-    """State that is copied and updated at once: uint8 bytes of ``num_elements`` elements."""
+    """State of ``num_elements`` elements that is copied and updated together."""
 
     has_split_master: bool
-    """Whether it holds halves of master weights."""
+    """Whether the chunk holds the lower halves of master weights."""
     moments_dtype: torch.dtype
     num_elements: int = 0
     home_buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
-    """Where it lies between two updates: host memory if it is offloaded, otherwise the device's."""
+    """The chunk's bytes between two updates, uint8. They are in host memory if the chunk is offloaded, and
+    otherwise on the device."""
     chunk_slices: list[ChunkSlice] = field(default_factory=list)
 
     @property
@@ -169,7 +171,10 @@ def bytes_per_element(has_split_master: bool, moments_dtype: torch.dtype) -> int
 def lay_out_chunks(
     parameters: list[ChunkedParameter], chunk_bytes: int, moments_dtype: torch.dtype
 ) -> list[StateChunk]:
-    """Lays the parameters out in chunks of up to ``chunk_bytes``, one after the other."""
+    """Lays the parameters out one after another in chunks of up to ``chunk_bytes`` bytes.
+
+    Parameters with and without split master weights do not share a chunk.
+    """
     state_chunks: list[StateChunk] = []
     for has_split_master in (True, False):
         max_elements = (
