@@ -31,14 +31,54 @@ MAX_NODES_PER_LINE = 9.2
 """Nodes of the syntax tree per line of code."""
 MAX_COMPREHENSIONS = 3.0
 """Per 100 lines of code."""
-SLACK = 0.02
+SLACK = 0.05
 """A listed file may be worse than its listed value by this share. So one renamed variable does not fail."""
 MIN_NAMES = 25
 """Files with fewer names say too little about style."""
 
 MIN_COMMENTS = 5.0
 """Comments per 100 lines of the central functions."""
-CENTRAL_FUNCTIONS: tuple[str, ...] = ()
+CENTRAL_FUNCTIONS = (
+    "megatron_vl.training.step:run_schedule",
+    "megatron_vl.training.step:train_step",
+    "megatron_vl.training.step:forward_step",
+    "megatron_vl.training.loop:run_steps",
+    "megatron_vl.training.checkpoint:take_snapshot",
+    "megatron_vl.training.checkpoint:load_checkpoint",
+    "megatron_vl.training.optimizer_state:optimizer_slices",
+    "megatron_vl.training.optimizer_state:snapshot_optimizer",
+    "megatron_vl.models.vision_language:VisionLanguageModel.forward",
+    "megatron_vl.models.vision:VisionTower.forward",
+    "megatron_vl.models.attention:PackedAttention.forward",
+    "megatron_vl.models.gated_delta_net:GatedDeltaNet.forward",
+    "megatron_vl.models.layer_specs:transformer_block_spec",
+    "megatron_vl.models.moe.dispatch:OncePerRankDispatcher.dispatch_preprocess",
+    "megatron_vl.models.moe.dispatch:OncePerRankDispatcher.dispatch_postprocess",
+    "megatron_vl.models.moe.experts:GroupedExperts.forward",
+    "megatron_vl.models.decoupled:DecoupledTower.encode",
+    "megatron_vl.models.decoupled:DecoupledTower.forward",
+    "megatron_vl.models.decoupled:DecoupledTower.backward",
+    "megatron_vl.data.packing.plan_rows:plan_rows",
+    "megatron_vl.data.packing.fill_row:choose_row_samples",
+    "megatron_vl.data.packing.assemble_row:pack_row",
+    "megatron_vl.data.planned_rows:BatchPlanner.next_batch",
+    "megatron_vl.data.planned_rows:plan_shares",
+    "megatron_vl.data.row_loader:RowLoader.__next__",
+    "megatron_vl.data.source.sample_order:SampleOrder.sample_indices",
+    "megatron_vl.data.sample.chat:ChatEncoder.encode",
+    "megatron_vl.spec.layout:make_layout",
+    "megatron_vl.spec.positions:mrope_positions",
+    "converters.convert:export_weights",
+    "converters.rules:rules_from_entries",
+    "converters.copy_jobs:run_copy_tasks",
+    "converters.compare:compare_weights",
+    "megatron_vl.weights.weight_reader:WeightReader.read_shard",
+    "megatron_vl.weights.manifest:write_manifest",
+    "megatron_vl.weights.matrix_blocks:gather_region",
+    "data_tools.convert:convert_dataset",
+    "toolkit.train.command:train",
+    "toolkit.parity.worker:run_case",
+)
 """The functions that a newcomer reads first, as ``module:qualified name``."""
 
 
