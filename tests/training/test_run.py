@@ -125,7 +125,7 @@ def test_validation_is_that_of_transformers_in_every_layout(
         assert len(line["answers"]) == 2
         for told in line["answers"]:
             record = records[held_out[told["key"]]]
-            assert told["wanted"].strip() == record["conversations"][1]["value"]
+            assert told["reference"].strip() == record["conversations"][1]["value"]
             assert told["answer"] == reference.greedy_answer(record, media, max_new_tokens=5)
 
 

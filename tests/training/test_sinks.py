@@ -113,7 +113,7 @@ def test_json_lines_hold_every_number(tmp_path: Path) -> None:
     fill(JsonLinesSink(tmp_path))
     assert metrics(tmp_path) == [NUMBERS]
     (line,) = metrics(tmp_path, "eval.jsonl")
-    answer = {"key": "a", "prompt": "What?", "wanted": "A cat.", "answer": "A dog."}
+    answer = {"key": "a", "prompt": "What?", "reference": "A cat.", "answer": "A dog."}
     assert line == {"step": 7, "loss": 2.5, "loss_tokens": 20, "seconds": 0.5, "answers": [answer]}
 
 
