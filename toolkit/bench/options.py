@@ -82,9 +82,8 @@ class BenchRun(BenchOptions):
 
     def read_model_spec(self) -> ModelSpec:
         """The model's sizes, with the numbers of layers that the options give."""
-        layers = {"language": self.language_layers, "vision": self.vision_layers}
         return read_spec(self.hf).replace_layers(
-            **{name: layer_count for name, layer_count in layers.items() if layer_count}
+            num_language_layers=self.language_layers or None, num_vision_layers=self.vision_layers or None
         )
 
     def resolve_layout(self, world_size: int) -> Layout:
