@@ -180,6 +180,27 @@ def test_the_hosted_checks_are_those_of_ci_run() -> None:
     assert commands == [".ci/run"] and (ROOT / ".ci" / "run").stat().st_mode & 0o111
 
 
+# --- Long rows ----------------------------------------------------------------------------------------------
+
+
+def test_a_layout_of_long_rows_is_predicted_as_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = docs_hooks()
+    config = ROOT / "tests" / "hf_configs" / "Qwen3-VL-8B-Instruct.json"
+    line = hooks.long_row_line(hooks.read_spec(config), 262_144)
+    _, length, tp, cp, recompute, gib, mfu, tokens, _ = (cell.strip() for cell in line.split("|"))
+    assert (length, tp, cp, recompute) == ("262,144", "1", "8", "full")
+
+    words = ["plan", "--hf", str(config), "--gpus", "8", "--json", "--dtype", "bfloat16"]
+    words += ["--data.seq_len", "262144", "--global_batch_size", "8", "--parallel.cp", cp]
+    words += ["--recompute.language", recompute, "--recompute.vision", "full"]
+    assert toolkit_main(words) == 0
+    predicted = json.loads(capsys.readouterr().out)
+    found = predicted.get("layout") and predicted or predicted["plan"]
+    assert f"{100 * found['mfu']:.1f} %" == mfu
+    assert f"{found['tokens_per_second'] / 8:,.0f}" == tokens
+    assert gib
+
+
 # --- The reference ------------------------------------------------------------------------------------------
 
 
