@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from functools import cache
@@ -23,6 +24,7 @@ from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
 from tests.distributed.cases import CASES
 from tests.docs_site import docs_hooks
+from toolkit.cli import main as toolkit_main
 from toolkit.commands import COMMANDS
 from toolkit.options import build_parser
 
@@ -194,11 +196,10 @@ def test_a_layout_of_long_rows_is_predicted_as_by_the_command(capsys: pytest.Cap
     words += ["--data.seq_len", "262144", "--global_batch_size", "8", "--parallel.cp", cp]
     words += ["--recompute.language", recompute, "--recompute.vision", "full"]
     assert toolkit_main(words) == 0
-    predicted = json.loads(capsys.readouterr().out)
-    found = predicted.get("layout") and predicted or predicted["plan"]
-    assert f"{100 * found['mfu']:.1f} %" == mfu
-    assert f"{found['tokens_per_second'] / 8:,.0f}" == tokens
-    assert gib
+    predicted = json.loads(capsys.readouterr().out)["best"]
+    assert predicted["fits"] and f"{predicted['peak_gib']:.0f}" == gib
+    assert f"{100 * predicted['mfu']:.1f} %" == mfu
+    assert f"{predicted['tokens_per_second'] / 8:,.0f}" == tokens
 
 
 # --- The reference ------------------------------------------------------------------------------------------
