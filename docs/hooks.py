@@ -1,5 +1,5 @@
 """What mkdocs adds to pages from the code when it builds the site: the fields of a run, the options of every
-command, the support matrix, and the supported versions.
+command, the support matrix, the supported versions, and predicted layouts of long rows.
 
 mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 """
@@ -7,6 +7,7 @@ mkdocs calls :func:`on_page_markdown`. Nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 import tomllib
@@ -20,7 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from megatron_vl.config import TrainConfig  # noqa: E402
+from megatron_vl.config import ParallelConfig, RecomputeConfig, RunConfigError, TrainConfig  # noqa: E402
+from megatron_vl.planning.predict import RunPrediction, predict_layout  # noqa: E402
+from megatron_vl.planning.row_statistics import make_assumed_rows  # noqa: E402
+from megatron_vl.planning.run_layout import run_layout  # noqa: E402
+from megatron_vl.spec.families import ModelSpec, read_spec  # noqa: E402
+from megatron_vl.spec.tensors import LayoutError  # noqa: E402
 from tests.distributed import matrix  # noqa: E402
 from toolkit.commands import COMMANDS  # noqa: E402
 from toolkit.options import CommandOptions, field_docstrings, option_flag, shown_options  # noqa: E402
@@ -183,6 +189,85 @@ def _requirement(text: str) -> tuple[str, str]:
     return found[1], found[2] or "any"
 
 
+# --- Long rows ----------------------------------------------------------------------------------------------
+
+LONG_ROW_MODELS = (
+    "Qwen2.5-VL-7B-Instruct",
+    "Qwen3-VL-8B-Instruct",
+    "Qwen3-VL-30B-A3B-Instruct",
+    "Qwen3.5-9B",
+    "Qwen3.5-27B",
+    "Qwen3.5-35B-A3B",
+)
+LONG_ROW_LENGTHS = (32_768, 65_536, 131_072, 262_144)
+LONG_ROW_GPUS = 8
+LONG_ROW_RECOMPUTE = {
+    "none": RecomputeConfig(vision="full"),
+    "activation": RecomputeConfig("selective", ["activation"], vision="full"),
+    "full": RecomputeConfig("full", vision="full"),
+}
+
+
+def long_row_layouts() -> str:
+    """What the site's page ``long-context.md`` says after its introduction."""
+    parts = []
+    for model in LONG_ROW_MODELS:
+        spec = read_spec(ROOT / "tests" / "hf_configs" / f"{model}.json")
+        parts.append(f"## {model}\n")
+        parts.append("| tokens of a row | TP | CP | recompute | GiB a GPU | MFU | tokens/s a GPU |")
+        parts.append("|---|---|---|---|---|---|---|")
+        parts += [long_row_line(spec, seq_len) for seq_len in LONG_ROW_LENGTHS]
+        parts.append("")
+    return "\n".join(parts)
+
+
+def long_row_line(spec: ModelSpec, seq_len: int) -> str:
+    """The table's line for rows of ``seq_len`` tokens: the fastest layout that fits, or the smallest one."""
+    predictions = long_row_predictions(spec, seq_len)
+    fitting = [each for each in predictions if each[1].fits_memory]
+    if not fitting:
+        recompute, smallest = min(predictions, key=lambda each: each[1].peak_gib)
+        layout = smallest.layout
+        return (
+            f"| {seq_len:,} | | | none fits; the smallest is TP {layout.tp}, CP {layout.cp}, {recompute}"
+            f" | {smallest.peak_gib:.0f} | | |"
+        )
+
+    recompute, fastest = max(fitting, key=lambda each: each[1].tokens_per_second)
+    return (
+        f"| {seq_len:,} | {fastest.layout.tp} | {fastest.layout.cp} | {recompute} | {fastest.peak_gib:.0f}"
+        f" | {100 * fastest.mfu:.1f} % | {fastest.tokens_per_second / LONG_ROW_GPUS:,.0f} |"
+    )
+
+
+def long_row_predictions(spec: ModelSpec, seq_len: int) -> list[tuple[str, RunPrediction]]:
+    """The name of the recompute and the prediction of each possible layout of eight GPUs."""
+    run = TrainConfig(dtype="bfloat16", global_batch_size=LONG_ROW_GPUS)
+    run = dataclasses.replace(run, data=dataclasses.replace(run.data, seq_len=seq_len))
+    rows = make_assumed_rows(spec, seq_len)
+    expert_parallel = LONG_ROW_GPUS if spec.language.moe is not None else 1
+
+    predictions = []
+    for tensor_parallel, context_parallel in itertools.product((1, 2, 4, 8), repeat=2):
+        if tensor_parallel * context_parallel > LONG_ROW_GPUS:
+            continue
+        parallel = ParallelConfig(
+            tp=tensor_parallel,
+            cp=context_parallel,
+            ep=expert_parallel,
+            sequence_parallel=tensor_parallel > 1,
+        )
+        for name, recompute in LONG_ROW_RECOMPUTE.items():
+            config = dataclasses.replace(run, parallel=parallel, recompute=recompute)
+            try:
+                layout = run_layout(config, spec, LONG_ROW_GPUS)
+                predicted = predict_layout(config, spec, LONG_ROW_GPUS, layout, row_statistics=rows)
+            except (LayoutError, RunConfigError):  # the heads do not divide
+                break
+            predictions.append((name, predicted))
+    return predictions
+
+
 # --- Shared -------------------------------------------------------------------------------------------------
 
 
@@ -232,6 +317,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_reference,
     "support-matrix.md": matrix.markdown,
     "releases.md": supported_versions,
+    "long-context.md": long_row_layouts,
 }
 """Address below docs/ -> what writes the part of the page that is made of the code."""
 

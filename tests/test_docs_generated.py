@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from functools import cache
@@ -23,6 +24,7 @@ from megatron_vl.spec.families import FAMILIES
 from tests.distributed import matrix
 from tests.distributed.cases import CASES
 from tests.docs_site import docs_hooks
+from toolkit.cli import main as toolkit_main
 from toolkit.commands import COMMANDS
 from toolkit.options import build_parser
 
@@ -178,6 +180,26 @@ def test_the_hosted_checks_are_those_of_ci_run() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert commands == [".ci/run"] and (ROOT / ".ci" / "run").stat().st_mode & 0o111
+
+
+# --- Long rows ----------------------------------------------------------------------------------------------
+
+
+def test_a_layout_of_long_rows_is_predicted_as_by_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    hooks = docs_hooks()
+    config = ROOT / "tests" / "hf_configs" / "Qwen3-VL-8B-Instruct.json"
+    line = hooks.long_row_line(hooks.read_spec(config), 262_144)
+    _, length, tp, cp, recompute, gib, mfu, tokens, _ = (cell.strip() for cell in line.split("|"))
+    assert (length, tp, cp, recompute) == ("262,144", "1", "8", "full")
+
+    words = ["plan", "--hf", str(config), "--gpus", "8", "--json", "--dtype", "bfloat16"]
+    words += ["--data.seq_len", "262144", "--global_batch_size", "8", "--parallel.cp", cp]
+    words += ["--recompute.language", recompute, "--recompute.vision", "full"]
+    assert toolkit_main(words) == 0
+    predicted = json.loads(capsys.readouterr().out)["best"]
+    assert predicted["fits"] and f"{predicted['peak_gib']:.0f}" == gib
+    assert f"{100 * predicted['mfu']:.1f} %" == mfu
+    assert f"{predicted['tokens_per_second'] / 8:,.0f}" == tokens
 
 
 # --- The reference ------------------------------------------------------------------------------------------

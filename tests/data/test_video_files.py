@@ -6,8 +6,11 @@ checked by what the picture shows, not by what another decoder says.
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import multiprocessing
 import random
+import resource
 import time
 from fractions import Fraction
 
@@ -18,6 +21,8 @@ import torch
 
 from data_tools.formats import RecordError
 from data_tools.media import inspect_medium
+from megatron_vl.config import DataConfig
+from megatron_vl.data.packing.assemble_row import pack_row
 from megatron_vl.data.sample import pixels, video_decoding
 from megatron_vl.data.sample.deadline import SampleDeadline, SampleTimeoutError
 from megatron_vl.data.sample.pixels import (
@@ -28,7 +33,9 @@ from megatron_vl.data.sample.pixels import (
     probe_video,
     video_frames,
     video_grid,
+    video_planes,
 )
+from toolkit.sample_encoder import SampleEncoder
 
 SIDE = 64
 DIGITS = 12
@@ -219,6 +226,118 @@ def test_an_hour_decodes_what_leads_to_its_frames(hour, most, monkeypatch):
     frames = video_frames(hour, info, wanted, SampleDeadline(60))
     assert numbers(frames) == [number % SEGMENT for number in wanted]
     assert most <= len(decoded) <= 25 * most
+
+
+PLAIN_RULE = PixelSettings(video_max_frames=768, video_max_pixels=300 * 28 * 28)
+SPREAD_RULE = PixelSettings(
+    patch_size=16,
+    video_max_frames=768,
+    video_min_pixels=4096,
+    video_max_pixels=114_688 * 2 * 32 * 32,
+    video_spread=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "first", "last", "times"),
+    [
+        # Frame i is int(i x 90000 / 768) = int(i x 117.1875). A group lasts 2 / (768 / 90000 x 25) = 9.375 s.
+        (PLAIN_RULE, [0, 117, 234, 351], [89_765, 89_882], 9.375),
+        # Frame i is round(i x 89999 / 767) = round(i x 117.339); groups are at (0 + 117) / 50 s and
+        # (89882 + 89999) / 50 s.
+        (SPREAD_RULE, [0, 117, 235, 352], [89_882, 89_999], (2.34, 3597.62)),
+    ],
+    ids=["qwen2_vl and qwen2_5_vl", "qwen3_vl, qwen3_vl_moe and qwen3_5"],
+)
+def test_an_hour_in_a_row_of_131072_worked_out_by_hand(settings, first, last, times):
+    """An hour of 720p at 25 frames a second: 7,200 frames at 2 a second are cut to 768, 384 groups.
+
+    Qwen2.5-VL, 300 tokens a group: 720 x 1280 is divided by sqrt(921600 / 235200) = 1.97949. That gives
+    363.7 x 646.6, and 12 x 23 tokens of 28 pixels. Qwen3-VL, 114,688 tokens for the whole video: the divisor
+    is sqrt(768 x 921600 / 234881024) = 1.73591. That gives 414.8 x 737.4, and 12 x 23 tokens of 32 pixels.
+    """
+    info = VideoInfo(HOUR, 25.0, 720, 1280)
+    indices = frame_indices(info, settings)
+    assert (len(indices), indices[:4], indices[-2:]) == (768, first, last)
+
+    grid = video_grid(info, settings)
+    assert (grid.t, grid.h, grid.w) == (384, 24, 46)
+    assert grid.num_tokens(2) == 384 * 12 * 23 == 105_984
+    if settings.video_spread:
+        assert (grid.timestamps[0], grid.timestamps[-1]) == pytest.approx(times)
+    else:
+        assert grid.second_per_grid == times
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_an_hour_fills_a_row_of_131072(hour, family, tiny_checkpoint):
+    """From the file to the row: 768 frames, one time or position for each group, all pixels in place."""
+    settings = DataConfig(
+        video_max_frames=768, video_max_pixels=1 << 24, min_pixels=50_000, max_pixels=60_000
+    )
+    encoder = SampleEncoder(tiny_checkpoint(family, dtype=torch.float32), settings)
+    messages = [
+        {"role": "user", "content": [{"type": "video"}, {"type": "text", "text": "The video shows"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "a road."}]},
+    ]
+    sample = encoder.encode_sample(messages, [("video", "hour.mp4", hour)])
+    [medium] = sample.media_items
+    grid = medium.grid_thw
+    assert grid.t == 384 and len(medium.planes) == 768
+
+    row = pack_row([sample], encoder.spec, 131_072)
+    is_video = row.tokens == encoder.spec.video_token_id
+    assert int(is_video.sum()) == grid.num_tokens(encoder.spec.vision.spatial_merge_size)
+    assert row.num_patches == grid.t * grid.h * grid.w
+    assert torch.equal(is_video.nonzero()[:, 0], row.vision.feature_index.sort().values.long())
+    # The time axis of the positions rises with each group, in the text (Qwen3-VL) or within the video.
+    assert len(row.position_ids[0][is_video].unique()) == 384
+
+
+@pytest.mark.slow
+def test_an_hour_ends_at_its_deadline(hour):
+    info = VideoInfo(HOUR, 25.0, SIDE, SIDE)
+    start = time.monotonic()
+    with pytest.raises(SampleTimeoutError):
+        video_planes(hour, info, video_grid(info, PLAIN_RULE), PLAIN_RULE, SampleDeadline(0.3))
+    assert time.monotonic() - start < 2
+
+
+def test_frames_in_their_stored_size_do_not_add_up_in_memory():
+    """120 frames of 720 x 1280 take 332 MB. The patches to which they shrink take 14 MB."""
+    out = io.BytesIO()
+    with av.open(out, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 1280, 720, "yuv420p"
+        picture = np.zeros((720, 1280, 3), np.uint8)
+        for _ in range(120):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
+
+    process_context = multiprocessing.get_context("fork")
+    receiver, sender = process_context.Pipe(duplex=False)
+    process = process_context.Process(target=_send_peak_memory, args=(sender, out.getvalue()))
+    process.start()
+    assert receiver.poll(60), "the frames were not decoded in time"
+    growth = receiver.recv()
+    process.join()
+    assert growth < 100e6
+
+
+def _send_peak_memory(sender, video_bytes: bytes) -> None:
+    """Sends by how many bytes more the peak of memory is for 120 frames than for 40."""
+    torch.set_num_threads(1)
+    settings = PixelSettings(
+        video_fps=10.0, video_max_frames=120, video_min_pixels=784, video_max_pixels=40_000
+    )
+    info = VideoInfo(120, 10.0, 720, 1280)
+    few = dataclasses.replace(settings, video_max_frames=40)
+    video_planes(video_bytes, info, video_grid(info, few), few)  # a third of the frames
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    planes = video_planes(video_bytes, info, video_grid(info, settings), settings)
+    assert len(planes) == 120
+    sender.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def test_a_gif_is_painted_from_its_start(monkeypatch):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.parallel.process_grid import init_distributed
@@ -86,6 +87,60 @@ def losses_beside_others(hf: str, weights: str) -> dict[str, Any]:
         spans = zip(bounds[:-1], bounds[1:], strict=True)
         out[name] = [torch.equal(before[first:end], after[first:end]) for first, end in spans]
     return out
+
+
+class HostReads(TorchDispatchMode):
+    """Records operators for whose result the host would have to wait for a GPU.
+
+    ``tolist`` of a CPU tensor is not among them, because it is no operator there.
+    """
+
+    READING = (
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func.overloadpacket)
+        has_data_shape = name == "aten.repeat_interleave" and not (kwargs or {}).get("output_size")
+        if name.partition(".")[2] in self.READING or has_data_shape:
+            self.operators.append(name)
+        result = func(*args, **(kwargs or {}))
+        return self._indexed_by_mask(name, args, result)
+
+    def _indexed_by_mask(self, name: str, args: Any, result: Any) -> Any:
+        """Indexing by a mask counts its true elements, like ``nonzero``."""
+        if name == "aten.index" and any(index is not None and index.dtype == torch.bool for index in args[1]):
+            self.operators.append("aten.nonzero")
+        return result
+
+
+def host_reads(hf: str, weights: str, platform_name: str = "cpu") -> list[str]:
+    """What the passes of a row under CP2 read on the host. On a GPU, a read raises an error instead."""
+    platform = get_platform(platform_name)
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    live = build_case(ParityCase("CP2", hf, weights, [], seq_len=SEQ_LEN, optimizer=False, cp=2), platform)
+    data = live.make_step_data(
+        draw_samples([["image", "word", "text", "video"]], live.spec, 0), platform, SEQ_LEN
+    )
+
+    live.ddp_chunks[0].module(data.rows[0]).sum().backward()  # kernels are compiled at the first use
+    with HostReads() as host_read_log:
+        if platform_name == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        live.ddp_chunks[0].module(data.rows[0]).sum().backward()
+        if platform_name == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return host_read_log.operators
 
 
 def _token_losses(live: BuiltCase, samples: list[TokenizedSample]) -> Tensor:

@@ -30,7 +30,7 @@ from megatron_vl.training.row_shards import (
 )
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
-from tests.training.context_programs import MOVES, losses_beside_others, moved
+from tests.training.context_programs import MOVES, HostReads, host_reads, losses_beside_others, moved
 from tests.training.test_pictures import _rows
 
 SEQ_LEN = 512
@@ -108,13 +108,32 @@ def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_moves_between_layouts_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_checkpoint_moves_between_layouts_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Weights, master weights, moments and step counts, from DP4 through context parallelism and back."""
-    hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
+    hf = tiny_checkpoint(family, dtype=torch.float32)
     convert_weights(hf, tmp_path / "weights")
     different = call(moved, 4, hf=str(hf), weights=str(tmp_path / "weights"), folder=str(tmp_path))
     assert int(different.pop("compared")[0]) > 100
     assert different == {name: [] for name in MOVES}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+def test_passes_read_no_number_of_the_device_on_the_host(family: str, tmp_path: Path) -> None:
+    """Forward and backward passes of CP2 ask for no number and no shape that depends on numbers."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    convert_weights(hf, tmp_path / "weights")
+    assert call(host_reads, 2, hf=str(hf), weights=str(tmp_path / "weights")) == []
+
+
+def test_reads_on_the_host_are_noticed() -> None:
+    with HostReads() as host_read_log:
+        row = torch.arange(4.0)
+        row.sum().item()
+        row[row > 1]
+        row.nonzero()
+    assert host_read_log.operators == ["aten._local_scalar_dense", "aten.nonzero", "aten.nonzero"]
 
 
 @pytest.mark.ranks

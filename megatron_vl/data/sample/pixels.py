@@ -33,9 +33,10 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -689,8 +690,21 @@ def video_planes(
         SampleTimeoutError: the deadline has passed.
     """
     frame_numbers = frame_indices(video_info, pixel_settings)
-    frame_pixels = video_frames(video_bytes, video_info, frame_numbers, deadline)
-    return _pixel_planes(frame_pixels, video_grid_thw, pixel_settings)
+    patch_bytes = 3 * pixel_settings.patch_size**2
+    pixel_planes = torch.empty(
+        (len(frame_numbers), video_grid_thw.h * video_grid_thw.w, patch_bytes), dtype=torch.uint8
+    )
+
+    # Frames in their stored size are large: 768 of 1080p take 4.5 GiB. Only a few of them exist at a time.
+    first_frame = 0
+    decoded_frames = _decode_frames(video_bytes, video_info, frame_numbers, deadline)
+    for frame_batch in batched(decoded_frames, FRAMES_PER_RESIZE):
+        next_frame = first_frame + len(frame_batch)
+        pixel_planes[first_frame:next_frame] = _pixel_planes(
+            torch.stack(frame_batch), video_grid_thw, pixel_settings
+        )
+        first_frame = next_frame
+    return pixel_planes
 
 
 def video_frames(
@@ -708,41 +722,47 @@ def video_frames(
         PixelError: the file does not decode, or a frame of ``frame_numbers`` is missing.
         SampleTimeoutError: the deadline has passed.
     """
-    if is_frame_archive(video_bytes):
-        return _archive_frames(video_bytes, video_info, frame_numbers, deadline)
-    from av.video.reformatter import VideoReformatter
+    return torch.stack(list(_decode_frames(video_bytes, video_info, frame_numbers, deadline)))
 
-    chosen_frames: list[Tensor] = []
+
+def _decode_frames(
+    video_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int], deadline: SampleDeadline
+) -> Iterator[Tensor]:
+    """Yields the frames of :func:`video_frames`, each uint8 [3, height, width]."""
+    if is_frame_archive(video_bytes):
+        yield from _archive_frames(video_bytes, video_info, frame_numbers, deadline)
+        return
+    from av.video.reformatter import VideoReformatter
 
     # A separate converter without threads. PyAV 19 shares one in the whole process, and its threads do not
     # survive the fork of loader workers: if the parent has converted a frame before, a worker would hang.
     frame_converter = VideoReformatter()
 
+    # Coded frames are larger than displayed ones, because sides are rounded up to whole blocks.
+    max_pixels = (video_info.height + 256) * (video_info.width + 256)
+    decoded_count = 0
     try:
-        # Coded frames are larger than displayed ones, because sides are rounded up to whole blocks.
-        max_pixels = (video_info.height + 256) * (video_info.width + 256)
         for video_frame in decode_frames_at(
             lambda: _open_video(video_bytes, max_pixels), video_info.frame_count, frame_numbers, deadline
         ):
             rgb_array = frame_converter.reformat(video_frame, format="rgb24", threads=1).to_ndarray()
-            chosen_frames.append(torch.from_numpy(rgb_array).permute(2, 0, 1))
+            decoded_count += 1
+            yield torch.from_numpy(rgb_array).permute(2, 0, 1)
     except (PixelError, SampleTimeoutError):
         raise
     except Exception as error:
         raise PixelError(f"not a readable video ({type(error).__name__}: {error})") from error
 
-    if len(chosen_frames) < len(frame_numbers):
-        raise PixelError(f"frame {frame_numbers[len(chosen_frames)]} of the video is missing")
-    return torch.stack(chosen_frames)
+    if decoded_count < len(frame_numbers):
+        raise PixelError(f"frame {frame_numbers[decoded_count]} of the video is missing")
 
 
 def _archive_frames(
     archive_bytes: bytes, video_info: VideoInfo, frame_numbers: Sequence[int], deadline: SampleDeadline
-) -> Tensor:
-    """:func:`video_frames` of an archive of frames."""
+) -> Iterator[Tensor]:
+    """:func:`_decode_frames` of an archive of frames."""
     frame_archive = _open_frame_archive(archive_bytes)
     max_pixels = video_info.height * video_info.width
-    chosen_frames: list[Tensor] = []
     for frame_number in frame_numbers:
         deadline.check_time()
         if frame_number >= len(frame_archive):
@@ -751,10 +771,11 @@ def _archive_frames(
         if frame_pixels.shape[1:] != (video_info.height, video_info.width):
             picture_name = frame_archive.picture_name(frame_number)
             raise PixelError(f"{picture_name} has another size than when it was converted")
-        chosen_frames.append(frame_pixels)
-    return torch.stack(chosen_frames)
+        yield frame_pixels
 
 
+FRAMES_PER_RESIZE = 8
+"""Frames of a video that are decoded before they are resized together."""
 LONG_VIDEO_FRAMES = 18_000
 """Number of frames above which :func:`probe_video` decodes only key frames; ten minutes at 30 frames a
 second."""
