@@ -217,7 +217,7 @@ def gpu() -> dict[str, dict[str, float]]:
         errors[f"an initial state, {len(row)} sequences"] = rule_errors(
             row, (16, 32), (128, 128), "slow", device="cuda", of_state=True, initial_state=True
         )
-    errors["smaller heads"] = rule_errors(lengths, (2, 4), (64, 32), "mixed", device="cuda")
+    errors["smaller heads"] = rule_errors(lengths, (2, 4), (64, 64), "mixed", device="cuda")
     errors["bits"] = changed_bits([100, 41, 300], 1, "cuda")
     errors["around"] = around_errors(lengths, 8192, 32, 128, "cuda")
     return errors

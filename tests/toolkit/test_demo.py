@@ -50,19 +50,19 @@ def test_the_whole_demo_passes(tmp_path):
 
 @pytest.mark.ranks
 def test_checks_pass_and_the_curve_is_drawn(demo):
-    report = json.loads((demo.folder / "report.json").read_text())
+    report = json.loads((demo.demo_dir / "report.json").read_text())
     assert len(report["checks"]) == 9
     failed = [check["what"] for check in report["checks"] if not check["passed"]]
     assert all(what.startswith(LEARNT) for what in failed), failed
-    with Image.open(demo.folder / "loss.png") as picture:
+    with Image.open(demo.demo_dir / "loss.png") as picture:
         assert picture.width > 800 and len(picture.convert("RGB").getcolors(1 << 20)) > 50
 
 
 @pytest.mark.ranks
 def test_a_damaged_export_fails(demo, tmp_path):
     """The control: with one layer's heads swapped, as by a wrong conversion, loss and answers are wrong."""
-    shutil.copytree(demo.folder, tmp_path / "own")  # other tests read the report
-    demo = steps.DemoRun(tmp_path / "own", demo.steps, demo.machine)
+    shutil.copytree(demo.demo_dir, tmp_path / "own")  # other tests read the report
+    demo = steps.DemoRun(tmp_path / "own", demo.num_steps, demo.machine)
     damaged = tmp_path / "damaged"
     shutil.copytree(demo.exported_dir, damaged)
     name = "model.layers.3.self_attn.q_proj.weight"
@@ -72,9 +72,9 @@ def test_a_damaged_export_fails(demo, tmp_path):
         tensors[name].view(2, -1, tensors[name].shape[1]).flip(0).reshape(tensors[name].shape).contiguous()
     )
     save_file(tensors, file, metadata={"format": "pt"})
-    evaluated = steps.read_metrics(demo.folder / "evaluation_after")[-1]
+    evaluated = steps.read_metrics(demo.demo_dir / "evaluation_after")[-1]
     steps.compare_losses(demo, steps._open_reference(damaged), "after", evaluated, 1e-4)
-    demo.seconds["total"] = 0.0
+    demo.seconds_by_part["total"] = 0.0
     assert not demo.checks[-1].passed
     assert steps.write_report(demo) == 1
 
@@ -85,7 +85,7 @@ def test_a_second_demo_replaces_the_first_but_nothing_else(demo, tmp_path):
     assert main(["demo", "--dir", str(tmp_path)]) == 1
     assert (tmp_path / "mine.txt").read_text() == "mine"
     again = tmp_path / "again"
-    shutil.copytree(demo.folder / "raw", again / "raw")
+    shutil.copytree(demo.demo_dir / "raw", again / "raw")
     (again / ".megatron-vl-demo").touch()
     steps._clear_folder(again)
     assert os.listdir(again) == [".megatron-vl-demo"]
