@@ -1,4 +1,4 @@
-"""Defines which parts of Hugging Face tensors a Megatron tensor consists of, once for both directions.
+"""Maps each Megatron tensor to its parts of Hugging Face tensors, once for both directions.
 
 A :class:`ConversionRule` lists the rectangles (:class:`~megatron_vl.weights.matrix_blocks.MatrixBlock`) that
 a canonical tensor has in common with its HF tensors. Conversion reads the list forwards and export backwards,
@@ -414,7 +414,7 @@ def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[
 
 
 def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
-    """The tensor is a stack of HF matrices of each expert, whose number is the remaining ``*``."""
+    """The tensor stacks the experts' HF matrices; the remaining ``*`` is the number of the expert."""
     return separate_experts_rule(tensor_info, hf_names)
 
 

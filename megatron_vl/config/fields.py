@@ -412,7 +412,8 @@ class TrainConfig:
     stop_after: int | None = option(None, minimum=1)
     """Save and stop at this step; the schedule still ends at `steps`."""
     global_batch_size: int = option(8, minimum=1)
-    """Rows in one optimizer step, over all data-parallel ranks."""
+    """Rows in one optimizer step, over all data-parallel ranks. Each is a micro-batch, so that gradients are
+    accumulated over global_batch_size / dp of them."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of computation. With bfloat16, master weights and gradients are float32."""
     platform: Literal["auto", "cuda", "cpu"] = "auto"

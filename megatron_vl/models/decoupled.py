@@ -7,7 +7,8 @@ runs its pictures forward once more (except for ``vision.keep_patches`` patches,
 and then backward. The gradients of the weights are summed over all ranks of the run. Kimi K2.5 was trained in
 this way.
 
-Pictures stay within their replica, whose loader holds their pixels. Planned batches even out the replicas.
+Pictures stay within their replica, whose loader holds their pixels. Batches are planned so that replicas have
+about equally many patches.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class DecoupledTower:
         also has its slice of the share's patches."""
 
     def wrap(self, ddp_config: DistributedDataParallelConfig) -> None:
-        """From now on, reduces the gradients of the trained weights over all ranks of the run."""
+        """Wraps the tower in DDP over all ranks of the run, if any of its weights is trained."""
         if any(parameter.requires_grad for parameter in self.module.parameters()):
             self.ddp = ReplicaDDP(
                 self.module.config, ddp_config, self.module, pg_collection=tower_process_groups()
@@ -168,7 +169,7 @@ class DecoupledTower:
         Collective over the replica.
 
         Args:
-            step_rows: the rows of a step, or objects whose attribute ``device_row`` is a row.
+            step_rows: the rows of a step, or objects whose attribute ``row`` is a row.
             is_training: whether :meth:`backward` will follow.
         """
         step_vision = getattr(step_rows[0], "row", step_rows[0]).step_vision

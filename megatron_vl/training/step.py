@@ -199,7 +199,7 @@ def run_schedule(
         collect_non_loss_data=collect_non_loss_data,
     )
 
-    # Its backward pass runs after the pipeline, which has collected the gradients of its features.
+    # The tower's backward pass comes last: the pipeline has collected the gradients of its features.
     if decoupled_tower is not None and not forward_only:
         decoupled_tower.backward()
     return row_reports
@@ -275,7 +275,7 @@ def reduce_losses(
 ) -> tuple[float, int, list[bool], SourceCounts | None]:
     """Adds up the losses of the global batch over all ranks. Collective.
 
-    This is the only host synchronisation of a step.
+    The host reads losses, counts and flags from the device here, all at once.
 
     Args:
         local_source_counts: samples and loss tokens of this rank's rows by source; None if the data set is no

@@ -4,8 +4,8 @@ All rows of a global batch are planned together, so that each has about the same
 are then dealt to the ranks so that the ranks have about equal sums of patches. The result depends only on the
 sizes, so every rank computes the same plan without a message. Rows do not depend on the number of ranks.
 
-Each round places a sample in each of many rows at once. Only integers are compared, and equal ones keep their
-order, because sums of floats and unstable sorts differ between processors.
+Each round gives many rows one sample each, in one vectorised operation. Only integers are compared, and equal
+ones keep their order, because sums of floats and unstable sorts differ between processors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 Integers = NDArray[np.int64]
 
 LOOKAHEAD_FACTOR = 2
-"""For this many samples that fill a step, one more sample waits, so that there is a choice."""
+"""One extra sample waits per LOOKAHEAD_FACTOR samples of a step, so that there is a choice."""
 MOST_CHOICES = 16
 """Largest number of waiting samples per row that are considered."""
 BUNDLE_FRACTION = 16
@@ -28,7 +28,7 @@ TURNS_PER_ROUND = 4
 CHOICES_PER_ROW = 16
 """Number of samples that a row compares in a round."""
 SCALES = 8
-"""Number of rounds after which rows compare samples of the same sizes again
+"""The range of sizes among which rows search repeats after this many rounds
 (:meth:`_RowPlan._best_of_block`)."""
 MAX_FILL_ROUNDS = 32
 """Largest number of rounds that fill rows."""
@@ -93,8 +93,8 @@ class _RowPlan:
         """Spreads old samples over the rows, the largest first.
 
         Room for one more sample or bundle is left in each row, for :meth:`fill_rows`. Each turn gives one
-        bundle to each of the emptiest rows. Of these, the rows with the fewest patches for their tokens get
-        the bundles with the most.
+        bundle to each of the emptiest rows. Among these, the row with the fewest patches for its tokens gets
+        the bundle with the most patches for its tokens.
         """
         # How many of the oldest samples fill the rows, except for the room that is left.
         row_count = self.used_by_row.shape[1]
@@ -132,7 +132,7 @@ class _RowPlan:
     def _bundle_small_samples(self, old_count: int, least_tokens: int) -> tuple[Integers, Integers]:
         """Bundles those of the first ``old_count`` samples that have fewer than ``least_tokens`` tokens.
 
-        The oldest sample is a bundle alone, the first one. So are samples that are not small.
+        The oldest sample is the first bundle, alone. Each sample that is not small is a bundle of its own.
 
         Returns:
             The bundle of each sample, int64 [old]; tokens and patches of each bundle, int64 [2, m].

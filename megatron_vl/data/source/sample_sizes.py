@@ -5,8 +5,8 @@
 the sizes of its media as they are stored. Patches and placeholders follow from the settings of the run that
 reads them.
 
-* ``samples.npy``: :data:`SAMPLE`, 12 bytes for each sample.
-* ``media.npy``: :data:`MEDIUM`, 21 bytes for each picture or video.
+* ``samples.npy``: :data:`SAMPLE_DTYPE`, 12 bytes for each sample.
+* ``media.npy``: :data:`MEDIUM_DTYPE`, 21 bytes for each picture or video.
 * ``shards.json``: the id of the data set's content and, of each shard in the order of the other two files,
   its samples, the assistant's turns in them, and those that cannot be used by reason.
 
