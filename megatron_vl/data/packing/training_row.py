@@ -101,12 +101,16 @@ def loss_index(loss_mask: Tensor) -> Tensor | None:
     Args:
         loss_mask: [S], on the host.
     """
-    is_learnt = loss_mask.bool()
-    index_count = max(1, -(-int(is_learnt.sum()) // LOSS_INDEX_MULTIPLE)) * LOSS_INDEX_MULTIPLE
-    if index_count >= len(is_learnt):
+    is_chosen = loss_mask != 0
+    loss_count = int(is_chosen.count_nonzero())
+    index_count = max(1, -(-loss_count // LOSS_INDEX_MULTIPLE)) * LOSS_INDEX_MULTIPLE
+    if index_count >= len(is_chosen):
         return None
-    # A stable sort puts the loss tokens first and leaves the others in order.
-    return is_learnt.logical_not().byte().argsort(stable=True)[:index_count].sort().values
+
+    # The first other tokens fill the last tile.
+    other_tokens = is_chosen.logical_not().nonzero().flatten()
+    is_chosen[other_tokens[: index_count - loss_count]] = True
+    return is_chosen.nonzero().flatten()
 
 
 def pin_row(packed_row: TrainingRow) -> TrainingRow:
