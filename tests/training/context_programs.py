@@ -128,7 +128,9 @@ def host_reads(hf: str, weights: str, platform_name: str = "cpu") -> list[str]:
     platform = get_platform(platform_name)
     torch.set_num_threads(1)
     init_distributed(platform)
-    live = build_case(ParityCase("CP2", hf, weights, [], seq_len=SEQ_LEN, optimizer=False, cp=2), platform)
+    dtype = "bfloat16" if platform_name == "cuda" else "float32"
+    case = ParityCase("CP2", hf, weights, [], seq_len=SEQ_LEN, optimizer=False, cp=2, dtype=dtype)
+    live = build_case(case, platform)
     data = live.make_step_data(
         draw_samples([["image", "word", "text", "video"]], live.spec, 0), platform, SEQ_LEN
     )
