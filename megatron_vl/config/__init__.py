@@ -11,6 +11,7 @@ from megatron_vl.config.fields import (
     Fp8Config,
     LearntOrMasked,
     LogConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

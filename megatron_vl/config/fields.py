@@ -62,6 +62,31 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """LoRA: small trainable factors beside frozen matrices. Everything else of the model is frozen then."""
+
+    rank: int = option(0, minimum=0)
+    """Rank of the factors. 0: no LoRA; the model itself is trained."""
+    alpha: float = option(32.0, exclusive_minimum=0)
+    """What an adapter adds is multiplied by alpha / rank, so that a learning rate suits all ranks."""
+    use_rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
+    dropout: float = option(0.0, minimum=0, maximum=0.99)
+    """Probability of dropping an input of A. Not for experts."""
+    targets: list[str] = option(["language"])
+    """Matrices that get an adapter. Each entry is a kind (language, attention, linear_attention, mlp,
+    shared_experts, experts, vision, merger), the end of a module's name as in PEFT (q_proj, attn.qkv), or a
+    regular expression for the whole name (.*layers.[0-3].*q_proj). language: all of the language model but
+    its experts."""
+    exclude: list[str] = option([])
+    """Matrices of targets that get none, written in the same way."""
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    """Ranks of single matrices, by the end of a module's name (a regular expression), as in PEFT."""
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    """Alphas of single matrices, written in the same way."""
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How the model is spread over ranks.
 
@@ -395,6 +420,7 @@ class TrainConfig:
     """A training run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -451,6 +477,8 @@ _TYPE_DESCRIPTIONS: dict[Any, str] = {
     type(None): "nothing (null)",
     list[int]: "a list of whole numbers such as [8,20]",
     list[str]: "a list of words such as [one,two]",
+    dict[str, int]: "a map of words to whole numbers such as {q_proj: 16}",
+    dict[str, float]: "a map of words to numbers such as {q_proj: 16}",
 }
 
 

@@ -1,0 +1,306 @@
+"""LoRA adapters (arXiv 2106.09685): which matrices have one, and the shapes of their factors.
+
+A released matrix W [out, in] gets two factors, A [rank, in] and B [out, rank], and computes
+``W x + scale * B A x``. The canonical tensor of W may be fused from several released matrices (query, key and
+value, for instance). Their factors are then fused in the same way, so that every layout cuts them as it cuts W,
+and the conversion rules of W also convert its factors:
+
+* ``lora_B`` has the rows of W in their canonical order: ``[rows of W, rank]``. Each row belongs to one released
+  matrix. If ranks differ, the width is the largest one, and the columns after a matrix's rank are zero.
+* ``lora_A`` has the columns of W: ``[sum of the ranks, columns of W]``, the factors of the released matrices one
+  below another. A released matrix without an adapter has no rows in ``lora_A``, and its rows in ``lora_B`` are
+  zero and stay zero.
+
+For a stack of experts, both have the experts as their first dimension, and gate and up share one A, as in PEFT's
+``target_parameters``. The names of released matrices are those of the modules of ``transformers`` 5, which PEFT's
+files use as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_vl.config import LoraConfig, RunConfigError
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import TensorInfo, tensor_table
+
+ADAPTER_KINDS = (
+    "language",
+    "attention",
+    "linear_attention",
+    "mlp",
+    "shared_experts",
+    "experts",
+    "vision",
+    "merger",
+)
+"""Kinds of matrices that ``lora.targets`` may name. ``language`` stands for all of the language model but its
+experts."""
+
+_LANGUAGE_PREFIX = "model.language_model.layers."
+_LANGUAGE_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "self_attention.linear_qkv": ("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    "self_attention.linear_proj": ("attention", ("self_attn.o_proj",)),
+    "self_attention.in_proj": (
+        "linear_attention",
+        (
+            "linear_attn.in_proj_qkv",
+            "linear_attn.in_proj_z",
+            "linear_attn.in_proj_b",
+            "linear_attn.in_proj_a",
+        ),
+    ),
+    "self_attention.out_proj": ("linear_attention", ("linear_attn.out_proj",)),
+    "mlp.linear_fc1": ("mlp", ("mlp.gate_proj", "mlp.up_proj")),
+    "mlp.linear_fc2": ("mlp", ("mlp.down_proj",)),
+    "mlp.shared_experts.linear_fc1": (
+        "shared_experts",
+        ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    ),
+    "mlp.shared_experts.linear_fc2": ("shared_experts", ("mlp.shared_expert.down_proj",)),
+    "mlp.experts.linear_fc1": ("experts", ("mlp.experts.gate_up_proj",)),
+    "mlp.experts.linear_fc2": ("experts", ("mlp.experts.down_proj",)),
+}
+"""Canonical name within a decoder layer -> (kind, released names within the layer)."""
+_REGEX_CHARACTERS = frozenset("*+?|()[]^$\\{}")
+_LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """The adapter of one released matrix."""
+
+    hf_name: str
+    """Module name in ``transformers`` 5, without ``.weight``."""
+    rank: int
+    """0: this matrix has no adapter, although another one of the same canonical tensor has."""
+    scale: float
+    """alpha / rank, or alpha / sqrt(rank) with ``lora.use_rslora``."""
+
+
+@dataclass(frozen=True)
+class FusedAdapter:
+    """The adapters of the released matrices that one canonical tensor consists of."""
+
+    base: TensorInfo
+    kind: str
+    """One of :data:`ADAPTER_KINDS`."""
+    parts: tuple[AdapterPart, ...]
+    """One for each released matrix, in the order of the conversion rule's names."""
+
+    @property
+    def name_a(self) -> str:
+        return f"{self.base.name.removesuffix('weight')}adapter.lora_A"
+
+    @property
+    def name_b(self) -> str:
+        return f"{self.base.name.removesuffix('weight')}adapter.lora_B"
+
+    @property
+    def rank_sum(self) -> int:
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def max_rank(self) -> int:
+        return max(part.rank for part in self.parts)
+
+    def tensor_infos(self) -> tuple[TensorInfo, TensorInfo]:
+        """The factors A and B as canonical tensors. Of a row-parallel matrix A is cut, otherwise B."""
+        *expert_shape, rows, columns = self.base.shape
+        cuts_columns = self.base.parallel_style == "row"
+        info_a = dataclasses.replace(
+            self.base,
+            name=self.name_a,
+            shape=(*expert_shape, self.rank_sum, columns),
+            parallel_style="row" if cuts_columns else "replicated",
+            section_rows=(),
+        )
+        info_b = dataclasses.replace(
+            self.base,
+            name=self.name_b,
+            shape=(*expert_shape, rows, self.max_rank),
+            parallel_style="replicated" if cuts_columns else self.base.parallel_style,
+        )
+        return info_a, info_b
+
+
+def is_adapter_tensor(tensor_name: str) -> bool:
+    """Whether a canonical name is that of an adapter's factor."""
+    return tensor_name.endswith((".adapter.lora_A", ".adapter.lora_B"))
+
+
+def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]:
+    """The adapters of a run by the canonical name of their base tensor, in model order. Empty without LoRA.
+
+    Raises:
+        RunConfigError: an entry of ``lora.targets``, ``exclude``, ``rank_pattern`` or ``alpha_pattern`` matches
+            no matrix, or nothing is left to train.
+    """
+    if not lora.rank:
+        return {}
+
+    modules = [(base, *_released_modules(spec, base)) for base in tensor_table(spec).values()]
+    named_modules = [(kind, hf_name) for _, kind, hf_names in modules for hf_name in hf_names]
+    targets = [_make_matcher("lora.targets", target, named_modules) for target in lora.targets]
+    exclusions = [_make_matcher("lora.exclude", target, named_modules) for target in lora.exclude]
+    _check_patterns(lora, named_modules)
+
+    adapters: dict[str, FusedAdapter] = {}
+    for base, kind, hf_names in modules:
+        parts = []
+        for hf_name in hf_names:
+            is_target = any(matches(kind, hf_name) for matches in targets)
+            is_excluded = any(matches(kind, hf_name) for matches in exclusions)
+            parts.append(_make_part(lora, hf_name, is_target and not is_excluded))
+        if any(part.rank for part in parts):
+            adapters[base.name] = FusedAdapter(base, kind, tuple(parts))
+
+    if not adapters:
+        raise RunConfigError(
+            "lora.exclude leaves out every matrix of lora.targets, so nothing would be trained"
+        )
+    return adapters
+
+
+def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
+    """All factors of a run's adapters by canonical name, in model order."""
+    return {
+        info.name: info for adapter in fused_adapters(spec, lora).values() for info in adapter.tensor_infos()
+    }
+
+
+def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
+    """The tensors that a run's checkpoints hold: those of its adapters with LoRA, otherwise the model's."""
+    return adapter_table(spec, lora) if lora.rank else tensor_table(spec)
+
+
+def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:
+    """The released matrix of each row of a canonical tensor, as runs of (number of the matrix, rows).
+
+    For a stack of experts, the rows are those of one expert.
+    """
+    rows = base.shape[1] if base.num_experts else base.shape[0]
+    if base.num_experts or len(_released_modules(spec, base)[1]) == 1:
+        return [(0, rows)]
+    if base.parallel_style == "gated":
+        return [(0, rows // 2), (1, rows // 2)]
+    if base.parallel_style == "sections":
+        # Queries, keys and values of linear attention are one released matrix.
+        qkv_rows = sum(base.section_rows[:3])
+        return [(0, qkv_rows), *enumerate(base.section_rows[3:], start=1)]
+
+    language = spec.language
+    queries = language.num_heads // language.num_kv_heads * (2 if language.output_gate else 1)
+    group = [(0, queries * language.head_dim), (1, language.head_dim), (2, language.head_dim)]
+    return group * language.num_kv_heads
+
+
+def initial_bound(spec: ModelSpec, base: TensorInfo) -> tuple[float, int]:
+    """How A is drawn: (bound of the uniform distribution, columns that are drawn; the others are zero).
+
+    The bound is that of PEFT, which draws A as ``torch.nn.Linear`` draws its weight.
+    """
+    columns = base.shape[-1]
+    vision = spec.vision
+    is_padded = base.name.startswith("vision_model.decoder.") and columns == vision.padded_ffn_hidden_size
+    if is_padded and base.name.endswith("mlp.linear_fc2.weight"):
+        columns = vision.ffn_hidden_size
+    return 1 / math.sqrt(columns), columns
+
+
+def _released_modules(spec: ModelSpec, base: TensorInfo) -> tuple[str, tuple[str, ...]]:
+    """(kind, released module names) of a canonical tensor; no names if it can have no adapter."""
+    name = base.name.removesuffix(".weight")
+    layer_match = _LAYER_NUMBER.search(name)
+    if name == base.name:
+        return "", ()
+    if name.startswith("language_model.decoder.layers.") and layer_match:
+        kind, suffixes = _LANGUAGE_MODULES.get(name[layer_match.end() :], ("", ()))
+        return kind, tuple(f"{_LANGUAGE_PREFIX}{layer_match[1]}.{suffix}" for suffix in suffixes)
+    if not name.startswith("vision_model."):
+        return "", ()
+
+    mlp_names, merger_names = _vision_names(spec)
+    if layer_match:
+        block_modules = {
+            "self_attention.linear_qkv": ("attn.qkv",),
+            "self_attention.linear_proj": ("attn.proj",),
+            "mlp.linear_fc1": mlp_names[:-1],
+            "mlp.linear_fc2": mlp_names[-1:],
+        }
+        suffixes = block_modules.get(name[layer_match.end() :], ())
+        return "vision", tuple(f"model.visual.blocks.{layer_match[1]}.{suffix}" for suffix in suffixes)
+
+    merger, _, linear = name.removeprefix("vision_model.").rpartition(".")
+    if linear not in ("linear_fc1", "linear_fc2"):
+        return "", ()
+    merger = merger.replace("deepstack_mergers", "deepstack_merger_list")
+    return "merger", (f"model.visual.{merger}.{merger_names[linear == 'linear_fc2']}",)
+
+
+def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
+    """Released names of the linears of a tower's MLP, the last one last, and of a merger."""
+    if spec.family == "qwen2_vl":
+        return ("mlp.fc1", "mlp.fc2"), ("mlp.0", "mlp.2")
+    if spec.family == "qwen2_5_vl":
+        return ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), ("mlp.0", "mlp.2")
+    return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
+
+
+def _make_matcher(
+    field_name: str, target: str, named_modules: Iterable[tuple[str, str]]
+) -> Callable[[str, str], bool]:
+    """A function of (kind, released name) that says whether a target means a matrix.
+
+    A target is a kind, the end of a module's name, or a regular expression for the whole name, as in PEFT.
+    """
+
+    def matches(kind: str, hf_name: str) -> bool:
+        if target in ADAPTER_KINDS:
+            language_kinds = ("attention", "linear_attention", "mlp", "shared_experts")
+            return kind == target or (target == "language" and kind in language_kinds)
+        if _REGEX_CHARACTERS & set(target):
+            return re.fullmatch(target, hf_name) is not None
+        return hf_name == target or hf_name.endswith(f".{target}")
+
+    if not any(matches(kind, hf_name) for kind, hf_name in named_modules):
+        kinds = sorted({kind for kind, _ in named_modules})
+        leaves = sorted({hf_name.rpartition(".")[2] for _, hf_name in named_modules})
+        raise RunConfigError(
+            f"{field_name}: {target!r} matches no matrix of this model. Kinds: {', '.join(kinds)}; names:"
+            f" {', '.join(leaves)}; or give a regular expression for the whole name, such as"
+            f" {next(hf_name for _, hf_name in named_modules)!r}"
+        )
+    return matches
+
+
+def _make_part(lora: LoraConfig, hf_name: str, is_target: bool) -> AdapterPart:
+    rank = _pattern_value(lora.rank_pattern, hf_name, lora.rank) if is_target else 0
+    alpha = _pattern_value(lora.alpha_pattern, hf_name, lora.alpha)
+    scale = alpha / (math.sqrt(rank) if lora.use_rslora else rank) if rank else 0.0
+    return AdapterPart(hf_name, rank, scale)
+
+
+def _pattern_value(patterns: dict[str, Any], hf_name: str, default: Any) -> Any:
+    """The value of the first pattern that matches the end of a module's name, as in PEFT."""
+    for pattern, value in patterns.items():
+        if re.fullmatch(rf"(.*\.)?({pattern})", hf_name):
+            return value
+    return default
+
+
+def _check_patterns(lora: LoraConfig, named_modules: Iterable[tuple[str, str]]) -> None:
+    """Refuses patterns of ranks and alphas that match no matrix, and ranks below 1."""
+    for field_name in ("rank_pattern", "alpha_pattern"):
+        for pattern, value in getattr(lora, field_name).items():
+            if not any(re.fullmatch(rf"(.*\.)?({pattern})", hf_name) for _, hf_name in named_modules):
+                raise RunConfigError(f"lora.{field_name}: {pattern!r} matches no matrix of this model")
+            if value < 1 and field_name == "rank_pattern":
+                raise RunConfigError(
+                    f"lora.rank_pattern: the rank of {pattern!r} must be at least 1, not {value}"
+                )
