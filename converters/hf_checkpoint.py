@@ -44,15 +44,27 @@ CARRIED_PREFIX_BY_FAMILY = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
 as part of the model. An export copies them from the original folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
+_NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+"""Prefixes of names in transformers' memory, and those of the first released folders."""
+
 
 def short_tensor_name(tensor_name: str) -> str:
     """The name of a tensor in the style ``model.*`` and ``visual.*``.
 
     ``model.language_model.*`` becomes ``model.*``, and ``model.visual.*`` becomes ``visual.*``.
     """
-    for long_prefix, short_prefix in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+    for long_prefix, short_prefix in _NAME_STYLES:
         if tensor_name.startswith(long_prefix):
             return short_prefix + tensor_name.removeprefix(long_prefix)
+    return tensor_name
+
+
+def long_tensor_name(tensor_name: str) -> str:
+    """The name in the style ``model.language_model.*`` and ``model.visual.*``, that of transformers 5."""
+    short_name = short_tensor_name(tensor_name)
+    for long_prefix, short_prefix in _NAME_STYLES:
+        if short_name.startswith(short_prefix):
+            return long_prefix + short_name.removeprefix(short_prefix)
     return tensor_name
 
 
