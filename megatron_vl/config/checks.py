@@ -24,7 +24,6 @@ def validate_config(config: TrainConfig, world_size: int) -> int:
     _check_checkpoint(config)
     _check_profile(config, world_size)
     _check_model_parts(config)
-    _check_lora(config)
     return data_parallel_size
 
 
@@ -175,28 +174,13 @@ def _check_model_parts(config: TrainConfig) -> None:
     if min(min_pixels, max_pixels) > 0 and min_pixels > max_pixels:
         raise RunConfigError(f"data.min_pixels {min_pixels} must not be above data.max_pixels {max_pixels}")
 
+    if config.lora.rank and not config.lora.targets:
+        raise RunConfigError("lora.targets is empty, so nothing would be trained")
     model_config = config.model
     if model_config.freeze_vision and model_config.freeze_merger and model_config.freeze_language:
         raise RunConfigError(
             "model.freeze_vision, freeze_merger and freeze_language leave nothing to train; set one to false"
         )
-
-
-def _check_lora(config: TrainConfig) -> None:
-    """Checks what LoRA cannot be combined with."""
-    if not config.lora.rank:
-        return
-    model_config = config.model
-    frozen_parts = [
-        part for part in ("vision", "merger", "language") if getattr(model_config, f"freeze_{part}")
-    ]
-    if frozen_parts:
-        raise RunConfigError(
-            f"model.freeze_{frozen_parts[0]}: with lora.rank {config.lora.rank} the whole model is frozen; name"
-            " the matrices to adapt in lora.targets instead"
-        )
-    if not config.lora.targets:
-        raise RunConfigError("lora.targets is empty, so nothing would be trained")
 
 
 def _check_export(config: TrainConfig) -> None:

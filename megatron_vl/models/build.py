@@ -13,8 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_vl.config import ModelConfig, RunConfigError, TrainConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
+from megatron_vl.models.adapters import AdaptedModel
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
@@ -27,9 +28,10 @@ from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageMo
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.process_groups import group_of_this_rank
 from megatron_vl.platform import Platform
+from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import OUTPUT_TENSOR, TensorInfo, model_part, tensor_table
+from megatron_vl.spec.tensors import OUTPUT_TENSOR, model_part, tensor_table
 
 
 def build_chunks(
@@ -54,6 +56,7 @@ def build_chunks(
     """
     from megatron.core import parallel_state as mpu
 
+    config = freeze_unadapted_parts(config, spec)
     torch.manual_seed(config.seed)
     model_parallel_cuda_manual_seed(config.seed)
     core_config = _core_language_config(platform, spec, layout, config)
@@ -95,7 +98,9 @@ def build_chunks(
 
     tower_tp_size = 1 if layout.decoupled else layout.tp
     _zero_ffn_padding(modules, spec, tower_tp_size, mpu.get_tensor_model_parallel_rank() % tower_tp_size)
-    _freeze_parameters(modules, config.model)
+    _freeze_parameters(modules, config)
+    if config.lora.rank:
+        _attach_adapters(chunks, spec, layout, config)
     if platform.has_transformer_engine:
         for module in modules:
             fuse_weight_gradients(module)
@@ -328,7 +333,9 @@ def _zero_ffn_padding(
                 parameter.mul_(column_mask)
 
 
-def _freeze_parameters(modules: Iterable[torch.nn.Module], model_config: ModelConfig) -> None:
+def _freeze_parameters(modules: Iterable[torch.nn.Module], config: TrainConfig) -> None:
+    """Freezes the parts that are not trained. With LoRA, these are all parts of the model."""
+    model_config = config.model
     is_part_frozen = {
         "vision": model_config.freeze_vision,
         "merger": model_config.freeze_merger,
@@ -336,8 +343,29 @@ def _freeze_parameters(modules: Iterable[torch.nn.Module], model_config: ModelCo
     }
     for chunk in modules:
         for name, parameter in chunk.named_parameters():
-            if is_part_frozen[model_part(name)]:
+            if config.lora.rank or is_part_frozen[model_part(name)]:
                 parameter.requires_grad_(False)
+
+
+def _attach_adapters(
+    chunks: list[VisionLanguageModel], spec: ModelSpec, layout: Layout, config: TrainConfig
+) -> None:
+    """Gives the chunks the adapters of the run."""
+    from megatron.core import parallel_state as mpu
+
+    adapted_parts = AdaptedModel(
+        spec,
+        config,
+        layout.sharding,
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+    )
+    pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    live_tensors = chunk_tensors(chunks, layout, pp_rank, ep_rank)
+    for chunk in chunks:
+        chunk.lora = config.lora
+        for module in [chunk] if chunk.decoupled is None else [chunk, chunk.decoupled.module]:
+            adapted_parts.attach_adapters(module, live_tensors)
 
 
 def chunk_tensors(
@@ -353,14 +381,14 @@ def chunk_tensors(
 
 
 def check_live_tensors(
-    spec: ModelSpec, layout: Layout, live_tensors: list[LiveTensor]
-) -> dict[str, TensorInfo]:
-    """Checks that live parameters have the shapes of the model's tensor table. Returns the table.
+    spec: ModelSpec, layout: Layout, live_tensors: list[LiveTensor], lora: LoraConfig
+) -> None:
+    """Checks that live parameters have the shapes of the tables of the model and its adapters.
 
     Raises:
         RuntimeError: the table does not match the modules: a live parameter has no entry or another shape.
     """
-    table = tensor_table(spec)
+    table = tensor_table(spec) | adapter_table(spec, lora)
     for tensor_name, parameter, expert_index in live_tensors:
         if tensor_name not in table:
             raise RuntimeError(
@@ -373,4 +401,3 @@ def check_live_tensors(
                 f"parameter {tensor_name} has shape {tuple(parameter.shape)}; the table says {expected_shape}"
                 f" for {layout.sharding}"
             )
-    return table

@@ -26,8 +26,8 @@ _LINEAR_ATTENTION_NORM_NAMES = ("input_layernorm.", "self_attention.in_proj.laye
 _MLP_NORM_NAMES = ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 _EXPERT_PATTERN = re.compile(
     r"\.mlp\.experts\."
-    r"(?:local_experts\.(?P<listed>\d+)\.(?P<linear>linear_fc[12])\.weight"
-    r"|(?P<grouped_linear>linear_fc[12])\.weight(?P<grouped>\d+))$"
+    r"(?:local_experts\.(?P<listed>\d+)\.(?P<linear>linear_fc[12](?:\.adapter\.lora_[AB])?)\.weight"
+    r"|(?P<grouped_linear>linear_fc[12](?:\.adapter\.lora_[AB])?)\.weight(?P<grouped>\d+))$"
 )
 
 

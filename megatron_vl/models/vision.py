@@ -225,6 +225,10 @@ class VisionTower(nn.Module):
                     vision_input.position_hw, vision_input.frame_hw
                 ).to(hidden_states.dtype)
 
+            if torch.is_grad_enabled() and not hidden_states.requires_grad:
+                # With adapters, the patch embedding is frozen, but recomputed layers need an input with a gradient.
+                hidden_states.requires_grad_()
+
             # One more segment pads the patches for FP8. Patches attend only within segments, so it changes no
             # other patch.
             rotary_angles = vision_rope_angles(vision_input.position_hw, self.vision_spec.head_dim)

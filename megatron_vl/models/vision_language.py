@@ -15,6 +15,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_vl.config import LoraConfig
 from megatron_vl.models.attention import packed_row
 from megatron_vl.models.batch import DeviceRow
 from megatron_vl.models.context_parallel import exchange_features
@@ -62,6 +63,9 @@ class VisionLanguageModel(MegatronModule):
         self.decoupled: Any = None
         """The :class:`~megatron_vl.models.decoupled.DecoupledTower`, on every rank's first chunk. It is None
         if the tower is on the first stage. Its parameters do not belong to this chunk."""
+
+        self.lora = LoraConfig()
+        """The adapters of the run. If there are any, they are trained, and not the model itself."""
 
         self.language_model = language_model
         self.model_type = language_model.model_type
@@ -157,6 +161,10 @@ class VisionLanguageModel(MegatronModule):
             level_features = list(row.vision_features.unbind(1))
 
         token_embeddings = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
+        if self.lora.rank and torch.is_grad_enabled():
+            # The embedding is frozen. Recomputed layers and the absent tower have a backward pass only if their
+            # input has a gradient.
+            token_embeddings.requires_grad_()
         if self.absent_tower is not None and (skips_tower or level_features is None):
             token_embeddings = self.absent_tower.skip_tower(token_embeddings)
 
@@ -208,12 +216,12 @@ class VisionLanguageModel(MegatronModule):
         """Whether the row has no picture and the backward pass does not need its (empty) features."""
         assert row.vision_features is not None
         return not len(row.vision_features) and (
-            not row.vision_features.requires_grad or self._trains_embedding
+            not row.vision_features.requires_grad or self._backward_reaches_embedding
         )
 
     @property
-    def _trains_embedding(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.language_model.embedding.parameters())
+    def _backward_reaches_embedding(self) -> bool:
+        return bool(self.lora.rank) or any(parameter.requires_grad for parameter in self.language_model.embedding.parameters())
 
     def _skips_tower(self, row: DeviceRow) -> bool:
         """Whether this rank can leave out the tower for a row.
@@ -228,7 +236,7 @@ class VisionLanguageModel(MegatronModule):
         )
         if encodes_picture:
             return False
-        return not torch.is_grad_enabled() or self._trains_embedding
+        return not torch.is_grad_enabled() or self._backward_reaches_embedding
 
 
 class TowerEverywhere(MegatronModule):

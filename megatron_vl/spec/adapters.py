@@ -2,8 +2,8 @@
 
 A released matrix W [out, in] gets two factors, A [rank, in] and B [out, rank], and computes
 ``W x + scale * B A x``. The canonical tensor of W may be fused from several released matrices (query, key and
-value, for instance). Their factors are then fused in the same way, so that every layout cuts them as it cuts W,
-and the conversion rules of W also convert its factors:
+value, for instance). Their factors are then fused in the same way, so that every layout cuts them as it cuts
+W, and the conversion rules of W also convert its factors:
 
 * ``lora_B`` has the rows of W in their canonical order: ``[rows of W, rank]``. Each row belongs to one released
   matrix. If ranks differ, the width is the largest one, and the columns after a matrix's rank are zero.
@@ -11,9 +11,9 @@ and the conversion rules of W also convert its factors:
   below another. A released matrix without an adapter has no rows in ``lora_A``, and its rows in ``lora_B`` are
   zero and stay zero.
 
-For a stack of experts, both have the experts as their first dimension, and gate and up share one A, as in PEFT's
-``target_parameters``. The names of released matrices are those of the modules of ``transformers`` 5, which PEFT's
-files use as well.
+For a stack of experts, both have the experts as their first dimension, and gate and up share one A, as in
+PEFT's ``target_parameters``. The names of released matrices are those of the modules of ``transformers`` 5,
+which PEFT's files use as well.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import LoraConfig, RunConfigError
+from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import TensorInfo, tensor_table
+from megatron_vl.spec.tensors import TensorInfo, model_part, tensor_table
 
 ADAPTER_KINDS = (
     "language",
@@ -95,11 +95,11 @@ class FusedAdapter:
 
     @property
     def name_a(self) -> str:
-        return f"{self.base.name.removesuffix('weight')}adapter.lora_A"
+        return f"{self.base.name.removesuffix('weight')}adapter.lora_A.weight"
 
     @property
     def name_b(self) -> str:
-        return f"{self.base.name.removesuffix('weight')}adapter.lora_B"
+        return f"{self.base.name.removesuffix('weight')}adapter.lora_B.weight"
 
     @property
     def rank_sum(self) -> int:
@@ -131,7 +131,7 @@ class FusedAdapter:
 
 def is_adapter_tensor(tensor_name: str) -> bool:
     """Whether a canonical name is that of an adapter's factor."""
-    return tensor_name.endswith((".adapter.lora_A", ".adapter.lora_B"))
+    return tensor_name.endswith((".adapter.lora_A.weight", ".adapter.lora_B.weight"))
 
 
 def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]:
@@ -177,6 +177,29 @@ def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
 def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     """The tensors that a run's checkpoints hold: those of its adapters with LoRA, otherwise the model's."""
     return adapter_table(spec, lora) if lora.rank else tensor_table(spec)
+
+
+def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
+    """The config of a run with LoRA, with ``model.freeze_*`` set for the parts that have no adapter.
+
+    So all that asks which parts are trained finds the right answer. A config without LoRA stays as it is.
+
+    Raises:
+        RunConfigError: a part is frozen and has adapters.
+    """
+    if not config.lora.rank:
+        return config
+    adapted_parts = {model_part(tensor_name) for tensor_name in fused_adapters(spec, config.lora)}
+    for part in sorted(adapted_parts):
+        if getattr(config.model, f"freeze_{part}"):
+            raise RunConfigError(
+                f"model.freeze_{part} is set, but lora.targets names matrices of this part; leave out one of the"
+                " two"
+            )
+
+    frozen_parts = {"vision", "merger", "language"} - adapted_parts
+    model_config = dataclasses.replace(config.model, **{f"freeze_{part}": True for part in frozen_parts})
+    return dataclasses.replace(config, model=model_config)
 
 
 def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:

@@ -41,15 +41,16 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_vl import durable_files, progress
+from megatron_vl.config import LoraConfig
 from megatron_vl.data.source.bad_samples import BadSampleMeter, add_pending_counts
 from megatron_vl.json_files import check_format_version, manifest_digest, write_json
 from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.process_grid import ProcessGrid
+from megatron_vl.spec.adapters import is_adapter_tensor, trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.export_hf import HfExporter
 from megatron_vl.training.optimizer_state import (
     INDEX_FILE,
@@ -103,8 +104,14 @@ _FORMAT_VERSION = 1
 def collect_live_tensors(
     model_chunks: list[DistributedDataParallel], layout: Layout, grid: ProcessGrid
 ) -> list[LiveTensor]:
-    """The parameters of this rank. A tied output layer is a second parameter under the embedding's name."""
-    return chunk_tensors([chunk.module for chunk in model_chunks], layout, grid.pp_rank, grid.ep_rank)
+    """The parameters of this rank that checkpoints hold: with LoRA, those of the adapters, otherwise all.
+
+    A tied output layer is a second parameter under the embedding's name.
+    """
+    live_tensors = chunk_tensors([chunk.module for chunk in model_chunks], layout, grid.pp_rank, grid.ep_rank)
+    if not model_chunks[0].module.lora.rank:
+        return live_tensors
+    return [live_tensor for live_tensor in live_tensors if is_adapter_tensor(live_tensor.tensor_name)]
 
 
 @dataclass
@@ -119,6 +126,7 @@ class CheckpointSnapshot:
     optimizer_state: dict[str, Tensor]
     loader_state: dict[str, Any] | None
     run_metadata: dict[str, Any]
+    lora: LoraConfig
     unlogged_counts: dict[str, int] = field(default_factory=dict)
     """This rank's counts since the last printed step (see :func:`add_pending_counts`)."""
 
@@ -147,7 +155,8 @@ def take_snapshot(
         if model_chunk.ddp_config.overlap_param_gather:
             model_chunk.start_param_sync(force_sync=True)
 
-    live_tensors, tensor_infos = collect_live_tensors(model_chunks, layout, grid), tensor_table(spec)
+    lora = model_chunks[0].module.lora
+    live_tensors, tensor_infos = collect_live_tensors(model_chunks, layout, grid), trained_table(spec, lora)
     dense_weights = expert_stacks = None
     if grid.is_first_dense_copy:
         # Weights are stored as for a tower on the first stage, so that readers need not know the placement.
@@ -178,6 +187,7 @@ def take_snapshot(
         snapshot_optimizer(optimizer, live_tensors),
         loader_state,
         snapshot_metadata,
+        lora,
         unlogged_counts or {},
     )
 
@@ -394,6 +404,7 @@ class CheckpointSaver:
             dataclasses.replace(self.layout, decoupled=False, cp=1),
             manifest_entries,
             {"step": checkpoint_snapshot.step},
+            checkpoint_snapshot.lora,
         )
         file_records[f"optimizer/{INDEX_FILE}"] = write_slice_index(
             partial_dir / "optimizer", entries_by_file
@@ -668,7 +679,7 @@ def load_checkpoint(
         optimizer_reader = OptimizerStateReader(
             checkpoint_path / "optimizer", optimizer_files, saved_layout.sharding, state_file_name(grid.rank)
         )
-        restore_optimizer(optimizer_reader, optimizer, live_tensors, tensor_table(spec), grid)
+        restore_optimizer(optimizer_reader, optimizer, live_tensors, weight_reader.tensor_infos, grid)
 
     # Under another layout, a rank has no counterpart whose random numbers it could continue.
     if saved_layout == layout and saved_metadata["dp"] == grid.dp:
@@ -694,7 +705,7 @@ def open_checkpoint_weights(checkpoint_path: Path, saved_metadata: dict[str, Any
         WeightsError: they cannot be read.
     """
     with suggest_remedy(checkpoint_path):
-        weight_reader = WeightReader(checkpoint_path / "weights")
+        weight_reader = WeightReader(checkpoint_path / "weights", takes_adapters=True)
         if weight_reader.manifest["digest"] != saved_metadata.get("weights"):
             raise CheckpointError(
                 f"{weight_reader.path / 'manifest.json'} does not belong to {checkpoint_path / 'run.json'}"
@@ -748,7 +759,7 @@ def _remedy_text(checkpoint_path: Path) -> str:
 def _has_all_files(checkpoint_path: Path) -> bool:
     """Whether a step folder has all its files in their sizes. Their content is not read."""
     try:
-        WeightReader(checkpoint_path / "weights")
+        WeightReader(checkpoint_path / "weights", takes_adapters=True)
         for file_name, file_record in read_run_metadata(checkpoint_path)["files"].items():
             if (checkpoint_path / file_name).stat().st_size != file_record["bytes"]:
                 return False

@@ -11,6 +11,7 @@ from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.models.vision_language import VisionLanguageModel
 from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
+from megatron_vl.spec.adapters import is_adapter_tensor
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.checkpoint import load_weights
@@ -57,8 +58,9 @@ def build_model(
     )
 
     live_tensors = chunk_tensors(model_chunks, layout, grid.pp_rank, grid.ep_rank)
-    check_live_tensors(spec, layout, live_tensors)
+    check_live_tensors(spec, layout, live_tensors, config.lora)
 
     if weight_reader is not None:
-        load_weights(weight_reader, live_tensors, grid)
+        base_tensors = [tensor for tensor in live_tensors if not is_adapter_tensor(tensor.tensor_name)]
+        load_weights(weight_reader, base_tensors, grid)
     return BuiltModel(model_chunks, live_tensors)

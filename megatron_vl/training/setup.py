@@ -118,8 +118,9 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
         f"tp {grid.tp_rank}{context}, pp {grid.pp_rank}, dp {grid.dp_rank}"
     )
 
-    # The run's own checkpoint fills the model later, and model.checkpoint is not opened then.
-    starts_from_weights = config.model.checkpoint and not resolved_run.is_resumed
+    # The run's own checkpoint fills the model later, and model.checkpoint is not opened then. With LoRA, the
+    # checkpoint has only the adapters.
+    starts_from_weights = config.model.checkpoint and (config.lora.rank or not resolved_run.is_resumed)
     weight_reader = WeightReader(config.model.checkpoint) if starts_from_weights else None
     built_model = build_model(
         config, resolved_run.spec, resolved_run.layout, platform, grid, weight_reader=weight_reader

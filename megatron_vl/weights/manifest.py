@@ -18,6 +18,7 @@ Megatron-core, and nothing is unpickled.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,12 @@ import torch
 from torch import Tensor
 
 from megatron_vl import durable_files
+from megatron_vl.config import LoraConfig
 from megatron_vl.json_files import check_format_version, manifest_digest
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
-from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, TensorInfo, tensor_table
+from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, TensorInfo
 from megatron_vl.weights.tensor_files import (
     CODE_BY_DTYPE,
     DTYPE_BY_NAME,
@@ -152,6 +155,7 @@ def write_manifest(
     layout: Layout | None,
     rank_entries: Sequence[dict],
     weights_origin: dict | None = None,
+    lora: LoraConfig | None = None,
 ) -> str:
     """Checks that the entries make up the whole model, then writes ``manifest.json`` as the last file.
 
@@ -161,6 +165,7 @@ def write_manifest(
             any order.
         weights_origin: facts about the origin of the weights. A reader compares ``step`` with the name of the
             folder.
+        lora: for the factors of adapters, the adapters; None for a whole model.
 
     Returns:
         The manifest's digest, which identifies these weights.
@@ -174,7 +179,8 @@ def write_manifest(
             "the model differs from its hf_config; write weights with the config that describes them"
         )
 
-    tensor_entries = _check_entries(spec, layout, rank_entries)
+    lora = lora or LoraConfig()
+    tensor_entries = _check_entries(trained_table(spec, lora), layout, rank_entries)
 
     # Sorted, so that the manifest does not depend on the order in which ranks finish.
     file_entries = {}
@@ -191,6 +197,8 @@ def write_manifest(
         "family": spec.family,
         "layout": layout and layout.as_dict(),
         "origin": weights_origin or {},
+        # What the factors in the files belong to; null for a whole model.
+        "lora": dataclasses.asdict(lora) if lora.rank else None,
         # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
         "tensors": tensor_entries,
@@ -222,14 +230,13 @@ def describe_rank(tensor_info: TensorInfo, shard_index: int, sharding: Sharding)
 
 
 def _check_entries(
-    spec: ModelSpec, layout: Layout | None, rank_entries: Sequence[dict]
+    tensor_infos: Mapping[str, TensorInfo], layout: Layout | None, rank_entries: Sequence[dict]
 ) -> dict[str, dict[str, Any]]:
     """Checks that every part of every tensor is there once, with its shape and type.
 
     Returns:
         The manifest's tensor table.
     """
-    tensor_infos = tensor_table(spec)
     sharding = layout.sharding if layout else UNSHARDED
     stored_entries: dict[tuple[int, int, str], dict[str, Any]] = {}
     for rank_entry in rank_entries:
@@ -267,6 +274,7 @@ def _check_entries(
             raise WeightsError(f"tensor {tensor_name!r} has different types on its ranks")
         if (
             tensor_info.parallel_style == "replicated"
+            and not tensor_info.num_experts
             and len({tensor_entry["sha256"] for tensor_entry in shard_entries}) > 1
         ):
             warnings.warn(
@@ -306,7 +314,7 @@ def read_manifest(manifest_path: Path) -> dict[str, Any]:
         manifest_path, manifest.get("version"), MANIFEST_VERSION, "convert again", WeightsError
     )
 
-    for field_name in ("kind", "family", "layout", "hf_config", "tensors", "files", "digest"):
+    for field_name in ("kind", "family", "layout", "hf_config", "lora", "tensors", "files", "digest"):
         if field_name not in manifest:
             raise WeightsError(f"{manifest_path}: field {field_name!r} is missing")
 

@@ -199,8 +199,10 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
 
 def blocks_of_shard(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> list[MatrixBlock]:
     """The blocks of the full matrix that make up one part: the inverse of :func:`shard_blocks`."""
-    # All ranks hold a replicated tensor, and shard_blocks names only part 0.
-    part_id = 0 if tensor_info.parallel_style == "replicated" else shard_index
+    # All tensor-parallel ranks hold a replicated tensor, and shard_blocks names only the first one's part.
+    part_id = shard_index
+    if tensor_info.parallel_style == "replicated":
+        part_id = shard_index // sharding.etp * sharding.etp if tensor_info.num_experts else 0
     source_blocks: list[MatrixBlock] = []
     for block in shard_blocks(tensor_info, sharding):
         if block.part_id == part_id:

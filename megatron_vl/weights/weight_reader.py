@@ -9,8 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.config import LoraConfig, RunConfigError
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ConfigError, read_spec
-from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, check_sharding, tensor_table
+from megatron_vl.spec.tensors import UNSHARDED, LayoutError, Sharding, check_sharding
 from megatron_vl.weights import run_folder
 from megatron_vl.weights.manifest import (
     JOURNAL_FILE,
@@ -86,6 +88,7 @@ class WeightReader:
     Args:
         should_verify: whether to compare each stored tensor with its SHA-256 before any part of it is first
             returned. This reads the whole stored tensor, even for a slice (1 to 2 GB/s per core).
+        takes_adapters: whether the weights may be the factors of adapters. Otherwise, they are refused.
 
     Attributes:
         path: the folder of weights, found from a run or step folder.
@@ -93,6 +96,7 @@ class WeightReader:
         spec: the model.
         layout: the layout of the weights; None for unsplit weights.
         sharding: how the layout cuts the tensors of a stage.
+        lora: the adapters whose factors these weights are; its rank is 0 for a whole model.
         tensor_infos: canonical name -> :class:`~megatron_vl.spec.tensors.TensorInfo`.
 
     Raises:
@@ -100,19 +104,27 @@ class WeightReader:
         WeightsError: the manifest or a file is invalid. The message names it.
     """
 
-    def __init__(self, path: str | Path, *, should_verify: bool = True) -> None:
+    def __init__(
+        self, path: str | Path, *, should_verify: bool = True, takes_adapters: bool = False
+    ) -> None:
         self.path = find_weights_dir(path)
         self.manifest = read_manifest(self.path / MANIFEST_FILE)
         try:
             self.spec = read_spec(self.manifest["hf_config"])
             self.layout = read_manifest_layout(self.spec, self.manifest)
             self.sharding = self.layout.sharding if self.layout else UNSHARDED
-            self.tensor_infos = tensor_table(self.spec)
+            self.lora = LoraConfig(**(self.manifest["lora"] or {}))
+            if self.lora.rank and not takes_adapters:
+                raise WeightsError(
+                    f"{self.path} holds LoRA adapters and no whole model; write one with `megatron-vl export"
+                    " --merge`"
+                )
+            self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()
             self._check_step()
         except (WeightsError, FileNotFoundError):  # they name the file already
             raise
-        except (ConfigError, LayoutError) as error:
+        except (ConfigError, LayoutError, RunConfigError) as error:
             raise WeightsError(f"{self.path / MANIFEST_FILE}: {error}") from error
         except (KeyError, TypeError, AttributeError, ValueError) as error:  # a field has an unexpected type
             raise WeightsError(

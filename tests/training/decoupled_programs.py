@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
-from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.checkpoint import CheckpointSaver, load_checkpoint, read_run_metadata, take_snapshot
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.optimizer_state import STATE_KINDS, OptimizerStateReader
@@ -123,8 +122,8 @@ def saved_tensors(live: Any, folder: Path) -> dict[str, Tensor]:
         name.removeprefix("optimizer/"): facts for name, facts in read_run_metadata(source)["files"].items()
     }
     state = OptimizerStateReader(source / "optimizer", files, live.layout.sharding)
-    reader, found = WeightReader(source / "weights"), {}
-    for name, info in tensor_table(live.spec).items():
+    reader, found = WeightReader(source / "weights", takes_adapters=True), {}
+    for name, info in reader.tensor_infos.items():
         found[name] = reader.read_shard(name).clone()
         found |= {f"{name}/{kind}": read_full_state(state, info, kind) for kind in STATE_KINDS}
         found[f"{name}/step"] = torch.tensor(state.adam_step_count(name))

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_vl.config import (
     DataConfig,
+    LoraConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -83,6 +84,8 @@ class ParityCase:
     activations: bool = False
     """Also compare layer outputs and logits. Needs ``reference``, samples without videos, and one forward
     pass per step."""
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Fields of :class:`~megatron_vl.config.LoraConfig`; without any, the model itself is trained."""
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
@@ -132,6 +135,7 @@ class ParityCase:
             dtype=self.dtype,  # type: ignore[arg-type]
             data=DataConfig(seq_len=self.seq_len),
             model=model_config,
+            lora=LoraConfig(**self.lora),
             vision=self._vision_config,
             recompute=RecomputeConfig(**self.recompute),
             parallel=parallel_config,

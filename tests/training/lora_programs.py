@@ -1,0 +1,121 @@
+"""What the ranks of :mod:`tests.training.test_lora` run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_vl.parallel.process_grid import init_distributed
+from megatron_vl.platform import get_platform
+from megatron_vl.spec.adapters import is_adapter_tensor
+from megatron_vl.training.checkpoint import load_checkpoint
+from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.step import train_step
+from megatron_vl.weights.run_folder import step_dir_path
+from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
+
+from .decoupled_programs import saved_tensors
+
+ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
+SEQ_LEN = 192
+STEPS = 2
+
+
+def train_layouts(
+    hf: str, weights: str, folder: str, lora: dict[str, Any], layouts: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Trains adapters in each layout. On rank 0, by layout: losses, and the largest errors of the saved tensors.
+
+    The tensors are compared with those of the first layout, relative to the largest element of each.
+    """
+    start(layouts)
+    results: dict[str, Any] = {}
+    reference: dict[str, Tensor] = {}
+    for name, layout in layouts.items():
+        live = build(name, hf, weights, lora, layout)
+        losses = train(live)
+        saved = saved_tensors(live, Path(folder) / name.replace(" ", "_"))
+        reference = reference or saved
+        results[name] = {"losses": losses, "base_changed": changed_base(live, hf, weights, layout, lora)}
+        results[name] |= {"errors": largest_errors(saved, reference), "tensors": len(saved)}
+    return results
+
+
+def resume_layouts(
+    hf: str, weights: str, folder: str, lora: dict[str, Any], layouts: dict[str, dict[str, Any]]
+) -> dict[str, list[str]]:
+    """Trains and saves in the first layout; loads and saves in the others. On rank 0: what differs, by layout."""
+    start(layouts)
+    different: dict[str, list[str]] = {}
+    first: dict[str, Tensor] = {}
+    for number, (name, layout) in enumerate(layouts.items()):
+        live = build(name, hf, weights, lora, layout)
+        if number == 0:
+            train(live)
+        else:
+            parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
+            place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
+            source = step_dir_path(Path(folder) / str(number - 1), 2)
+            load_checkpoint(source, **parts, **place, run_metadata={}, restart_data=True)
+
+        saved = saved_tensors(live, Path(folder) / str(number))
+        first = first or saved
+        changed = [key for key, tensor in saved.items() if not torch.equal(tensor, first[key])]
+        different[name] = changed + sorted(saved.keys() ^ first.keys())
+    return different
+
+
+def start(layouts: dict[str, dict[str, Any]]) -> None:
+    torch.set_num_threads(1)
+    init_distributed(get_platform("cpu"))
+
+
+def build(
+    name: str, hf: str, weights: str, lora: dict[str, Any], layout: dict[str, Any]
+) -> BuiltCase:
+    case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, lora=lora, **layout)
+    return build_case(case, get_platform("cpu"))
+
+
+def train(live: BuiltCase) -> list[float]:
+    """The losses of two steps, the second of which sees adapters that are not zero."""
+    losses = []
+    for step in range(STEPS):
+        data = live.make_step_data(draw_samples(ROWS, live.spec, step), get_platform("cpu"), SEQ_LEN)
+        set_learning_rates(live.optimizer, live.config, step)
+        losses.append(train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, SEQ_LEN).loss)
+    return losses
+
+
+def changed_base(
+    live: BuiltCase, hf: str, weights: str, layout: dict[str, Any], lora: dict[str, Any]
+) -> list[str]:
+    """Names of the base's tensors on any rank that differ from a newly built model by a bit."""
+    fresh = build("fresh", hf, weights, lora, layout)
+    before = {
+        (tensor.tensor_name, tensor.expert_index, number): tensor.parameter
+        for number, tensor in enumerate(fresh.live_tensors)
+    }
+    changed = []
+    for number, tensor in enumerate(live.live_tensors):
+        if not is_adapter_tensor(tensor.tensor_name):
+            same = torch.equal(tensor.parameter, before[tensor.tensor_name, tensor.expert_index, number])
+            changed += [] if same and not tensor.parameter.requires_grad else [tensor.tensor_name]
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, changed)
+    return sorted({name for names in by_rank for name in names})
+
+
+def largest_errors(saved: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
+    """Kind of tensor -> the largest error, relative to the largest element of the tensor."""
+    errors: dict[str, float] = {}
+    for key, tensor in saved.items():
+        kind = key.rpartition("/")[2] if "/" in key else "weight"
+        scale = max(float(reference[key].abs().max()), 1e-8)
+        error = float((tensor.double() - reference[key].double()).abs().max()) / scale
+        errors[kind] = max(errors.get(kind, 0.0), error)
+    return errors
