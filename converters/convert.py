@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import sys
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,10 +16,12 @@ import torch
 from torch import Tensor
 
 from megatron_vl import __version__, durable_files
+from megatron_vl.config import LoraConfig
 from megatron_vl.json_files import write_json
+from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo, tensor_table
+from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
 from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
@@ -34,9 +37,19 @@ from megatron_vl.weights.tensor_files import (
 from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
 from megatron_vl.weights.weight_reader import WeightReader
 
+from .adapters import (
+    AdapterSource,
+    MergedWeights,
+    PeftAdapters,
+    adapted_matrices,
+    peft_config,
+    peft_header,
+    peft_tensors,
+)
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
 from .output_folder import ConversionOutput, open_output
+from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -44,9 +57,12 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 class WeightSource(Protocol):
-    """Full canonical tensors, read region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
+    """Full canonical tensors, read region by region, such as a :class:`WeightReader` or a
+    :class:`HfCheckpoint`."""
 
     spec: ModelSpec
+    lora: LoraConfig
+    """The adapters whose factors these tensors are; its rank is 0 for a whole model."""
 
     def dtype(self, tensor_name: str) -> torch.dtype: ...
 
@@ -132,7 +148,7 @@ def reshard_weights(
 
     The arguments and errors are those of :func:`convert_weights`.
     """
-    source = WeightReader(checkpoint)
+    source = WeightReader(checkpoint, takes_adapters=True)
     command_name = "split" if layout else "merge"
 
     # A run's rule for videos is not stored in its weights but in the step folder.
@@ -161,7 +177,7 @@ def _write_weights(
     """
     output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
-    tensor_infos = tensor_table(source.spec)
+    tensor_infos = trained_table(source.spec, source.lora)
     file_plan = _plan_files(source, tensor_infos, layout)
 
     # Names, types and shapes are known in advance, so each file gets its final size and header before any
@@ -197,7 +213,7 @@ def _write_weights(
         # The manifest comes last: a folder without one does not count as weights.
         conversion_output.commit_files()
         file_entries = _file_entries(file_plan, conversion_output)
-        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin)
+        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin, source.lora)
 
     # A replicated tensor counts once for each file that holds it.
     total_bytes = 0
@@ -294,7 +310,7 @@ def _run_copy_jobs(
         WeightsError: a stored tensor is damaged, or the source changed meanwhile.
     """
     fingerprint_before = source.fingerprint()
-    tensor_infos = tensor_table(source.spec)
+    tensor_infos = trained_table(source.spec, source.lora)
 
     def check(tensor_name: str) -> None:
         if tensor_name in tensor_infos:  # other tensors are copied from a folder without hashes
@@ -422,7 +438,13 @@ def _shard_job(
 
 
 def export_weights(
-    checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, workers: int = 0, force: bool = False
+    checkpoint: str | Path,
+    hf: str | Path,
+    output_dir: str | Path,
+    *,
+    merges_adapter: bool = False,
+    workers: int = 0,
+    force: bool = False,
 ) -> WeightsReport:
     """Exports Megatron weights to a folder like the original Hugging Face folder.
 
@@ -437,6 +459,8 @@ def export_weights(
     Args:
         checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.
         hf: the original Hugging Face folder.
+        merges_adapter: ``checkpoint`` holds adapters, or is a PEFT folder. They are added to the weights of
+            ``hf`` in float32, and the sums are rounded once. Matrices without an adapter stay as they are.
         workers, force: as in :func:`convert_weights`.
 
     Raises:
@@ -444,53 +468,68 @@ def export_weights(
             HF cannot store.
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
-    source = WeightReader(checkpoint)
     hf_checkpoint = HfCheckpoint(hf)
-    output_dir = Path(output_dir)
+    source: WeightReader | MergedWeights
+    if merges_adapter:
+        source = MergedWeights(hf_checkpoint, open_adapters(checkpoint, hf_checkpoint))
+    else:
+        source = WeightReader(checkpoint)
+        _check_same_model(source, hf_checkpoint)
     workers = workers or default_worker_count()
 
     # Everything that can be refused is refused before the first byte is written.
-    _check_same_model(source, hf_checkpoint)
     _check_padding(source, hf_checkpoint, workers)
-    trained_rule = _known_video_rule(source, hf_checkpoint)
-    companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
+    return _write_hf_folder(source, hf_checkpoint, Path(output_dir), workers, force)
 
+
+def _write_hf_folder(
+    source: WeightReader | MergedWeights,
+    hf_checkpoint: HfCheckpoint,
+    output_dir: Path,
+    worker_count: int,
+    force_overwrite: bool,
+) -> WeightsReport:
+    """Writes the files of a Hugging Face folder: first the weights, then copies of the other files."""
+    companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
     # With the original headers, unchanged tensors give the original files byte for byte.
     header_by_file = {}
     for file in hf_checkpoint.tensor_folder.reader_by_file:
         header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
 
-    input_dirs = [source.path, hf_checkpoint.path]
-    conversion_facts = _describe_conversion(
-        "export", source, header_by_file, None, hf_checkpoint.fingerprint()
-    )
-
     with open_output(
         output_dir,
-        input_dirs,
+        [source.path, hf_checkpoint.path],
         header_by_file,
-        conversion_facts,
-        force_overwrite=force,
-        worker_count=workers,
+        _describe_conversion("export", source, header_by_file, None, hf_checkpoint.fingerprint()),
+        force_overwrite=force_overwrite,
+        worker_count=worker_count,
         is_hf_export=True,
         print_line=_print_to_stderr,
     ) as conversion_output:
-        write_seconds = _run_copy_jobs(
-            "export",
-            source,
-            _export_jobs(source, hf_checkpoint, conversion_output),
-            conversion_output,
-            workers,
-        )
+        export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
+        write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
         conversion_output.commit_files()
         copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
-        _write_video_rule(trained_rule, output_dir)
+        _write_video_rule(_known_video_rule(source, hf_checkpoint), output_dir)
 
         # The journal is deleted after this block, and a folder without a journal counts as finished. So
         # everything must be on the disk now.
         for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
             durable_files.fsync_path(synced_path)
 
+    export_report = _export_report(source, hf_checkpoint, conversion_output, output_dir, write_seconds)
+    export_report.skipped = [str(skipped_path) for skipped_path in skipped_files]
+    return export_report
+
+
+def _export_report(
+    source: WeightReader | MergedWeights,
+    hf_checkpoint: HfCheckpoint,
+    conversion_output: ConversionOutput,
+    output_dir: Path,
+    write_seconds: float,
+) -> WeightsReport:
+    """The report about a Hugging Face folder that was written."""
     released_names = hf_checkpoint.names_in_order()
     written_tensors = [hf_checkpoint.stored_name_by_released[name] for name in released_names]
     written_tensors += hf_checkpoint.carried_names
@@ -501,12 +540,10 @@ def export_weights(
     return WeightsReport(
         output_dir,
         len(written_tensors),
-        len(header_by_file),
+        len(hf_checkpoint.tensor_folder.reader_by_file),
         total_bytes,
         write_seconds,
-        None,
-        _count_casts(source, hf_checkpoint),
-        [str(skipped_path) for skipped_path in skipped_files],
+        cast=_count_casts(source, hf_checkpoint),
         carried=len(hf_checkpoint.carried_names),
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
@@ -525,7 +562,7 @@ def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) 
 
 
 def _export_jobs(
-    source: WeightReader, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
+    source: WeightSource, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
 ) -> dict[str, list[CopyJob]]:
     """Canonical or carried tensor -> the jobs that write its HF tensors, except for those that are kept.
 
@@ -551,9 +588,13 @@ def _export_jobs(
     return jobs_by_tensor
 
 
-def _count_casts(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[tuple[str, str], int]:
-    """The number of HF tensors whose type an export changes, by (from, to)."""
+def _count_casts(
+    source: WeightReader | MergedWeights, hf_checkpoint: HfCheckpoint
+) -> dict[tuple[str, str], int]:
+    """The number of HF tensors whose type an export changes, by (from, to). Merging changes none."""
     cast_counts: Counter[tuple[str, str]] = Counter()
+    if isinstance(source, MergedWeights):
+        return {}
     for rule in hf_checkpoint.rule_by_name.values():
         dtype = source.dtype(rule.name)
         if dtype != hf_checkpoint.dtype(rule.name):
@@ -563,9 +604,16 @@ def _count_casts(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[tupl
     return dict(cast_counts)
 
 
-def _known_video_rule(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[str, str]:
+def _known_video_rule(
+    source: WeightReader | MergedWeights | AdapterSource, hf_checkpoint: HfCheckpoint
+) -> dict[str, str]:
     """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
-    weights_rule = weights_video_rule(source.path, source.manifest, source.spec)
+    trained_source = source.source if isinstance(source, MergedWeights) else source
+    weights_rule: dict[str, str] = {}
+    if isinstance(trained_source, WeightReader):
+        weights_rule = weights_video_rule(trained_source.path, trained_source.manifest, trained_source.spec)
+    elif isinstance(trained_source, PeftAdapters):
+        weights_rule = exported_video_rule(trained_source.path, trained_source.spec)
     return weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
 
 
@@ -577,7 +625,7 @@ def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
         (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
 
 
-def _hf_job(source: WeightReader, hf_checkpoint: HfCheckpoint, writer: TensorWriter, hf_name: str) -> CopyJob:
+def _hf_job(source: WeightSource, hf_checkpoint: HfCheckpoint, writer: TensorWriter, hf_name: str) -> CopyJob:
     """The job that writes one HF tensor from canonical tensors."""
     canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
     dtype = hf_checkpoint.hf_dtype(hf_name)
@@ -620,7 +668,9 @@ def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None
         )
 
 
-def _check_padding(source: WeightReader, hf_checkpoint: HfCheckpoint, worker_count: int) -> None:
+def _check_padding(
+    source: WeightReader | MergedWeights, hf_checkpoint: HfCheckpoint, worker_count: int
+) -> None:
     """Checks that padding is zero. Otherwise, it would be lost, and the exported model would be another one.
 
     Raises:
@@ -637,3 +687,111 @@ def _check_padding(source: WeightReader, hf_checkpoint: HfCheckpoint, worker_cou
 
     with ThreadPoolExecutor(worker_count) as pool:
         list(pool.map(check, (rule for rule in hf_checkpoint.rule_by_name.values() if rule.padding)))
+
+
+# --- Adapters -----------------------------------------------------------------------------------------------
+
+
+def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightReader | PeftAdapters:
+    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        WeightsError: it holds no adapters, or they belong to another model than ``hf_checkpoint``.
+    """
+    if (Path(adapter) / ADAPTER_CONFIG_FILE).is_file():
+        return PeftAdapters(adapter, hf_checkpoint.spec)
+    weight_reader = WeightReader(adapter, takes_adapters=True)
+    if not weight_reader.lora.rank:
+        raise WeightsError(f"{weight_reader.path} holds a whole model and no adapters")
+    _check_same_model(weight_reader, hf_checkpoint)
+    return weight_reader
+
+
+def export_adapter(
+    checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, force: bool = False
+) -> WeightsReport:
+    """Exports the adapters of a run to a folder that PEFT loads.
+
+    Args:
+        checkpoint: a run with LoRA, one of its steps, or adapters in any layout.
+        hf: the Hugging Face folder that the adapters belong to.
+        force: whether to replace an adapter that is already in ``output_dir``.
+
+    Raises:
+        WeightsError: the adapters belong to another model than ``hf``.
+        FileExistsError: ``output_dir`` holds something that is not to be replaced.
+    """
+    hf_checkpoint = HfCheckpoint(hf)
+    source = open_adapters(checkpoint, hf_checkpoint)
+    output_dir = Path(output_dir)
+    header_by_file = {ADAPTER_FILE: peft_header(source)}
+    start_time = time.monotonic()
+
+    with open_output(
+        output_dir,
+        [source.path, hf_checkpoint.path],
+        header_by_file,
+        _describe_conversion("export", source, header_by_file, None, str(hf)),
+        force_overwrite=force,
+        worker_count=1,
+        is_hf_export=True,
+        print_line=_print_to_stderr,
+    ) as conversion_output:
+        _write_adapter_tensors(source, conversion_output)
+        conversion_output.commit_files()
+        write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, str(hf)))
+        _write_video_rule(_known_video_rule(source, hf_checkpoint), output_dir)
+        durable_files.fsync_path(output_dir)
+
+    writer = conversion_output.writer_by_file[ADAPTER_FILE]
+    return WeightsReport(
+        output_dir,
+        len(writer.tensor_names()),
+        1,
+        writer.file_size_bytes,
+        time.monotonic() - start_time,
+        kept_files=conversion_output.count_kept_files(),
+        kept_tensors=len(conversion_output.kept_tensors),
+    )
+
+
+def _write_adapter_tensors(source: AdapterSource, conversion_output: ConversionOutput) -> None:
+    """Writes the tensors of PEFT's file that an earlier attempt did not write."""
+    names = adapted_matrices(source)
+    writer = conversion_output.writer_by_file[ADAPTER_FILE]
+    for adapter in fused_adapters(source.spec, source.lora).values():
+        for key, tensor in peft_tensors(source, adapter, names).items():
+            if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
+                tensor_sha256 = writer.write_tensor(key, [tensor])
+                conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
+
+
+def convert_adapter(
+    adapter: str | Path,
+    hf: str | Path,
+    out: str | Path,
+    layout: dict | None = None,
+    *,
+    workers: int = 0,
+    force: bool = False,
+) -> WeightsReport:
+    """Converts a PEFT folder to Megatron weights that hold the adapters only.
+
+    Args:
+        adapter: the PEFT folder.
+        hf: the Hugging Face folder of the model that it belongs to.
+        layout, workers, force: as in :func:`convert_weights`.
+
+    Raises:
+        The errors of :func:`open_adapters` and :func:`convert_weights`.
+    """
+    hf_checkpoint = HfCheckpoint(hf)
+    source = PeftAdapters(adapter, hf_checkpoint.spec)
+    weights_origin = {
+        "hf": Path(hf).resolve().name,
+        **video_rule_entry(_known_video_rule(source, hf_checkpoint)),
+    }
+    return _write_weights(
+        source, [Path(adapter), Path(hf)], out, layout, "convert", workers, force, weights_origin
+    )

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR
 from megatron_vl.weights.manifest import JOURNAL_FILE
@@ -260,6 +261,7 @@ class HfCheckpoint:
 
     Attributes:
         stored_name_by_released: released name -> the name in this folder's files.
+        lora: rank 0, as the folder holds a whole model.
         carried_names: stored names of tensors that are not part of the model, in the order of the files.
 
     Raises:
@@ -267,6 +269,8 @@ class HfCheckpoint:
         ConfigError: ``model_type`` is unknown, or a field is impossible.
         WeightsError: a tensor is missing, unknown, or of a wrong shape or type. The message names it.
     """
+
+    lora = LoraConfig()
 
     def __init__(self, hf_dir: str | Path) -> None:
         self.path = Path(hf_dir)

@@ -32,7 +32,7 @@ from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial
 MEGATRON_FILE_PATTERN = (
     r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
 )
-HF_FILE_PATTERN = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
+HF_FILE_PATTERN = r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
 """Names of the files that a conversion (above) or an export writes. ``--force`` removes no other files."""
 
 
@@ -226,9 +226,13 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
     present_files = [path for path in present_files if path.name != JOURNAL_FILE]
     if not present_files:
         return
-    marker_file = output_dir / ("config.json" if is_hf_export else MANIFEST_FILE)
+    present_names = {path.name for path in present_files}
     has_only_weights = len(_weight_files(output_dir, is_hf_export)) == len(present_files)
-    if not (has_only_weights or marker_file in present_files and (is_hf_export or _is_manifest(marker_file))):
+    if is_hf_export:
+        is_checkpoint = bool({"config.json", "adapter_config.json"} & present_names)
+    else:
+        is_checkpoint = MANIFEST_FILE in present_names and _is_manifest(output_dir / MANIFEST_FILE)
+    if not (has_only_weights or is_checkpoint):
         raise FileExistsError(
             f"--out {output_dir} is not empty and holds no checkpoint of "
             "this kind, so nothing in it is replaced; give another folder"

@@ -4,8 +4,8 @@ A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. A matrix
 ``base_model.model.NAME.lora_A.weight`` [rank, in] and ``...lora_B.weight`` [out, rank]. The stacks of experts
 (PEFT's ``target_parameters``) have their own layout, as peft 0.21 writes it:
 
-* The module ``mlp.experts`` is wrapped once for each of its stacks. The inner wrapper, that of ``gate_up_proj``
-  if both have an adapter, has the keys ``mlp.experts.base_layer.lora_A.weight``.
+* The module ``mlp.experts`` is wrapped once for each of its stacks. The inner wrapper, that of
+  ``gate_up_proj`` if both have an adapter, has the keys ``mlp.experts.base_layer.lora_A.weight``.
 * A is [experts * rank, in], the experts one below another. B is [out, rank * experts], and column
   ``i * experts + e`` belongs to expert ``e``.
 * Up to peft 0.18, the two sides were swapped: A had the outputs, and B the inputs. The shapes tell.
@@ -78,7 +78,7 @@ class MatrixFactors:
 
 
 def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The matrices that can have an adapter: module name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
+    """The matrices that can have an adapter: name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
     shape_by_name = _module_shapes(spec)
     return {
         part.hf_name: shape_by_name[part.hf_name]
@@ -211,7 +211,9 @@ class PeftFolder:
         for key in self._reader.tensor_names():
             key_match = re.fullmatch(rf"{re.escape(KEY_PREFIX)}(.+)\.lora_([AB])\.weight", key)
             if not key_match or len(self._reader.shape(key)) != 2:
-                raise WeightsError(f"{self.path / ADAPTER_FILE}: tensor {key!r} is not a factor of an adapter")
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: tensor {key!r} is not a factor of an adapter"
+                )
             module_name = long_tensor_name(key_match[1])
             self._reader.dtype(key)  # refuses quantised factors
             stored_region = whole_matrix_region(self._reader.shape(key))
@@ -222,7 +224,9 @@ class PeftFolder:
 
         for module_name, pair in modules.items():
             if len(pair) != 2:
-                raise WeightsError(f"{self.path / ADAPTER_FILE}: {module_name!r} has only one of lora_A, lora_B")
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: {module_name!r} has only one of lora_A, lora_B"
+                )
         return modules
 
     def _matrix_factors(
@@ -239,7 +243,7 @@ class PeftFolder:
     def _stack_factors(
         self, experts_name: str, matrices: Mapping[str, tuple[int, ...]], pair: Mapping[str, Tensor]
     ) -> dict[str, MatrixFactors]:
-        """The factors of one stack of experts. The shapes tell which stack it is, and in which orientation."""
+        """The factors of one stack of experts. The shapes tell which one it is, and its orientation."""
         widths = {pair["A"].shape[1], pair["B"].shape[0]}
         for stack in (GATE_UP_STACK, DOWN_STACK):
             hf_name = f"{experts_name}.{stack.rpartition('.')[2]}"
@@ -248,8 +252,8 @@ class PeftFolder:
                 break
         else:
             raise WeightsError(
-                f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {sorted(widths)}, which"
-                " fit none of its stacks"
+                f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {sorted(widths)},"
+                " which fit none of its stacks"
             )
 
         rank = self._setting("rank_pattern", hf_name, self.config.get("r", 8))
@@ -272,8 +276,8 @@ class PeftFolder:
         if version_match and (int(version_match[1]), int(version_match[2])) >= (0, 19):
             return False
         raise WeightsError(
-            f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE} is not"
-            " 0.19 or later, so it is not known which factor has the inputs"
+            f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE} is"
+            " not 0.19 or later, so it is not known which factor has the inputs"
         )
 
     def _separate_experts(
@@ -295,8 +299,8 @@ class PeftFolder:
                 if present_names and len(present_names) < len(names):
                     missing_name = next(name for name in names if name not in modules)
                     raise WeightsError(
-                        f"{self.path}: {missing_name!r} has no adapter, but other experts have one; a stack of"
-                        " experts cannot hold that"
+                        f"{self.path}: {missing_name!r} has no adapter, but other experts have one; a stack"
+                        " of experts cannot hold that"
                     )
                 columns.append(
                     [self._matrix_factors(name, matrix_shape, modules.pop(name)) for name in present_names]
@@ -328,7 +332,9 @@ class PeftFolder:
             if column:
                 first = rank * present_columns.index(column)
                 rows = slice(i * matrix_rows, (i + 1) * matrix_rows)
-                factor_b[:, rows, first : first + rank] = torch.stack([factors.factor_b for factors in column])
+                factor_b[:, rows, first : first + rank] = torch.stack(
+                    [factors.factor_b for factors in column]
+                )
 
         # The rank is larger, and the product must be scaled as before.
         growth = len(present_columns)
@@ -346,8 +352,8 @@ class PeftFolder:
     def _check_shape(self, hf_name: str, letter: str, factor: Tensor, shape: tuple[int, ...]) -> None:
         if factor.shape != shape:
             raise WeightsError(
-                f"{self.path / ADAPTER_FILE}: lora_{letter} of {hf_name!r} has shape {list(factor.shape)}; the"
-                f" model and {ADAPTER_CONFIG_FILE} require {list(shape)}"
+                f"{self.path / ADAPTER_FILE}: lora_{letter} of {hf_name!r} has shape {list(factor.shape)};"
+                f" the model and {ADAPTER_CONFIG_FILE} require {list(shape)}"
             )
 
     def _make_lora_config(self) -> LoraConfig:
