@@ -30,7 +30,6 @@ from megatron_vl.weights.tensor_files import (
     whole_matrix_region,
 )
 
-from . import make_conversion_rules
 from .hf_checkpoint import HfCheckpoint, long_tensor_name
 from .peft_folder import (
     ADAPTER_CONFIG_FILE,
@@ -40,9 +39,10 @@ from .peft_folder import (
     MatrixFactors,
     PeftFolder,
     released_matrices,
+    rules_by_name,
     shortest_suffixes,
 )
-from .rules import DOWN_STACK, GATE_UP_STACK, ConversionRule
+from .rules import DOWN_STACK, GATE_UP_STACK
 
 
 class AdapterSource(Protocol):
@@ -59,13 +59,6 @@ class AdapterSource(Protocol):
     def verify_tensor(self, tensor_name: str) -> None: ...
 
     def fingerprint(self) -> dict[str, str]: ...
-
-
-@lru_cache(maxsize=4)
-def _rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
-    """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""
-    expert_style = "output_first" if spec.language.moe else None
-    return {rule.name: rule for rule in make_conversion_rules(spec, expert_style)}
 
 
 def _module_name(hf_tensor_name: object) -> str:
@@ -91,7 +84,7 @@ def fuse_factors(
             canonical_a[first_row : first_row + part.rank, : factor_a.shape[1]] = factor_a
         first_row += part.rank
 
-    for block in _rules_by_name(spec)[adapter.base.name].blocks:
+    for block in rules_by_name(spec)[adapter.base.name].blocks:
         part_factors = factors.get(_module_name(block.part_id))
         if part_factors is not None:
             part_rows = part_factors.factor_b[block.part_row : block.part_row + block.rows]
@@ -110,7 +103,7 @@ def split_factors(
     if adapter.base.num_experts:
         return {adapter.parts[0].hf_name: (canonical_a, canonical_b)}
 
-    base_rule = _rules_by_name(spec)[adapter.base.name]
+    base_rule = rules_by_name(spec)[adapter.base.name]
     shape_by_name = {_module_name(name): shape for name, shape in base_rule.hf_shapes.items()}
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     first_row = 0

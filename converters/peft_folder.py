@@ -35,7 +35,7 @@ from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_m
 
 from . import make_conversion_rules
 from .hf_checkpoint import long_tensor_name
-from .rules import DOWN_STACK, GATE_UP_STACK
+from .rules import DOWN_STACK, GATE_UP_STACK, ConversionRule
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
@@ -88,14 +88,18 @@ def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 @lru_cache(maxsize=4)
+def rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
+    """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""
+    return {rule.name: rule for rule in make_conversion_rules(spec, "output_first")}
+
+
 def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name of a module or parameter in ``transformers`` 5 -> shape of its weight."""
-    expert_style = "output_first" if spec.language.moe else None
-    return {
-        long_tensor_name(name).removesuffix(".weight"): shape
-        for rule in make_conversion_rules(spec, expert_style)
-        for name, shape in rule.hf_shapes.items()
-    }
+    module_shapes: dict[str, tuple[int, ...]] = {}
+    for rule in rules_by_name(spec).values():
+        for hf_name, shape in rule.hf_shapes.items():
+            module_shapes[long_tensor_name(hf_name).removesuffix(".weight")] = shape
+    return module_shapes
 
 
 def shortest_suffixes(module_names: Iterable[str], spec: ModelSpec) -> list[str]:
@@ -210,7 +214,7 @@ class PeftFolder:
         modules: dict[str, dict[str, Tensor]] = {}
         for key in self._reader.tensor_names():
             key_match = re.fullmatch(rf"{re.escape(KEY_PREFIX)}(.+)\.lora_([AB])\.weight", key)
-            if not key_match or len(self._reader.shape(key)) != 2:
+            if not key_match:
                 raise WeightsError(
                     f"{self.path / ADAPTER_FILE}: tensor {key!r} is not a factor of an adapter"
                 )
@@ -291,56 +295,57 @@ class PeftFolder:
         for stack, words in ((GATE_UP_STACK, ("gate_proj", "up_proj")), (DOWN_STACK, ("down_proj",))):
             hf_name = f"{experts_name}.{stack.rpartition('.')[2]}"
             expert_count, out_features, in_features = matrices[hf_name]
-            matrix_shape = (out_features // len(words), in_features)
+            word_shape = (out_features // len(words), in_features)
+
             columns: list[list[MatrixFactors]] = []
             for word in words:
-                names = [f"{experts_name}.{i}.{word}" for i in range(expert_count)]
-                present_names = [name for name in names if name in modules]
-                if present_names and len(present_names) < len(names):
-                    missing_name = next(name for name in names if name not in modules)
+                columns.append([])
+                for expert_index in range(expert_count):
+                    expert_name = f"{experts_name}.{expert_index}.{word}"
+                    if expert_name in modules:
+                        pair = modules.pop(expert_name)
+                        columns[-1].append(self._matrix_factors(expert_name, word_shape, pair))
+                if columns[-1] and len(columns[-1]) < expert_count:
                     raise WeightsError(
-                        f"{self.path}: {missing_name!r} has no adapter, but other experts have one; a stack"
-                        " of experts cannot hold that"
+                        f"{self.path}: only {len(columns[-1])} of {expert_count} experts of {experts_name!r}"
+                        f" have an adapter of {word}; a stack of experts cannot hold that"
                     )
-                columns.append(
-                    [self._matrix_factors(name, matrix_shape, modules.pop(name)) for name in present_names]
-                )
             if any(columns):
-                stacks[hf_name] = self._join_experts(hf_name, matrix_shape[0], columns)
+                stacks[hf_name] = self._join_experts(hf_name, word_shape[0], columns)
         return stacks
 
     def _join_experts(
-        self, hf_name: str, matrix_rows: int, columns: list[list[MatrixFactors]]
+        self, hf_name: str, word_rows: int, columns: list[list[MatrixFactors]]
     ) -> MatrixFactors:
         """Stacks the factors of single experts.
 
         Args:
-            matrix_rows: rows of one expert's gate, up or down projection.
+            word_rows: rows of one expert's gate, up or down projection.
             columns: for gate and up, or for down: the factors of all experts, or none.
         """
         present_columns = [column for column in columns if column]
         kinds = {(factors.rank, factors.alpha) for column in present_columns for factors in column}
         if len(kinds) > 1:
             raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
-        (rank, alpha), expert_count = kinds.pop(), len(present_columns[0])
-        joined_rank = rank * len(present_columns)
-        factor_a = torch.cat(
-            [torch.stack([factors.factor_a for factors in column]) for column in present_columns], dim=1
-        )
-        factor_b = factor_a.new_zeros(expert_count, matrix_rows * len(columns), joined_rank)
-        for i, column in enumerate(columns):
-            if column:
-                first = rank * present_columns.index(column)
-                rows = slice(i * matrix_rows, (i + 1) * matrix_rows)
-                factor_b[:, rows, first : first + rank] = torch.stack(
-                    [factors.factor_b for factors in column]
-                )
+        [(rank, alpha)] = kinds
 
-        # The rank is larger, and the product must be scaled as before.
+        # The factors A of gate and up lie one below the other, and B is zero outside its diagonal blocks.
+        stacked_a: list[Tensor] = []
+        stacked_b: list[Tensor] = []
+        for column in columns:
+            zero_b = torch.zeros(len(present_columns[0]), word_rows, rank * len(present_columns))
+            if column:
+                first_column = rank * len(stacked_a)
+                factor_b = torch.stack([factors.factor_b for factors in column])
+                stacked_a.append(torch.stack([factors.factor_a for factors in column]))
+                zero_b = zero_b.to(factor_b.dtype)
+                zero_b[..., first_column : first_column + rank] = factor_b
+            stacked_b.append(zero_b)
+
+        # The rank has grown, and the product must be scaled as before.
         growth = len(present_columns)
-        return MatrixFactors(
-            factor_a, factor_b, alpha * (math.sqrt(growth) if self.config.get("use_rslora") else growth)
-        )
+        scaled_alpha = alpha * (math.sqrt(growth) if self.config.get("use_rslora") else growth)
+        return MatrixFactors(torch.cat(stacked_a, dim=1), torch.cat(stacked_b, dim=1), scaled_alpha)
 
     def _setting(self, pattern_field: str, hf_name: str, default: Any) -> Any:
         """A rank or alpha: that of the first pattern that matches, as PEFT does it."""

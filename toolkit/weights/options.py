@@ -115,6 +115,9 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
 
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face checkpoint folder (safetensors)."""
+    adapter: Path | None = option(None, metavar="PEFT_DIR", must_exist=True)
+    """Convert this LoRA adapter of --hf, in PEFT's files, instead of the model. lora.adapter of a run takes
+    the result."""
 
 
 @dataclass(kw_only=True)
@@ -137,14 +140,21 @@ class MergeOptions(WeightOutputOptions):
 
 @dataclass(kw_only=True)
 class ExportOptions(WeightOutputOptions):
-    """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original."""
+    """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original.
+
+    A run with LoRA has adapters only: say with --adapter or --merge what becomes of them.
+    """
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
     """Megatron weights in any layout, a training run's folder (its latest step), or one of
-    its step folders."""
+    its step folders. With --merge also a PEFT folder."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face folder that the weights came from. It determines tensor names, types and files; config,
     tokenizer, processor and chat template are copied from it."""
+    adapter: bool = False
+    """Write the adapters of a run with LoRA as a folder that PEFT loads."""
+    merge: bool = False
+    """Add the adapters to the weights of --hf (in float32, rounded once) and write a whole model."""
 
 
 @dataclass(kw_only=True)
