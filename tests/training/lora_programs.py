@@ -111,11 +111,11 @@ def changed_base(
 
 
 def largest_errors(saved: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Kind of tensor -> the largest error, relative to the largest element of the tensor."""
+    """Kind of tensor -> the largest distance of a tensor from its reference, relative to the reference's norm."""
     errors: dict[str, float] = {}
     for key, tensor in saved.items():
         kind = key.rpartition("/")[2] if "/" in key else "weight"
-        scale = max(float(reference[key].abs().max()), 1e-8)
-        error = float((tensor.double() - reference[key].double()).abs().max()) / scale
+        expected = reference[key].double()
+        error = float((tensor.double() - expected).norm() / expected.norm().clamp(min=1e-12))
         errors[kind] = max(errors.get(kind, 0.0), error)
     return errors
