@@ -40,9 +40,8 @@ from .peft_folder import (
     PeftFolder,
     released_matrices,
     rules_by_name,
-    shortest_suffixes,
+    target_settings,
 )
-from .rules import DOWN_STACK, GATE_UP_STACK
 
 
 class AdapterSource(Protocol):
@@ -255,9 +254,6 @@ def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
         base_name: name or folder of the model that the adapter belongs to.
     """
     spec, lora = source.spec, source.lora
-    names = adapted_matrices(source)
-    stacks = [name for name in names if name.endswith((GATE_UP_STACK, DOWN_STACK))]
-    modules = [name for name in names if name not in stacks]
     alpha_pattern = {pattern: _plain_number(alpha) for pattern, alpha in lora.alpha_pattern.items()}
     return {
         "peft_type": "LORA",
@@ -273,8 +269,7 @@ def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
         "lora_alpha": _plain_number(lora.alpha),
         "lora_dropout": lora.dropout,
         "use_rslora": lora.use_rslora,
-        "target_modules": shortest_suffixes(modules, spec),
-        "target_parameters": shortest_suffixes(stacks, spec) or None,
+        **target_settings(adapted_matrices(source), spec),
         "rank_pattern": lora.rank_pattern,
         "alpha_pattern": alpha_pattern,
         "bias": "none",

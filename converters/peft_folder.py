@@ -87,6 +87,24 @@ def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
+def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
+    """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
+    return target_settings(released_matrices(spec), spec)
+
+
+def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
+    """PEFT's ``target_modules`` and ``target_parameters`` for adapters of these matrices."""
+    module_names: list[str] = []
+    stack_names: list[str] = []
+    for hf_name in hf_names:
+        is_stack = hf_name.endswith((GATE_UP_STACK, DOWN_STACK))
+        (stack_names if is_stack else module_names).append(hf_name)
+    return {
+        "target_modules": shortest_suffixes(module_names, spec),
+        "target_parameters": shortest_suffixes(stack_names, spec) or None,
+    }
+
+
 @lru_cache(maxsize=4)
 def rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
     """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from converters.peft_folder import released_matrices, shortest_suffixes
+from converters.peft_folder import adapter_targets
 from megatron_vl.spec.families import read_spec
 from toolkit.hf_loading import load_hf_model
 
@@ -18,14 +18,7 @@ MOE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 
 def all_targets(hf: Path) -> dict[str, Any]:
     """PEFT's settings for an adapter of every matrix that can have one."""
-    spec = read_spec(hf)
-    matrices = released_matrices(spec)
-    stacks = [name for name, shape in matrices.items() if len(shape) == 3]
-    modules = [name for name in matrices if name not in stacks]
-    return {
-        "target_modules": shortest_suffixes(modules, spec),
-        "target_parameters": shortest_suffixes(stacks, spec) or None,
-    }
+    return adapter_targets(read_spec(hf))
 
 
 def peft_model(hf: Path, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
