@@ -1,11 +1,12 @@
 """LoRA adapters beside the linear layers of a built model (:mod:`megatron_vl.spec.adapters`).
 
-An adapter is a child module of its linear layer, and a forward hook adds what it computes to the layer's output.
-So every module that holds a linear layer stays as it is, and a layer without an adapter costs nothing.
+An adapter is a child module of its linear layer, and a forward hook adds what it computes to the layer's
+output. So every module that holds a linear layer stays as it is, and a layer without an adapter costs
+nothing.
 
-Under tensor parallelism, a factor is cut as its base matrix is, along the same dimension, and the other factor is
-on all ranks. Only the ``rank`` columns between the two factors are exchanged: gathered or summed over the ranks,
-and over tokens under sequence parallelism.
+Under tensor parallelism, a factor is cut as its base matrix is, along the same dimension, and the other
+factor is on all ranks. Only the ``rank`` columns between the two factors are exchanged: gathered or summed
+over the ranks, and over tokens under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class _FusedFactor(_Factor):
 
     def __init__(self, initial_value: Tensor, part_masks: list[tuple[int, Tensor]]) -> None:
         super().__init__(initial_value)
+        self.row_masks: Tensor
         self.ranks = [rank for rank, _ in part_masks]
         self.register_buffer("row_masks", torch.stack([mask for _, mask in part_masks]), persistent=False)
 
@@ -88,6 +90,7 @@ class LinearAdapter(nn.Module):
         self.sequence_parallel = bool(linear.sequence_parallel) and not self.is_expert
 
         scales = [part.scale for part in adapter.parts for _ in range(part.rank)]
+        self.column_scales: Tensor
         self.uniform_scale = scales[0] if len(set(scales)) == 1 else None
         if self.uniform_scale is None:
             self.register_buffer("column_scales", torch.tensor(scales), persistent=False)
@@ -134,8 +137,8 @@ class LinearAdapter(nn.Module):
     def _summed_weight(self, factor: _Factor, is_whole: bool) -> Tensor | None:
         """For experts, the weight of a factor that all tensor ranks hold, whose gradient is summed over them.
 
-        The dispatcher sums the outputs and the input gradients of an expert's ranks, so an adapter's parts may
-        stay apart like the expert's own. Only this weight needs the sum.
+        The dispatcher sums the outputs and the input gradients of an expert's ranks, so an adapter's parts
+        may stay apart like the expert's own. Only this weight needs the sum.
         """
         if not (self.is_expert and is_whole and self.tp_size > 1):
             return None
@@ -151,7 +154,7 @@ class LinearAdapter(nn.Module):
         return F.dropout(x, self.dropout)
 
 
-def add_to_output(linear: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
     """The forward hook of a linear layer that has an adapter. Layers return (output, bias)."""
     result, bias = output
     layer_input = inputs[0]

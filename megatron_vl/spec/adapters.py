@@ -5,11 +5,12 @@ A released matrix W [out, in] gets two factors, A [rank, in] and B [out, rank], 
 value, for instance). Their factors are then fused in the same way, so that every layout cuts them as it cuts
 W, and the conversion rules of W also convert its factors:
 
-* ``lora_B`` has the rows of W in their canonical order: ``[rows of W, rank]``. Each row belongs to one released
-  matrix. If ranks differ, the width is the largest one, and the columns after a matrix's rank are zero.
-* ``lora_A`` has the columns of W: ``[sum of the ranks, columns of W]``, the factors of the released matrices one
-  below another. A released matrix without an adapter has no rows in ``lora_A``, and its rows in ``lora_B`` are
-  zero and stay zero.
+* ``lora_B`` has the rows of W in their canonical order: ``[rows of W, rank]``. Each row belongs to one
+  released matrix. If ranks differ, the width is the largest one, and the columns after a matrix's rank are
+  zero.
+* ``lora_A`` has the columns of W: ``[sum of the ranks, columns of W]``, the factors of the released matrices
+  one below another. A released matrix without an adapter has no rows in ``lora_A``, and its rows in
+  ``lora_B`` are zero and stay zero.
 
 For a stack of experts, both have the experts as their first dimension, and gate and up share one A, as in
 PEFT's ``target_parameters``. The names of released matrices are those of the modules of ``transformers`` 5,
@@ -138,8 +139,8 @@ def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]
     """The adapters of a run by the canonical name of their base tensor, in model order. Empty without LoRA.
 
     Raises:
-        RunConfigError: an entry of ``lora.targets``, ``exclude``, ``rank_pattern`` or ``alpha_pattern`` matches
-            no matrix, or nothing is left to train.
+        RunConfigError: an entry of ``lora.targets``, ``exclude``, ``rank_pattern`` or ``alpha_pattern``
+            matches no matrix, or nothing is left to train.
     """
     if not lora.rank:
         return {}
@@ -193,12 +194,13 @@ def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     for part in sorted(adapted_parts):
         if getattr(config.model, f"freeze_{part}"):
             raise RunConfigError(
-                f"model.freeze_{part} is set, but lora.targets names matrices of this part; leave out one of the"
-                " two"
+                f"model.freeze_{part} is set, but lora.targets names matrices of this part; leave out one"
+                " of the two"
             )
 
     frozen_parts = {"vision", "merger", "language"} - adapted_parts
-    model_config = dataclasses.replace(config.model, **{f"freeze_{part}": True for part in frozen_parts})
+    frozen_fields: dict[str, Any] = {f"freeze_{part}": True for part in frozen_parts}
+    model_config = dataclasses.replace(config.model, **frozen_fields)
     return dataclasses.replace(config, model=model_config)
 
 
