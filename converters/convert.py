@@ -49,7 +49,7 @@ from .adapters import (
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
 from .output_folder import ConversionOutput, open_output
-from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE
+from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -699,7 +699,7 @@ def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightRea
         FileNotFoundError: there is neither.
         WeightsError: it holds no adapters, or they belong to another model than ``hf_checkpoint``.
     """
-    if (Path(adapter) / ADAPTER_CONFIG_FILE).is_file():
+    if is_peft_folder(adapter):
         return PeftAdapters(adapter, hf_checkpoint.spec)
     weight_reader = WeightReader(adapter, takes_adapters=True)
     if not weight_reader.lora.rank:

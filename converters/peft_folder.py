@@ -87,6 +87,10 @@ def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
+def is_peft_folder(path: str | Path) -> bool:
+    return (Path(path) / ADAPTER_CONFIG_FILE).is_file()
+
+
 def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
     """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
     return target_settings(released_matrices(spec), spec)
