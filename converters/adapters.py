@@ -7,9 +7,7 @@ too, which has the same rows. ``lora_A`` has the factors of the released matrice
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
-import math
 from collections.abc import Container, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from torch import Tensor
 from megatron_vl.config import LoraConfig
 from megatron_vl.spec.adapters import FusedAdapter, adapter_table, fused_adapters, row_runs
 from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import TensorInfo
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
     WeightsError,
@@ -38,6 +37,7 @@ from .peft_folder import (
     PEFT_VERSION,
     MatrixFactors,
     PeftFolder,
+    is_expert_stack,
     released_matrices,
     rules_by_name,
     target_settings,
@@ -69,25 +69,35 @@ def fuse_factors(
     spec: ModelSpec, adapter: FusedAdapter, factors: Mapping[str, MatrixFactors], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """The canonical factors A and B from those of the released matrices."""
-    info_a, info_b = adapter.tensor_infos()
     if adapter.base.num_experts:
-        stack = factors[adapter.parts[0].hf_name]
-        return stack.factor_a.to(dtype).contiguous(), stack.factor_b.to(dtype).contiguous()
+        [stack_part] = adapter.parts
+        stack_factors = factors[stack_part.hf_name]
+        stack_a = stack_factors.factor_a.to(dtype)
+        stack_b = stack_factors.factor_b.to(dtype)
+        return stack_a.contiguous(), stack_b.contiguous()
 
+    info_a, info_b = adapter.tensor_infos()
     canonical_a = torch.zeros(info_a.shape, dtype=dtype)
     canonical_b = torch.zeros(info_b.shape, dtype=dtype)
     first_row = 0
     for part in adapter.parts:
         if part.rank:
             factor_a = factors[part.hf_name].factor_a
-            canonical_a[first_row : first_row + part.rank, : factor_a.shape[1]] = factor_a
-        first_row += part.rank
+            part_rows = canonical_a.narrow(0, first_row, part.rank)
+            # The columns of a tower's matrix may be padded.
+            real_columns = part_rows.narrow(1, 0, factor_a.shape[1])
+            real_columns.copy_(factor_a)
+            first_row += part.rank
 
-    for block in rules_by_name(spec)[adapter.base.name].blocks:
-        part_factors = factors.get(_module_name(block.part_id))
-        if part_factors is not None:
-            part_rows = part_factors.factor_b[block.part_row : block.part_row + block.rows]
-            canonical_b[block.row : block.row + block.rows, : part_factors.rank] = part_rows
+    base_rule = rules_by_name(spec)[adapter.base.name]
+    for block in base_rule.blocks:
+        hf_name = _module_name(block.part_id)
+        if hf_name in factors:
+            part_factors = factors[hf_name]
+            part_rows = part_factors.factor_b.narrow(0, block.part_row, block.rows)
+            block_rows = canonical_b.narrow(0, block.row, block.rows)
+            rank_columns = block_rows.narrow(1, 0, part_factors.rank)
+            rank_columns.copy_(part_rows)
     return canonical_a, canonical_b
 
 
@@ -100,33 +110,48 @@ def split_factors(
         WeightsError: elements that no released matrix has are not zero, so they would be lost.
     """
     if adapter.base.num_experts:
-        return {adapter.parts[0].hf_name: (canonical_a, canonical_b)}
+        [stack_part] = adapter.parts
+        return {stack_part.hf_name: (canonical_a, canonical_b)}
 
-    base_rule = rules_by_name(spec)[adapter.base.name]
-    shape_by_name = {_module_name(name): shape for name, shape in base_rule.hf_shapes.items()}
+    matrix_shapes = released_matrices(spec)
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     first_row = 0
     for part in adapter.parts:
         if part.rank:
-            row_count, col_count = shape_by_name[part.hf_name]
-            factor_a = canonical_a[first_row : first_row + part.rank, :col_count].contiguous()
-            factors[part.hf_name] = factor_a, canonical_b.new_zeros(row_count, part.rank)
-        first_row += part.rank
+            row_count, col_count = matrix_shapes[part.hf_name]
+            part_rows = canonical_a.narrow(0, first_row, part.rank)
+            factor_a = part_rows.narrow(1, 0, col_count)
+            factor_b = canonical_b.new_zeros(row_count, part.rank)
+            factors[part.hf_name] = (factor_a.contiguous(), factor_b)
+            first_row += part.rank
 
+    base_rule = rules_by_name(spec)[adapter.base.name]
     for block in base_rule.blocks:
-        if _module_name(block.part_id) in factors:
-            factor_b = factors[_module_name(block.part_id)][1]
-            block_rows = canonical_b[block.row : block.row + block.rows, : factor_b.shape[1]]
-            factor_b[block.part_row : block.part_row + block.rows] = block_rows
-
-    for i, canonical in enumerate((canonical_a, canonical_b)):
-        kept_count = sum(int(pair[i].count_nonzero()) for pair in factors.values())
-        if kept_count != int(canonical.count_nonzero()):
-            raise WeightsError(
-                f"the adapter of {adapter.base.name!r} holds values where no released matrix has any; they"
-                " cannot be exported"
-            )
+        hf_name = _module_name(block.part_id)
+        if hf_name in factors:
+            _, factor_b = factors[hf_name]
+            block_rows = canonical_b.narrow(0, block.row, block.rows)
+            part_rows = factor_b.narrow(0, block.part_row, block.rows)
+            part_rows.copy_(block_rows.narrow(1, 0, factor_b.shape[1]))
+    _check_complete(adapter, (canonical_a, canonical_b), factors)
     return factors
+
+
+def _check_complete(
+    adapter: FusedAdapter,
+    canonical_factors: tuple[Tensor, Tensor],
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+) -> None:
+    """Raises :class:`WeightsError` if a canonical factor has values that no released matrix has."""
+    lost_count = sum(int(canonical.count_nonzero()) for canonical in canonical_factors)
+    for factor_a, factor_b in factors.values():
+        lost_count -= int(factor_a.count_nonzero())
+        lost_count -= int(factor_b.count_nonzero())
+    if lost_count:
+        raise WeightsError(
+            f"the adapter of {adapter.base.name!r} holds values where no released matrix has any; they"
+            " cannot be exported"
+        )
 
 
 # --- PEFT's folders -----------------------------------------------------------------------------------------
@@ -142,35 +167,36 @@ class PeftAdapters(PeftFolder):
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path, spec)
         self.tensor_infos = adapter_table(spec, self.lora)
-        self._adapter_by_name: dict[str, FusedAdapter] = {}
+        self._adapter_by_factor: dict[str, FusedAdapter] = {}
         for adapter in fused_adapters(spec, self.lora).values():
-            self._adapter_by_name |= {adapter.name_a: adapter, adapter.name_b: adapter}
-        self._fused_factors = lru_cache(maxsize=4)(self._fuse_factors)
+            self._adapter_by_factor[adapter.name_a] = adapter
+            self._adapter_by_factor[adapter.name_b] = adapter
+        self._cached_factors = lru_cache(maxsize=4)(self._fuse_adapter)
 
-    def _fuse_factors(self, base_name: str) -> tuple[Tensor, Tensor]:
-        adapter = next(found for found in self._adapter_by_name.values() if found.base.name == base_name)
-        return fuse_factors(self.spec, adapter, self.factors, self._common_dtype(adapter))
+    def _fuse_adapter(self, adapter: FusedAdapter) -> tuple[Tensor, Tensor]:
+        common_dtype = self.dtype(adapter.name_a)
+        return fuse_factors(self.spec, adapter, self.factors, common_dtype)
 
-    def _common_dtype(self, adapter: FusedAdapter) -> torch.dtype:
+    def dtype(self, tensor_name: str) -> torch.dtype:
         """The type that holds the values of all factors of a canonical tensor exactly."""
         common_dtype: torch.dtype | None = None
-        for part in adapter.parts:
+        for part in self._adapter_by_factor[tensor_name].parts:
             if part.rank:
-                factors = self.factors[part.hf_name]
-                for dtype in (factors.factor_a.dtype, factors.factor_b.dtype):
-                    common_dtype = torch.promote_types(common_dtype or dtype, dtype)
+                part_factors = self.factors[part.hf_name]
+                part_dtype = part_factors.dtype
+                common_dtype = torch.promote_types(common_dtype or part_dtype, part_dtype)
         assert common_dtype is not None
         return common_dtype
 
-    def dtype(self, tensor_name: str) -> torch.dtype:
-        return self._common_dtype(self._adapter_by_name[tensor_name])
-
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a canonical factor as a matrix."""
-        adapter = self._adapter_by_name[tensor_name]
-        factor = self._fused_factors(adapter.base.name)[tensor_name == adapter.name_b]
-        matrix = factor.view(matrix_shape(factor.shape))
-        return matrix[region.row : region.row_end, region.col : region.col_end]
+        adapter = self._adapter_by_factor[tensor_name]
+        factor, canonical_b = self._cached_factors(adapter)
+        if tensor_name == adapter.name_b:
+            factor = canonical_b
+        factor_matrix = factor.view(matrix_shape(factor.shape))
+        region_rows = factor_matrix[region.row : region.row_end]
+        return region_rows[:, region.col : region.col_end]
 
     def verify_tensor(self, tensor_name: str) -> None:
         """Does nothing, because PEFT's folders have no hashes. Names and shapes were checked earlier."""
@@ -179,7 +205,8 @@ class PeftAdapters(PeftFolder):
         """The settings, and the weights' header, size and modification time."""
         weights_path = self.path / ADAPTER_FILE
         file_stat = weights_path.stat()
-        header = hashlib.sha256(read_safetensors_header(weights_path)).hexdigest()
+        header_bytes = read_safetensors_header(weights_path)
+        header = hashlib.sha256(header_bytes).hexdigest()
         return {
             ADAPTER_CONFIG_FILE: json.dumps(self.config, sort_keys=True),
             ADAPTER_FILE: f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, header {header[:16]}",
@@ -195,56 +222,74 @@ def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
         names: all matrices with an adapter. PEFT wraps experts once for each stack: gate and up first, so
             that they are inside if there is an adapter of down as well.
     """
-    experts_name, _, stack = hf_name.rpartition(".")
-    if experts_name.endswith(".mlp.experts"):
-        is_inner = stack == "gate_up_proj" and f"{experts_name}.down_proj" in names
-        hf_name = f"{experts_name}.base_layer" if is_inner else experts_name
-    return f"{KEY_PREFIX}{hf_name}.lora_{letter}.weight"
+    module_name = hf_name
+    if is_expert_stack(hf_name):
+        module_name, _, stack_name = hf_name.rpartition(".")
+        if stack_name == "gate_up_proj" and f"{module_name}.down_proj" in names:
+            module_name += ".base_layer"
+    return f"{KEY_PREFIX}{module_name}.lora_{letter}.weight"
+
+
+def read_factor(source: AdapterSource, tensor_info: TensorInfo) -> Tensor:
+    """A whole canonical factor, after it was verified."""
+    source.verify_tensor(tensor_info.name)
+    whole_region = whole_matrix_region(tensor_info.shape)
+    factor_matrix = source.read_region(tensor_info.name, whole_region)
+    return factor_matrix.reshape(tensor_info.shape)
 
 
 def peft_tensors(source: AdapterSource, adapter: FusedAdapter, names: Container[str]) -> dict[str, Tensor]:
     """The tensors of PEFT's file for one canonical tensor."""
-    canonical_factors = []
-    for info in adapter.tensor_infos():
-        source.verify_tensor(info.name)
-        stored_region = source.read_region(info.name, whole_matrix_region(info.shape))
-        canonical_factors.append(stored_region.reshape(info.shape))
+    info_a, info_b = adapter.tensor_infos()
+    canonical_a = read_factor(source, info_a)
+    canonical_b = read_factor(source, info_b)
+    factors = split_factors(source.spec, adapter, canonical_a, canonical_b)
 
     stored_tensors: dict[str, Tensor] = {}
-    for hf_name, (factor_a, factor_b) in split_factors(source.spec, adapter, *canonical_factors).items():
+    for hf_name, released_factors in factors.items():
+        factor_a, factor_b = released_factors
         if adapter.base.num_experts:
+            # In B, the expert is the last index of a column.
             factor_a = factor_a.flatten(0, 1)
-            factor_b = factor_b.permute(1, 2, 0).flatten(1)  # the experts are the last index of B's columns
-        stored_tensors[peft_key(hf_name, "A", names)] = factor_a
-        stored_tensors[peft_key(hf_name, "B", names)] = factor_b
+            factor_b = factor_b.permute(1, 2, 0)
+            factor_b = factor_b.flatten(1)
+        key_a = peft_key(hf_name, "A", names)
+        key_b = peft_key(hf_name, "B", names)
+        stored_tensors[key_a] = factor_a
+        stored_tensors[key_b] = factor_b
     return stored_tensors
 
 
 def peft_header(source: AdapterSource) -> bytes:
     """The header of PEFT's file."""
-    adapters = fused_adapters(source.spec, source.lora)
-    shape_by_name = released_matrices(source.spec)
-    names = adapted_matrices(source)
-    types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for adapter in adapters.values():
+    matrix_shapes = released_matrices(source.spec)
+    adapted_names = adapted_matrices(source)
+    stored_types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for adapter in fused_adapters(source.spec, source.lora).values():
         for part in adapter.parts:
-            if part.rank:
-                *experts, row_count, col_count = shape_by_name[part.hf_name]
-                expert_ranks = part.rank * math.prod(experts)
-                key_a, key_b = (peft_key(part.hf_name, letter, names) for letter in "AB")
-                types[key_a] = source.dtype(adapter.name_a), (expert_ranks, col_count)
-                types[key_b] = source.dtype(adapter.name_b), (row_count, expert_ranks)
-    return make_safetensors_header(types, {"format": "pt"})
+            if not part.rank:
+                continue
+            *_, row_count, col_count = matrix_shapes[part.hf_name]
+            rank_count = part.rank * max(1, adapter.base.num_experts)
+
+            key_a = peft_key(part.hf_name, "A", adapted_names)
+            dtype_a = source.dtype(adapter.name_a)
+            stored_types[key_a] = (dtype_a, (rank_count, col_count))
+
+            key_b = peft_key(part.hf_name, "B", adapted_names)
+            dtype_b = source.dtype(adapter.name_b)
+            stored_types[key_b] = (dtype_b, (row_count, rank_count))
+    return make_safetensors_header(stored_types, {"format": "pt"})
 
 
 def adapted_matrices(source: AdapterSource) -> list[str]:
     """The released matrices with an adapter, in model order."""
-    return [
-        part.hf_name
-        for adapter in fused_adapters(source.spec, source.lora).values()
-        for part in adapter.parts
-        if part.rank
-    ]
+    adapted_names: list[str] = []
+    for adapter in fused_adapters(source.spec, source.lora).values():
+        for part in adapter.parts:
+            if part.rank:
+                adapted_names.append(part.hf_name)
+    return adapted_names
 
 
 def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
@@ -282,7 +327,8 @@ def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
 
 def _plain_number(number: float) -> float:
     """The same number, as an integer if it is one: some loaders take no other."""
-    return int(number) if number == int(number) else number
+    whole_number = int(number)
+    return whole_number if whole_number == number else number
 
 
 # --- Merging ------------------------------------------------------------------------------------------------
@@ -298,20 +344,25 @@ class MergedWeights:
     lora = LoraConfig()
 
     def __init__(self, base: HfCheckpoint, source: AdapterSource) -> None:
-        self.base, self.source, self.spec, self.path = base, source, base.spec, source.path
+        self.base = base
+        self.source = source
+        self.spec = base.spec
+        self.path = source.path
         self.adapters = fused_adapters(source.spec, source.lora)
-        self._wide_factors = lru_cache(maxsize=16)(self._read_wide_factors)
+        self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
-        return torch.float32 if tensor_name in self.adapters else self.base.dtype(tensor_name)
+        if tensor_name in self.adapters:
+            return torch.float32
+        return self.base.dtype(tensor_name)
 
     def verify_tensor(self, tensor_name: str) -> None:
-        if tensor_name in self.adapters:
-            for info in self.adapters[tensor_name].tensor_infos():
-                self.source.verify_tensor(info.name)
+        """Does nothing: the base is a HF folder, and factors are verified when they are read."""
 
     def fingerprint(self) -> dict[str, str]:
-        return {**self.base.fingerprint(), **self.source.fingerprint()}
+        base_facts = self.base.fingerprint()
+        adapter_facts = self.source.fingerprint()
+        return base_facts | adapter_facts
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a full canonical tensor as a matrix."""
@@ -320,16 +371,21 @@ class MergedWeights:
             return base_region
 
         merged_region = base_region.to(torch.float32, copy=True)
-        factor_a, factor_b, row_scales = self._wide_factors(tensor_name)
-        expert_rows = factor_b.shape[1]
-        for expert_index, matrix_a in enumerate(factor_a):
-            first_row = max(region.row, expert_index * expert_rows)
-            end_row = min(region.row_end, (expert_index + 1) * expert_rows)
+        factor_a, factor_b, row_scales = self._cached_factors(tensor_name)
+        row_count = factor_b.shape[1]
+        for expert_index, expert_a in enumerate(factor_a):
+            # The rows of this expert within the region, counted from the expert's first row.
+            expert_start = expert_index * row_count
+            first_row = max(0, region.row - expert_start)
+            end_row = min(row_count, region.row_end - expert_start)
             if first_row >= end_row:
                 continue
-            expert_slice = slice(first_row - expert_index * expert_rows, end_row - expert_index * expert_rows)
-            delta = factor_b[expert_index, expert_slice] @ matrix_a[:, region.col : region.col_end]
-            merged_region[first_row - region.row : end_row - region.row] += delta * row_scales[expert_slice]
+            region_a = expert_a[:, region.col : region.col_end]
+            region_b = factor_b[expert_index, first_row:end_row]
+            region_scales = row_scales[first_row:end_row]
+            region_start = expert_start + first_row - region.row
+            merged_rows = merged_region.narrow(0, region_start, len(region_b))
+            merged_rows += (region_b @ region_a) * region_scales
         return merged_region
 
     def _read_wide_factors(self, tensor_name: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -340,21 +396,26 @@ class MergedWeights:
         """
         adapter = self.adapters[tensor_name]
         info_a, info_b = adapter.tensor_infos()
-        factor_a, narrow_b = (
-            self.source.read_region(info.name, whole_matrix_region(info.shape)).float()
-            for info in (info_a, info_b)
-        )
-        experts = max(1, adapter.base.num_experts)
-        narrow_b = narrow_b.view(experts, -1, adapter.max_rank)
-        wide_b = narrow_b.new_zeros(*narrow_b.shape[:2], adapter.rank_sum)
-        row_scales = narrow_b.new_zeros(narrow_b.shape[1], 1)
+        factor_a = read_factor(self.source, info_a)
+        factor_a = factor_a.float()
+        narrow_b = read_factor(self.source, info_b)
+        narrow_b = narrow_b.float()
+        if not adapter.base.num_experts:
+            factor_a = factor_a[None]
+            narrow_b = narrow_b[None]
 
-        first_columns = [0, *itertools.accumulate(part.rank for part in adapter.parts)]
-        row = 0
-        for part_number, row_count in row_runs(self.spec, adapter.base):
-            part, rows = adapter.parts[part_number], slice(row, row + row_count)
-            columns = slice(first_columns[part_number], first_columns[part_number + 1])
-            wide_b[:, rows, columns] = narrow_b[:, rows, : part.rank]
-            row_scales[rows] = part.scale
-            row += row_count
-        return factor_a.view(experts, adapter.rank_sum, -1), wide_b, row_scales
+        expert_count, row_count, _ = narrow_b.shape
+        wide_b = narrow_b.new_zeros(expert_count, row_count, sum(adapter.ranks))
+        row_scales = narrow_b.new_zeros(row_count, 1)
+        first_row = 0
+        for part_number, run_length in row_runs(self.spec, adapter.base):
+            part = adapter.parts[part_number]
+            first_column = sum(adapter.ranks[:part_number])
+            wide_rows = wide_b.narrow(1, first_row, run_length)
+            part_columns = wide_rows.narrow(2, first_column, part.rank)
+            narrow_rows = narrow_b.narrow(1, first_row, run_length)
+            part_columns.copy_(narrow_rows.narrow(2, 0, part.rank))
+            run_scales = row_scales.narrow(0, first_row, run_length)
+            run_scales.fill_(part.scale)
+            first_row += run_length
+        return factor_a, wide_b, row_scales

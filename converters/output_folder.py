@@ -226,12 +226,12 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
     present_files = [path for path in present_files if path.name != JOURNAL_FILE]
     if not present_files:
         return
-    present_names = {path.name for path in present_files}
     has_only_weights = len(_weight_files(output_dir, is_hf_export)) == len(present_files)
     if is_hf_export:
-        is_checkpoint = bool({"config.json", "adapter_config.json"} & present_names)
+        config_path, adapter_path = (output_dir / "config.json"), (output_dir / "adapter_config.json")
+        is_checkpoint = config_path.is_file() or adapter_path.is_file()
     else:
-        is_checkpoint = MANIFEST_FILE in present_names and _is_manifest(output_dir / MANIFEST_FILE)
+        is_checkpoint = _is_manifest(output_dir / MANIFEST_FILE)
     if not (has_only_weights or is_checkpoint):
         raise FileExistsError(
             f"--out {output_dir} is not empty and holds no checkpoint of "
@@ -247,7 +247,7 @@ def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bo
 def _is_manifest(file_path: Path) -> bool:
     try:
         parsed_json = json.loads(file_path.read_text())
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return False
     return isinstance(parsed_json, dict) and parsed_json.get("format") == WEIGHTS_FORMAT
 

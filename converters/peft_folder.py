@@ -58,6 +58,8 @@ _REFUSED_SETTINGS = (
     "monteclora_config",
 )
 """Settings of PEFT that change what an adapter computes and that are not supported here."""
+_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""A layer's stacks of experts, and the matrices of one expert that they consist of."""
 _UNCHANGED_BASE_INITS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base weights as they are."""
 
@@ -76,43 +78,27 @@ class MatrixFactors:
     def rank(self) -> int:
         return self.factor_b.shape[-1]
 
-
-def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The matrices that can have an adapter: name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
-    shape_by_name = _module_shapes(spec)
-    return {
-        part.hf_name: shape_by_name[part.hf_name]
-        for adapter in fused_adapters(spec, LoraConfig(rank=1, targets=[".*"])).values()
-        for part in adapter.parts
-    }
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that holds the values of both factors exactly."""
+        return torch.promote_types(self.factor_a.dtype, self.factor_b.dtype)
 
 
 def is_peft_folder(path: str | Path) -> bool:
-    return (Path(path) / ADAPTER_CONFIG_FILE).is_file()
+    config_path = Path(path) / ADAPTER_CONFIG_FILE
+    return config_path.is_file()
 
 
-def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
-    """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
-    return target_settings(released_matrices(spec), spec)
-
-
-def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
-    """PEFT's ``target_modules`` and ``target_parameters`` for adapters of these matrices."""
-    module_names: list[str] = []
-    stack_names: list[str] = []
-    for hf_name in hf_names:
-        is_stack = hf_name.endswith((GATE_UP_STACK, DOWN_STACK))
-        (stack_names if is_stack else module_names).append(hf_name)
-    return {
-        "target_modules": shortest_suffixes(module_names, spec),
-        "target_parameters": shortest_suffixes(stack_names, spec) or None,
-    }
+def is_expert_stack(hf_name: str) -> bool:
+    """Whether a released matrix is a stack of experts, one of PEFT's ``target_parameters``."""
+    return hf_name.endswith((GATE_UP_STACK, DOWN_STACK))
 
 
 @lru_cache(maxsize=4)
 def rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
     """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""
-    return {rule.name: rule for rule in make_conversion_rules(spec, "output_first")}
+    conversion_rules = make_conversion_rules(spec, "output_first")
+    return {rule.name: rule for rule in conversion_rules}
 
 
 def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -120,32 +106,74 @@ def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     module_shapes: dict[str, tuple[int, ...]] = {}
     for rule in rules_by_name(spec).values():
         for hf_name, shape in rule.hf_shapes.items():
-            module_shapes[long_tensor_name(hf_name).removesuffix(".weight")] = shape
+            module_name = long_tensor_name(hf_name).removesuffix(".weight")
+            module_shapes[module_name] = shape
     return module_shapes
+
+
+@lru_cache(maxsize=4)
+def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The matrices that can have an adapter: name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
+    module_shapes = _module_shapes(spec)
+    matrix_shapes: dict[str, tuple[int, ...]] = {}
+    every_matrix = LoraConfig(rank=1, targets=[".*"])
+    for adapter in fused_adapters(spec, every_matrix).values():
+        for part in adapter.parts:
+            matrix_shapes[part.hf_name] = module_shapes[part.hf_name]
+    return matrix_shapes
+
+
+def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
+    """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
+    matrix_shapes = released_matrices(spec)
+    return target_settings(matrix_shapes, spec)
+
+
+def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
+    """PEFT's ``target_modules`` and ``target_parameters`` for adapters of these matrices."""
+    module_names: list[str] = []
+    stack_names: list[str] = []
+    for hf_name in hf_names:
+        if is_expert_stack(hf_name):
+            stack_names.append(hf_name)
+        else:
+            module_names.append(hf_name)
+    return {
+        "target_modules": shortest_suffixes(module_names, spec),
+        "target_parameters": shortest_suffixes(stack_names, spec) or None,
+    }
 
 
 def shortest_suffixes(module_names: Iterable[str], spec: ModelSpec) -> list[str]:
     """Ends of names that match these modules and no other one of the model, as PEFT matches them."""
-    chosen_names = dict.fromkeys(module_names)
+    chosen_names = list(module_names)
     # Modules that contain others count too: "0" is also the end of a layer's name.
     other_names: set[str] = set()
-    for name in _module_shapes(spec):
-        words = name.split(".")
-        other_names.update(".".join(words[:count]) for count in range(1, len(words) + 1))
-    forbidden_suffixes: set[str] = set()
-    for name in other_names - chosen_names.keys():
-        forbidden_suffixes.update(_name_suffixes(name))
+    for module_name in _module_shapes(spec):
+        while module_name:
+            other_names.add(module_name)
+            module_name, _, _ = module_name.rpartition(".")
 
-    suffixes: dict[str, None] = {}
-    for name in chosen_names:
-        suffixes[next(suffix for suffix in _name_suffixes(name) if suffix not in forbidden_suffixes)] = None
-    return list(suffixes)
+    forbidden_suffixes: set[str] = set()
+    for other_name in other_names.difference(chosen_names):
+        forbidden_suffixes.update(_name_suffixes(other_name))
+
+    shortest_by_name: dict[str, str] = {}
+    for chosen_name in chosen_names:
+        for suffix in _name_suffixes(chosen_name):
+            if suffix not in forbidden_suffixes:
+                shortest_by_name.setdefault(chosen_name, suffix)
+    return list(dict.fromkeys(shortest_by_name.values()))
 
 
 def _name_suffixes(module_name: str) -> list[str]:
     """``proj``, ``attn.proj``, ... up to the whole name."""
     words = module_name.split(".")
-    return [".".join(words[first:]) for first in reversed(range(len(words)))]
+    suffixes = [words.pop()]
+    while words:
+        longer_suffix = f"{words.pop()}.{suffixes[-1]}"
+        suffixes.append(longer_suffix)
+    return suffixes
 
 
 # --- Reading ------------------------------------------------------------------------------------------------
@@ -208,28 +236,31 @@ class PeftFolder:
 
     def _read_factors(self) -> dict[str, MatrixFactors]:
         """The factors of all matrices, in model order."""
-        matrices = released_matrices(self.spec)
+        matrix_shapes = released_matrices(self.spec)
         modules = self._tensors_by_module()
         factors: dict[str, MatrixFactors] = {}
-        for hf_name, shape in matrices.items():
-            if len(shape) == 2 and hf_name in modules:
+        experts_names: dict[str, None] = {}
+        for hf_name, shape in matrix_shapes.items():
+            if is_expert_stack(hf_name):
+                experts_name, _, _ = hf_name.rpartition(".")
+                experts_names[experts_name] = None
+            elif hf_name in modules:
                 factors[hf_name] = self._matrix_factors(hf_name, shape, modules.pop(hf_name))
-        for experts_name in dict.fromkeys(
-            hf_name.rpartition(".")[0] for hf_name, shape in matrices.items() if len(shape) == 3
-        ):
-            for tensors in (modules.pop(experts_name, None), modules.pop(f"{experts_name}.base_layer", None)):
-                if tensors:
-                    factors |= self._stack_factors(experts_name, matrices, tensors)
-            factors |= self._separate_experts(experts_name, matrices, modules)
 
-        if modules:
+        for experts_name in experts_names:
+            for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
+                if wrapper_name in modules:
+                    factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
+            factors |= self._separate_experts(experts_name, modules)
+
+        for unknown_name in modules:
             raise WeightsError(
-                f"{self.path / ADAPTER_FILE}: {next(iter(modules))!r} has an adapter, but"
-                f" {self.spec.family} has no such matrix that can have one"
+                f"{self.path / ADAPTER_FILE}: {unknown_name!r} has an adapter, but {self.spec.family} has no"
+                " such matrix that can have one"
             )
         if not factors:
             raise WeightsError(f"{self.path / ADAPTER_FILE} holds no adapter")
-        return {hf_name: factors[hf_name] for hf_name in matrices if hf_name in factors}
+        return {hf_name: factors[hf_name] for hf_name in matrix_shapes if hf_name in factors}
 
     def _tensors_by_module(self) -> dict[str, dict[str, Tensor]]:
         """Module name in ``transformers`` 5 -> {"A": factor, "B": factor}, as stored."""
@@ -256,82 +287,95 @@ class PeftFolder:
         return modules
 
     def _matrix_factors(
-        self, hf_name: str, shape: tuple[int, ...], pair: Mapping[str, Tensor], rank_name: str = ""
+        self, hf_name: str, shape: tuple[int, ...], pair: Mapping[str, Tensor]
     ) -> MatrixFactors:
-        """The factors of one matrix. ``rank_name``: its name in the settings, if it is another one."""
-        rank = self._setting("rank_pattern", rank_name or hf_name, self.config.get("r", 8))
-        alpha = self._setting("alpha_pattern", rank_name or hf_name, self.config.get("lora_alpha", 8))
+        """The factors of one matrix."""
+        rank, alpha = self._rank_and_alpha(hf_name)
         out_features, in_features = shape
-        self._check_shape(hf_name, "A", pair["A"], (rank, in_features))
-        self._check_shape(hf_name, "B", pair["B"], (out_features, rank))
-        return MatrixFactors(pair["A"], pair["B"], alpha)
+        factor_a = pair["A"]
+        factor_b = pair["B"]
+        self._check_shape(hf_name, "A", factor_a, (rank, in_features))
+        self._check_shape(hf_name, "B", factor_b, (out_features, rank))
+        return MatrixFactors(factor_a, factor_b, alpha)
 
-    def _stack_factors(
-        self, experts_name: str, matrices: Mapping[str, tuple[int, ...]], pair: Mapping[str, Tensor]
-    ) -> dict[str, MatrixFactors]:
+    def _stack_factors(self, experts_name: str, pair: Mapping[str, Tensor]) -> dict[str, MatrixFactors]:
         """The factors of one stack of experts. The shapes tell which one it is, and its orientation."""
-        widths = {pair["A"].shape[1], pair["B"].shape[0]}
-        for stack in (GATE_UP_STACK, DOWN_STACK):
-            hf_name = f"{experts_name}.{stack.rpartition('.')[2]}"
-            expert_count, out_features, in_features = matrices[hf_name]
-            if widths == {out_features, in_features}:
-                break
-        else:
-            raise WeightsError(
-                f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {sorted(widths)},"
-                " which fit none of its stacks"
-            )
+        factor_a = pair["A"]
+        factor_b = pair["B"]
+        width_a = factor_a.shape[1]
+        width_b = factor_b.shape[0]
+        hf_name = self._find_stack(experts_name, width_a, width_b)
+        expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
 
-        rank = self._setting("rank_pattern", hf_name, self.config.get("r", 8))
-        self._check_shape(hf_name, "A", pair["A"], (expert_count * rank, pair["A"].shape[1]))
-        self._check_shape(hf_name, "B", pair["B"], (pair["B"].shape[0], expert_count * rank))
-        factor_a = pair["A"].view(expert_count, rank, -1)
-        factor_b = pair["B"].view(-1, rank, expert_count).permute(2, 0, 1)
-        if self._has_swapped_sides(hf_name, out_features, in_features, pair):
-            factor_a, factor_b = factor_b.transpose(1, 2), factor_a.transpose(1, 2)
-        alpha = self._setting("alpha_pattern", hf_name, self.config.get("lora_alpha", 8))
-        return {hf_name: MatrixFactors(factor_a, factor_b, alpha)}
+        rank, alpha = self._rank_and_alpha(hf_name)
+        rank_count = expert_count * rank
+        self._check_shape(hf_name, "A", factor_a, (rank_count, width_a))
+        self._check_shape(hf_name, "B", factor_b, (width_b, rank_count))
+        stack_a = factor_a.view(expert_count, rank, width_a)
+        stack_b = factor_b.view(width_b, rank, expert_count)
+        stack_b = stack_b.permute(2, 0, 1)
 
-    def _has_swapped_sides(
-        self, hf_name: str, out_features: int, in_features: int, pair: Mapping[str, Tensor]
-    ) -> bool:
-        """Whether A has the outputs, as peft up to 0.18 wrote it."""
-        if out_features != in_features:
-            return pair["A"].shape[1] == out_features
+        has_swapped_sides = width_a != in_features
+        if out_features == in_features:
+            has_swapped_sides = self._has_swapped_sides(hf_name)
+        if has_swapped_sides:
+            input_factor = stack_b.transpose(1, 2)
+            output_factor = stack_a.transpose(1, 2)
+            return {hf_name: MatrixFactors(input_factor, output_factor, alpha)}
+        return {hf_name: MatrixFactors(stack_a, stack_b, alpha)}
+
+    def _find_stack(self, experts_name: str, width_a: int, width_b: int) -> str:
+        """The name of the stack whose inputs and outputs have these widths, in either order."""
+        for stack in ("gate_up_proj", "down_proj"):
+            hf_name = f"{experts_name}.{stack}"
+            _, out_features, in_features = released_matrices(self.spec)[hf_name]
+            if sorted((width_a, width_b)) == sorted((out_features, in_features)):
+                return hf_name
+        raise WeightsError(
+            f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {width_a} and"
+            f" {width_b}, which fit none of its stacks"
+        )
+
+    def _has_swapped_sides(self, hf_name: str) -> bool:
+        """Whether A of square matrices has the outputs, as peft up to 0.18 wrote it. Only its version tells.
+
+        Raises:
+            WeightsError: the version is older, or not known. Versions before 0.18 did not always write it.
+        """
         version_match = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
-        if version_match and (int(version_match[1]), int(version_match[2])) >= (0, 19):
-            return False
+        if version_match:
+            major_version, minor_version = map(int, version_match.groups())
+            if (major_version, minor_version) >= (0, 19):
+                return False
         raise WeightsError(
             f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE} is"
             " not 0.19 or later, so it is not known which factor has the inputs"
         )
 
     def _separate_experts(
-        self,
-        experts_name: str,
-        matrices: Mapping[str, tuple[int, ...]],
-        modules: dict[str, dict[str, Tensor]],
+        self, experts_name: str, modules: dict[str, dict[str, Tensor]]
     ) -> dict[str, MatrixFactors]:
         """The factors of a layer's stacks from those of each expert, which are taken out of ``modules``."""
         stacks: dict[str, MatrixFactors] = {}
-        for stack, words in ((GATE_UP_STACK, ("gate_proj", "up_proj")), (DOWN_STACK, ("down_proj",))):
-            hf_name = f"{experts_name}.{stack.rpartition('.')[2]}"
-            expert_count, out_features, in_features = matrices[hf_name]
+        for stack, words in _EXPERT_MATRICES.items():
+            hf_name = f"{experts_name}.{stack}"
+            expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
             word_shape = (out_features // len(words), in_features)
 
             columns: list[list[MatrixFactors]] = []
             for word in words:
-                columns.append([])
+                column: list[MatrixFactors] = []
                 for expert_index in range(expert_count):
                     expert_name = f"{experts_name}.{expert_index}.{word}"
                     if expert_name in modules:
                         pair = modules.pop(expert_name)
-                        columns[-1].append(self._matrix_factors(expert_name, word_shape, pair))
-                if columns[-1] and len(columns[-1]) < expert_count:
+                        column.append(self._matrix_factors(expert_name, word_shape, pair))
+                if column and len(column) < expert_count:
                     raise WeightsError(
-                        f"{self.path}: only {len(columns[-1])} of {expert_count} experts of {experts_name!r}"
-                        f" have an adapter of {word}; a stack of experts cannot hold that"
+                        f"{self.path}: only {len(column)} of {expert_count} experts of {experts_name!r} have"
+                        f" an adapter of {word}; a stack of experts cannot hold that"
                     )
+                columns.append(column)
             if any(columns):
                 stacks[hf_name] = self._join_experts(hf_name, word_shape[0], columns)
         return stacks
@@ -346,35 +390,47 @@ class PeftFolder:
             columns: for gate and up, or for down: the factors of all experts, or none.
         """
         present_columns = [column for column in columns if column]
-        kinds = {(factors.rank, factors.alpha) for column in present_columns for factors in column}
-        if len(kinds) > 1:
-            raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
-        [(rank, alpha)] = kinds
+        first_factors = present_columns[0][0]
+        rank = first_factors.rank
+        alpha = first_factors.alpha
+        for column in present_columns:
+            for factors in column:
+                if (factors.rank, factors.alpha) != (rank, alpha):
+                    raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
 
         # The factors A of gate and up lie one below the other, and B is zero outside its diagonal blocks.
+        expert_count = len(present_columns[0])
+        growth = len(present_columns)
         stacked_a: list[Tensor] = []
         stacked_b: list[Tensor] = []
         for column in columns:
-            zero_b = torch.zeros(len(present_columns[0]), word_rows, rank * len(present_columns))
+            word_b = torch.zeros(expert_count, word_rows, rank * growth)
             if column:
-                first_column = rank * len(stacked_a)
                 factor_b = torch.stack([factors.factor_b for factors in column])
+                word_b = word_b.to(factor_b.dtype)
+                own_columns = word_b.narrow(2, rank * len(stacked_a), rank)
+                own_columns.copy_(factor_b)
                 stacked_a.append(torch.stack([factors.factor_a for factors in column]))
-                zero_b = zero_b.to(factor_b.dtype)
-                zero_b[..., first_column : first_column + rank] = factor_b
-            stacked_b.append(zero_b)
+            stacked_b.append(word_b)
 
         # The rank has grown, and the product must be scaled as before.
-        growth = len(present_columns)
-        scaled_alpha = alpha * (math.sqrt(growth) if self.config.get("use_rslora") else growth)
-        return MatrixFactors(torch.cat(stacked_a, dim=1), torch.cat(stacked_b, dim=1), scaled_alpha)
+        alpha_growth = math.sqrt(growth) if self.config.get("use_rslora") else growth
+        joined_a = torch.cat(stacked_a, dim=1)
+        joined_b = torch.cat(stacked_b, dim=1)
+        return MatrixFactors(joined_a, joined_b, alpha * alpha_growth)
 
-    def _setting(self, pattern_field: str, hf_name: str, default: Any) -> Any:
-        """A rank or alpha: that of the first pattern that matches, as PEFT does it."""
-        for pattern, value in (self.config.get(pattern_field) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", hf_name):
-                return value
-        return default
+    def _rank_and_alpha(self, hf_name: str) -> tuple[int, float]:
+        """Rank and alpha of a matrix: those of the first patterns that match, as PEFT does it."""
+        values: list[Any] = []
+        for pattern_field, default_field in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            value = self.config.get(default_field, 8)
+            for pattern, pattern_value in (self.config.get(pattern_field) or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", hf_name):
+                    value = pattern_value
+                    break
+            values.append(value)
+        rank, alpha = values
+        return rank, alpha
 
     def _check_shape(self, hf_name: str, letter: str, factor: Tensor, shape: tuple[int, ...]) -> None:
         if factor.shape != shape:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from converters.adapters import MergedWeights, PeftAdapters
+from converters.adapters import MergedWeights, PeftAdapters, read_factor
 from converters.hf_checkpoint import HfCheckpoint, long_tensor_name
 from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_targets, rules_by_name
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape, whole_matrix_region
+from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
 from toolkit.hf_loading import load_hf_model
 
 RANDOM_B_SCALE = 0.1
@@ -49,10 +49,12 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
         lora_config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, **adapter_targets(spec))
         peft_model = peft.get_peft_model(model, lora_config)
         generator = torch.Generator().manual_seed(0)
+        b_scale = RANDOM_B_SCALE / rank**0.5
         for name, parameter in peft_model.named_parameters():
             if ".lora_B." in name:
                 random_values = torch.randn(parameter.shape, generator=generator)
-                parameter.data.copy_(RANDOM_B_SCALE / rank**0.5 * random_values)
+                random_values *= b_scale
+                parameter.data.copy_(random_values)
         peft_model.save_pretrained(adapter_dir)
         return peft_model
     return peft.PeftModel.from_pretrained(model, adapter_dir, is_trainable=True)
@@ -63,21 +65,24 @@ def adapter_gradients(peft_model: Any, spec: ModelSpec, adapter_dir: Path) -> di
     gradient_by_name: dict[str, Tensor] = {}
     for name, parameter in peft_model.named_parameters():
         if parameter.requires_grad:
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-            gradient_by_name[name] = gradient.float().cpu()
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            host_gradient = gradient.float().cpu()
+            gradient_by_name[name] = host_gradient.contiguous()
 
     gradient_dir = adapter_dir.with_name(f"{adapter_dir.name}-gradients")
     gradient_dir.mkdir(exist_ok=True)
     shutil.copy(adapter_dir / ADAPTER_CONFIG_FILE, gradient_dir)
-    stored_gradients = import_peft().get_peft_model_state_dict(peft_model, state_dict=gradient_by_name)
-    contiguous_gradients = {key: gradient.contiguous() for key, gradient in stored_gradients.items()}
-    save_file(contiguous_gradients, gradient_dir / ADAPTER_FILE)
+    peft = import_peft()
+    stored_gradients = peft.get_peft_model_state_dict(peft_model, state_dict=gradient_by_name)
+    save_file(stored_gradients, gradient_dir / ADAPTER_FILE)
 
-    gradients = PeftAdapters(gradient_dir, spec)
+    gradient_source = PeftAdapters(gradient_dir, spec)
     canonical_gradients: dict[str, Tensor] = {}
-    for name, info in gradients.tensor_infos.items():
-        matrix = gradients.read_region(name, whole_matrix_region(info.shape))
-        canonical_gradients[name] = matrix.reshape(info.shape).clone()
+    for name, tensor_info in gradient_source.tensor_infos.items():
+        canonical_gradient = read_factor(gradient_source, tensor_info)
+        canonical_gradients[name] = canonical_gradient.clone()
     return canonical_gradients
 
 
@@ -96,22 +101,29 @@ def merge_error(hf_dir: Path, adapter_dir: Path) -> float:
     largest_error = 0.0
     for tensor_name in merged_weights.adapters:
         for block in conversion_rules[tensor_name].blocks:
-            expected = expected_weights[long_tensor_name(str(block.part_id))].float().cpu()
+            expected_name = long_tensor_name(str(block.part_id))
+            expected = expected_weights[expected_name]
             expected_matrix = expected.reshape(matrix_shape(expected.shape))
             # All blocks span the columns of their matrices, apart from padding.
-            first_row, end_row = block.part_row, block.part_row + block.rows
-            expected_region = expected_matrix[first_row:end_row]
-            merged_region = merged_weights.read_region(
-                tensor_name, MatrixRegion(block.row, block.row + block.rows, 0, block.cols)
-            )
-            error = (merged_region - expected_region).abs().max() / expected_region.abs().max()
-            largest_error = max(largest_error, float(error))
+            expected_region = expected_matrix.narrow(0, block.part_row, block.rows)
+            block_region = MatrixRegion(block.row, block.row + block.rows, 0, block.cols)
+            merged_region = merged_weights.read_region(tensor_name, block_region)
+
+            difference = (merged_region - expected_region).abs()
+            largest_weight = expected_region.abs().max()
+            relative_error = float(difference.max() / largest_weight)
+            largest_error = max(largest_error, relative_error)
     return largest_error
 
 
 def are_equal_adapters(first_dir: Path, second_dir: Path) -> bool:
     """Whether two PEFT folders have the same tensors, bit for bit."""
-    first_tensors, second_tensors = load_file(first_dir / ADAPTER_FILE), load_file(second_dir / ADAPTER_FILE)
+    first_tensors = load_file(first_dir / ADAPTER_FILE)
+    second_tensors = load_file(second_dir / ADAPTER_FILE)
     if first_tensors.keys() != second_tensors.keys():
         return False
-    return all(torch.equal(tensor, second_tensors[key]) for key, tensor in first_tensors.items())
+
+    for tensor_key, first_tensor in first_tensors.items():
+        if not torch.equal(first_tensor, second_tensors[tensor_key]):
+            return False
+    return True

@@ -43,9 +43,9 @@ class LayoutOptions(CommandOptions):
     def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
         given_sizes = {}
-        for name in (*SIZE_FIELDS, "layers"):
-            if getattr(self, name) is not None:
-                given_sizes[name] = getattr(self, name)
+        for field_name in (*SIZE_FIELDS, "layers"):
+            if getattr(self, field_name) is not None:
+                given_sizes[field_name] = getattr(self, field_name)
 
         if self.config is None:
             return ONE_RANK | given_sizes if given_sizes else None
@@ -55,10 +55,11 @@ class LayoutOptions(CommandOptions):
         run_config = dataclasses.replace(
             run_config, parallel=dataclasses.replace(run_config.parallel, **given_sizes)
         )
-        layout = {name: getattr(run_config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
+        run_layout_arguments = {name: getattr(run_config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
         if not isinstance(run_config.parallel.layers, list):
-            layout["layers"] = self._planned_layers(run_config) if run_config.parallel.pp > 1 else None
-        return layout
+            planned_layers = self._planned_layers(run_config) if run_config.parallel.pp > 1 else None
+            run_layout_arguments["layers"] = planned_layers
+        return run_layout_arguments
 
     def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
