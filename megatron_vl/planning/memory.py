@@ -30,9 +30,22 @@ import functools
 import math
 from dataclasses import dataclass
 
-from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
 from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
+from megatron_vl.planning.layer_kinds import (
+    LayerKind,
+    MatrixAdapter,
+    block_adapters,
+    layer_kinds,
+    merger_adapters,
+)
+from megatron_vl.spec.adapters import (
+    adapter_table,
+    freeze_unadapted_parts,
+    is_adapter_tensor,
+    trained_parts,
+)
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.families.base import MoeSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
@@ -244,12 +257,7 @@ def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
 ) -> ParameterCounts:
     """The parameters of one GPU of a pipeline stage."""
-    model_config, parallel_config = config.model, config.parallel
-    frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
-    replica_ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
-    counts_by_section = _counts_by_section(
-        spec, layout.sharding, replica_ranks, parallel_config.distributed_optimizer, frozen_parts
-    )
+    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
     is_last_stage = pipeline_stage == layout.pp - 1
     stage_counts = ParameterCounts()
     if pipeline_stage == 0 or layout.decoupled:
@@ -269,25 +277,41 @@ def stage_parameters(
     return stage_counts
 
 
+def _run_counts(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
+) -> dict[tuple[str, int], ParameterCounts]:
+    """:func:`_counts_by_section` for a run."""
+    stage_ranks, all_ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
+    return _counts_by_section(
+        spec,
+        layout.sharding,
+        (stage_ranks, all_ranks),
+        config.parallel.distributed_optimizer,
+        frozenset(trained_parts(spec, config.lora, config.model)),
+        config.lora,
+    )
+
+
 @functools.cache
 def _counts_by_section(
     spec: ModelSpec,
     sharding: Sharding,
     replica_ranks: tuple[int, int],
     distributed_optimizer: bool,
-    frozen_parts: tuple[bool, bool, bool],
+    trained_part_names: frozenset[str],
+    lora: LoraConfig,
 ) -> dict[tuple[str, int], ParameterCounts]:
     """The parameters of each section of the model on one GPU, by (section, layer).
 
-    The layer is -1 for whole sections. The section ``before`` has the decoder layers before a layer.
+    The layer is -1 for whole sections. The section ``before`` has the decoder layers before a layer. Adapters
+    are in the sections of their matrices.
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
-        frozen_parts: whether vision, merger and language model are frozen.
+        trained_part_names: those of vision, merger and language that are trained.
     """
-    frozen_by_part = dict(zip(("vision", "merger", "language"), frozen_parts, strict=True))
 
-    def count(tensor_infos: tuple[TensorInfo, ...]) -> ParameterCounts:
+    def count(tensor_infos: list[TensorInfo]) -> ParameterCounts:
         parameter_counts = ParameterCounts()
         for tensor_info in tensor_infos:
             # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
@@ -298,7 +322,12 @@ def _counts_by_section(
                 optimizer_shards = replica_ranks[1]
             shape = tensor_info.shard_shape(sharding)
             shard_size = math.prod(shape)
-            trained_size = 0 if frozen_by_part[model_part(tensor_info.name)] else shard_size
+            is_trained = (
+                is_adapter_tensor(tensor_info.name)
+                if lora.rank
+                else model_part(tensor_info.name) in trained_part_names
+            )
+            trained_size = shard_size if is_trained else 0
             tensors = (shape[0] if tensor_info.num_experts else 1) * bool(trained_size)
             parameter_counts += ParameterCounts(
                 shard_size,
@@ -308,81 +337,47 @@ def _counts_by_section(
             )
         return parameter_counts
 
-    tensors_by_section = _tensors_by_section(spec)
-    counts_by_section = {
-        (name, -1): count(tensors_by_section[name]) for name in ("vision", "embedding", "head", "tied")
-    }
-    counts_by_kind = {
-        name: count(infos) for name, infos in tensors_by_section.items() if name.startswith("layer")
-    }
+    tensors_by_section, tensors_by_kind = _tensors_by_section(spec, lora)
+    counts_by_section = {(name, -1): count(infos) for name, infos in tensors_by_section.items()}
+    counts_by_kind = {kind: count(infos) for kind, infos in tensors_by_kind.items()}
     cumulative_counts = ParameterCounts()
-    for layer_index in range(spec.language.num_layers):
+    for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         counts_by_section["before", layer_index] = cumulative_counts
-        cumulative_counts += counts_by_kind[_layer_kind(spec, layer_index)]
+        cumulative_counts += counts_by_kind[kind]
     counts_by_section["before", spec.language.num_layers] = cumulative_counts
     return counts_by_section
 
 
 @functools.cache
-def _tensors_by_section(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
+def _tensors_by_section(
+    spec: ModelSpec, lora: LoraConfig
+) -> tuple[dict[str, list[TensorInfo]], dict[LayerKind, list[TensorInfo]]]:
     """The tensors of each section, and of one decoder layer of each kind."""
     tensors_by_section: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
-    first_layer_of_kind: dict[str, int] = {}
-    for tensor_info in tensor_table(spec).values():
-        section_name = tensor_info.model_section
-        if section_name == "layer":
-            section_name = _layer_kind(spec, tensor_info.layer_index)
-            if (
-                first_layer_of_kind.setdefault(section_name, tensor_info.layer_index)
-                != tensor_info.layer_index
-            ):
-                continue
-        tensors_by_section.setdefault(section_name, []).append(tensor_info)
+    kinds = layer_kinds(spec, lora)
+    tensors_by_kind: dict[LayerKind, list[TensorInfo]] = {kind: [] for kind in kinds}
+    for tensor_info in (tensor_table(spec) | adapter_table(spec, lora)).values():
+        if tensor_info.model_section != "layer":
+            tensors_by_section[tensor_info.model_section].append(tensor_info)
+        elif kinds.index(kind := kinds[tensor_info.layer_index]) == tensor_info.layer_index:
+            tensors_by_kind[kind].append(tensor_info)
         if tensor_info.name == EMBEDDING_TENSOR:
             tensors_by_section["tied"].append(tensor_info)
-    return {section_name: tuple(infos) for section_name, infos in tensors_by_section.items()}
-
-
-def _layer_kind(spec: ModelSpec, layer_index: int) -> str:
-    """The kind of a decoder layer. Layers of one kind have the same tensors."""
-    experts = " with experts" if spec.language.has_experts(layer_index) else ""
-    return f"layer{experts}" + (
-        " and linear attention" if spec.language.has_linear_attention(layer_index) else ""
-    )
+    return tensors_by_section, tensors_by_kind
 
 
 def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
     """Bytes of weights, gradients and optimizer state, summed over one GPU of each stage."""
-    model_config, parallel_config = config.model, config.parallel
-    frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
-    ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
-    parameter_count, trained_count, owned_count = _total_counts(
-        spec, layout.sharding, ranks, parallel_config.distributed_optimizer, frozen_parts
-    )
+    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
+    counts = counts_by_section["before", spec.language.num_layers]
+    for section_name in ("vision", "embedding", "head"):
+        counts += counts_by_section[section_name, -1]
     bytes_per_element = 2 if config.dtype == "bfloat16" else 4
     state, _ = optimizer_state_bytes(config)
     return (
-        bytes_per_element * parameter_count
-        + 4 * trained_count
-        + state * owned_count * (1 - offloaded_fraction(config))
-    )
-
-
-@functools.cache
-def _total_counts(
-    spec: ModelSpec,
-    sharding: Sharding,
-    replica_ranks: tuple[int, int],
-    distributed_optimizer: bool,
-    frozen_parts: tuple[bool, bool, bool],
-) -> tuple[float, float, float]:
-    counts_by_section = _counts_by_section(spec, sharding, replica_ranks, distributed_optimizer, frozen_parts)
-    all_counts = [counts_by_section[name, -1] for name in ("vision", "embedding", "head")]
-    all_counts.append(counts_by_section["before", spec.language.num_layers])
-    return (
-        sum(counts.parameter_count for counts in all_counts),
-        sum(counts.trained_count for counts in all_counts),
-        sum(counts.owned_count for counts in all_counts),
+        bytes_per_element * counts.parameter_count
+        + 4 * counts.trained_count
+        + state * counts.owned_count * (1 - offloaded_fraction(config))
     )
 
 
