@@ -11,7 +11,7 @@ from megatron_vl.config import LoraConfig
 from megatron_vl.spec.adapters import FusedAdapter, fused_adapters, initial_bound, row_runs
 from megatron_vl.spec.families import ModelSpec
 
-_MODULE_NAME = re.compile(r"(.*?\.layers\.\d+|vision_model\.merger|vision_model\.deepstack_mergers\.\d+)\.(.*)\.weight")
+_MODULE_NAME = re.compile(r"(.*?\.(?:layers\.\d+|merger|deepstack_mergers\.\d+))\.(.*)\.weight")
 
 
 @dataclass(frozen=True)

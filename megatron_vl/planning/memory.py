@@ -15,6 +15,8 @@ FFN width ``f`` keeps these elements:
   ``core_attn`` recomputed, the projection's output and the normalised one.
 - MLP, linear and activation: 3 f with a gate, 2 f without one; for experts ``top_k`` times that, and their
   inputs. A shared expert: the same of its own width, and its output.
+- With LoRA, no output of an activation, a gate or the norm of linear attention that only a frozen matrix
+  without an adapter reads. Each adapter: the rank of its factors, and with dropout its input and a mask.
 
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
@@ -47,7 +49,6 @@ from megatron_vl.spec.adapters import (
     trained_parts,
 )
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
-from megatron_vl.spec.families.base import MoeSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, model_part, tensor_table
 
@@ -281,7 +282,8 @@ def _run_counts(
     config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
 ) -> dict[tuple[str, int], ParameterCounts]:
     """:func:`_counts_by_section` for a run."""
-    stage_ranks, all_ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
+    stage_ranks = layout.tp * layout.cp * data_parallel_size
+    all_ranks = layout.replica_ranks * data_parallel_size
     return _counts_by_section(
         spec,
         layout.sharding,
@@ -442,6 +444,7 @@ class _ActivationEstimator:
     model_config: ModelConfig
     recompute_config: RecomputeConfig
     vision_config: VisionConfig
+    lora: LoraConfig
     sequence_parallel: bool
     seq_len: int
     """Tokens of a row on one rank."""
@@ -456,7 +459,8 @@ class _ActivationEstimator:
     ) -> _ActivationEstimator:
         bytes_per_element = 2 if config.dtype == "bfloat16" else 4
         shares_tokens = config.parallel.sequence_parallel
-        config_sections = config.model, config.recompute, config.vision
+        config = freeze_unadapted_parts(config, spec)
+        config_sections = config.model, config.recompute, config.vision, config.lora
         tokens = config.data.seq_len // layout.cp
         return _ActivationEstimator(
             *config_sections, shares_tokens, tokens, spec, layout, bytes_per_element, patch_count
@@ -477,10 +481,7 @@ class _ActivationEstimator:
         bytes_per_feature = self.bytes_per_element * self.seq_len
         hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
         layer_bytes = [
-            bytes_per_feature
-            * self._elements_by_layer_kind[
-                language_spec.has_experts(layer), language_spec.has_linear_attention(layer)
-            ]
+            bytes_per_feature * self._elements_by_layer_kind[layer_kinds(self.spec, self.lora)[layer]]
             for layer in layout.chunk_layers(pipeline_stage, chunk_index)
         ]
 
@@ -511,53 +512,86 @@ class _ActivationEstimator:
         return _ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
 
     @functools.cached_property
-    def _elements_by_layer_kind(self) -> dict[tuple[bool, bool], float]:
-        """Elements of one token in a decoder layer: (with experts, with linear attention)."""
-        language_spec = self.spec.language
-        both_values = (False, True)
-        return {
-            (has_experts, linear): self._decoder_layer_elements(language_spec, has_experts, linear)
-            for has_experts in both_values
-            for linear in both_values
-        }
+    def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
+        """Elements of one token in a decoder layer of each kind."""
+        return {kind: self._decoder_layer_elements(kind) for kind in set(layer_kinds(self.spec, self.lora))}
 
-    def _decoder_layer_elements(
-        self, language_spec: LanguageSpec, has_experts: bool, is_linear: bool
-    ) -> float:
+    def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
+        language_spec = self.spec.language
         tensor_parallel_size, recompute_config = self.layout.tp, self.recompute_config
         recomputed_modules = (
             set(recompute_config.language_modules) if recompute_config.language == "selective" else set()
         )
 
         attention_elements = (
-            self._linear_attention_elements(language_spec, recomputed_modules)
-            if is_linear
-            else self._attention_elements(language_spec)
+            self._linear_attention_elements(kind, recomputed_modules)
+            if kind.has_linear_attention
+            else self._attention_elements(kind)
         )
+        attention_elements += self._adapter_elements(kind, "self_attention.")
         norm_elements = 4 * language_spec.hidden_size / self._sequence_parallel_size
-        if language_spec.moe is not None and has_experts:
-            return (
-                norm_elements
-                + attention_elements
-                + ("mlp" not in recomputed_modules)
-                * self._expert_elements(
-                    language_spec.hidden_size, language_spec.moe, "activation" in recomputed_modules
-                )
-            )
-
-        mlp_elements = (
-            (2 if "activation" in recomputed_modules else 3)
-            * language_spec.ffn_hidden_size
-            / tensor_parallel_size
-        )
         if "mlp" in recomputed_modules:
-            mlp_elements = 0.0
-            norm_elements = norm_elements - language_spec.hidden_size / self._sequence_parallel_size
-        return norm_elements + attention_elements + mlp_elements
+            if not kind.has_experts:
+                norm_elements -= language_spec.hidden_size / self._sequence_parallel_size
+            return norm_elements + attention_elements
 
-    def _attention_elements(self, language_spec: LanguageSpec) -> float:
+        recomputes_activation = "activation" in recomputed_modules
+        if kind.has_experts:
+            mlp_elements = self._expert_elements(kind, recomputes_activation)
+        else:
+            kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2", recomputes_activation)
+            mlp_elements = kept_widths * language_spec.ffn_hidden_size / tensor_parallel_size
+        return norm_elements + attention_elements + mlp_elements + self._adapter_elements(kind, "mlp.")
+
+    @property
+    def _trains_language(self) -> bool:
+        """Whether the language model's own matrices are trained."""
+        return not (self.lora.rank or self.model_config.freeze_language)
+
+    def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
+        """Whether autograd keeps the input of a matrix, for the gradient of the matrix or of its adapter.
+
+        With dropout, the adapter keeps a copy instead (:meth:`_adapter_elements_of`).
+        """
+        return is_trained or (
+            not self.lora.dropout and any(adapter.matrix_name == matrix_name for adapter in adapters)
+        )
+
+    def _keeps_activation(
+        self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, recomputes_activation: bool
+    ) -> bool:
+        """Whether a decoder layer keeps the output of an MLP's activation, the input of ``matrix_name``."""
+        return not recomputes_activation and self._keeps_input(adapters, matrix_name, self._trains_language)
+
+    def _adapter_elements(self, kind: LayerKind, prefix: str) -> float:
+        """Elements of one token that the adapters of a decoder layer keep.
+
+        Args:
+            prefix: the beginning of the names of the matrices that count.
+        """
+        return sum(
+            self._adapter_elements_of(adapter, self._sequence_parallel_size)
+            for adapter in kind.adapters
+            if adapter.matrix_name.startswith(prefix)
+        )
+
+    def _adapter_elements_of(self, adapter: MatrixAdapter, sequence_parallel_size: int) -> float:
+        """Elements of one token that an adapter keeps: the input of B, and what dropout leaves and its mask.
+
+        Ranks that cut a matrix by rows have the input of B for all tokens of the row.
+        """
         tensor_parallel_size = self.layout.tp
+        if adapter.is_expert:
+            assert self.spec.language.moe is not None
+            return self.spec.language.moe.top_k * self.layout.etp * adapter.rank_sum / sequence_parallel_size
+        rank_elements = adapter.rank_sum / (sequence_parallel_size if adapter.is_row_parallel else 1)
+        input_ranks = tensor_parallel_size if adapter.is_row_parallel else sequence_parallel_size
+        dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.lora.dropout)
+        return rank_elements + dropout_widths * adapter.columns / input_ranks
+
+    def _attention_elements(self, kind: LayerKind) -> float:
+        language_spec, tensor_parallel_size = self.spec.language, self.layout.tp
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
         key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
@@ -572,7 +606,12 @@ class _ActivationEstimator:
             attention_backend == "auto" and language_spec.head_dim in TE_HEAD_DIMS
         )
         value_elements = key_value_width if is_fused else query_width + 2 * key_value_width
-        gate_elements = query_width * (2 + 4 / self.bytes_per_element) if language_spec.output_gate else 0.0
+        gate_elements = 0.0
+        if language_spec.output_gate:
+            keeps_output = self._keeps_input(
+                kind.adapters, "self_attention.linear_proj", self._trains_language
+            )
+            gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
         return (
             query_width
             + key_value_width
@@ -583,8 +622,8 @@ class _ActivationEstimator:
             + gate_elements
         )
 
-    def _linear_attention_elements(self, language_spec: LanguageSpec, recomputed_modules: set[str]) -> float:
-        linear_attention = language_spec.linear_attention
+    def _linear_attention_elements(self, kind: LayerKind, recomputed_modules: set[str]) -> float:
+        linear_attention = self.spec.language.linear_attention
         if linear_attention is None:
             return 0.0
         values = linear_attention.value_heads * linear_attention.value_dim
@@ -594,8 +633,11 @@ class _ActivationEstimator:
             + values
             + linear_attention.value_heads * (1 + 4 / self.bytes_per_element + DELTA_CHUNK)
         )
+        keeps_output = self._keeps_input(kind.adapters, "self_attention.out_proj", self._trains_language)
         return (
-            projected_elements + values + core_elements * ("core_attn" not in recomputed_modules)
+            projected_elements
+            + values * keeps_output
+            + core_elements * ("core_attn" not in recomputed_modules)
         ) / self.layout.tp
 
     def _delta_rule_elements(self, language_spec: LanguageSpec) -> float:
@@ -619,21 +661,25 @@ class _ActivationEstimator:
         rank_count = self.layout.cp if self.layout.cp > 1 else 0
         return 4 * rank_count * linear_attention.state_exchange_size / self.layout.tp
 
-    def _expert_elements(self, hidden_size: int, moe_spec: MoeSpec, recomputes_activation: bool) -> float:
+    def _expert_elements(self, kind: LayerKind, recomputes_activation: bool) -> float:
         """Elements of one token in a layer of experts.
 
         They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
         linear and their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts
-        process the rows of its own tokens, times the number of ranks that share the experts' matrices.
+        process the rows of its own tokens, times the number of ranks that share the experts' matrices. Our
+        kernel of the experts keeps its input even if their matrices are frozen.
         """
+        hidden_size, moe_spec = self.spec.language.hidden_size, self.spec.language.moe
+        assert moe_spec is not None
         expert_elements = moe_spec.top_k * (
             self.layout.etp * hidden_size + (2 if recomputes_activation else 3) * moe_spec.ffn_hidden_size
         )
         shared_expert_elements = 0.0
         if moe_spec.shared_ffn_hidden_size:
-            shared_expert_elements = (
-                2 if recomputes_activation else 3
-            ) * moe_spec.shared_ffn_hidden_size + hidden_size
+            kept_widths = 2 + self._keeps_activation(
+                kind.adapters, "mlp.shared_experts.linear_fc2", recomputes_activation
+            )
+            shared_expert_elements = kept_widths * moe_spec.shared_ffn_hidden_size + hidden_size
         return (
             expert_elements + shared_expert_elements + 3 * moe_spec.num_experts * 4 / self.bytes_per_element
         ) / self._sequence_parallel_size
@@ -642,37 +688,43 @@ class _ActivationEstimator:
         """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
         vision_spec = self.spec.vision
         model_config = self.model_config
-        tensor_parallel_size = self.layout.tp
         bytes_per_feature = self.bytes_per_element * self.patch_count
         layer_bytes = [
             bytes_per_feature * self._vision_layer_elements(vision_spec, layer)
             for layer in range(vision_spec.num_layers)
         ]
 
-        # Pixels are kept as float32 and twice as patches; mergers keep the outputs of their norm, linear
-        # and activation.
+        # Pixels are kept as float32 and twice as patches, for the gradient of the patch embedding.
         pixel_bytes = self.patch_count * vision_spec.patch_dim * (2 + 2 * self.bytes_per_element)
-        merger_bytes = (
-            (1 + len(vision_spec.deepstack_layers))
-            * bytes_per_feature
-            * (
-                vision_spec.hidden_size * (2 + 2 / tensor_parallel_size)
-                + vision_spec.out_hidden_size / vision_spec.merge_unit
-            )
-        )
+        merger_bytes = bytes_per_feature * self._merger_elements()
         if model_config.freeze_vision:
             return _ActivationBytes(
                 0.0 if model_config.freeze_merger else merger_bytes, max(layer_bytes) + pixel_bytes
             )
+        kept_bytes = merger_bytes + pixel_bytes * self._trains_tower
         if self.recompute_config.vision == "full":
             return _ActivationBytes(
-                vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size
-                + merger_bytes
-                + pixel_bytes,
+                vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size + kept_bytes,
                 max(layer_bytes),
             )
 
-        return _ActivationBytes(sum(layer_bytes) + merger_bytes + pixel_bytes)
+        return _ActivationBytes(sum(layer_bytes) + kept_bytes)
+
+    @property
+    def _trains_tower(self) -> bool:
+        """Whether the tower's own matrices are trained."""
+        return not (self.lora.rank or self.model_config.freeze_vision)
+
+    def _merger_elements(self) -> float:
+        """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
+        vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
+        elements = 0.0
+        for adapters in merger_adapters(self.spec, self.lora):
+            keeps_activation = self._keeps_input(adapters, "linear_fc2", not self.lora.rank)
+            elements += vision_spec.hidden_size * (2 + (1 + keeps_activation) / tensor_parallel_size)
+            adapter_elements = sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
+            elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
+        return elements
 
     def decoupled_tower_bytes(self, pipeline_bytes: float, placed_patches: int) -> float:
         """Bytes of a tower that every rank holds, for the rank's own share of a step's patches.
@@ -746,10 +798,15 @@ class _ActivationEstimator:
                 + value_elements
                 + vision_spec.num_heads * 4 / self.bytes_per_element
             )
-        mlp_matrices = (3 if vision_spec.gated_mlp else 2) - (self.recompute_config.vision == "activation")
+        adapters = block_adapters(self.spec, self.lora, layer_index)
+        keeps_activation = self.recompute_config.vision != "activation" and self._keeps_input(
+            adapters, "mlp.linear_fc2", self._trains_tower
+        )
+        mlp_matrices = (2 if vision_spec.gated_mlp else 1) + keeps_activation
         return (
             4 * vision_spec.hidden_size
             + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / tensor_parallel_size
+            + sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
         )
 
     def _uses_triton_kernels(self, vision_spec: VisionSpec) -> bool:
