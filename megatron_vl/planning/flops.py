@@ -310,7 +310,7 @@ def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool
 
 
 def _merger_products(spec: ModelSpec, lora: LoraConfig, reached_blocks: list[bool]) -> tuple[float, bool]:
-    """:func:`_count_products` for all mergers: the sum, and whether an adapter lies before any of their ends."""
+    """:func:`_count_products` for all mergers: the sum, and whether an adapter lies before the end of any."""
     vision_spec = spec.vision
     merger_width = vision_spec.merge_unit * vision_spec.hidden_size
     weights = {

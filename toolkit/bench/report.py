@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import tensor_table
@@ -54,12 +54,14 @@ class WorkCounts:
         window_lengths: list[int],
         loss_tokens: int,
         *,
+        lora: LoraConfig | None = None,
         whole_head: bool = False,
         decoupled: bool = False,
     ) -> None:
         """Counts a row with the given document, frame and window lengths.
 
         Args:
+            lora: the adapters, if there are any.
             whole_head: whether the system computes the output layer for every token.
             decoupled: whether every rank holds the vision tower, which then runs forward twice.
         """
@@ -68,16 +70,13 @@ class WorkCounts:
         self.sample_count += len(document_lengths)
         self.patches_by_row.append(sum(frame_lengths))
         self.loss_token_count += loss_tokens
-        needed_flops = row_flops(
-            spec, model_config, document_lengths, frame_lengths, window_lengths, loss_tokens
-        )
-        all_token_flops = row_flops(
-            spec, model_config, document_lengths, frame_lengths, window_lengths, sum(document_lengths)
-        )
+        row_lengths = document_lengths, frame_lengths, window_lengths
+        needed_flops = row_flops(spec, model_config, *row_lengths, loss_tokens, lora)
+        all_token_flops = row_flops(spec, model_config, *row_lengths, sum(document_lengths), lora)
         self.model_flops = self.model_flops + needed_flops
         self.model_flops_all_tokens = self.model_flops_all_tokens + all_token_flops
         recomputed_flops = recompute_flops(
-            spec, model_config, recompute_config, document_lengths, frame_lengths, window_lengths, decoupled
+            spec, model_config, recompute_config, *row_lengths, decoupled, lora
         )
         forward_and_backward_flops = all_token_flops if whole_head else needed_flops
         self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
