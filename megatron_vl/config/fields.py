@@ -80,9 +80,9 @@ class LoraConfig:
     its experts."""
     exclude: list[str] = option([])
     """Matrices of targets that get none, written in the same way."""
-    rank_pattern: dict[str, int] = field(default_factory=dict)
+    rank_pattern: dict[str, int] = option({}, minimum=1)
     """Ranks of single matrices, by the end of a module's name (a regular expression), as in PEFT."""
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = option({}, exclusive_minimum=0)
     """Alphas of single matrices, written in the same way."""
 
     def __hash__(self) -> int:

@@ -1,11 +1,12 @@
 """LoRA adapters beside the linear layers of a built model (:mod:`megatron_vl.spec.adapters`).
 
-An adapter is a child module of its linear layer, and a forward hook adds what it computes to the layer's output.
-So every module that holds a linear layer stays as it is, and a layer without an adapter costs nothing.
+An adapter is a child module of its linear layer, and a forward hook adds what it computes to the layer's
+output. So every module that holds a linear layer stays as it is, and a layer without an adapter costs
+nothing.
 
-Under tensor parallelism, a factor is cut as its base matrix is, along the same dimension, and the other factor is
-on all ranks. Only the ``rank`` columns between the two factors are exchanged: gathered or summed over the ranks,
-and over tokens under sequence parallelism.
+Under tensor parallelism, a factor is cut as its base matrix is, along the same dimension, and the other
+factor is on all ranks. Only the ``rank`` columns between the two factors are exchanged: gathered or summed
+over the ranks, and over tokens under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -51,20 +52,25 @@ class _FusedFactor(_Factor):
     """B of several released matrices, whose rows are in the order of the fused tensor.
 
     Args:
-        part_masks: for each released matrix with an adapter, its rank and its rows (bool [rows, 1]).
+        part_ranks: rank of each released matrix that has an adapter.
+        part_masks: bool [parts, rows, 1], the rows of each of them.
     """
 
-    def __init__(self, initial_value: Tensor, part_masks: list[tuple[int, Tensor]]) -> None:
+    def __init__(self, initial_value: Tensor, part_ranks: list[int], part_masks: Tensor) -> None:
         super().__init__(initial_value)
-        self.ranks = [rank for rank, _ in part_masks]
-        self.register_buffer("row_masks", torch.stack([mask for _, mask in part_masks]), persistent=False)
+        self.part_ranks = part_ranks
+        self.part_masks: Tensor
+        self.register_buffer("part_masks", part_masks, persistent=False)
 
     def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """[..., sum of the ranks] -> [..., rows]"""
         weight = self.weight if weight is None else weight
+
         # Each row multiplies only the columns of its own released matrix; the others are zero.
-        columns = [weight[:, :rank] * mask for rank, mask in zip(self.ranks, self.row_masks, strict=True)]
-        return F.linear(x, torch.cat(columns, 1))
+        part_columns = []
+        for part_rank, part_mask in zip(self.part_ranks, self.part_masks, strict=True):
+            part_columns.append(weight[:, :part_rank] * part_mask)
+        return F.linear(x, torch.cat(part_columns, 1))
 
 
 class LinearAdapter(nn.Module):
@@ -79,7 +85,8 @@ class LinearAdapter(nn.Module):
         self, adapter: FusedAdapter, dropout: float, linear: Any, factor_a: _Factor, factor_b: _Factor
     ) -> None:
         super().__init__()
-        self.lora_A, self.lora_B = factor_a, factor_b
+        self.lora_A = factor_a
+        self.lora_B = factor_b
         self.is_column = adapter.base.parallel_style != "row"
         self.is_expert = adapter.base.num_experts > 0
         self.dropout = dropout
@@ -87,10 +94,13 @@ class LinearAdapter(nn.Module):
         self.tp_size = self.tp_group.size() if self.tp_group is not None else 1
         self.sequence_parallel = bool(linear.sequence_parallel) and not self.is_expert
 
-        scales = [part.scale for part in adapter.parts for _ in range(part.rank)]
-        self.uniform_scale = scales[0] if len(set(scales)) == 1 else None
-        if self.uniform_scale is None:
-            self.register_buffer("column_scales", torch.tensor(scales), persistent=False)
+        column_scales: list[float] = []
+        for part in adapter.parts:
+            column_scales += [part.scale] * part.rank
+        self.uniform_scale = column_scales[0]
+        self.has_uniform_scale = len(set(column_scales)) == 1
+        self.column_scales: Tensor
+        self.register_buffer("column_scales", torch.tensor(column_scales), persistent=False)
         self._mark_parameters(linear)
 
     def _mark_parameters(self, linear: Any) -> None:
@@ -99,10 +109,19 @@ class LinearAdapter(nn.Module):
         for parameter in (self.lora_A.weight, self.lora_B.weight):
             parameter.allreduce = not is_expert_parallel  # type: ignore[attr-defined]
 
-        whole_factor, cut_factor = (
-            (self.lora_A, self.lora_B) if self.is_column else (self.lora_B, self.lora_A)
+        if self.is_column:
+            whole_factor = self.lora_A
+            cut_factor = self.lora_B
+        else:
+            whole_factor = self.lora_B
+            cut_factor = self.lora_A
+        set_tensor_model_parallel_attributes(
+            cut_factor.weight,
+            is_parallel=True,
+            dim=0 if self.is_column else 1,
+            stride=1,
         )
-        set_tensor_model_parallel_attributes(cut_factor.weight, True, 0 if self.is_column else 1, 1)
+
         # A rank sees the whole factor with its own part of the tokens only.
         whole_factor.weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
@@ -113,29 +132,45 @@ class LinearAdapter(nn.Module):
             x: input of the layer's matrix [..., in], after its norm if it has one.
             output: the layer's output [..., out].
         """
-        hidden = self._exchange(self.lora_A(self._drop(x), self._summed_weight(self.lora_A, self.is_column)))
-        scaled = hidden * (self.column_scales if self.uniform_scale is None else self.uniform_scale)
-        return output + self.lora_B(
-            scaled.to(hidden.dtype), self._summed_weight(self.lora_B, not self.is_column)
-        )
+        weight_a = self._summed_weight(self.lora_A, self.is_column)
+        weight_b = self._summed_weight(self.lora_B, not self.is_column)
+        inner_states = self._exchange(self.lora_A(self._drop(x), weight_a))
 
-    def _exchange(self, hidden: Tensor) -> Tensor:
+        if self.has_uniform_scale:
+            scaled_states = inner_states * self.uniform_scale
+        else:
+            scaled_states = (inner_states * self.column_scales).to(inner_states.dtype)
+        return output + self.lora_B(scaled_states, weight_b)
+
+    def _exchange(self, inner_states: Tensor) -> Tensor:
         """Gathers or sums the columns between the factors over the tensor-parallel ranks."""
         if self.tp_size == 1 or self.is_expert:
-            return hidden
+            return inner_states
         if self.is_column and self.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden, group=self.tp_group)
+            return gather_from_sequence_parallel_region(
+                inner_states,
+                group=self.tp_group,
+            )
         if self.is_column:
-            return copy_to_tensor_model_parallel_region(hidden, group=self.tp_group)
+            return copy_to_tensor_model_parallel_region(
+                inner_states,
+                group=self.tp_group,
+            )
         if self.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(hidden, group=self.tp_group)
-        return reduce_from_tensor_model_parallel_region(hidden, group=self.tp_group)
+            return reduce_scatter_to_sequence_parallel_region(
+                inner_states,
+                group=self.tp_group,
+            )
+        return reduce_from_tensor_model_parallel_region(
+            inner_states,
+            group=self.tp_group,
+        )
 
     def _summed_weight(self, factor: _Factor, is_whole: bool) -> Tensor | None:
         """For experts, the weight of a factor that all tensor ranks hold, whose gradient is summed over them.
 
-        The dispatcher sums the outputs and the input gradients of an expert's ranks, so an adapter's parts may
-        stay apart like the expert's own. Only this weight needs the sum.
+        The dispatcher sums the outputs and the input gradients of an expert's ranks, so an adapter's parts
+        may stay apart like the expert's own. Only this weight needs the sum.
         """
         if not (self.is_expert and is_whole and self.tp_size > 1):
             return None
@@ -144,21 +179,26 @@ class LinearAdapter(nn.Module):
     def _drop(self, x: Tensor) -> Tensor:
         if not self.dropout or not self.training:
             return x
+        has_own_input = self.sequence_parallel or not self.is_column
+        if self.tp_size == 1 or not has_own_input:
+            return F.dropout(x, self.dropout)
+
         # Ranks with the same input need the same mask, ranks with their own part of it another one.
-        if self.tp_size > 1 and (self.sequence_parallel or not self.is_column):
-            with get_cuda_rng_tracker().fork():
-                return F.dropout(x, self.dropout)
-        return F.dropout(x, self.dropout)
+        with get_cuda_rng_tracker().fork():
+            return F.dropout(x, self.dropout)
 
 
-def add_to_output(linear: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
+def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
     """The forward hook of a linear layer that has an adapter. Layers return (output, bias)."""
-    result, bias = output
+    layer_output, bias = output
     layer_input = inputs[0]
     # A layer of Transformer Engine with a norm also returns what comes out of the norm.
-    if isinstance(result, tuple):
-        result, layer_input = result
-    return linear.adapter(layer_input, result), bias
+    if isinstance(layer_output, tuple):
+        layer_output, layer_input = layer_output
+
+    # Grouped experts also get the numbers of their rows.
+    adapted_output = linear.adapter(layer_input, layer_output, *inputs[1:])
+    return adapted_output, bias
 
 
 class AdaptedModel:
@@ -172,8 +212,12 @@ class AdaptedModel:
     def __init__(
         self, spec: ModelSpec, config: TrainConfig, sharding: Sharding, *, tp_rank: int, etp_rank: int
     ) -> None:
-        self.spec, self.lora, self.seed = spec, config.lora, config.seed
-        self.sharding, self.tp_rank, self.etp_rank = sharding, tp_rank, etp_rank
+        self.spec = spec
+        self.lora = config.lora
+        self.seed = config.seed
+        self.sharding = sharding
+        self.tp_rank = tp_rank
+        self.etp_rank = etp_rank
         self.adapters = fused_adapters(spec, config.lora)
 
     def attach_adapters(self, module: nn.Module, live_tensors: Iterable[LiveTensor]) -> None:
@@ -187,36 +231,65 @@ class AdaptedModel:
         """
         tensor_by_parameter = {id(live_tensor.parameter): live_tensor for live_tensor in live_tensors}
         for linear in list(module.modules()):
-            for parameter in list(linear.parameters(recurse=False)):
+            base_tensors: list[LiveTensor] = []
+            for parameter in linear.parameters(recurse=False):
                 live_tensor = tensor_by_parameter.get(id(parameter))
                 if live_tensor is not None and live_tensor.tensor_name in self.adapters:
-                    self._attach(linear, self.adapters[live_tensor.tensor_name], live_tensor)
+                    base_tensors.append(live_tensor)
+            if base_tensors:
+                self._attach(linear, base_tensors)
 
-    def _attach(self, linear: Any, adapter: FusedAdapter, live_tensor: LiveTensor) -> None:
-        """Attaches one adapter to a linear layer."""
-        if hasattr(linear, "num_gemms"):
-            raise RunConfigError(
-                "lora.targets: adapters of experts are not supported on CUDA yet; leave out experts"
-            )
+    def _attach(self, linear: Any, base_tensors: list[LiveTensor]) -> None:
+        """Attaches the adapter of a linear layer, whose weight is ``base_tensors``: one for each expert."""
+        adapter = self.adapters[base_tensors[0].tensor_name]
         if adapter.kind == "experts" and self.lora.dropout:
             raise RunConfigError("lora.dropout: experts have no dropout, as in PEFT; set it to 0")
 
-        base_weight = live_tensor.parameter
-        info_a, info_b = adapter.tensor_infos()
-        factor_a = self._cut(self._draw_a(adapter, info_a, live_tensor.expert_index), info_a)
-        factor_b = self._cut(torch.zeros(info_b.shape[-2:]), info_b)
-
-        part_masks = self._row_masks(adapter, info_b)
-        module_b = _FusedFactor(factor_b, part_masks) if part_masks else _Factor(factor_b)
-        linear.adapter = LinearAdapter(adapter, self.lora.dropout, linear, _Factor(factor_a), module_b)
-        linear.adapter.to(device=base_weight.device)
-        for factor in (linear.adapter.lora_A, module_b):
-            factor.weight.data = factor.weight.data.to(base_weight.dtype)
+        if hasattr(linear, "num_gemms"):
+            linear.adapter = self._make_grouped_adapter(adapter, linear, base_tensors)
+        else:
+            [base_tensor] = base_tensors
+            initial_a, initial_b = self._initial_factors(adapter, base_tensor)
+            factor_b = self._make_b(adapter, initial_b)
+            linear.adapter = LinearAdapter(adapter, self.lora.dropout, linear, _Factor(initial_a), factor_b)
+        linear.adapter.to(device=base_tensors[0].parameter.device)
 
         # A layer of Transformer Engine that begins with a norm returns the norm's output too.
         if hasattr(linear, "return_layernorm_output"):
             linear.return_layernorm_output = True
         linear.register_forward_hook(add_to_output)
+
+    def _make_grouped_adapter(
+        self, adapter: FusedAdapter, linear: Any, base_tensors: list[LiveTensor]
+    ) -> nn.Module:
+        """The adapter of all experts of a rank, for grouped products on a GPU."""
+        from megatron_vl.models.moe.expert_adapters import MIN_RANK_MULTIPLE, GroupedAdapter
+
+        [part] = adapter.parts
+        if not linear.takes_tile_plan or self.sharding.etp > 1 or part.rank % MIN_RANK_MULTIPLE:
+            raise RunConfigError(
+                "lora.targets: on GPUs, adapters of experts need bfloat16 without FP8, parallel.etp 1, and a"
+                f" rank that is a multiple of {MIN_RANK_MULTIPLE}; change one of these, or leave out experts"
+            )
+        factors_a = []
+        factors_b = []
+        for base_tensor in base_tensors:
+            initial_a, initial_b = self._initial_factors(adapter, base_tensor)
+            factors_a.append(initial_a)
+            factors_b.append(initial_b)
+        is_expert_parallel = not getattr(base_tensors[0].parameter, "allreduce", True)
+        return GroupedAdapter(factors_a, factors_b, part.scale, is_expert_parallel)
+
+    def _initial_factors(self, adapter: FusedAdapter, base_tensor: LiveTensor) -> tuple[Tensor, Tensor]:
+        """This rank's shards of A and B before the first step, in the type of the base."""
+        info_a, info_b = adapter.tensor_infos()
+        full_a = self._draw_a(adapter, info_a, base_tensor.expert_index)
+        full_b = torch.zeros(info_b.shape[-2:])
+
+        shard_a = self._cut(full_a, info_a)
+        shard_b = self._cut(full_b, info_b)
+        dtype = base_tensor.parameter.dtype
+        return shard_a.to(dtype), shard_b.to(dtype)
 
     def _draw_a(self, adapter: FusedAdapter, info_a: TensorInfo, expert_index: int | None) -> Tensor:
         """The first value of A [rank, columns], of one expert in a stack. Padded columns are zero.
@@ -224,8 +297,9 @@ class AdaptedModel:
         It depends only on the seed and the tensor's name, so that it is the same in every layout.
         """
         seed_text = f"{self.seed} {info_a.name} {expert_index}"
-        tensor_seed = int.from_bytes(hashlib.sha256(seed_text.encode()).digest()[:7], "little")
-        generator = torch.Generator().manual_seed(tensor_seed)
+        seed_digest = hashlib.sha256(seed_text.encode()).digest()
+        generator = torch.Generator()
+        generator.manual_seed(int.from_bytes(seed_digest[:7], "little"))
 
         bound, real_columns = initial_bound(self.spec, adapter.base)
         factor = torch.zeros(info_a.shape[-2:])
@@ -234,18 +308,37 @@ class AdaptedModel:
 
     def _cut(self, factor: Tensor, info: TensorInfo) -> Tensor:
         """This rank's shard of a factor, or of one expert's."""
-        sharding, shard_index = self.sharding, self.sharding.shard_index(info, tp_rank=self.tp_rank)
+        sharding = self.sharding
+        shard_index = sharding.shard_index(info, tp_rank=self.tp_rank)
         if info.num_experts:
-            info = replace(info, shape=info.shape[1:], num_experts=0)
-            sharding, shard_index = Sharding(sharding.etp), self.etp_rank
-        return cut_shard(factor, info, shard_index, sharding).contiguous()
+            # The factor is that of one expert, which only expert tensor parallelism cuts.
+            info = replace(
+                info,
+                shape=info.shape[1:],
+                num_experts=0,
+            )
+            sharding = Sharding(sharding.etp)
+            shard_index = self.etp_rank
+        shard = cut_shard(factor, info, shard_index, sharding)
+        return shard.contiguous()
 
-    def _row_masks(self, adapter: FusedAdapter, info_b: TensorInfo) -> list[tuple[int, Tensor]]:
-        """(rank, this rank's rows) of each part with an adapter; empty for a single released matrix."""
+    def _make_b(self, adapter: FusedAdapter, initial_b: Tensor) -> _Factor:
+        """The module of B for one released matrix or for several."""
         runs = row_runs(self.spec, adapter.base)
         if len(runs) == 1:
-            return []
-        part_numbers = torch.tensor([part for part, _ in runs])
-        part_of_row = part_numbers.repeat_interleave(torch.tensor([rows for _, rows in runs]))
-        local_parts = self._cut(part_of_row[:, None], info_b)
-        return [(part.rank, local_parts == number) for number, part in enumerate(adapter.parts) if part.rank]
+            return _Factor(initial_b)
+
+        # The released matrix of each row is cut among the ranks as the rows are.
+        part_of_row = []
+        for part_number, row_count in runs:
+            part_of_row += [part_number] * row_count
+        info_b = adapter.tensor_infos()[1]
+        local_parts = self._cut(torch.tensor(part_of_row)[:, None], info_b)
+
+        part_ranks = []
+        part_masks = []
+        for part_number, part in enumerate(adapter.parts):
+            if part.rank:
+                part_ranks.append(part.rank)
+                part_masks.append(local_parts == part_number)
+        return _FusedFactor(initial_b, part_ranks, torch.stack(part_masks))

@@ -226,7 +226,8 @@ class VisionTower(nn.Module):
                 ).to(hidden_states.dtype)
 
             if torch.is_grad_enabled() and not hidden_states.requires_grad:
-                # With adapters, the patch embedding is frozen, but recomputed layers need an input with a gradient.
+                # With adapters, the patch embedding is frozen, but recomputed layers need an input with a
+                # gradient.
                 hidden_states.requires_grad_()
 
             # One more segment pads the patches for FP8. Patches attend only within segments, so it changes no

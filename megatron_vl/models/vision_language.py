@@ -162,8 +162,8 @@ class VisionLanguageModel(MegatronModule):
 
         token_embeddings = self.language_model.embedding(input_ids=row.tokens[None], position_ids=None)
         if self.lora.rank and torch.is_grad_enabled():
-            # The embedding is frozen. Recomputed layers and the absent tower have a backward pass only if their
-            # input has a gradient.
+            # The embedding is frozen. Recomputed layers and the absent tower have a backward pass only if
+            # their input has a gradient.
             token_embeddings.requires_grad_()
         if self.absent_tower is not None and (skips_tower or level_features is None):
             token_embeddings = self.absent_tower.skip_tower(token_embeddings)
@@ -221,7 +221,9 @@ class VisionLanguageModel(MegatronModule):
 
     @property
     def _backward_reaches_embedding(self) -> bool:
-        return bool(self.lora.rank) or any(parameter.requires_grad for parameter in self.language_model.embedding.parameters())
+        return bool(self.lora.rank) or any(
+            parameter.requires_grad for parameter in self.language_model.embedding.parameters()
+        )
 
     def _skips_tower(self, row: DeviceRow) -> bool:
         """Whether this rank can leave out the tower for a row.

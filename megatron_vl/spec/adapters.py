@@ -5,11 +5,12 @@ A released matrix W [out, in] gets two factors, A [rank, in] and B [out, rank], 
 value, for instance). Their factors are then fused in the same way, so that every layout cuts them as it cuts
 W, and the conversion rules of W also convert its factors:
 
-* ``lora_B`` has the rows of W in their canonical order: ``[rows of W, rank]``. Each row belongs to one released
-  matrix. If ranks differ, the width is the largest one, and the columns after a matrix's rank are zero.
-* ``lora_A`` has the columns of W: ``[sum of the ranks, columns of W]``, the factors of the released matrices one
-  below another. A released matrix without an adapter has no rows in ``lora_A``, and its rows in ``lora_B`` are
-  zero and stay zero.
+* ``lora_B`` has the rows of W in their canonical order: ``[rows of W, rank]``. Each row belongs to one
+  released matrix. If ranks differ, the width is the largest one, and the columns after a matrix's rank are
+  zero.
+* ``lora_A`` has the columns of W: ``[sum of the ranks, columns of W]``, the factors of the released matrices
+  one below another. A released matrix without an adapter has no rows in ``lora_A``, and its rows in
+  ``lora_B`` are zero and stay zero.
 
 For a stack of experts, both have the experts as their first dimension, and gate and up share one A, as in
 PEFT's ``target_parameters``. The names of released matrices are those of the modules of ``transformers`` 5,
@@ -22,13 +23,13 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import TensorInfo, model_part, tensor_table
+from megatron_vl.spec.tensors import ParallelStyle, TensorInfo, model_part, tensor_table
 
 ADAPTER_KINDS = (
     "language",
@@ -43,6 +44,7 @@ ADAPTER_KINDS = (
 """Kinds of matrices that ``lora.targets`` may name. ``language`` stands for all of the language model but its
 experts."""
 
+LANGUAGE_KINDS = ("attention", "linear_attention", "mlp", "shared_experts")
 _LANGUAGE_PREFIX = "model.language_model.layers."
 _LANGUAGE_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "self_attention.linear_qkv": ("attention", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
@@ -103,29 +105,28 @@ class FusedAdapter:
         return f"{self.base.name.removesuffix('weight')}adapter.lora_B.weight"
 
     @property
-    def rank_sum(self) -> int:
-        return sum(part.rank for part in self.parts)
-
-    @property
-    def max_rank(self) -> int:
-        return max(part.rank for part in self.parts)
+    def ranks(self) -> list[int]:
+        """The rank of each part."""
+        return [part.rank for part in self.parts]
 
     def tensor_infos(self) -> tuple[TensorInfo, TensorInfo]:
         """The factors A and B as canonical tensors. Of a row-parallel matrix A is cut, otherwise B."""
         *expert_shape, rows, columns = self.base.shape
         cuts_columns = self.base.parallel_style == "row"
+        style_a: ParallelStyle = "row" if cuts_columns else "replicated"
+        style_b: ParallelStyle = "replicated" if cuts_columns else self.base.parallel_style
         info_a = dataclasses.replace(
             self.base,
             name=self.name_a,
-            shape=(*expert_shape, self.rank_sum, columns),
-            parallel_style="row" if cuts_columns else "replicated",
+            shape=(*expert_shape, sum(self.ranks), columns),
+            parallel_style=style_a,
             section_rows=(),
         )
         info_b = dataclasses.replace(
             self.base,
             name=self.name_b,
-            shape=(*expert_shape, rows, self.max_rank),
-            parallel_style="replicated" if cuts_columns else self.base.parallel_style,
+            shape=(*expert_shape, rows, max(self.ranks)),
+            parallel_style=style_b,
         )
         return info_a, info_b
 
@@ -140,40 +141,45 @@ def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]
     """The adapters of a run by the canonical name of their base tensor, in model order. Empty without LoRA.
 
     Raises:
-        RunConfigError: an entry of ``lora.targets``, ``exclude``, ``rank_pattern`` or ``alpha_pattern`` matches
-            no matrix, or nothing is left to train.
+        RunConfigError: an entry of ``lora.targets``, ``exclude``, ``rank_pattern`` or ``alpha_pattern``
+            matches no matrix, or nothing is left to train.
     """
     if not lora.rank:
         return {}
 
-    modules = [(base, *_released_modules(spec, base)) for base in tensor_table(spec).values()]
-    named_modules = [(kind, hf_name) for _, kind, hf_names in modules for hf_name in hf_names]
-    targets = [_make_matcher("lora.targets", target, named_modules) for target in lora.targets]
-    exclusions = [_make_matcher("lora.exclude", target, named_modules) for target in lora.exclude]
-    _check_patterns(lora, named_modules)
+    named_modules = []
+    for base in tensor_table(spec).values():
+        kind, hf_names = _released_modules(spec, base)
+        for hf_name in hf_names:
+            named_modules.append((kind, hf_name))
+    targeted_names = _matching_names("lora.targets", lora.targets, named_modules)
+    targeted_names -= _matching_names("lora.exclude", lora.exclude, named_modules)
+    _check_patterns("lora.rank_pattern", lora.rank_pattern, named_modules)
+    _check_patterns("lora.alpha_pattern", lora.alpha_pattern, named_modules)
 
     adapters: dict[str, FusedAdapter] = {}
-    for base, kind, hf_names in modules:
+    for base in tensor_table(spec).values():
+        kind, hf_names = _released_modules(spec, base)
+        if targeted_names.isdisjoint(hf_names):
+            continue
         parts = []
         for hf_name in hf_names:
-            is_target = any(matches(kind, hf_name) for matches in targets)
-            is_excluded = any(matches(kind, hf_name) for matches in exclusions)
-            parts.append(_make_part(lora, hf_name, is_target and not is_excluded))
-        if any(part.rank for part in parts):
-            adapters[base.name] = FusedAdapter(base, kind, tuple(parts))
+            is_target = hf_name in targeted_names
+            parts.append(_make_part(lora, hf_name, is_target))
+        adapters[base.name] = FusedAdapter(base, kind, tuple(parts))
 
     if not adapters:
-        raise RunConfigError(
-            "lora.exclude leaves out every matrix of lora.targets, so nothing would be trained"
-        )
+        raise RunConfigError("lora.exclude leaves out all that lora.targets names; nothing would be trained")
     return adapters
 
 
 def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     """All factors of a run's adapters by canonical name, in model order."""
-    return {
-        info.name: info for adapter in fused_adapters(spec, lora).values() for info in adapter.tensor_infos()
-    }
+    factor_infos: dict[str, TensorInfo] = {}
+    for adapter in fused_adapters(spec, lora).values():
+        for tensor_info in adapter.tensor_infos():
+            factor_infos[tensor_info.name] = tensor_info
+    return factor_infos
 
 
 def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
@@ -187,7 +193,7 @@ def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) 
     With LoRA, these are the parts that have adapters.
     """
     if lora.rank:
-        return {model_part(tensor_name) for tensor_name in fused_adapters(spec, lora)}
+        return set(map(model_part, fused_adapters(spec, lora)))
     parts = ("vision", "merger", "language")
     return {part for part in parts if not getattr(model_config, f"freeze_{part}")}
 
@@ -206,12 +212,16 @@ def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     for part in sorted(adapted_parts):
         if getattr(config.model, f"freeze_{part}"):
             raise RunConfigError(
-                f"model.freeze_{part} is set, but lora.targets names matrices of this part; leave out one of the"
-                " two"
+                f"model.freeze_{part} is set, but lora.targets names matrices of this part; leave out one"
+                " of the two"
             )
 
-    frozen_parts = {"vision", "merger", "language"} - adapted_parts
-    model_config = dataclasses.replace(config.model, **{f"freeze_{part}": True for part in frozen_parts})
+    model_config = dataclasses.replace(
+        config.model,
+        freeze_vision="vision" not in adapted_parts,
+        freeze_merger="merger" not in adapted_parts,
+        freeze_language="language" not in adapted_parts,
+    )
     return dataclasses.replace(config, model=model_config)
 
 
@@ -230,10 +240,17 @@ def row_runs(spec: ModelSpec, base: TensorInfo) -> list[tuple[int, int]]:
         qkv_rows = sum(base.section_rows[:3])
         return [(0, qkv_rows), *enumerate(base.section_rows[3:], start=1)]
 
+    # For each key/value head: its queries (and their gates), the key and the value.
     language = spec.language
-    queries = language.num_heads // language.num_kv_heads * (2 if language.output_gate else 1)
-    group = [(0, queries * language.head_dim), (1, language.head_dim), (2, language.head_dim)]
-    return group * language.num_kv_heads
+    queries_per_group = language.num_heads // language.num_kv_heads
+    if language.output_gate:
+        queries_per_group *= 2
+    group_runs = [
+        (0, queries_per_group * language.head_dim),
+        (1, language.head_dim),
+        (2, language.head_dim),
+    ]
+    return group_runs * language.num_kv_heads
 
 
 def initial_bound(spec: ModelSpec, base: TensorInfo) -> tuple[float, int]:
@@ -288,55 +305,82 @@ def _vision_names(spec: ModelSpec) -> tuple[tuple[str, ...], tuple[str, str]]:
     return ("mlp.linear_fc1", "mlp.linear_fc2"), ("linear_fc1", "linear_fc2")
 
 
-def _make_matcher(
-    field_name: str, target: str, named_modules: Iterable[tuple[str, str]]
-) -> Callable[[str, str], bool]:
-    """A function of (kind, released name) that says whether a target means a matrix.
+def _matching_names(
+    field_name: str, targets: Sequence[str], named_modules: Sequence[tuple[str, str]]
+) -> set[str]:
+    """The released matrices that a list of targets means.
 
-    A target is a kind, the end of a module's name, or a regular expression for the whole name, as in PEFT.
+    Args:
+        named_modules: kind and name of each released matrix.
+
+    Raises:
+        RunConfigError: a target matches none of them.
     """
+    matching_names: set[str] = set()
+    for target in targets:
+        target_names = set()
+        for kind, hf_name in named_modules:
+            if _is_match(target, kind, hf_name):
+                target_names.add(hf_name)
+        if not target_names:
+            raise RunConfigError(f"{field_name}: {target!r} {_no_match_text(named_modules)}")
+        matching_names |= target_names
+    return matching_names
 
-    def matches(kind: str, hf_name: str) -> bool:
-        if target in ADAPTER_KINDS:
-            language_kinds = ("attention", "linear_attention", "mlp", "shared_experts")
-            return kind == target or (target == "language" and kind in language_kinds)
-        if _REGEX_CHARACTERS & set(target):
-            return re.fullmatch(target, hf_name) is not None
-        return hf_name == target or hf_name.endswith(f".{target}")
 
-    if not any(matches(kind, hf_name) for kind, hf_name in named_modules):
-        kinds = sorted({kind for kind, _ in named_modules})
-        leaves = sorted({hf_name.rpartition(".")[2] for _, hf_name in named_modules})
-        raise RunConfigError(
-            f"{field_name}: {target!r} matches no matrix of this model. Kinds: {', '.join(kinds)}; names:"
-            f" {', '.join(leaves)}; or give a regular expression for the whole name, such as"
-            f" {next(hf_name for _, hf_name in named_modules)!r}"
-        )
-    return matches
+def _is_match(target: str, kind: str, hf_name: str) -> bool:
+    """Whether a target means a matrix: by its kind, by the end of its name, or as a regular expression."""
+    if target == "language":
+        return kind in LANGUAGE_KINDS
+    if target in ADAPTER_KINDS:
+        return kind == target
+    if _REGEX_CHARACTERS & set(target):
+        return re.fullmatch(target, hf_name) is not None
+    return hf_name == target or hf_name.endswith(f".{target}")
+
+
+def _no_match_text(named_modules: Sequence[tuple[str, str]]) -> str:
+    """What a message says about a name that matches no matrix."""
+    kinds = set()
+    leaf_names = set()
+    for kind, hf_name in named_modules:
+        kinds.add(kind)
+        leaf_names.add(hf_name.rpartition(".")[2])
+
+    kinds_text = ", ".join(sorted(kinds))
+    names_text = ", ".join(sorted(leaf_names))
+    example_name = named_modules[0][1]
+    return (
+        f"matches no matrix of this model. Kinds: {kinds_text}; names: {names_text}; or give a regular"
+        f" expression for the whole name, such as {example_name!r}"
+    )
 
 
 def _make_part(lora: LoraConfig, hf_name: str, is_target: bool) -> AdapterPart:
-    rank = _pattern_value(lora.rank_pattern, hf_name, lora.rank) if is_target else 0
+    if not is_target:
+        return AdapterPart(hf_name, 0, 0.0)
+    rank = _pattern_value(lora.rank_pattern, hf_name, lora.rank)
     alpha = _pattern_value(lora.alpha_pattern, hf_name, lora.alpha)
-    scale = alpha / (math.sqrt(rank) if lora.use_rslora else rank) if rank else 0.0
-    return AdapterPart(hf_name, rank, scale)
+    divisor = math.sqrt(rank) if lora.use_rslora else rank
+    return AdapterPart(hf_name, rank, alpha / divisor)
 
 
-def _pattern_value(patterns: dict[str, Any], hf_name: str, default: Any) -> Any:
+def _pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", hf_name):
+        if _ends_with(pattern, hf_name):
             return value
     return default
 
 
-def _check_patterns(lora: LoraConfig, named_modules: Iterable[tuple[str, str]]) -> None:
-    """Refuses patterns of ranks and alphas that match no matrix, and ranks below 1."""
-    for field_name in ("rank_pattern", "alpha_pattern"):
-        for pattern, value in getattr(lora, field_name).items():
-            if not any(re.fullmatch(rf"(.*\.)?({pattern})", hf_name) for _, hf_name in named_modules):
-                raise RunConfigError(f"lora.{field_name}: {pattern!r} matches no matrix of this model")
-            if value < 1 and field_name == "rank_pattern":
-                raise RunConfigError(
-                    f"lora.rank_pattern: the rank of {pattern!r} must be at least 1, not {value}"
-                )
+def _ends_with(pattern: str, hf_name: str) -> bool:
+    return re.fullmatch(rf"(.*\.)?({pattern})", hf_name) is not None
+
+
+def _check_patterns(
+    field_name: str, patterns: Iterable[str], named_modules: Sequence[tuple[str, str]]
+) -> None:
+    """Refuses patterns of ranks and alphas that match no matrix."""
+    for pattern in patterns:
+        if not any(_ends_with(pattern, hf_name) for _, hf_name in named_modules):
+            raise RunConfigError(f"{field_name}: {pattern!r} {_no_match_text(named_modules)}")

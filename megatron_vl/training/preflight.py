@@ -5,6 +5,7 @@ torch is imported only to look into a checkpoint.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from importlib.util import find_spec
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_vl import host_memory
-from megatron_vl.config import RunConfigError, TrainConfig, video_rule
+from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, video_rule
 from megatron_vl.data.source.location import is_in_object_store, resolve_location
 from megatron_vl.planning.memory import stage_memories
 from megatron_vl.planning.offload_fraction import (
@@ -21,6 +22,7 @@ from megatron_vl.planning.offload_fraction import (
     with_offload_fraction,
 )
 from megatron_vl.plurals import pluralize
+from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
@@ -91,6 +93,11 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
         raise RunConfigError(
             f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
+        )
+    if config.lora.rank and not config.model.checkpoint:
+        raise RunConfigError(
+            f"lora.rank {config.lora.rank} needs model.checkpoint, the weights that stay frozen; `megatron-vl"
+            " convert` writes them"
         )
     check_data_path(config.data.path)
 
@@ -218,12 +225,25 @@ def check_export_weights(config: TrainConfig) -> None:
         )
 
 
+BASE_DIGEST_KEY = "lora_base"
+"""The entry of a checkpoint's ``run.json`` that says which model its adapters belong to."""
+
+
 def check_own_checkpoint(
-    config: TrainConfig, spec: ModelSpec, dp: int, checkpoint_path: Path, restart_data: bool
+    config: TrainConfig,
+    spec: ModelSpec,
+    dp: int,
+    checkpoint_path: Path,
+    restart_data: bool,
+    base_digest: str = "",
 ) -> None:
     """Checks that the run can continue from its own checkpoint, the step folder ``checkpoint_path``.
 
-    The checkpoint's files say which model it holds. ``model.checkpoint`` is not read and need not exist.
+    The checkpoint's files say which model it holds. Without LoRA, ``model.checkpoint`` is not read and need
+    not exist.
+
+    Args:
+        base_digest: see :attr:`~megatron_vl.training.resolved_run.ResolvedRun.base_digest`.
 
     Raises:
         CheckpointError: files are missing or damaged, or the order of samples would change.
@@ -234,11 +254,38 @@ def check_own_checkpoint(
     saved_metadata = checkpoint.check_resumable(
         checkpoint_path, data_order_metadata(config, dp), restart_data
     )
-    check_same_model(
-        f"checkpoint {checkpoint_path}",
-        checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata).spec,
-        config,
-        spec,
+    weight_reader = checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata)
+    check_same_model(f"checkpoint {checkpoint_path}", weight_reader.spec, config, spec)
+    check_same_adapters(checkpoint_path, weight_reader.lora, config, spec)
+    if saved_metadata.get(BASE_DIGEST_KEY, "") != base_digest:
+        raise RunConfigError(
+            f"the adapters in {checkpoint_path} were trained on another model than the one in"
+            f" model.checkpoint {config.model.checkpoint}; give the weights that the run began with"
+        )
+
+
+def check_same_adapters(
+    checkpoint_path: Path, saved: LoraConfig, config: TrainConfig, spec: ModelSpec
+) -> None:
+    """Checks that a checkpoint holds what the run trains: the model, or the same adapters.
+
+    Raises:
+        RunConfigError: it does not. The message names a field that differs.
+    """
+    if bool(saved.rank) != bool(config.lora.rank):
+        held = f"adapters of rank {saved.rank}" if saved.rank else "a whole model"
+        raise RunConfigError(
+            f"checkpoint {checkpoint_path} holds {held}, but this run has lora.rank {config.lora.rank}; give"
+            " another checkpoint.dir to begin a new run"
+        )
+    if fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
+        return
+
+    saved_fields, current_fields = dataclasses.asdict(saved), dataclasses.asdict(config.lora)
+    field_name = next(name for name, value in saved_fields.items() if value != current_fields[name])
+    raise RunConfigError(
+        f"lora.{field_name} is {current_fields[field_name]}, but {checkpoint_path} was saved with"
+        f" {saved_fields[field_name]}; its adapters have other shapes or scales"
     )
 
 
@@ -295,6 +342,15 @@ def check_start_weights(config: TrainConfig, spec: ModelSpec) -> str:
                 f" uses {current_rule!r}; --data.{field_name} {trained_rule} keeps the rule"
             )
     return ""
+
+
+def read_base_digest(config: TrainConfig) -> str:
+    """Which model the adapters of a run belong to; empty without LoRA."""
+    from megatron_vl.weights.weight_reader import WeightReader
+
+    if not config.lora.rank:
+        return ""
+    return WeightReader(config.model.checkpoint, should_verify=False).model_digest()
 
 
 def check_same_model(

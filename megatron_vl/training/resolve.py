@@ -20,6 +20,7 @@ from megatron_vl.planning.gpus import calibration_for_platform, read_local_calib
 from megatron_vl.planning.memory_check import check_memory
 from megatron_vl.planning.offload_fraction import resolve_offload_fraction
 from megatron_vl.planning.run_layout import run_layout, split_source
+from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training import preflight
@@ -69,6 +70,7 @@ def resolve_run(
     if not show_only:
         preflight.check_outputs(config)
     spec = read_spec(config.model.hf)
+    config = freeze_unadapted_parts(config, spec)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
@@ -126,19 +128,30 @@ def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bo
     if memory_note:
         run_notes.append(f"NOTE: {memory_note}")
 
+    base_digest = ""
+    if config.model.checkpoint and (source_checkpoint is None or config.lora.rank):
+        if weights_note := preflight.check_start_weights(config, spec):
+            run_notes.append(f"NOTE: {weights_note}")
+        base_digest = preflight.read_base_digest(config)
     if source_checkpoint is not None:
         from megatron_vl.training.checkpoint import suggest_remedy
 
         with suggest_remedy(source_checkpoint.path):
             preflight.check_video_rule(config, spec, source_checkpoint.path)
         preflight.check_own_checkpoint(
-            config, spec, resolved_run.dp, source_checkpoint.path, resolved_run.run_start.restarts_data
+            config,
+            spec,
+            resolved_run.dp,
+            source_checkpoint.path,
+            resolved_run.run_start.restarts_data,
+            base_digest,
         )
-    elif config.model.checkpoint and (weights_note := preflight.check_start_weights(config, spec)):
-        run_notes.append(f"NOTE: {weights_note}")
 
     return dataclasses.replace(
-        resolved_run, facts_by_split=read_split_facts(config), run_notes=tuple(run_notes)
+        resolved_run,
+        facts_by_split=read_split_facts(config),
+        run_notes=tuple(run_notes),
+        base_digest=base_digest,
     )
 
 

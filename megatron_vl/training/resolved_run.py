@@ -43,6 +43,9 @@ class ResolvedRun:
     """Facts of ``train`` and, if the run evaluates, of ``eval.split``. Empty for a run that is only shown."""
     run_notes: tuple[str, ...]
     """Lines to print for the user."""
+    base_digest: str = ""
+    """Of a run with LoRA: which model the adapters belong to
+    (:meth:`~megatron_vl.weights.weight_reader.WeightReader.model_digest`)."""
 
     @property
     def last_step(self) -> int:

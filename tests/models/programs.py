@@ -22,7 +22,9 @@ def padding_under_training(hf: str) -> list[list[float]]:
     """Sums of the padded parts of an FFN of width 107 in 128, and of the rest, before and
     after three steps."""
     trainer = tiny_trainer(hf)
-    check_live_tensors(trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0), LoraConfig())
+    check_live_tensors(
+        trainer.spec, trainer.layout, chunk_tensors(trainer.chunks, trainer.layout, 0), LoraConfig()
+    )
 
     def sums() -> list[float]:
         parameters = dict(trainer.chunks[0].named_parameters())

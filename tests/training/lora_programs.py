@@ -28,9 +28,9 @@ STEPS = 2
 def train_layouts(
     hf: str, weights: str, folder: str, lora: dict[str, Any], layouts: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Trains adapters in each layout. On rank 0, by layout: losses, and the largest errors of the saved tensors.
+    """Trains adapters in each layout. On rank 0, by layout: losses, and the errors of the saved tensors.
 
-    The tensors are compared with those of the first layout, relative to the largest element of each.
+    The tensors are compared with those of the first layout.
     """
     start(layouts)
     results: dict[str, Any] = {}
@@ -48,7 +48,10 @@ def train_layouts(
 def resume_layouts(
     hf: str, weights: str, folder: str, lora: dict[str, Any], layouts: dict[str, dict[str, Any]]
 ) -> dict[str, list[str]]:
-    """Trains and saves in the first layout; loads and saves in the others. On rank 0: what differs, by layout."""
+    """Trains and saves in the first layout; loads and saves in the others.
+
+    Returns, on rank 0, the names of the tensors that differ from those of the first checkpoint, by layout.
+    """
     start(layouts)
     different: dict[str, list[str]] = {}
     first: dict[str, Tensor] = {}
@@ -74,9 +77,7 @@ def start(layouts: dict[str, dict[str, Any]]) -> None:
     init_distributed(get_platform("cpu"))
 
 
-def build(
-    name: str, hf: str, weights: str, lora: dict[str, Any], layout: dict[str, Any]
-) -> BuiltCase:
+def build(name: str, hf: str, weights: str, lora: dict[str, Any], layout: dict[str, Any]) -> BuiltCase:
     case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, lora=lora, **layout)
     return build_case(case, get_platform("cpu"))
 
@@ -111,11 +112,11 @@ def changed_base(
 
 
 def largest_errors(saved: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, float]:
-    """Kind of tensor -> the largest error, relative to the largest element of the tensor."""
+    """Kind of tensor -> the largest distance from a reference, relative to the reference's norm."""
     errors: dict[str, float] = {}
     for key, tensor in saved.items():
         kind = key.rpartition("/")[2] if "/" in key else "weight"
-        scale = max(float(reference[key].abs().max()), 1e-8)
-        error = float((tensor.double() - reference[key].double()).abs().max()) / scale
+        expected = reference[key].double()
+        error = float((tensor.double() - expected).norm() / expected.norm().clamp(min=1e-12))
         errors[kind] = max(errors.get(kind, 0.0), error)
     return errors

@@ -117,6 +117,9 @@ class PlannedLinear:
     They then also take a :class:`~megatron_vl.kernels.grouped_gemm.TilePlan` instead of row counts.
     """
 
+    takes_tile_plan = False
+    """Whether the layer gets tile plans, and not row counts."""
+
     def forward(self, x: Tensor, m_splits: Any) -> tuple[Tensor, None]:
         """x [rows, in], sorted by expert -> [rows, out] and no bias."""
         if not isinstance(m_splits, TilePlan):
@@ -139,6 +142,8 @@ class GroupedExperts(TEGroupedMLP):
         super().__init__(*args, **kwargs)
         self.planned = self.config.params_dtype == torch.bfloat16 and not self.config.fp8
         """Whether our kernels are used."""
+        for grouped_linear in (self.linear_fc1, self.linear_fc2):
+            grouped_linear.takes_tile_plan = self.planned
 
     def forward(
         self,
@@ -187,3 +192,6 @@ class GroupedExperts(TEGroupedMLP):
         for grouped_linear in (self.linear_fc1, self.linear_fc2):
             if self.planned and getattr(grouped_linear, "fuse_wgrad_accumulation", False):
                 grouped_linear.expert_weights.ddp = ddp
+            if (adapter := getattr(grouped_linear, "adapter", None)) is not None:
+                adapter.lora_A.expert_weights.ddp = ddp
+                adapter.lora_B.expert_weights.ddp = ddp

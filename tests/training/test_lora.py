@@ -1,0 +1,161 @@
+"""LoRA in the trainer: the same adapters in every layout, the base untouched, and checkpoints of adapters
+alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from converters.convert import convert_weights
+from megatron_vl.weights.run_folder import step_dir_path
+from megatron_vl.weights.weight_reader import WeightReader
+from tests.support.ranks import call
+from tests.tiny import tiny_checkpoint
+from tests.training.lora_programs import resume_layouts, train_layouts
+from tests.training.small_run import metrics, prepare, train
+
+pytestmark = pytest.mark.ranks
+
+SP = {"sequence_parallel": True}
+FULL = {"recompute": {"language": "full", "vision": "full"}}
+SELECTIVE = {"recompute": {"language": "selective", "language_modules": ["mlp", "core_attn"]}}
+DENSE = {"rank": 4, "targets": ["language", "vision", "merger"], "rank_pattern": {"q_proj": 2}}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "qwen2_5_vl": (
+        DENSE,
+        {
+            "DP4": {},
+            "TP4 + SP, more ranks than key heads": {"tp": 4, **SP},
+            "TP2": {"tp": 2},
+            "PP2 with overlap": {"pp": 2, "overlap": True},
+            "TP2 + SP x PP2 x VPP2": {"tp": 2, "pp": 2, "vpp": 2, **SP},
+            "CP2, decoupled": {"cp": 2, "decoupled": True},
+            "CP2 x TP2 + SP": {"cp": 2, "tp": 2, **SP},
+            "PP2, full recompute": {"pp": 2, **FULL},
+            "DP4, overlap, selective recompute": {"overlap": True, **SELECTIVE},
+        },
+    ),
+    "qwen3_5": (
+        {"rank": 4, "targets": ["language", "vision", "merger"], "alpha_pattern": {"in_proj_z": 8.0}},
+        {
+            "DP4": {},
+            "TP2 + SP": {"tp": 2, **SP},
+            "TP2": {"tp": 2},
+            "CP2 x PP2": {"cp": 2, "pp": 2},
+            "CP4, decoupled": {"cp": 4, "decoupled": True},
+        },
+    ),
+    "qwen3_5_moe": (
+        {"rank": 4, "targets": ["shared_experts", "experts", "k_proj"], "use_rslora": True},
+        {
+            "DP4": {},
+            "EP2": {"ep": 2},
+            "EP4 x TP2 + SP": {"ep": 4, "tp": 2, **SP},
+            "EP2 x ETP2": {"ep": 2, "etp": 2},
+            "EP2 x PP2 with overlap": {"ep": 2, "pp": 2, "overlap": True},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+def test_adapters_train_alike_in_every_layout(family: str, tmp_path: Path) -> None:
+    """Losses within 1e-5, moments within 1e-4 of those of data parallelism; the base keeps every bit."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    convert_weights(hf, tmp_path / "weights")
+    lora, layouts = LAYOUTS[family]
+    results = call(
+        train_layouts,
+        4,
+        hf=str(hf),
+        weights=str(tmp_path / "weights"),
+        folder=str(tmp_path / "runs"),
+        lora=lora,
+        layouts=layouts,
+    )
+    reference = next(iter(results.values()))
+    for name, result in results.items():
+        assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), name
+        assert result["base_changed"] == [], name
+        assert result["tensors"] == reference["tensors"] > 50
+        assert result["errors"]["exp_avg"] < 1e-4 and result["errors"]["exp_avg_sq"] < 1e-4, (name, result)
+
+
+@pytest.mark.parametrize("family", list(LAYOUTS))
+def test_a_checkpoint_of_adapters_moves_between_layouts_bit_for_bit(family: str, tmp_path: Path) -> None:
+    """Factors, master weights, moments and step counts."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    convert_weights(hf, tmp_path / "weights")
+    lora, layouts = LAYOUTS[family]
+    different = call(
+        resume_layouts,
+        4,
+        hf=str(hf),
+        weights=str(tmp_path / "weights"),
+        folder=str(tmp_path / "runs"),
+        lora=lora,
+        layouts=layouts,
+    )
+    assert different == {name: [] for name in layouts}
+
+
+LORA = ["--lora.rank", "4", "--lora.targets", "[language,merger]", "--optimizer.lr", "1e-2"]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    hf = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32)
+    return prepare(tmp_path_factory.mktemp("lora") / "prepared", hf)
+
+
+def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Its checkpoints hold the adapters alone. What would not fit them is refused by name."""
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    done = train(prepared, whole, *LORA, ranks=2, steps=6)
+    assert done.returncode == 0, done.stderr[-3000:]
+    first = train(prepared, run, *LORA, "--stop_after", "3", "--parallel.tp", "2", ranks=2, steps=6)
+    assert first.returncode == 0, first.stderr[-3000:]
+    second = train(prepared, run, *LORA, "--parallel.pp", "2", ranks=2, steps=6)
+    assert second.returncode == 0 and "resumed at step 3" in second.stdout, second.stderr[-3000:]
+
+    losses = {line["step"]: line["loss"] for line in metrics(whole)}
+    assert losses[6] < losses[1]
+    for line in metrics(run):
+        assert line["loss"] == pytest.approx(losses[line["step"]], rel=1e-4)
+
+    weights = WeightReader(step_dir_path(run, 6), takes_adapters=True)
+    assert weights.lora.rank == 4 and all(".adapter.lora_" in name for name in weights.tensor_names())
+    stored = sum(file.stat().st_size for file in step_dir_path(run, 6).rglob("*.safetensors"))
+    assert stored < 0.2 * sum(file.stat().st_size for file in prepared["weights"].glob("*.safetensors"))
+
+    for options, message in (
+        (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4"),
+        (["--lora.targets", "[mlp]"], "lora.targets is .*mlp.*, but .* was saved with"),
+        (["--lora.rank", "0"], "holds adapters of rank 4, but this run has lora.rank 0"),
+        (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
+        (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
+        (["--model.checkpoint", ""], "lora.rank 4 needs model.checkpoint"),
+        (["--model.checkpoint", str(run)], "holds LoRA adapters and no whole model"),
+    ):
+        refused = train(prepared, run, *LORA, *options, ranks=1, steps=8)
+        assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
+        assert re.search(message, refused.stderr), refused.stderr[-2000:]
+
+
+def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """The same model with other numbers, and the same numbers in another layout, which are accepted."""
+    run = tmp_path / "run"
+    assert train(prepared, run, *LORA, "--stop_after", "1", ranks=1, steps=3).returncode == 0
+    other = tiny_checkpoint("qwen2_5_vl", tied=True, dtype=torch.float32, seed=99)
+    convert_weights(other, tmp_path / "other")
+    refused = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "other"), ranks=1, steps=3)
+    assert refused.returncode == 1, refused.stderr[-2000:]
+    assert "were trained on another model" in refused.stderr
+
+    convert_weights(prepared["hf"], tmp_path / "tp2", {"tp": 2})
+    done = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
