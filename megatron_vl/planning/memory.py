@@ -254,6 +254,20 @@ class ParameterCounts:
         )
 
 
+def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
+    """The parameters of a whole model and its adapters: (all of them, those that are trained)."""
+    model_tensors, adapter_tensors = tensor_table(spec), adapter_table(spec, config.lora)
+    parts = trained_parts(spec, config.lora, config.model)
+    trained_tensors = adapter_tensors or {
+        name: info for name, info in model_tensors.items() if model_part(name) in parts
+    }
+
+    def count(tensor_infos: dict[str, TensorInfo]) -> int:
+        return sum(math.prod(info.shape) for info in tensor_infos.values())
+
+    return count(model_tensors | adapter_tensors), count(trained_tensors)
+
+
 def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
 ) -> ParameterCounts:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
+from megatron_vl.planning.memory import count_parameters
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import tensor_table
+from toolkit.memory_table import trained_text
 
 from .options import BenchRun
 
@@ -164,10 +165,12 @@ def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: f
 
 def describe_model(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     """The measured model. Its parameters include the padding of the vision FFN, as in our checkpoints."""
+    parameter_count, trained_count = count_parameters(spec, options.config)
     return {
         "hf": options.hf,
         "family": spec.family,
-        "parameters": sum(torch.Size(info.shape).numel() for info in tensor_table(spec).values()),
+        "parameters": parameter_count,
+        "trained_parameters": trained_count,
         "language_layers": spec.language.num_layers,
         "vision_layers": spec.vision.num_layers,
     }
@@ -200,11 +203,12 @@ def format_figures(bench_figures: dict[str, Any]) -> str:
         else "peak unknown"
     )
     size_text = f"{model_figures['parameters'] / 1e9:.2f} B parameters"
+    trained = trained_text(model_figures["parameters"], model_figures["trained_parameters"])
     table_lines = [
         f"{bench_figures['system']}: {model_figures['family']}, {size_text}, "
         f"{machine_figures['gpus']} x {machine_figures['device']} ({peak_text})"
     ]
-    table_lines += [f"  {note}" for note in bench_figures["notes"]]
+    table_lines += [f"  {note}" for note in (trained, *bench_figures["notes"]) if note]
     for workload_name, workload_figures in bench_figures["workloads"].items():
         table_lines += _workload_lines(workload_name, workload_figures)
     if bench_figures["image_over_text"]:
