@@ -76,7 +76,7 @@ def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:
-    """With q and v of rank 8 in 28 layers. B of both has the rows of the fused matrix, which has those of k too."""
+    """With q and v of rank 8 in 28 layers. Their B has the rows of the fused matrix, those of k included."""
     options = "--lora.rank 8 --lora.targets [q_proj,v_proj]"
     everything, trained = count_parameters(config_of(options), spec_of(B7))
     assert trained == 28 * 8 * (2 * 3584 + 4608)
@@ -119,8 +119,8 @@ def test_tower_without_adapters_keeps_nothing() -> None:
 
 
 def test_dropout_keeps_a_copy_of_each_input() -> None:
-    """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask. The
-    activation itself is then not kept; what the others read is kept anyway."""
+    """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask.
+    The activation itself is then not kept; what the others read is kept anyway."""
     plain, dropped = (memory_of(B7, f"--lora.rank 16 --lora.dropout {share}") for share in (0, 0.1))
     widths = 3 * 3584 + 18944
     expected = 28 * 4096 * (2 * widths + widths - 2 * 18944)
