@@ -85,6 +85,10 @@ class LoraConfig:
     alpha_pattern: dict[str, float] = option({}, exclusive_minimum=0)
     """Alphas of single matrices, written in the same way."""
 
+    def __hash__(self) -> int:
+        # What follows from the adapters of a run is cached, and lists have no hash of their own.
+        return hash(repr(self))
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
