@@ -11,7 +11,7 @@ from toolkit.plan.dry_build import dry_build
 
 
 def built_parameters(hf: dict[str, str], runs: list[list[Any]]) -> list[list[list[int]]]:
-    """[parameters, trained ones, trained tensors] of each stage's modules, for each [family, ranks, options]."""
+    """[parameters, trained ones, trained tensors] of each stage, for each run [family, ranks, options]."""
     counts = []
     for family, ranks, options in runs:
         stages = dry_build(parse_config(options.split()), read_spec(hf[family]), ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from megatron_vl.planning.calibration import shipped_calibration
 from megatron_vl.planning.layout_search import SearchRequest, search_fastest_fit
 from megatron_vl.planning.memory import (
     GIB,
+    GPU_MEMORY_GIB,
+    RESERVE_GIB,
     StageMemory,
     _ActivationEstimator,
     count_parameters,
@@ -24,12 +27,14 @@ from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.planning.run_layout import run_layout
 from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout
+from tests.examples import ROOT, read_example
 from tests.support.planned import predict_run
 from tests.support.ranks import call
 
 from .lora_programs import built_parameters
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
+PAGE = ROOT / "docs" / "lora.md"
 B7, B9, A35 = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
 BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
 RUNS = [
@@ -183,6 +188,30 @@ def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
     request = SearchRequest(adapters, spec, 1, calibration, make_assumed_rows(spec, 4096))
     found = search_fastest_fit(request)
     assert found is not None and found.config.recompute.language == "none" and found.peak_gib * GIB > 0
+
+
+TABLE_LINE = re.compile(
+    r"\| `(\w+)` \| (\d) x (80|141) GB \| (?:`(.*)` )?\| (\d+) GiB \| ([\d,]+) tokens/s \|"
+)
+
+
+@pytest.mark.parametrize("line", [line for line in PAGE.read_text().splitlines() if TABLE_LINE.match(line)])
+def test_page_states_what_is_estimated_today(line: str) -> None:
+    """Every run of the table of docs/lora.md is possible, fits its GPUs, and has the stated figures."""
+    name, gpus, gigabytes, options, gib, speed = TABLE_LINE.fullmatch(line).groups()
+    example = read_example(ROOT / "examples" / f"{name}.yaml")
+    path = str(ROOT / "examples" / f"{name}.yaml")
+    config = parse_config(["--config", path, "--lora.rank", "16", *(options or "").split()])
+    prediction = predict_run(config, example.spec, int(gpus))
+    limit = GPU_MEMORY_GIB["H100 (80 GB)" if gigabytes == "80" else "H200 (141 GB)"] - RESERVE_GIB
+    assert int(gib) == round(prediction.peak_gib) and prediction.peak_gib <= limit
+    assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
+
+
+def test_page_has_runs_of_every_size_that_it_promises() -> None:
+    names = {match[1] for match in map(TABLE_LINE.match, PAGE.read_text().splitlines()) if match}
+    sizes = {"qwen2_5_vl_7b", "qwen3_5_9b", "qwen3_vl_30b_a3b", "qwen3_5_35b_a3b", "qwen2_5_vl_72b"}
+    assert names == sizes
 
 
 def test_a_frozen_part_with_adapters_is_refused() -> None:
