@@ -43,21 +43,17 @@ class LayerKind(NamedTuple):
     has_linear_attention: bool
     adapters: tuple[MatrixAdapter, ...] = ()
 
-    def has_adapter(self, matrix_name: str) -> bool:
-        return any(adapter.matrix_name == matrix_name for adapter in self.adapters)
-
 
 @functools.cache
 def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
     """The kind of each decoder layer."""
-    return tuple(
-        LayerKind(
-            spec.language.has_experts(layer),
-            spec.language.has_linear_attention(layer),
-            module_adapters(spec, lora, f"language_model.decoder.layers.{layer}"),
-        )
-        for layer in range(spec.language.num_layers)
-    )
+    language_spec = spec.language
+    kinds = []
+    for layer_index in range(language_spec.num_layers):
+        adapters = module_adapters(spec, lora, f"language_model.decoder.layers.{layer_index}")
+        has_linear_attention = language_spec.has_linear_attention(layer_index)
+        kinds.append(LayerKind(language_spec.has_experts(layer_index), has_linear_attention, adapters))
+    return tuple(kinds)
 
 
 def block_adapters(spec: ModelSpec, lora: LoraConfig, layer_index: int) -> tuple[MatrixAdapter, ...]:
@@ -67,9 +63,10 @@ def block_adapters(spec: ModelSpec, lora: LoraConfig, layer_index: int) -> tuple
 
 def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> list[tuple[MatrixAdapter, ...]]:
     """The adapters of the merger and of each merger of DeepStack."""
-    level_count = len(spec.vision.deepstack_layers)
-    names = ["merger", *(f"deepstack_mergers.{level}" for level in range(level_count))]
-    return [module_adapters(spec, lora, f"vision_model.{name}") for name in names]
+    adapters = [module_adapters(spec, lora, "vision_model.merger")]
+    for level in range(len(spec.vision.deepstack_layers)):
+        adapters.append(module_adapters(spec, lora, f"vision_model.deepstack_mergers.{level}"))
+    return adapters
 
 
 def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tuple[MatrixAdapter, ...]:
@@ -91,7 +88,9 @@ def _adapters_by_module(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[Ma
 
 def _describe_adapter(spec: ModelSpec, adapter: FusedAdapter, matrix_name: str) -> MatrixAdapter:
     base = adapter.base
-    used_elements = sum(rows * adapter.parts[part].rank for part, rows in row_runs(spec, base))
+    used_elements = 0
+    for part_index, row_count in row_runs(spec, base):
+        used_elements += row_count * adapter.ranks[part_index]
     rows, columns = base.shape[-2], initial_bound(spec, base)[1]
     if base.name.startswith("vision_model.decoder.") and matrix_name == "mlp.linear_fc1":
         # Like the columns of the second matrix, these rows are counted without padding.
