@@ -37,18 +37,16 @@ CONFIGS = Path(__file__).parents[1] / "hf_configs"
 PAGE = ROOT / "docs" / "lora.md"
 B7, B9, A35 = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
 BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
+SEQUENCE = "--parallel.sequence_parallel true"
 RUNS = [
-    ("qwen2_5_vl", 4, f"{BASE} --parallel.tp 2 --parallel.pp 2 --lora.targets [language,vision,merger]"),
-    ("qwen2_5_vl", 4, f"{BASE} --parallel.pp 2 --vision.placement decoupled --lora.targets [vision,q_proj]"),
-    ("qwen3_vl", 2, f'{BASE} --parallel.pp 2 --lora.targets [".*layers.[01].*v_proj",merger]'),
-    (
-        "qwen3_5_moe",
-        2,
-        f"{BASE} --parallel.ep 2 --lora.targets [language,experts] --lora.exclude [in_proj_a]",
-    ),
-    ("qwen3_vl_moe", 2, f"{BASE} --parallel.etp 2 --parallel.tp 2 --lora.targets [experts]"),
-    ("qwen3_5", 1, f"{BASE} --lora.targets [language] --lora.rank_pattern {{q_proj:2,in_proj_z:6}}"),
+    ("qwen2_5_vl", 4, "--parallel.tp 2 --parallel.pp 2 --lora.targets [language,vision,merger]"),
+    ("qwen2_5_vl", 4, "--parallel.pp 2 --vision.placement decoupled --lora.targets [vision,q_proj]"),
+    ("qwen3_vl", 2, '--parallel.pp 2 --lora.targets [".*layers.[01].*v_proj",merger]'),
+    ("qwen3_5_moe", 2, "--parallel.ep 2 --lora.targets [language,experts] --lora.exclude [in_proj_a]"),
+    ("qwen3_vl_moe", 2, f"--parallel.etp 2 --parallel.tp 2 {SEQUENCE} --lora.targets [experts]"),
+    ("qwen3_5", 1, '--lora.rank_pattern {"q_proj":2,"in_proj_z":6}'),
 ]
+"""Family, ranks and options."""
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -69,9 +67,13 @@ def memory_of(name: str, options: str) -> StageMemory:
 def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
     """In every layout, of each stage: all parameters, the trained ones, and the number of trained tensors."""
     hf = {family: str(tiny_checkpoint(family)) for family, _, _ in RUNS}
-    built = call(built_parameters, hf=hf, runs=[list(run) for run in RUNS])
+    built = call(
+        built_parameters,
+        hf=hf,
+        runs=[[family, ranks, f"{BASE} {options}"] for family, ranks, options in RUNS],
+    )
     for (family, ranks, options), stages in zip(RUNS, built, strict=True):
-        config, spec = config_of(options), read_spec(hf[family])
+        config, spec = config_of(f"{BASE} {options}"), read_spec(hf[family])
         layout = run_layout(config, spec, ranks)
         for stage, counts in enumerate(stages):
             planned = stage_parameters(config, spec, layout, stage, ranks // layout.replica_ranks)
