@@ -165,7 +165,7 @@ def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: f
 
 def describe_model(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     """The measured model. Its parameters include the padding of the vision FFN, as in our checkpoints."""
-    parameter_count, trained_count = count_parameters(spec, options.config)
+    parameter_count, trained_count = count_parameters(options.config, spec)
     return {
         "hf": options.hf,
         "family": spec.family,
