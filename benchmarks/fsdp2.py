@@ -1,4 +1,4 @@
-"""Times the Hugging Face model under FSDP2 on the random rows of ``megatron-vl bench``.
+"""Times the Hugging Face model under FSDP2, or LoRA by PEFT, on the random rows of ``megatron-vl bench``.
 
     torchrun --nproc-per-node 8 -m benchmarks.fsdp2 --hf HF_DIR --data.seq_len 8192 \\
         --global_batch_size 32 --ours bench.json --out fsdp2.json
@@ -42,6 +42,7 @@ from megatron_vl.errors import UsageError, UserError
 from megatron_vl.models.attention import make_backend
 from megatron_vl.models.batch import Segments
 from megatron_vl.planning.flops import peak_tflops
+from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.spec.families import ModelSpec
 from toolkit.bench import report
 from toolkit.bench.options import BenchRun, parse_bench_options
@@ -229,26 +230,48 @@ def keep_samples_apart(model: nn.Module) -> None:
             module.register_forward_pre_hook(bounds, with_kwargs=True)
 
 
-def build(config: Any, device: torch.device, *, seed: int = 1234) -> Any:
-    """Builds the model with random fp32 weights, of which every rank holds only its shards. Collective."""
+def build(config: Any, device: torch.device, *, seed: int = 1234, dtype: torch.dtype = torch.float32) -> Any:
+    """Builds the model with random weights. In fp32, every rank holds only its shards. Collective."""
     from transformers import AttentionInterface, AutoModelForImageTextToText
 
     AttentionInterface.register(ATTENTION, packed_attention)
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa"
-        )
+        model = AutoModelForImageTextToText.from_config(config, dtype=dtype, attn_implementation="sdpa")
     # The name is set in the config, because the check at construction would look for a downloadable kernel of
     # this name.
     model.config._attn_implementation = ATTENTION
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     keep_samples_apart(model)
-    shard(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    if dtype == torch.float32:
+        shard(model, torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.to_empty(device=device)
     torch.manual_seed(seed + dist.get_rank())
     initialise(model, config)
     return model
+
+
+def build_with_adapters(options: BenchRun, spec: ModelSpec, device: torch.device) -> Any:
+    """Builds the model in bf16 with the adapters of ``lora`` by PEFT, on one GPU.
+
+    PEFT's adapters are bf16 here. Its default, fp32 with a cast of every input, is slower.
+    """
+    import peft
+
+    lora = options.config.lora
+    if dist.get_world_size() > 1:
+        raise UsageError("lora is timed on one GPU here: leave out --gpus, or start one process")
+    target_names = []
+    for adapter in fused_adapters(spec, lora).values():
+        if adapter.kind == "experts":
+            raise UsageError("lora.targets: leave out experts, for which PEFT has no fast products")
+        target_names += [part.hf_name for part in adapter.parts if part.rank]
+
+    model = build(hf_config(options), device, dtype=torch.bfloat16)
+    peft_config = peft.LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, use_rslora=lora.use_rslora, target_modules=target_names
+    )
+    return peft.get_peft_model(model, peft_config, autocast_adapter_dtype=False)
 
 
 def shard(model: Any, dtype: torch.dtype) -> None:
@@ -299,7 +322,7 @@ class Trainer:
         self.device = device
         self.clip = o.clip_grad or math.inf
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=o.lr,
             betas=(o.beta1, o.beta2),
             eps=o.eps,
@@ -367,7 +390,10 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     if config.global_batch_size % world:
         raise UsageError(f"global_batch_size {config.global_batch_size} is no multiple of the {world} ranks")
     notes = use_liger(spec.family) + linear_attention_notes(spec)
-    model = build(hf_config(options), device)
+    if config.lora.rank:
+        model = build_with_adapters(options, spec, device)
+    else:
+        model = build(hf_config(options), device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     peak = peak_tflops(name, config.log.peak_tflops)
     trainer = Trainer(options, model, device, given.gradient_sync == "every")
@@ -383,7 +409,7 @@ def run(options: BenchRun, given: argparse.Namespace) -> None:
     )
     notes = [settings + f"{config.data.seq_len} tokens per step, full activation checkpointing", *notes]
     figures = {
-        "system": f"transformers {transformers.__version__} + FSDP2",
+        "system": f"transformers {transformers.__version__} + {'PEFT' if config.lora.rank else 'FSDP2'}",
         "machine": report.describe_machine(options, device, peak),
         "model": report.describe_model(options, spec),
         "notes": notes,
@@ -434,7 +460,15 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         loss = trainer.step(rows)  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in rows:
-            work.add_row(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
+            work.add_row(
+                spec,
+                ModelConfig(),
+                recompute,
+                *row.lengths,
+                row.loss_tokens,
+                lora=o.config.lora,
+                whole_head=True,
+            )
             work.image_count += row.images
 
     figures = report.speed_figures(
@@ -452,7 +486,8 @@ def _memory(model: Any, held: int, cuda: bool) -> dict[str, Any]:
         import resource
 
         return {"peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}
-    weights = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    weights = sum(p.numel() * p.element_size() for p in local)
     peak = torch.cuda.max_memory_allocated()
     everyone = report.gather_to_all(
         {

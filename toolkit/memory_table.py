@@ -14,6 +14,13 @@ TABLE_WIDTH = 132
 """Columns of a terminal in which no heading is cut off, where rich would write "wei…"."""
 
 
+def trained_text(parameter_count: int, trained_count: int) -> str:
+    """Says how many parameters are trained; empty if all are."""
+    if trained_count == parameter_count:
+        return ""
+    return f"trained: {trained_count / 1e6:,.1f} M of {parameter_count / 1e9:.2f} B parameters"
+
+
 def memory_table(stage_memories: Sequence[Mapping[str, Any]], title: str) -> Table:
     """One line per stage, in GiB. A column of host memory is shown if optimizer state is offloaded.
 

@@ -89,6 +89,10 @@ class LoraConfig:
     made of a PEFT folder. Their ranks, targets and scales hold; leave out the other fields of lora, but for
     dropout. Empty: new adapters."""
 
+    def __hash__(self) -> int:
+        # What follows from the adapters of a run is cached, and lists have no hash of their own.
+        return hash(repr(self))
+
 
 @dataclass(frozen=True)
 class ParallelConfig:

@@ -16,8 +16,16 @@ from functools import cached_property
 from megatron_vl.config import ModelConfig, ParallelConfig, RecomputeConfig, TrainConfig
 from megatron_vl.kernels.sizes import DELTA_CHUNK
 from megatron_vl.planning.calibration import Calibration
+from megatron_vl.planning.layer_kinds import (
+    LayerKind,
+    MatrixAdapter,
+    block_adapters,
+    layer_kinds,
+    merger_adapters,
+)
 from megatron_vl.planning.memory import ParameterCounts, offloaded_fraction, optimizer_state_bytes
 from megatron_vl.planning.row_statistics import RowStatistics
+from megatron_vl.spec.adapters import freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 
@@ -104,7 +112,8 @@ class StepCosts:
 
     @cached_property
     def model_config(self) -> ModelConfig:
-        return self.config.model
+        """The model, whose parts without adapters are frozen in a run with LoRA."""
+        return freeze_unadapted_parts(self.config, self.spec).model
 
     @cached_property
     def parallel_config(self) -> ParallelConfig:
@@ -113,6 +122,11 @@ class StepCosts:
     @cached_property
     def recompute_config(self) -> RecomputeConfig:
         return self.config.recompute
+
+    @cached_property
+    def _trains_language(self) -> bool:
+        """Whether the language model's own matrices are trained, and not adapters of them."""
+        return not (self.config.lora.rank or self.model_config.freeze_language)
 
     # --- Rates ----------------------------------------------------------------------------------------------
 
@@ -147,21 +161,14 @@ class StepCosts:
     # --- Language model -------------------------------------------------------------------------------------
 
     @cached_property
-    def _times_by_layer_kind(self) -> dict[tuple[bool, bool], PassTime]:
-        """The times of a decoder layer: (with experts, with linear attention)."""
-        both_values = (False, True)
-        return {
-            (has_experts, linear): self._compute_layer_time(has_experts, linear)
-            for has_experts in both_values
-            for linear in both_values
-        }
+    def _times_by_layer_kind(self) -> dict[LayerKind, PassTime]:
+        """The times of a decoder layer of each kind that the model has."""
+        kinds = layer_kinds(self.spec, self.config.lora)
+        return {kind: self._compute_layer_time(kind) for kind in dict.fromkeys(kinds)}
 
     def decoder_layer_time(self, layer_index: int) -> PassTime:
         """A decoder layer on one row."""
-        language_spec = self.spec.language
-        return self._times_by_layer_kind[
-            language_spec.has_experts(layer_index), language_spec.has_linear_attention(layer_index)
-        ]
+        return self._times_by_layer_kind[layer_kinds(self.spec, self.config.lora)[layer_index]]
 
     def decoder_layers_time(self, layer_range: range) -> PassTime:
         """Consecutive decoder layers on one row."""
@@ -172,27 +179,18 @@ class StepCosts:
         return total_time
 
     @cached_property
-    def _layer_kind_counts(self) -> dict[tuple[bool, bool], list[int]]:
+    def _layer_kind_counts(self) -> dict[LayerKind, list[int]]:
         """For each kind, the number of its layers before each layer, and as the last entry before the end."""
-        language_spec = self.spec.language
-        layer_kinds = [
-            (language_spec.has_experts(layer), language_spec.has_linear_attention(layer))
-            for layer in range(language_spec.num_layers)
-        ]
+        kinds = layer_kinds(self.spec, self.config.lora)
         return {
-            kind: [0, *itertools.accumulate(layer_kind == kind for layer_kind in layer_kinds)]
+            kind: [0, *itertools.accumulate(layer_kind == kind for layer_kind in kinds)]
             for kind in self._times_by_layer_kind
         }
 
-    def _compute_layer_time(self, has_experts: bool, is_linear: bool) -> PassTime:
-        """The time of a decoder layer of one kind on one row; zero if the model has no such layers."""
+    def _compute_layer_time(self, kind: LayerKind) -> PassTime:
+        """The time of a decoder layer of one kind on one row."""
         language_spec, calibration = self.spec.language, self.calibration
         tensor_parallel_size = self.layout.tp
-        if (has_experts and language_spec.moe is None) or (
-            is_linear and language_spec.linear_attention is None
-        ):
-            return PassTime()
-
         token_count, hidden_size = self.seq_len, language_spec.hidden_size
         query_width = language_spec.num_heads * language_spec.head_dim
         key_value_width = language_spec.num_kv_heads * language_spec.head_dim
@@ -201,7 +199,7 @@ class StepCosts:
             set(self.recompute_config.language_modules) if recompute_mode == "selective" else set()
         )
 
-        if is_linear:
+        if kind.has_linear_attention:
             projection_seconds, attention_seconds = self._linear_attention_seconds()
         else:
             query_gate_width = query_width * (2 if language_spec.output_gate else 1)
@@ -218,16 +216,18 @@ class StepCosts:
         )
         mlp_seconds, activation_seconds = (
             self._expert_seconds()
-            if has_experts
+            if kind.has_experts
             else self._mlp_seconds(token_count, language_spec.ffn_hidden_size)
         )
         collective_seconds = self._tensor_parallel_seconds(token_count * hidden_size)
-        if is_linear:
+        if kind.has_linear_attention:
             collective_seconds += self._state_exchange()
         else:
             collective_seconds += self._head_exchange(
                 query_width, language_spec.num_kv_heads, language_spec.head_dim
             )
+
+        adapter_time = self._adapters_time(kind.adapters, token_count, tensor_parallel_size)
 
         # The forward pass has a third of the elementwise work, and 3 of 8 parts of an activation's traffic.
         forward_seconds = (
@@ -237,18 +237,20 @@ class StepCosts:
             + mlp_seconds
             + 3 / 8 * activation_seconds
             + collective_seconds
+            + adapter_time.forward
         )
 
         # Each product has two gradients, of its input and of its weight. Frozen weights need only the first.
-        gradient_products = 1 + (not self.model_config.freeze_language)
+        gradient_products = 1 + self._trains_language
         backward_seconds = (
             gradient_products * (projection_seconds + mlp_seconds)
             + 2.5 * attention_seconds
             + elementwise_seconds * 2 / 3
             + 5 / 8 * activation_seconds
             + collective_seconds
+            + adapter_time.backward
         )
-        if has_experts and language_spec.moe is not None:
+        if kind.has_experts:
             dispatch_seconds = self._dispatch_seconds(token_count)
             # A layer with experts takes at least the host's time to launch its many kernels.
             host_launch_seconds = (
@@ -267,6 +269,31 @@ class StepCosts:
         backward_seconds += (mlp_seconds + 3 / 8 * activation_seconds) * ("mlp" in recomputed_modules)
         backward_seconds += 3 / 8 * activation_seconds * ("activation" in recomputed_modules)
         return PassTime(forward_seconds, backward_seconds)
+
+    def _adapters_time(
+        self, adapters: tuple[MatrixAdapter, ...], token_count: float, tensor_parallel_size: int
+    ) -> PassTime:
+        """The time of the adapters of a layer: two narrow products each, and a sum with the matrix's output.
+
+        The backward pass has twice the products, and a sum with the gradient of the matrix's input. What
+        ranks exchange is as narrow as the factors and is not counted.
+        """
+        total_time = PassTime()
+        for adapter in adapters:
+            row_count, ways = token_count, tensor_parallel_size
+            if adapter.is_expert:
+                assert self.spec.language.moe is not None
+                row_count *= self.spec.language.moe.top_k * self.layout.etp / self._sequence_parallel_size
+                ways = self.layout.etp
+            rows = adapter.rows / (1 if adapter.is_row_parallel else ways)
+            columns = adapter.columns / (ways if adapter.is_row_parallel else 1)
+            product_seconds = self.matmul_seconds(row_count, columns, adapter.rank_sum)
+            product_seconds += self.matmul_seconds(row_count, adapter.rank_sum, rows)
+            total_time += PassTime(
+                product_seconds + self.elementwise_seconds(3 * rows * row_count),
+                2 * product_seconds + self.elementwise_seconds(3 * columns * row_count),
+            )
+        return total_time
 
     def _attention_seconds(self, head_width: float) -> float:
         """Seconds of the forward pass of causal attention. The backward pass takes 2.5 times as long.
@@ -422,7 +449,7 @@ class StepCosts:
         """Looking up tokens and placing features. The gradient of the table is added in float32."""
         language_spec = self.spec.language
         tokens = self.elementwise_seconds(4 * language_spec.hidden_size * self.seq_len)
-        table = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
+        table = self._vocabulary_gradient_seconds() if self._trains_language else 0.0
         return PassTime(tokens, tokens + table)
 
     def _vocabulary_gradient_seconds(self) -> float:
@@ -450,8 +477,8 @@ class StepCosts:
         gather_seconds = self.collective_seconds(
             self.bytes_per_element * self.seq_len * language_spec.hidden_size, tensor_parallel_size
         )
-        weights = 1 + (not self.model_config.freeze_language)
-        gradient_seconds = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
+        weights = 1 + self._trains_language
+        gradient_seconds = self._vocabulary_gradient_seconds() if self._trains_language else 0.0
         return PassTime(
             matmul_seconds + loss / 3 + gather_seconds,
             weights * matmul_seconds + loss * 2 / 3 + gradient_seconds + gather_seconds,
@@ -476,6 +503,7 @@ class StepCosts:
         if not patch_count:
             return PassTime()
 
+        has_lora = self.config.lora.rank > 0
         # The times of one layer.
         gate_factor = 2 if vision_spec.gated_mlp else 1
         matmul_seconds = self.matmul_seconds(
@@ -536,29 +564,37 @@ class StepCosts:
             + all_window_seconds / 3
             + all_activation_seconds * 3 / 8
             + all_collective_seconds,
-            2 * all_matmul_seconds
+            (2 - has_lora) * all_matmul_seconds
             + 2 * all_full_attention_seconds
             + all_elementwise_seconds * 2 / 3
             + all_window_seconds * 2 / 3
             + all_activation_seconds * 5 / 8
             + all_collective_seconds,
         )
+        for layer in range(vision_spec.num_layers):
+            adapters = block_adapters(self.spec, self.config.lora, layer)
+            blocks_time += self._adapters_time(adapters, patch_count, tensor_parallel_size)
 
         # A frozen tower has no backward pass, because nothing before it is trained.
         if self.model_config.freeze_vision:
             tower_backward_seconds = 0.0
-            merger_backward_seconds = 2 * merger_seconds * (not self.model_config.freeze_merger)
+            merger_backward_seconds = (2 - has_lora) * merger_seconds * (not self.model_config.freeze_merger)
         else:
-            tower_backward_seconds = blocks_time.backward + patch_embed_seconds
+            tower_backward_seconds = blocks_time.backward + patch_embed_seconds * (not has_lora)
             tower_backward_seconds += blocks_time.forward * (self.recompute_config.vision == "full")
             tower_backward_seconds += (
                 all_activation_seconds * 3 / 8 * (self.recompute_config.vision == "activation")
             )
-            merger_backward_seconds = (1 + (not self.model_config.freeze_merger)) * merger_seconds
-        return PassTime(
+            trains_merger = not (has_lora or self.model_config.freeze_merger)
+            merger_backward_seconds = (1 + trains_merger) * merger_seconds
+        tower_time = PassTime(
             patch_embed_seconds + blocks_time.forward + merger_seconds,
             tower_backward_seconds + merger_backward_seconds,
         )
+        units = patch_count / vision_spec.merge_unit
+        for adapters in merger_adapters(self.spec, self.config.lora):
+            tower_time += self._adapters_time(adapters, units, tensor_parallel_size)
+        return tower_time
 
     # --- Between stages and at the end of a step ------------------------------------------------------------
 

@@ -10,13 +10,19 @@ The backward pass of a matrix product costs one forward for the gradient of its 
 trained, and one for the gradient of its input, if something before it is trained. The backward pass of
 attention, which has no weights, costs two. So does that of the delta rule of linear attention; its
 convolution is not counted.
+
+With LoRA, the model's own weights are frozen. Their products have a gradient of the input only where an
+adapter lies before them, in the order of the forward pass. Adapters are counted like other products.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
+from megatron_vl.planning.layer_kinds import MatrixAdapter, block_adapters, layer_kinds, merger_adapters
+from megatron_vl.spec.adapters import trained_parts
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 
 
@@ -85,51 +91,69 @@ def language_forward_flops(
 ) -> LanguageForwardFlops:
     """Forward FLOPs of documents of these lengths in tokens. ``head_tokens`` of the tokens get logits."""
     token_count, query_width = sum(document_lengths), language_spec.num_heads * language_spec.head_dim
-    query_gate_width = query_width * (2 if language_spec.output_gate else 1)
-    full_projection_weights = (
-        language_spec.hidden_size
-        * (query_gate_width + 2 * language_spec.num_kv_heads * language_spec.head_dim)
-        + query_width * language_spec.hidden_size
-    )
     linear_attention = language_spec.linear_attention
-    linear_layers = (
-        0
-        if linear_attention is None
-        else sum(language_spec.has_linear_attention(layer) for layer in range(language_spec.num_layers))
-    )
+    linear_layers = len(linear_attention.linear_layers) if linear_attention is not None else 0
     full_layers = language_spec.num_layers - linear_layers
-    linear_projection_weights = delta_rule_products = 0
+    delta_rule_products = 0
     if linear_attention is not None:
         value_width = linear_attention.value_heads * linear_attention.value_dim
-        linear_projection_weights = language_spec.hidden_size * (
-            linear_attention.conv_channels + 2 * value_width + 2 * linear_attention.value_heads
-        )
         delta_rule_products = 3 * value_width * linear_attention.key_dim
 
+    projection_weights, mlp_weights = _projection_and_mlp_weights(language_spec)
     return LanguageForwardFlops(
-        projections=2.0
-        * (full_layers * full_projection_weights + linear_layers * linear_projection_weights)
-        * token_count,
+        projections=2.0 * projection_weights * token_count,
         attention=2.0 * full_layers * query_width * sum(length * length for length in document_lengths),
         delta_rule=2.0 * linear_layers * delta_rule_products * token_count,
-        mlp=2.0
-        * sum(_mlp_weights(language_spec, layer) for layer in range(language_spec.num_layers))
-        * token_count,
+        mlp=2.0 * mlp_weights * token_count,
         output_layer=2.0 * language_spec.hidden_size * language_spec.vocab_size * head_tokens,
     )
 
 
-def _mlp_weights(language_spec: LanguageSpec, layer_index: int) -> int:
-    """Weights of a layer's MLP that multiply one token."""
-    if language_spec.moe is None or not language_spec.has_experts(layer_index):
-        return 3 * language_spec.hidden_size * language_spec.ffn_hidden_size
-    shared_ffn_size = language_spec.moe.shared_ffn_hidden_size
-    gate_weights = 1 if shared_ffn_size else 0
-    width = language_spec.moe.top_k * language_spec.moe.ffn_hidden_size + shared_ffn_size
-    return (
-        language_spec.hidden_size * (language_spec.moe.num_experts + gate_weights)
-        + 3 * language_spec.hidden_size * width
-    )
+@functools.cache
+def _projection_and_mlp_weights(language_spec: LanguageSpec) -> tuple[int, int]:
+    """Weights that multiply one token in all layers: (those of attention, those of MLPs)."""
+    projection_weights = mlp_weights = 0
+    for layer_index in range(language_spec.num_layers):
+        for matrix_name, weight_count in _layer_weights(language_spec, layer_index).items():
+            if matrix_name.startswith("mlp."):
+                mlp_weights += weight_count
+            else:
+                projection_weights += weight_count
+    return projection_weights, mlp_weights
+
+
+def _layer_weights(language_spec: LanguageSpec, layer_index: int) -> dict[str, int]:
+    """Weights of a decoder layer that multiply one token, by matrix in the order of the forward pass."""
+    hidden_size, moe_spec = language_spec.hidden_size, language_spec.moe
+    linear_attention = language_spec.linear_attention
+    if linear_attention is not None and language_spec.has_linear_attention(layer_index):
+        value_width = linear_attention.value_heads * linear_attention.value_dim
+        input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
+        weights = {
+            "self_attention.in_proj": hidden_size * input_width,
+            "self_attention.out_proj": hidden_size * value_width,
+        }
+    else:
+        query_width = language_spec.num_heads * language_spec.head_dim
+        query_gate_width = query_width * (2 if language_spec.output_gate else 1)
+        key_value_width = 2 * language_spec.num_kv_heads * language_spec.head_dim
+        weights = {
+            "self_attention.linear_qkv": hidden_size * (query_gate_width + key_value_width),
+            "self_attention.linear_proj": hidden_size * query_width,
+        }
+
+    if moe_spec is None or not language_spec.has_experts(layer_index):
+        ffn_weights = hidden_size * language_spec.ffn_hidden_size
+        return weights | {"mlp.linear_fc1": 2 * ffn_weights, "mlp.linear_fc2": ffn_weights}
+    expert_weights = hidden_size * moe_spec.top_k * moe_spec.ffn_hidden_size
+    shared_weights = hidden_size * moe_spec.shared_ffn_hidden_size
+    return weights | {
+        "mlp.router": hidden_size * (moe_spec.num_experts + (shared_weights > 0)),
+        "mlp.experts.linear_fc1": 2 * expert_weights,
+        "mlp.shared_experts.linear_fc1": 2 * shared_weights,
+        "mlp.experts.linear_fc2": expert_weights,
+        "mlp.shared_experts.linear_fc2": shared_weights,
+    }
 
 
 def vision_forward_flops(
@@ -168,6 +192,7 @@ def row_flops(
     frame_lengths: list[int],
     window_lengths: list[int],
     head_tokens: int,
+    lora: LoraConfig | None = None,
 ) -> ModelFlops:
     """FLOPs of the forward and backward pass of one row.
 
@@ -176,7 +201,10 @@ def row_flops(
         frame_lengths, window_lengths: lengths in patches; empty for a text-only row.
         head_tokens: tokens for which the output layer is computed. Model FLOPs count the loss tokens only;
             many programs compute and count all tokens.
+        lora: the run's adapters, if it has any. ``model_config`` does not matter then.
     """
+    if lora is not None and lora.rank:
+        return _row_flops_with_lora(spec, lora, document_lengths, frame_lengths, window_lengths, head_tokens)
     language_forward = language_forward_flops(spec.language, document_lengths, head_tokens)
     vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)
     trains_tower = not model_config.freeze_vision
@@ -196,6 +224,158 @@ def row_flops(
     )
 
 
+@dataclass(frozen=True)
+class _LoraWeights:
+    """What multiplies the lengths of a row in a run with LoRA, forward and backward pass together.
+
+    A product that is computed three times counts three times.
+    """
+
+    per_token: float
+    attention_share: float
+    """How often attention is computed: 3 if all layers have a backward pass."""
+    delta_rule_share: float
+    per_patch: float
+    full_layers: int
+    """Layers of the tower with attention over frames, times 3 with a backward pass."""
+    window_layers: int
+    per_merged_unit: float
+
+
+def _row_flops_with_lora(
+    spec: ModelSpec,
+    lora: LoraConfig,
+    document_lengths: list[int],
+    frame_lengths: list[int],
+    window_lengths: list[int],
+    head_tokens: int,
+) -> ModelFlops:
+    """:func:`row_flops` of a run with LoRA."""
+    weights, patch_count = _lora_weights(spec, lora), sum(frame_lengths)
+    language = language_forward_flops(spec.language, document_lengths, head_tokens)
+    attention_pairs = weights.full_layers * sum(length * length for length in frame_lengths)
+    attention_pairs += weights.window_layers * sum(length * length for length in window_lengths)
+    return ModelFlops(
+        language=2.0 * weights.per_token * sum(document_lengths)
+        + weights.attention_share * language.attention
+        + weights.delta_rule_share * language.delta_rule
+        + 2.0 * language.output_layer,
+        vision=2.0 * weights.per_patch * patch_count
+        + 4.0 * spec.vision.hidden_size * attention_pairs
+        + 2.0 * weights.per_merged_unit * (patch_count // spec.vision.merge_unit),
+    )
+
+
+@functools.cache
+def _lora_weights(spec: ModelSpec, lora: LoraConfig) -> _LoraWeights:
+    per_patch, layers_by_attention, reached_blocks = _tower_products(spec, lora)
+    per_unit, is_reached = _merger_products(spec, lora, reached_blocks)
+
+    per_token = 0.0
+    decoder_layers: dict[bool, list[int]] = {True: [], False: []}
+    top_k = spec.language.moe.top_k if spec.language.moe is not None else 1
+    for layer_index, kind in enumerate(layer_kinds(spec, lora)):
+        weights = _layer_weights(spec.language, layer_index)
+        count, reaches_output, is_reached = _count_products(weights, kind.adapters, is_reached, top_k)
+        per_token += count
+        decoder_layers[kind.has_linear_attention].append(1 + 2 * reaches_output)
+
+    rule_share, attention_share = (
+        sum(counts) / len(counts) if counts else 0.0 for counts in decoder_layers.values()
+    )
+    full_layers, window_layers = layers_by_attention[True], layers_by_attention[False]
+    return _LoraWeights(
+        per_token, attention_share, rule_share, per_patch, full_layers, window_layers, per_unit
+    )
+
+
+def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool, int], list[bool]]:
+    """:func:`_count_products` for the tower.
+
+    Returns:
+        The sum; the attention of its layers in products of the forward pass, by whether it is full attention;
+        and whether an adapter lies before the end of each layer.
+    """
+    vision_spec = spec.vision
+    product_count, is_reached = float(vision_spec.patch_dim * vision_spec.hidden_size), False
+    layers_by_attention = {True: 0, False: 0}
+    reached_blocks = []
+    for layer_index in range(vision_spec.num_layers):
+        adapters = block_adapters(spec, lora, layer_index)
+        count, reaches_output, is_reached = _count_products(_block_weights(vision_spec), adapters, is_reached)
+        product_count += count
+        layers_by_attention[vision_spec.is_full_attention(layer_index)] += 1 + 2 * reaches_output
+        reached_blocks.append(is_reached)
+    return product_count, layers_by_attention, reached_blocks
+
+
+def _merger_products(spec: ModelSpec, lora: LoraConfig, reached_blocks: list[bool]) -> tuple[float, bool]:
+    """:func:`_count_products` for all mergers: the sum, and whether an adapter lies before the end of any."""
+    vision_spec = spec.vision
+    merger_width = vision_spec.merge_unit * vision_spec.hidden_size
+    weights = {
+        "linear_fc1": merger_width * merger_width,
+        "linear_fc2": merger_width * vision_spec.out_hidden_size,
+    }
+    source_blocks = [vision_spec.num_layers - 1, *vision_spec.deepstack_layers]
+    counted = [
+        _count_products(weights, adapters, reached_blocks[block])
+        for block, adapters in zip(source_blocks, merger_adapters(spec, lora), strict=True)
+    ]
+    return sum(count for count, _, _ in counted), any(is_reached for _, _, is_reached in counted)
+
+
+def _block_weights(vision_spec: VisionSpec) -> dict[str, int]:
+    """Weights of a layer of the tower, by matrix in the order of the forward pass."""
+    hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.ffn_hidden_size
+    return {
+        "self_attention.linear_qkv": 3 * hidden_size**2,
+        "self_attention.linear_proj": hidden_size**2,
+        "mlp.linear_fc1": (2 if vision_spec.gated_mlp else 1) * hidden_size * ffn_width,
+        "mlp.linear_fc2": hidden_size * ffn_width,
+    }
+
+
+def _count_products(
+    weights: dict[str, int], adapters: tuple[MatrixAdapter, ...], is_reached: bool, top_k: int = 1
+) -> tuple[float, bool, bool]:
+    """Weights of frozen matrices and their adapters, times the products that each of them is in.
+
+    Args:
+        weights: those of each matrix, in the order of the forward pass.
+        is_reached: whether an adapter lies before the first matrix.
+        top_k: number of experts of a token.
+
+    Returns:
+        The sum, whether an adapter lies before the second matrix (and so before the attention in front of
+        it), and whether one lies before the end.
+    """
+    product_count, is_second_reached = 0.0, is_reached
+    adapter_by_matrix = {adapter.matrix_name: adapter for adapter in adapters}
+    for number, (matrix_name, weight_count) in enumerate(weights.items()):
+        if number == 1:
+            is_second_reached = is_reached
+        product_count += weight_count * (1 + is_reached)
+        if (adapter := adapter_by_matrix.get(matrix_name)) is not None:
+            elements_a, elements_b = adapter.factor_elements
+            product_count += (elements_a * (2 + is_reached) + 3 * elements_b) * (
+                top_k if adapter.is_expert else 1
+            )
+            is_reached = True
+    return product_count, is_second_reached, is_reached
+
+
+def _adapter_weights(spec: ModelSpec, lora: LoraConfig, prefix: str) -> int:
+    """Elements of the decoder layers' adapters that multiply a token, of matrices whose names begin so."""
+    top_k = spec.language.moe.top_k if spec.language.moe is not None else 1
+    return sum(
+        sum(adapter.factor_elements) * (top_k if adapter.is_expert else 1)
+        for kind in layer_kinds(spec, lora)
+        for adapter in kind.adapters
+        if adapter.matrix_name.startswith(prefix)
+    )
+
+
 def recompute_flops(
     spec: ModelSpec,
     model_config: ModelConfig,
@@ -204,6 +384,7 @@ def recompute_flops(
     frame_lengths: list[int],
     window_lengths: list[int],
     is_decoupled: bool = False,
+    lora: LoraConfig | None = None,
 ) -> ModelFlops:
     """FLOPs that recomputation adds to :func:`row_flops`.
 
@@ -212,24 +393,28 @@ def recompute_flops(
     Args:
         is_decoupled: whether the tower first ran without keeping activations (``vision.placement:
             decoupled``, ``vision.keep_patches: 0``).
+        lora: the run's adapters, if it has any.
     """
+    lora = lora or LoraConfig()
+    trains_tower = "vision" in trained_parts(spec, lora, model_config)
     language_forward = language_forward_flops(spec.language, document_lengths, head_tokens=0)
     vision_forward = vision_forward_flops(spec.vision, frame_lengths, window_lengths)
 
     language_recompute = 0.0
     if recompute_config.language == "full":
         language_recompute = language_forward.decoder_layers
+        language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "")
     elif recompute_config.language == "selective":
         language_recompute = (language_forward.attention + language_forward.delta_rule) * (
             "core_attn" in recompute_config.language_modules
         )
-        language_recompute += language_forward.mlp * ("mlp" in recompute_config.language_modules)
+        if "mlp" in recompute_config.language_modules:
+            language_recompute += language_forward.mlp
+            language_recompute += 2.0 * sum(document_lengths) * _adapter_weights(spec, lora, "mlp.")
     vision_recompute = (
-        vision_forward.vision_blocks
-        if recompute_config.vision == "full" and not model_config.freeze_vision
-        else 0.0
+        vision_forward.vision_blocks if recompute_config.vision == "full" and trains_tower else 0.0
     )
-    if is_decoupled and not model_config.freeze_vision:
+    if is_decoupled and trains_tower:
         vision_recompute += vision_forward.total
     return ModelFlops(language_recompute, vision_recompute)
 

@@ -15,6 +15,8 @@ FFN width ``f`` keeps these elements:
   ``core_attn`` recomputed, the projection's output and the normalised one.
 - MLP, linear and activation: 3 f with a gate, 2 f without one; for experts ``top_k`` times that, and their
   inputs. A shared expert: the same of its own width, and its output.
+- With LoRA, no output of an activation, a gate or the norm of linear attention that only a frozen matrix
+  without an adapter reads. Each adapter: the rank of its factors, and with dropout its input and a mask.
 
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
@@ -30,11 +32,23 @@ import functools
 import math
 from dataclasses import dataclass
 
-from megatron_vl.config import ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
 from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import kernels_are_fastest
+from megatron_vl.planning.layer_kinds import (
+    LayerKind,
+    MatrixAdapter,
+    block_adapters,
+    layer_kinds,
+    merger_adapters,
+)
+from megatron_vl.spec.adapters import (
+    adapter_table,
+    freeze_unadapted_parts,
+    is_adapter_tensor,
+    trained_parts,
+)
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
-from megatron_vl.spec.families.base import MoeSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, model_part, tensor_table
 
@@ -240,16 +254,25 @@ class ParameterCounts:
         )
 
 
+def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
+    """The parameters of a whole model and its adapters: (all of them, those that are trained)."""
+    model_tensors, adapter_tensors = tensor_table(spec), adapter_table(spec, config.lora)
+    parts = trained_parts(spec, config.lora, config.model)
+    trained_tensors = adapter_tensors or {
+        name: info for name, info in model_tensors.items() if model_part(name) in parts
+    }
+
+    def count(tensor_infos: dict[str, TensorInfo]) -> int:
+        return sum(math.prod(info.shape) for info in tensor_infos.values())
+
+    return count(model_tensors | adapter_tensors), count(trained_tensors)
+
+
 def stage_parameters(
     config: TrainConfig, spec: ModelSpec, layout: Layout, pipeline_stage: int, data_parallel_size: int
 ) -> ParameterCounts:
     """The parameters of one GPU of a pipeline stage."""
-    model_config, parallel_config = config.model, config.parallel
-    frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
-    replica_ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
-    counts_by_section = _counts_by_section(
-        spec, layout.sharding, replica_ranks, parallel_config.distributed_optimizer, frozen_parts
-    )
+    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
     is_last_stage = pipeline_stage == layout.pp - 1
     stage_counts = ParameterCounts()
     if pipeline_stage == 0 or layout.decoupled:
@@ -269,25 +292,42 @@ def stage_parameters(
     return stage_counts
 
 
+def _run_counts(
+    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int
+) -> dict[tuple[str, int], ParameterCounts]:
+    """:func:`_counts_by_section` for a run."""
+    stage_ranks = layout.tp * layout.cp * data_parallel_size
+    all_ranks = layout.replica_ranks * data_parallel_size
+    return _counts_by_section(
+        spec,
+        layout.sharding,
+        (stage_ranks, all_ranks),
+        config.parallel.distributed_optimizer,
+        frozenset(trained_parts(spec, config.lora, config.model)),
+        config.lora,
+    )
+
+
 @functools.cache
 def _counts_by_section(
     spec: ModelSpec,
     sharding: Sharding,
     replica_ranks: tuple[int, int],
     distributed_optimizer: bool,
-    frozen_parts: tuple[bool, bool, bool],
+    trained_part_names: frozenset[str],
+    lora: LoraConfig,
 ) -> dict[tuple[str, int], ParameterCounts]:
     """The parameters of each section of the model on one GPU, by (section, layer).
 
-    The layer is -1 for whole sections. The section ``before`` has the decoder layers before a layer.
+    The layer is -1 for whole sections. The section ``before`` has the decoder layers before a layer. Adapters
+    are in the sections of their matrices.
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
-        frozen_parts: whether vision, merger and language model are frozen.
+        trained_part_names: those of vision, merger and language that are trained.
     """
-    frozen_by_part = dict(zip(("vision", "merger", "language"), frozen_parts, strict=True))
 
-    def count(tensor_infos: tuple[TensorInfo, ...]) -> ParameterCounts:
+    def count(tensor_infos: list[TensorInfo]) -> ParameterCounts:
         parameter_counts = ParameterCounts()
         for tensor_info in tensor_infos:
             # Experts have their own data-parallel group: the ranks of a stage that hold the same experts.
@@ -298,7 +338,12 @@ def _counts_by_section(
                 optimizer_shards = replica_ranks[1]
             shape = tensor_info.shard_shape(sharding)
             shard_size = math.prod(shape)
-            trained_size = 0 if frozen_by_part[model_part(tensor_info.name)] else shard_size
+            is_trained = (
+                is_adapter_tensor(tensor_info.name)
+                if lora.rank
+                else model_part(tensor_info.name) in trained_part_names
+            )
+            trained_size = shard_size if is_trained else 0
             tensors = (shape[0] if tensor_info.num_experts else 1) * bool(trained_size)
             parameter_counts += ParameterCounts(
                 shard_size,
@@ -308,81 +353,47 @@ def _counts_by_section(
             )
         return parameter_counts
 
-    tensors_by_section = _tensors_by_section(spec)
-    counts_by_section = {
-        (name, -1): count(tensors_by_section[name]) for name in ("vision", "embedding", "head", "tied")
-    }
-    counts_by_kind = {
-        name: count(infos) for name, infos in tensors_by_section.items() if name.startswith("layer")
-    }
+    tensors_by_section, tensors_by_kind = _tensors_by_section(spec, lora)
+    counts_by_section = {(name, -1): count(infos) for name, infos in tensors_by_section.items()}
+    counts_by_kind = {kind: count(infos) for kind, infos in tensors_by_kind.items()}
     cumulative_counts = ParameterCounts()
-    for layer_index in range(spec.language.num_layers):
+    for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         counts_by_section["before", layer_index] = cumulative_counts
-        cumulative_counts += counts_by_kind[_layer_kind(spec, layer_index)]
+        cumulative_counts += counts_by_kind[kind]
     counts_by_section["before", spec.language.num_layers] = cumulative_counts
     return counts_by_section
 
 
 @functools.cache
-def _tensors_by_section(spec: ModelSpec) -> dict[str, tuple[TensorInfo, ...]]:
+def _tensors_by_section(
+    spec: ModelSpec, lora: LoraConfig
+) -> tuple[dict[str, list[TensorInfo]], dict[LayerKind, list[TensorInfo]]]:
     """The tensors of each section, and of one decoder layer of each kind."""
     tensors_by_section: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
-    first_layer_of_kind: dict[str, int] = {}
-    for tensor_info in tensor_table(spec).values():
-        section_name = tensor_info.model_section
-        if section_name == "layer":
-            section_name = _layer_kind(spec, tensor_info.layer_index)
-            if (
-                first_layer_of_kind.setdefault(section_name, tensor_info.layer_index)
-                != tensor_info.layer_index
-            ):
-                continue
-        tensors_by_section.setdefault(section_name, []).append(tensor_info)
+    kinds = layer_kinds(spec, lora)
+    tensors_by_kind: dict[LayerKind, list[TensorInfo]] = {kind: [] for kind in kinds}
+    for tensor_info in (tensor_table(spec) | adapter_table(spec, lora)).values():
+        if tensor_info.model_section != "layer":
+            tensors_by_section[tensor_info.model_section].append(tensor_info)
+        elif kinds.index(kind := kinds[tensor_info.layer_index]) == tensor_info.layer_index:
+            tensors_by_kind[kind].append(tensor_info)
         if tensor_info.name == EMBEDDING_TENSOR:
             tensors_by_section["tied"].append(tensor_info)
-    return {section_name: tuple(infos) for section_name, infos in tensors_by_section.items()}
-
-
-def _layer_kind(spec: ModelSpec, layer_index: int) -> str:
-    """The kind of a decoder layer. Layers of one kind have the same tensors."""
-    experts = " with experts" if spec.language.has_experts(layer_index) else ""
-    return f"layer{experts}" + (
-        " and linear attention" if spec.language.has_linear_attention(layer_index) else ""
-    )
+    return tensors_by_section, tensors_by_kind
 
 
 def parameter_bytes(config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int) -> float:
     """Bytes of weights, gradients and optimizer state, summed over one GPU of each stage."""
-    model_config, parallel_config = config.model, config.parallel
-    frozen_parts = (model_config.freeze_vision, model_config.freeze_merger, model_config.freeze_language)
-    ranks = layout.tp * layout.cp * data_parallel_size, layout.replica_ranks * data_parallel_size
-    parameter_count, trained_count, owned_count = _total_counts(
-        spec, layout.sharding, ranks, parallel_config.distributed_optimizer, frozen_parts
-    )
+    counts_by_section = _run_counts(config, spec, layout, data_parallel_size)
+    counts = counts_by_section["before", spec.language.num_layers]
+    for section_name in ("vision", "embedding", "head"):
+        counts += counts_by_section[section_name, -1]
     bytes_per_element = 2 if config.dtype == "bfloat16" else 4
     state, _ = optimizer_state_bytes(config)
     return (
-        bytes_per_element * parameter_count
-        + 4 * trained_count
-        + state * owned_count * (1 - offloaded_fraction(config))
-    )
-
-
-@functools.cache
-def _total_counts(
-    spec: ModelSpec,
-    sharding: Sharding,
-    replica_ranks: tuple[int, int],
-    distributed_optimizer: bool,
-    frozen_parts: tuple[bool, bool, bool],
-) -> tuple[float, float, float]:
-    counts_by_section = _counts_by_section(spec, sharding, replica_ranks, distributed_optimizer, frozen_parts)
-    all_counts = [counts_by_section[name, -1] for name in ("vision", "embedding", "head")]
-    all_counts.append(counts_by_section["before", spec.language.num_layers])
-    return (
-        sum(counts.parameter_count for counts in all_counts),
-        sum(counts.trained_count for counts in all_counts),
-        sum(counts.owned_count for counts in all_counts),
+        bytes_per_element * counts.parameter_count
+        + 4 * counts.trained_count
+        + state * counts.owned_count * (1 - offloaded_fraction(config))
     )
 
 
@@ -447,6 +458,7 @@ class _ActivationEstimator:
     model_config: ModelConfig
     recompute_config: RecomputeConfig
     vision_config: VisionConfig
+    lora: LoraConfig
     sequence_parallel: bool
     seq_len: int
     """Tokens of a row on one rank."""
@@ -461,7 +473,8 @@ class _ActivationEstimator:
     ) -> _ActivationEstimator:
         bytes_per_element = 2 if config.dtype == "bfloat16" else 4
         shares_tokens = config.parallel.sequence_parallel
-        config_sections = config.model, config.recompute, config.vision
+        config = freeze_unadapted_parts(config, spec)
+        config_sections = config.model, config.recompute, config.vision, config.lora
         tokens = config.data.seq_len // layout.cp
         return _ActivationEstimator(
             *config_sections, shares_tokens, tokens, spec, layout, bytes_per_element, patch_count
@@ -482,10 +495,7 @@ class _ActivationEstimator:
         bytes_per_feature = self.bytes_per_element * self.seq_len
         hidden_bytes = bytes_per_feature * language_spec.hidden_size / self._sequence_parallel_size
         layer_bytes = [
-            bytes_per_feature
-            * self._elements_by_layer_kind[
-                language_spec.has_experts(layer), language_spec.has_linear_attention(layer)
-            ]
+            bytes_per_feature * self._elements_by_layer_kind[layer_kinds(self.spec, self.lora)[layer]]
             for layer in layout.chunk_layers(pipeline_stage, chunk_index)
         ]
 
@@ -516,53 +526,86 @@ class _ActivationEstimator:
         return _ActivationBytes(sum(layer_bytes) + boundary_bytes, delta_rule_bytes)
 
     @functools.cached_property
-    def _elements_by_layer_kind(self) -> dict[tuple[bool, bool], float]:
-        """Elements of one token in a decoder layer: (with experts, with linear attention)."""
-        language_spec = self.spec.language
-        both_values = (False, True)
-        return {
-            (has_experts, linear): self._decoder_layer_elements(language_spec, has_experts, linear)
-            for has_experts in both_values
-            for linear in both_values
-        }
+    def _elements_by_layer_kind(self) -> dict[LayerKind, float]:
+        """Elements of one token in a decoder layer of each kind."""
+        return {kind: self._decoder_layer_elements(kind) for kind in set(layer_kinds(self.spec, self.lora))}
 
-    def _decoder_layer_elements(
-        self, language_spec: LanguageSpec, has_experts: bool, is_linear: bool
-    ) -> float:
+    def _decoder_layer_elements(self, kind: LayerKind) -> float:
         """Elements of one token; log-sum-exp and router values are converted to the elements' size."""
+        language_spec = self.spec.language
         tensor_parallel_size, recompute_config = self.layout.tp, self.recompute_config
         recomputed_modules = (
             set(recompute_config.language_modules) if recompute_config.language == "selective" else set()
         )
 
         attention_elements = (
-            self._linear_attention_elements(language_spec, recomputed_modules)
-            if is_linear
-            else self._attention_elements(language_spec)
+            self._linear_attention_elements(kind, recomputed_modules)
+            if kind.has_linear_attention
+            else self._attention_elements(kind)
         )
+        attention_elements += self._adapter_elements(kind, "self_attention.")
         norm_elements = 4 * language_spec.hidden_size / self._sequence_parallel_size
-        if language_spec.moe is not None and has_experts:
-            return (
-                norm_elements
-                + attention_elements
-                + ("mlp" not in recomputed_modules)
-                * self._expert_elements(
-                    language_spec.hidden_size, language_spec.moe, "activation" in recomputed_modules
-                )
-            )
-
-        mlp_elements = (
-            (2 if "activation" in recomputed_modules else 3)
-            * language_spec.ffn_hidden_size
-            / tensor_parallel_size
-        )
         if "mlp" in recomputed_modules:
-            mlp_elements = 0.0
-            norm_elements = norm_elements - language_spec.hidden_size / self._sequence_parallel_size
-        return norm_elements + attention_elements + mlp_elements
+            if not kind.has_experts:
+                norm_elements -= language_spec.hidden_size / self._sequence_parallel_size
+            return norm_elements + attention_elements
 
-    def _attention_elements(self, language_spec: LanguageSpec) -> float:
+        recomputes_activation = "activation" in recomputed_modules
+        if kind.has_experts:
+            mlp_elements = self._expert_elements(kind, recomputes_activation)
+        else:
+            kept_widths = 2 + self._keeps_activation(kind.adapters, "mlp.linear_fc2", recomputes_activation)
+            mlp_elements = kept_widths * language_spec.ffn_hidden_size / tensor_parallel_size
+        return norm_elements + attention_elements + mlp_elements + self._adapter_elements(kind, "mlp.")
+
+    @property
+    def _trains_language(self) -> bool:
+        """Whether the language model's own matrices are trained."""
+        return not (self.lora.rank or self.model_config.freeze_language)
+
+    def _keeps_input(self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, is_trained: bool) -> bool:
+        """Whether autograd keeps the input of a matrix, for the gradient of the matrix or of its adapter.
+
+        With dropout, the adapter keeps a copy instead (:meth:`_adapter_elements_of`).
+        """
+        return is_trained or (
+            not self.lora.dropout and any(adapter.matrix_name == matrix_name for adapter in adapters)
+        )
+
+    def _keeps_activation(
+        self, adapters: tuple[MatrixAdapter, ...], matrix_name: str, recomputes_activation: bool
+    ) -> bool:
+        """Whether a decoder layer keeps the output of an MLP's activation, the input of ``matrix_name``."""
+        return not recomputes_activation and self._keeps_input(adapters, matrix_name, self._trains_language)
+
+    def _adapter_elements(self, kind: LayerKind, prefix: str) -> float:
+        """Elements of one token that the adapters of a decoder layer keep.
+
+        Args:
+            prefix: the beginning of the names of the matrices that count.
+        """
+        return sum(
+            self._adapter_elements_of(adapter, self._sequence_parallel_size)
+            for adapter in kind.adapters
+            if adapter.matrix_name.startswith(prefix)
+        )
+
+    def _adapter_elements_of(self, adapter: MatrixAdapter, sequence_parallel_size: int) -> float:
+        """Elements of one token that an adapter keeps: the input of B, and what dropout leaves and its mask.
+
+        Ranks that cut a matrix by rows have the input of B for all tokens of the row.
+        """
         tensor_parallel_size = self.layout.tp
+        if adapter.is_expert:
+            assert self.spec.language.moe is not None
+            return self.spec.language.moe.top_k * self.layout.etp * adapter.rank_sum / sequence_parallel_size
+        rank_elements = adapter.rank_sum / (sequence_parallel_size if adapter.is_row_parallel else 1)
+        input_ranks = tensor_parallel_size if adapter.is_row_parallel else sequence_parallel_size
+        dropout_widths = (1 + 1 / self.bytes_per_element) * bool(self.lora.dropout)
+        return rank_elements + dropout_widths * adapter.columns / input_ranks
+
+    def _attention_elements(self, kind: LayerKind) -> float:
+        language_spec, tensor_parallel_size = self.spec.language, self.layout.tp
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
         key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
@@ -577,7 +620,12 @@ class _ActivationEstimator:
             attention_backend == "auto" and language_spec.head_dim in TE_HEAD_DIMS
         )
         value_elements = key_value_width if is_fused else query_width + 2 * key_value_width
-        gate_elements = query_width * (2 + 4 / self.bytes_per_element) if language_spec.output_gate else 0.0
+        gate_elements = 0.0
+        if language_spec.output_gate:
+            keeps_output = self._keeps_input(
+                kind.adapters, "self_attention.linear_proj", self._trains_language
+            )
+            gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
         return (
             query_width
             + key_value_width
@@ -588,8 +636,8 @@ class _ActivationEstimator:
             + gate_elements
         )
 
-    def _linear_attention_elements(self, language_spec: LanguageSpec, recomputed_modules: set[str]) -> float:
-        linear_attention = language_spec.linear_attention
+    def _linear_attention_elements(self, kind: LayerKind, recomputed_modules: set[str]) -> float:
+        linear_attention = self.spec.language.linear_attention
         if linear_attention is None:
             return 0.0
         values = linear_attention.value_heads * linear_attention.value_dim
@@ -599,8 +647,11 @@ class _ActivationEstimator:
             + values
             + linear_attention.value_heads * (1 + 4 / self.bytes_per_element + DELTA_CHUNK)
         )
+        keeps_output = self._keeps_input(kind.adapters, "self_attention.out_proj", self._trains_language)
         return (
-            projected_elements + values + core_elements * ("core_attn" not in recomputed_modules)
+            projected_elements
+            + values * keeps_output
+            + core_elements * ("core_attn" not in recomputed_modules)
         ) / self.layout.tp
 
     def _delta_rule_elements(self, language_spec: LanguageSpec) -> float:
@@ -624,21 +675,25 @@ class _ActivationEstimator:
         rank_count = self.layout.cp if self.layout.cp > 1 else 0
         return 4 * rank_count * linear_attention.state_exchange_size / self.layout.tp
 
-    def _expert_elements(self, hidden_size: int, moe_spec: MoeSpec, recomputes_activation: bool) -> float:
+    def _expert_elements(self, kind: LayerKind, recomputes_activation: bool) -> float:
         """Elements of one token in a layer of experts.
 
         They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
         linear and their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts
-        process the rows of its own tokens, times the number of ranks that share the experts' matrices.
+        process the rows of its own tokens, times the number of ranks that share the experts' matrices. Our
+        kernel of the experts keeps its input even if their matrices are frozen.
         """
+        hidden_size, moe_spec = self.spec.language.hidden_size, self.spec.language.moe
+        assert moe_spec is not None
         expert_elements = moe_spec.top_k * (
             self.layout.etp * hidden_size + (2 if recomputes_activation else 3) * moe_spec.ffn_hidden_size
         )
         shared_expert_elements = 0.0
         if moe_spec.shared_ffn_hidden_size:
-            shared_expert_elements = (
-                2 if recomputes_activation else 3
-            ) * moe_spec.shared_ffn_hidden_size + hidden_size
+            kept_widths = 2 + self._keeps_activation(
+                kind.adapters, "mlp.shared_experts.linear_fc2", recomputes_activation
+            )
+            shared_expert_elements = kept_widths * moe_spec.shared_ffn_hidden_size + hidden_size
         return (
             expert_elements + shared_expert_elements + 3 * moe_spec.num_experts * 4 / self.bytes_per_element
         ) / self._sequence_parallel_size
@@ -647,37 +702,43 @@ class _ActivationEstimator:
         """The activations of the tower for one row's patches. The tower has no sequence parallelism."""
         vision_spec = self.spec.vision
         model_config = self.model_config
-        tensor_parallel_size = self.layout.tp
         bytes_per_feature = self.bytes_per_element * self.patch_count
         layer_bytes = [
             bytes_per_feature * self._vision_layer_elements(vision_spec, layer)
             for layer in range(vision_spec.num_layers)
         ]
 
-        # Pixels are kept as float32 and twice as patches; mergers keep the outputs of their norm, linear
-        # and activation.
+        # Pixels are kept as float32 and twice as patches, for the gradient of the patch embedding.
         pixel_bytes = self.patch_count * vision_spec.patch_dim * (2 + 2 * self.bytes_per_element)
-        merger_bytes = (
-            (1 + len(vision_spec.deepstack_layers))
-            * bytes_per_feature
-            * (
-                vision_spec.hidden_size * (2 + 2 / tensor_parallel_size)
-                + vision_spec.out_hidden_size / vision_spec.merge_unit
-            )
-        )
+        merger_bytes = bytes_per_feature * self._merger_elements()
         if model_config.freeze_vision:
             return _ActivationBytes(
                 0.0 if model_config.freeze_merger else merger_bytes, max(layer_bytes) + pixel_bytes
             )
+        kept_bytes = merger_bytes + pixel_bytes * self._trains_tower
         if self.recompute_config.vision == "full":
             return _ActivationBytes(
-                vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size
-                + merger_bytes
-                + pixel_bytes,
+                vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size + kept_bytes,
                 max(layer_bytes),
             )
 
-        return _ActivationBytes(sum(layer_bytes) + merger_bytes + pixel_bytes)
+        return _ActivationBytes(sum(layer_bytes) + kept_bytes)
+
+    @property
+    def _trains_tower(self) -> bool:
+        """Whether the tower's own matrices are trained."""
+        return not (self.lora.rank or self.model_config.freeze_vision)
+
+    def _merger_elements(self) -> float:
+        """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
+        vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
+        elements = 0.0
+        for adapters in merger_adapters(self.spec, self.lora):
+            keeps_activation = self._keeps_input(adapters, "linear_fc2", not self.lora.rank)
+            elements += vision_spec.hidden_size * (2 + (1 + keeps_activation) / tensor_parallel_size)
+            adapter_elements = sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
+            elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
+        return elements
 
     def decoupled_tower_bytes(self, pipeline_bytes: float, placed_patches: int) -> float:
         """Bytes of a tower that every rank holds, for the rank's own share of a step's patches.
@@ -751,10 +812,15 @@ class _ActivationEstimator:
                 + value_elements
                 + vision_spec.num_heads * 4 / self.bytes_per_element
             )
-        mlp_matrices = (3 if vision_spec.gated_mlp else 2) - (self.recompute_config.vision == "activation")
+        adapters = block_adapters(self.spec, self.lora, layer_index)
+        keeps_activation = self.recompute_config.vision != "activation" and self._keeps_input(
+            adapters, "mlp.linear_fc2", self._trains_tower
+        )
+        mlp_matrices = (2 if vision_spec.gated_mlp else 1) + keeps_activation
         return (
             4 * vision_spec.hidden_size
             + (attention_elements + mlp_matrices * vision_spec.padded_ffn_hidden_size) / tensor_parallel_size
+            + sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
         )
 
     def _uses_triton_kernels(self, vision_spec: VisionSpec) -> bool:

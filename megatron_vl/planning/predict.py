@@ -232,6 +232,7 @@ def mean_row_flops(config: TrainConfig, spec: ModelSpec, row_statistics: RowStat
             list(row.frame_lengths),
             list(row.window_lengths),
             row.loss_tokens,
+            config.lora,
         ).total
         for row in row_statistics.row_shapes
     )
@@ -344,7 +345,7 @@ def _decoupled_tower_seconds(step_costs: StepCosts, micro_batches: int) -> float
         return 0.0
     ranks = step_costs.layout.replica_ranks
     tower_time = step_costs.tower_time_at(1)
-    is_trained = not (step_costs.config.model.freeze_vision and step_costs.config.model.freeze_merger)
+    is_trained = not (step_costs.model_config.freeze_vision and step_costs.model_config.freeze_merger)
     patches_per_rank = step_costs.row_statistics.mean_patches * micro_batches / ranks
     # Patches whose activations are kept are not computed a second time.
     kept_share = (

@@ -20,13 +20,14 @@ which PEFT's files use as well.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import ParallelStyle, TensorInfo, model_part, tensor_table
 
@@ -135,6 +136,7 @@ def is_adapter_tensor(tensor_name: str) -> bool:
     return tensor_name.endswith((".adapter.lora_A.weight", ".adapter.lora_B.weight"))
 
 
+@functools.cache
 def fused_adapters(spec: ModelSpec, lora: LoraConfig) -> dict[str, FusedAdapter]:
     """The adapters of a run by the canonical name of their base tensor, in model order. Empty without LoRA.
 
@@ -185,6 +187,17 @@ def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     return adapter_table(spec, lora) if lora.rank else tensor_table(spec)
 
 
+def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
+    """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained.
+
+    With LoRA, these are the parts that have adapters.
+    """
+    if lora.rank:
+        return set(map(model_part, fused_adapters(spec, lora)))
+    parts = ("vision", "merger", "language")
+    return {part for part in parts if not getattr(model_config, f"freeze_{part}")}
+
+
 def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     """The config of a run with LoRA, with ``model.freeze_*`` set for the parts that have no adapter.
 
@@ -195,7 +208,7 @@ def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     """
     if not config.lora.rank:
         return config
-    adapted_parts = set(map(model_part, fused_adapters(spec, config.lora)))
+    adapted_parts = trained_parts(spec, config.lora, config.model)
     for part in sorted(adapted_parts):
         if getattr(config.model, f"freeze_{part}"):
             raise RunConfigError(

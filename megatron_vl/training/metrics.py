@@ -54,7 +54,7 @@ class MetricsLog:
         blend_sources: Sequence[BlendSource] = (),
     ) -> None:
         self.spec, self.grid, self.platform = spec, grid, platform
-        self.model_config, self.total_steps = config.model, config.steps
+        self.model_config, self.lora, self.total_steps = config.model, config.lora, config.steps
         self.run_dir = Path(config.checkpoint.dir) if config.checkpoint.dir else None
         self.lists_samples = config.log.samples
         self.interval_start = time.perf_counter()
@@ -90,8 +90,9 @@ class MetricsLog:
         )
         for segment_lengths, (frame_lengths, window_lengths), loss_tokens in row_lengths:
             step_metrics.num_real_tokens += sum(segment_lengths)
+            vision_lengths = frame_lengths, window_lengths
             flops = row_flops(
-                self.spec, self.model_config, segment_lengths, frame_lengths, window_lengths, loss_tokens
+                self.spec, self.model_config, segment_lengths, *vision_lengths, loss_tokens, self.lora
             )
             step_metrics.language_flops += flops.language
             step_metrics.vision_flops += flops.vision

@@ -14,16 +14,18 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.data.packing.training_row import LOSS_INDEX_MULTIPLE
 from megatron_vl.data.sample.pixels import read_pixel_norm
 from megatron_vl.planning.flops import (
+    _lora_weights,
     language_forward_flops,
     recompute_flops,
     row_flops,
     vision_forward_flops,
 )
+from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call
 from tests.training.programs import counted_flops
@@ -129,6 +131,46 @@ def test_training_step_equals_counted(tiny_checkpoint, elementwise_rule, family:
     language = language_forward_flops(spec.language, where[0], 0)
     ours = row_flops(spec, freeze, *where, len(learnt(sample))).total
     ours += 3 * language.attention - 3 * language.delta_rule
+    assert counter.get_total_flops() - ours == rotary(spec, len(sample))
+
+
+LORA_TARGETS = {
+    "language": ["language"],
+    "all": ["language", "vision", "merger"],
+    "merger": ["merger"],
+    "later layers": [r".*language_model.*\.(1|3)\..*(o_proj|out_proj)"],
+    "second block": [r".*visual\.blocks\.1\..*attn\.qkv", "merger"],
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "targets", [key if key == "all" else pytest.param(key, marks=pytest.mark.slow) for key in LORA_TARGETS]
+)
+def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family: str, targets: str) -> None:
+    """Forward and backward of PEFT's model with the same adapters, of which two have ranks of their own."""
+    import peft
+
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    spec, norm = read_spec(hf), read_pixel_norm(hf)
+    ranks = {"rank_pattern": {"o_proj": 3, "linear_fc1": 5}} if targets == "all" and "3" in family else {}
+    lora = LoraConfig(rank=4, targets=LORA_TARGETS[targets], **ranks)
+    adapted = [part for adapter in fused_adapters(spec, lora).values() for part in adapter.parts if part.rank]
+    names = [part.hf_name for part in adapted]
+    options = peft.LoraConfig(
+        r=4, target_modules=names, rank_pattern={part.hf_name: part.rank for part in adapted}
+    )
+    model, sample = peft.get_peft_model(load.__wrapped__(hf), options), make_sample("mixed", spec, 0)
+    with FlopCounterMode(display=False) as counter:
+        model(
+            **hf_inputs(sample, spec, norm), use_cache=False, logits_to_keep=learnt(sample)
+        ).logits.sum().backward()
+
+    where = lengths([sample], spec)
+    ours = row_flops(spec, ModelConfig(), *where, len(learnt(sample)), lora).total
+    # transformers computes the other half of the squares, and no delta rule.
+    weights, forward = _lora_weights(spec, lora), language_forward_flops(spec.language, where[0], 0)
+    ours += weights.attention_share * forward.attention - weights.delta_rule_share * forward.delta_rule
     assert counter.get_total_flops() - ours == rotary(spec, len(sample))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_vl.config import TrainConfig
+from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.memory import _ActivationEstimator
 from megatron_vl.spec.families import read_spec
 from megatron_vl.spec.layout import make_layout
@@ -27,7 +28,7 @@ def test_linear_attention_keeps_what_is_estimated(size: str, key_heads: int, val
     config["text_config"] |= heads
     spec = read_spec(config)
     sizes = _ActivationEstimator.for_run(TrainConfig(dtype="float32"), spec, make_layout(spec), 0)
-    estimated = 4 * sizes._linear_attention_elements(spec.language, set())
+    estimated = 4 * sizes._linear_attention_elements(LayerKind(False, True), set())
 
     width = spec.language.linear_attention.key_dim
     words = tuple(map(str, (key_heads, value_heads, width, 128)))

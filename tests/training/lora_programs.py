@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_vl.parallel.process_grid import init_distributed
-from megatron_vl.platform import get_platform
+from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.adapters import is_adapter_tensor
 from megatron_vl.training.checkpoint import load_checkpoint
 from megatron_vl.training.optimizer import set_learning_rates
@@ -26,21 +26,29 @@ STEPS = 2
 
 
 def train_layouts(
-    hf: str, weights: str, folder: str, lora: dict[str, Any], layouts: dict[str, dict[str, Any]]
+    hf: str,
+    weights: str,
+    folder: str,
+    lora: dict[str, Any],
+    layouts: dict[str, dict[str, Any]],
+    platform_name: str = "cpu",
 ) -> dict[str, Any]:
-    """Trains adapters in each layout. On rank 0, by layout: losses, and the errors of the saved tensors.
+    """Trains adapters in each layout: in float32 on a CPU, in bfloat16 on GPUs.
+
+    Returns, on rank 0, by layout: losses, base tensors that changed, and errors of the saved tensors.
 
     The tensors are compared with those of the first layout.
     """
-    start(layouts)
+    platform = start(platform_name)
     results: dict[str, Any] = {}
     reference: dict[str, Tensor] = {}
     for name, layout in layouts.items():
-        live = build(name, hf, weights, lora, layout)
-        losses = train(live)
+        live = build(name, hf, weights, lora, layout, platform)
+        losses = train(live, platform)
         saved = saved_tensors(live, Path(folder) / name.replace(" ", "_"))
         reference = reference or saved
-        results[name] = {"losses": losses, "base_changed": changed_base(live, hf, weights, layout, lora)}
+        changed = changed_base(live, hf, weights, layout, lora, platform)
+        results[name] = {"losses": losses, "base_changed": changed}
         results[name] |= {"errors": largest_errors(saved, reference), "tensors": len(saved)}
     return results
 
@@ -52,13 +60,13 @@ def resume_layouts(
 
     Returns, on rank 0, the names of the tensors that differ from those of the first checkpoint, by layout.
     """
-    start(layouts)
+    platform = start("cpu")
     different: dict[str, list[str]] = {}
     first: dict[str, Tensor] = {}
     for number, (name, layout) in enumerate(layouts.items()):
-        live = build(name, hf, weights, lora, layout)
+        live = build(name, hf, weights, lora, layout, platform)
         if number == 0:
-            train(live)
+            train(live, platform)
         else:
             parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
             place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
@@ -72,31 +80,41 @@ def resume_layouts(
     return different
 
 
-def start(layouts: dict[str, dict[str, Any]]) -> None:
+def start(platform_name: str) -> Platform:
+    platform = get_platform(platform_name)
     torch.set_num_threads(1)
-    init_distributed(get_platform("cpu"))
+    init_distributed(platform)
+    return platform
 
 
-def build(name: str, hf: str, weights: str, lora: dict[str, Any], layout: dict[str, Any]) -> BuiltCase:
-    case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, lora=lora, **layout)
-    return build_case(case, get_platform("cpu"))
+def build(
+    name: str, hf: str, weights: str, lora: dict[str, Any], layout: dict[str, Any], platform: Platform
+) -> BuiltCase:
+    dtype = "bfloat16" if platform.name == "cuda" else "float32"
+    case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, lora=lora, dtype=dtype, **layout)
+    return build_case(case, platform)
 
 
-def train(live: BuiltCase) -> list[float]:
+def train(live: BuiltCase, platform: Platform) -> list[float]:
     """The losses of two steps, the second of which sees adapters that are not zero."""
     losses = []
     for step in range(STEPS):
-        data = live.make_step_data(draw_samples(ROWS, live.spec, step), get_platform("cpu"), SEQ_LEN)
+        data = live.make_step_data(draw_samples(ROWS, live.spec, step), platform, SEQ_LEN)
         set_learning_rates(live.optimizer, live.config, step)
         losses.append(train_step(live.ddp_chunks, live.optimizer, data.rows, live.grid, SEQ_LEN).loss)
     return losses
 
 
 def changed_base(
-    live: BuiltCase, hf: str, weights: str, layout: dict[str, Any], lora: dict[str, Any]
+    live: BuiltCase,
+    hf: str,
+    weights: str,
+    layout: dict[str, Any],
+    lora: dict[str, Any],
+    platform: Platform,
 ) -> list[str]:
     """Names of the base's tensors on any rank that differ from a newly built model by a bit."""
-    fresh = build("fresh", hf, weights, lora, layout)
+    fresh = build("fresh", hf, weights, lora, layout, platform)
     before = {
         (tensor.tensor_name, tensor.expert_index, number): tensor.parameter
         for number, tensor in enumerate(fresh.live_tensors)

@@ -241,6 +241,7 @@ def count_work(work_counts: report.WorkCounts, bench_model: BenchModel, step_dat
             frame_lengths,
             window_lengths,
             loss_tokens,
+            lora=config.lora,
             decoupled=config.vision.placement == "decoupled",
         )
     work_counts.image_count += step_data.item_counts.get("images", 0)

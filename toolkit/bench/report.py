@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_vl.config import ModelConfig, RecomputeConfig
+from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.planning.flops import ModelFlops, recompute_flops, row_flops
+from megatron_vl.planning.memory import count_parameters
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import tensor_table
+from toolkit.memory_table import trained_text
 
 from .options import BenchRun
 
@@ -54,12 +55,14 @@ class WorkCounts:
         window_lengths: list[int],
         loss_tokens: int,
         *,
+        lora: LoraConfig | None = None,
         whole_head: bool = False,
         decoupled: bool = False,
     ) -> None:
         """Counts a row with the given document, frame and window lengths.
 
         Args:
+            lora: the adapters, if there are any.
             whole_head: whether the system computes the output layer for every token.
             decoupled: whether every rank holds the vision tower, which then runs forward twice.
         """
@@ -68,16 +71,13 @@ class WorkCounts:
         self.sample_count += len(document_lengths)
         self.patches_by_row.append(sum(frame_lengths))
         self.loss_token_count += loss_tokens
-        needed_flops = row_flops(
-            spec, model_config, document_lengths, frame_lengths, window_lengths, loss_tokens
-        )
-        all_token_flops = row_flops(
-            spec, model_config, document_lengths, frame_lengths, window_lengths, sum(document_lengths)
-        )
+        row_lengths = document_lengths, frame_lengths, window_lengths
+        needed_flops = row_flops(spec, model_config, *row_lengths, loss_tokens, lora)
+        all_token_flops = row_flops(spec, model_config, *row_lengths, sum(document_lengths), lora)
         self.model_flops = self.model_flops + needed_flops
         self.model_flops_all_tokens = self.model_flops_all_tokens + all_token_flops
         recomputed_flops = recompute_flops(
-            spec, model_config, recompute_config, document_lengths, frame_lengths, window_lengths, decoupled
+            spec, model_config, recompute_config, *row_lengths, decoupled, lora
         )
         forward_and_backward_flops = all_token_flops if whole_head else needed_flops
         self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
@@ -165,10 +165,12 @@ def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: f
 
 def describe_model(options: BenchRun, spec: ModelSpec) -> dict[str, Any]:
     """The measured model. Its parameters include the padding of the vision FFN, as in our checkpoints."""
+    parameter_count, trained_count = count_parameters(options.config, spec)
     return {
         "hf": options.hf,
         "family": spec.family,
-        "parameters": sum(torch.Size(info.shape).numel() for info in tensor_table(spec).values()),
+        "parameters": parameter_count,
+        "trained_parameters": trained_count,
         "language_layers": spec.language.num_layers,
         "vision_layers": spec.vision.num_layers,
     }
@@ -201,11 +203,12 @@ def format_figures(bench_figures: dict[str, Any]) -> str:
         else "peak unknown"
     )
     size_text = f"{model_figures['parameters'] / 1e9:.2f} B parameters"
+    trained = trained_text(model_figures["parameters"], model_figures["trained_parameters"])
     table_lines = [
         f"{bench_figures['system']}: {model_figures['family']}, {size_text}, "
         f"{machine_figures['gpus']} x {machine_figures['device']} ({peak_text})"
     ]
-    table_lines += [f"  {note}" for note in bench_figures["notes"]]
+    table_lines += [f"  {note}" for note in (trained, *bench_figures["notes"]) if note]
     for workload_name, workload_figures in bench_figures["workloads"].items():
         table_lines += _workload_lines(workload_name, workload_figures)
     if bench_figures["image_over_text"]:

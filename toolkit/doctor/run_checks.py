@@ -27,9 +27,9 @@ from megatron_vl.planning.memory import (
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.run_layout import rates_apply
 from megatron_vl.plurals import pluralize
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.families.base import text_config
-from megatron_vl.spec.tensors import tensor_table
 from megatron_vl.training.preflight import check_data_path, check_start_weights, config_remarks
 from megatron_vl.training.resolve import MachineMemory, read_split_facts, resolve_run
 from megatron_vl.training.resolved_run import ResolvedRun
@@ -461,7 +461,8 @@ def _check_resume(run: ResolvedRun) -> list[Finding]:
     if not checkpoint.dir:
         return []
 
-    num_parameters = sum(math.prod(info.shape) for info in tensor_table(run.spec).values())
+    saved_tensors = trained_table(run.spec, config.lora)
+    num_parameters = sum(math.prod(info.shape) for info in saved_tensors.values())
     checkpoint_bytes = num_parameters * (2 + 12 if config.dtype == "bfloat16" else 4 + 8)
 
     # The new checkpoint is complete before the oldest one is deleted.

@@ -13,10 +13,10 @@ from megatron_vl.planning.layout_search import (
     describe_layout,
     explain_slowdown,
 )
-from megatron_vl.planning.memory import GIB, RESERVE_GIB
+from megatron_vl.planning.memory import GIB, RESERVE_GIB, count_parameters
 from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.plurals import pluralize
-from toolkit.memory_table import TABLE_WIDTH, memory_table
+from toolkit.memory_table import TABLE_WIDTH, memory_table, trained_text
 
 from .plan_result import PlanResult
 
@@ -37,6 +37,8 @@ def print_plan(plan_result: PlanResult) -> None:
         f"{calibration.gpu}, rows of {search_request.config.data.seq_len} tokens, "
         f"{pluralize(search_request.config.global_batch_size, 'row')} a step"
     )
+    if trained := trained_text(*count_parameters(search_request.config, search_request.spec)):
+        print(trained)
     for text_line in (*_row_lines(plan_result), *_layout_lines(best_prediction)):
         print(text_line)
     wide_console.print(_stage_table(best_prediction))

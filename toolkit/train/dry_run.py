@@ -14,7 +14,13 @@ from typing import Any
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for_platform
-from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, peak_stage_gib, warmup_forward_passes
+from megatron_vl.planning.memory import (
+    GPU_MEMORY_GIB,
+    RESERVE_GIB,
+    count_parameters,
+    peak_stage_gib,
+    warmup_forward_passes,
+)
 from megatron_vl.planning.offload_fraction import least_offload_fraction
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.run_layout import rates_apply
@@ -23,7 +29,7 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve_run
 from toolkit.doctor.machine_checks import query_gpus
-from toolkit.memory_table import TABLE_WIDTH, memory_table
+from toolkit.memory_table import TABLE_WIDTH, memory_table, trained_text
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -58,8 +64,11 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     needed_gib = peak_stage_gib(stage_memories) + RESERVE_GIB
     fitting_gpus = [name for name, gib in gib_by_gpu.items() if needed_gib <= gib]
 
+    parameter_count, trained_count = count_parameters(config, spec)
     return {
         "family": spec.family,
+        "parameters": parameter_count,
+        "trained_parameters": trained_count,
         "platform": config.platform,
         "ranks": world_size,
         "layout": {
@@ -196,6 +205,8 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
     context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
+    if trained := trained_text(run_facts["parameters"], run_facts["trained_parameters"]):
+        print(trained)
     print(
         f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp "
         f"{layout_sizes['vpp']} x dp {layout_sizes['dp']}{experts_note}{sequence_note}"

@@ -1,0 +1,109 @@
+"""The kinds of layers that planning tells apart. Layers of one kind have equal tensors, times and memory."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_vl.config import LoraConfig
+from megatron_vl.spec.adapters import FusedAdapter, fused_adapters, initial_bound, row_runs
+from megatron_vl.spec.families import ModelSpec
+
+_MODULE_NAME = re.compile(r"(.*?\.(?:layers\.\d+|merger|deepstack_mergers\.\d+))\.(.*)\.weight")
+
+
+@dataclass(frozen=True)
+class MatrixAdapter:
+    """The adapter of a matrix, or of each expert's one, without the number of its layer."""
+
+    matrix_name: str
+    """Canonical name of the matrix within its layer, such as ``mlp.linear_fc1``."""
+    rows: int
+    columns: int
+    """Those of the released matrix, without padding."""
+    rank_sum: int
+    max_rank: int
+    used_elements: int
+    """Elements of B that are not always zero: each released matrix uses the columns of its own rank."""
+    is_row_parallel: bool
+    is_expert: bool
+
+    @property
+    def factor_elements(self) -> tuple[int, int]:
+        """Elements of A and of B that multiply a token."""
+        return self.rank_sum * self.columns, self.used_elements
+
+
+class LayerKind(NamedTuple):
+    """What tells the decoder layers of one kind from others."""
+
+    has_experts: bool
+    has_linear_attention: bool
+    adapters: tuple[MatrixAdapter, ...] = ()
+
+
+@functools.cache
+def layer_kinds(spec: ModelSpec, lora: LoraConfig) -> tuple[LayerKind, ...]:
+    """The kind of each decoder layer."""
+    language_spec = spec.language
+    kinds = []
+    for layer_index in range(language_spec.num_layers):
+        adapters = module_adapters(spec, lora, f"language_model.decoder.layers.{layer_index}")
+        has_linear_attention = language_spec.has_linear_attention(layer_index)
+        kinds.append(LayerKind(language_spec.has_experts(layer_index), has_linear_attention, adapters))
+    return tuple(kinds)
+
+
+def block_adapters(spec: ModelSpec, lora: LoraConfig, layer_index: int) -> tuple[MatrixAdapter, ...]:
+    """The adapters of a layer of the vision tower."""
+    return module_adapters(spec, lora, f"vision_model.decoder.layers.{layer_index}")
+
+
+def merger_adapters(spec: ModelSpec, lora: LoraConfig) -> list[tuple[MatrixAdapter, ...]]:
+    """The adapters of the merger and of each merger of DeepStack."""
+    adapters = [module_adapters(spec, lora, "vision_model.merger")]
+    for level in range(len(spec.vision.deepstack_layers)):
+        adapters.append(module_adapters(spec, lora, f"vision_model.deepstack_mergers.{level}"))
+    return adapters
+
+
+def module_adapters(spec: ModelSpec, lora: LoraConfig, module_name: str) -> tuple[MatrixAdapter, ...]:
+    """The adapters of a layer or merger with this canonical name."""
+    return _adapters_by_module(spec, lora).get(module_name, ())
+
+
+@functools.cache
+def _adapters_by_module(spec: ModelSpec, lora: LoraConfig) -> dict[str, tuple[MatrixAdapter, ...]]:
+    adapters: dict[str, tuple[MatrixAdapter, ...]] = {}
+    for base_name, adapter in fused_adapters(spec, lora).items():
+        name_match = _MODULE_NAME.fullmatch(base_name)
+        assert name_match is not None, base_name
+        module_name, matrix_name = name_match.groups()
+        matrix_adapter = _describe_adapter(spec, adapter, matrix_name)
+        adapters[module_name] = (*adapters.get(module_name, ()), matrix_adapter)
+    return adapters
+
+
+def _describe_adapter(spec: ModelSpec, adapter: FusedAdapter, matrix_name: str) -> MatrixAdapter:
+    base = adapter.base
+    used_elements = 0
+    for part_index, row_count in row_runs(spec, base):
+        used_elements += row_count * adapter.ranks[part_index]
+    rows, columns = base.shape[-2], initial_bound(spec, base)[1]
+    if base.name.startswith("vision_model.decoder.") and matrix_name == "mlp.linear_fc1":
+        # Like the columns of the second matrix, these rows are counted without padding.
+        vision = spec.vision
+        rows = rows * vision.ffn_hidden_size // vision.padded_ffn_hidden_size
+        used_elements = used_elements * vision.ffn_hidden_size // vision.padded_ffn_hidden_size
+    return MatrixAdapter(
+        matrix_name,
+        rows,
+        columns,
+        sum(adapter.ranks),
+        max(adapter.ranks),
+        used_elements,
+        base.parallel_style == "row",
+        base.num_experts > 0,
+    )

@@ -1,0 +1,127 @@
+"""LoRA in bfloat16 with Transformer Engine on real GPUs, against float32 on a CPU.
+
+    python -m tests.gpu.lora --ranks 1 [--out FOLDER]
+
+Heads are the released ones (tests.gpu.parity). Each family trains adapters of the language model, the tower,
+the mergers and the experts for two steps. Exit code 1 when a loss is further off than rounding to bfloat16
+explains, or when a bit of the base has changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if sys.argv[-1] == "cpu":
+    # Megatron-core would call Transformer Engine's GPU kernels with tensors on the CPU.
+    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from converters.convert import convert_weights  # noqa: E402
+from tests.gpu.parity import FAMILY_SIZES, SIZES  # noqa: E402
+from tests.training.lora_programs import train_layouts  # noqa: E402
+from toolkit.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
+
+FAMILIES = {
+    "qwen2_5_vl": ["language", "vision", "merger"],
+    "qwen3_vl": ["language", "vision", "merger"],
+    "qwen3_5": ["language", "vision", "merger"],
+    "qwen3_5_moe": ["language", "vision", "merger", "experts"],
+}
+SP = {"sequence_parallel": True}
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {
+        "one rank": {},
+        "full recompute": {"recompute": {"language": "full", "vision": "full"}},
+        "selective recompute": {
+            "overlap": True,
+            "recompute": {
+                "language": "selective",
+                "language_modules": ["layernorm", "activation", "core_attn"],
+            },
+        },
+    },
+    2: {
+        "DP2 with overlap": {"overlap": True},
+        "TP2 + SP": {"tp": 2, **SP},
+        "PP2": {"pp": 2},
+        "CP2, decoupled": {"cp": 2, "decoupled": True},
+        "EP2": {"ep": 2, "overlap": True},
+    },
+}
+MAX_LOSS_ERROR = 0.01
+"""Relative error of a loss of about 6.8. Two layouts in bfloat16 differ by about 0.002."""
+
+
+def run_as_rank(work: Path, family: str, platform_name: str) -> None:
+    """Trains one family in all layouts of this number of ranks, and writes the results on rank 0."""
+    is_moe = family.endswith("_moe")
+    layouts = {"one rank": {}}
+    if platform_name == "cuda":
+        all_layouts = LAYOUTS[int(os.environ["WORLD_SIZE"])]
+        layouts = {name: layout for name, layout in all_layouts.items() if is_moe or "ep" not in layout}
+    lora = {"rank": 16, "targets": FAMILIES[family]}
+    folder = work / f"{family}_{platform_name}"
+    results = train_layouts(
+        str(work / family), str(work / f"{family}_weights"), str(folder), lora, layouts, platform_name
+    )
+    if dist.get_rank() == 0:
+        (work / f"{family}_{platform_name}.json").write_text(json.dumps(results))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, choices=sorted(LAYOUTS), default=1)
+    parser.add_argument("--only", default="", help="families whose name contains this")
+    parser.add_argument("--out", type=Path, default=None, help="folder for results")
+    args = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="gpu-lora-"))
+    has_failed = False
+    for family in [family for family in FAMILIES if args.only in family]:
+        sizes: dict[str, Any] = FAMILY_SIZES.get(family, SIZES)
+        write_tiny_checkpoint(work / family, family, dtype=torch.float32, **sizes)
+        convert_weights(work / family, work / f"{family}_weights")
+        for platform_name, ranks in (("cpu", 1), ("cuda", args.ranks)):
+            launch = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                "--nproc-per-node",
+                str(ranks),
+            ]
+            subprocess.run([*launch, "-m", "tests.gpu.lora", str(work), family, platform_name], check=False)
+
+        expected = json.loads((work / f"{family}_cpu.json").read_text())["one rank"]["losses"]
+        results_path = work / f"{family}_cuda.json"
+        results = json.loads(results_path.read_text()) if results_path.exists() else {}
+        for name, result in results.items():
+            errors = [abs(loss / known - 1) for loss, known in zip(result["losses"], expected, strict=True)]
+            is_good = max(errors) < MAX_LOSS_ERROR and not result["base_changed"]
+            has_failed |= not is_good
+            print(
+                f"{'ok    ' if is_good else 'FAILED'} {family} | {name} | losses {result['losses']}, float32"
+                f" {expected} | moments beside the first layout {result['errors']['exp_avg']:.3f}, base"
+                f" changed"
+                f" {len(result['base_changed'])}",
+                flush=True,
+            )
+        has_failed |= not results
+        if args.out is not None:
+            (args.out / f"lora_{family}_{args.ranks}.json").write_text(json.dumps(results, indent=1))
+    return int(has_failed)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run_as_rank(Path(sys.argv[1]), *sys.argv[2:4])
+        sys.exit(0)
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""What planning knows of a run with LoRA: parameters, memory, time and the layouts that are found."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
+from megatron_vl.planning.calibration import shipped_calibration
+from megatron_vl.planning.layout_search import SearchRequest, search_fastest_fit
+from megatron_vl.planning.memory import (
+    GIB,
+    GPU_MEMORY_GIB,
+    RESERVE_GIB,
+    StageMemory,
+    _ActivationEstimator,
+    count_parameters,
+    parameter_bytes,
+    stage_memories,
+    stage_parameters,
+)
+from megatron_vl.planning.offload_fraction import least_offload_fraction
+from megatron_vl.planning.row_statistics import make_assumed_rows
+from megatron_vl.planning.run_layout import run_layout
+from megatron_vl.spec.families import ModelSpec, read_spec
+from megatron_vl.spec.layout import make_layout
+from tests.examples import ROOT, read_example
+from tests.support.planned import predict_run
+from tests.support.ranks import call
+
+from .lora_programs import built_parameters
+
+CONFIGS = Path(__file__).parents[1] / "hf_configs"
+PAGE = ROOT / "docs" / "lora.md"
+B7, B9, A35 = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
+BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
+SEQUENCE = "--parallel.sequence_parallel true"
+RUNS = [
+    ("qwen2_5_vl", 4, "--parallel.tp 2 --parallel.pp 2 --lora.targets [language,vision,merger]"),
+    ("qwen2_5_vl", 4, "--parallel.pp 2 --vision.placement decoupled --lora.targets [vision,q_proj]"),
+    ("qwen3_vl", 2, '--parallel.pp 2 --lora.targets [".*layers.[01].*v_proj",merger]'),
+    ("qwen3_5_moe", 2, "--parallel.ep 2 --lora.targets [language,experts] --lora.exclude [in_proj_a]"),
+    ("qwen3_vl_moe", 2, f"--parallel.etp 2 --parallel.tp 2 {SEQUENCE} --lora.targets [experts]"),
+    ("qwen3_5", 1, '--lora.rank_pattern {"q_proj":2,"in_proj_z":6}'),
+]
+"""Family, ranks and options."""
+
+
+def spec_of(name: str) -> ModelSpec:
+    return read_spec(CONFIGS / f"{name}.json")
+
+
+def config_of(options: str) -> TrainConfig:
+    return parse_config(options.split())
+
+
+def memory_of(name: str, options: str) -> StageMemory:
+    """The memory of a run on one GPU."""
+    spec = spec_of(name)
+    return stage_memories(config_of(options), spec, make_layout(spec), 1)[0]
+
+
+@pytest.mark.ranks
+def test_parameters_are_those_of_the_modules(tiny_checkpoint) -> None:
+    """In every layout, of each stage: all parameters, the trained ones, and the number of trained tensors."""
+    hf = {family: str(tiny_checkpoint(family)) for family, _, _ in RUNS}
+    built = call(
+        built_parameters,
+        hf=hf,
+        runs=[[family, ranks, f"{BASE} {options}"] for family, ranks, options in RUNS],
+    )
+    for (family, ranks, options), stages in zip(RUNS, built, strict=True):
+        config, spec = config_of(f"{BASE} {options}"), read_spec(hf[family])
+        layout = run_layout(config, spec, ranks)
+        for stage, counts in enumerate(stages):
+            planned = stage_parameters(config, spec, layout, stage, ranks // layout.replica_ranks)
+            assert [planned.parameter_count, planned.trained_count, planned.trained_tensors] == counts, (
+                options
+            )
+
+
+def test_only_adapters_have_gradients_and_optimizer_state() -> None:
+    """With q and v of rank 8 in 28 layers. Their B has the rows of the fused matrix, those of k included."""
+    options = "--lora.rank 8 --lora.targets [q_proj,v_proj]"
+    everything, trained = count_parameters(config_of(options), spec_of(B7))
+    assert trained == 28 * 8 * (2 * 3584 + 4608)
+    memory = memory_of(B7, options)
+    assert memory.gradients == 4 * trained and memory.optimizer == 12 * trained
+    assert memory.weights == 2 * everything
+    full = memory_of(B7, "--lora.rank 0")
+    assert full.weights == 2 * (everything - trained) and full.gradients == 2 * full.weights
+
+
+def test_parameter_bytes_are_those_of_the_stages() -> None:
+    spec, config = spec_of(A35), config_of("--lora.rank 8 --lora.targets [experts] --parallel.ep 4")
+    layout = make_layout(spec, 1, 1, 1, None, 4, 1)
+    memory = stage_memories(config, spec, layout, 4)[0]
+    whole = memory.weights + memory.gradients + memory.optimizer
+    assert parameter_bytes(config, spec, layout, 4) == pytest.approx(whole)
+
+
+def test_tower_without_adapters_keeps_nothing() -> None:
+    """Neither does a part of the language model: only what adapters or other operators read is kept."""
+    full, language, attention, everything = (
+        memory_of(B7, options)
+        for options in (
+            "--lora.rank 0",
+            "--lora.rank 16",
+            "--lora.rank 16 --lora.targets [attention]",
+            "--lora.rank 16 --lora.targets [language,vision,merger]",
+        )
+    )
+    frozen = memory_of(B7, "--model.freeze_vision true --model.freeze_merger true")
+    assert language.vision == frozen.vision < 0.05 * full.vision
+    # Pixels are kept for the gradient of the patch embedding alone.
+    assert 0.95 * full.vision < everything.vision < full.vision
+    assert full.activations < language.activations < 1.01 * full.activations
+
+    # Without an adapter of the second matrix, no MLP keeps its activation: 18944 numbers of each token.
+    assert language.activations - attention.activations > 28 * 4096 * 18944 * 2
+    recomputed = "--recompute.language selective --recompute.language_modules [activation]"
+    assert memory_of(B7, f"--lora.rank 16 --lora.targets [attention] {recomputed}") == attention
+
+
+def test_dropout_keeps_a_copy_of_each_input() -> None:
+    """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask.
+    The activation itself is then not kept; what the others read is kept anyway."""
+    plain, dropped = (memory_of(B7, f"--lora.rank 16 --lora.dropout {share}") for share in (0, 0.1))
+    widths = 3 * 3584 + 18944
+    expected = 28 * 4096 * (2 * widths + widths - 2 * 18944)
+    assert dropped.activations - plain.activations == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [B9, A35])
+def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> None:
+    spec = spec_of(name)
+
+    def elements(targets: list[str]) -> list[float]:
+        config = TrainConfig(lora=LoraConfig(rank=16, targets=targets))
+        estimator = _ActivationEstimator.for_run(config, spec, make_layout(spec), 0)
+        return sorted(estimator._elements_by_layer_kind.values())
+
+    with_output, without = elements(["out_proj", "o_proj"]), elements(["in_proj_z", "k_proj"])
+    # Both kinds of layers: the output of the norm or of the gate, 4096 numbers of a token.
+    assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
+
+
+def test_adapters_of_some_layers_count_in_their_stages() -> None:
+    spec = spec_of(B7)
+    config = config_of(
+        '--lora.rank 16 --lora.targets [".*layers.[0-9].mlp.*"] --parallel.pp 2 --global_batch_size 8'
+    )
+    layout = make_layout(spec, 1, 2, 1, [14, 14])
+    first, second = stage_memories(config, spec, layout, 1)
+    assert first.gradients > 0 and second.gradients == second.optimizer == 0
+    prediction = predict_run(
+        dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=[14, 14])), spec, 2
+    )
+    times = [sum(chunk.forward for chunk in stage.times_by_chunk) for stage in prediction.stage_plans]
+    assert times[0] > times[1]
+
+
+def test_frozen_matrices_take_less_time() -> None:
+    spec = spec_of(B7)
+    full, language, everything = (
+        predict_run(config_of(f"--global_batch_size 8 {options}"), spec, 1)
+        for options in ("", "--lora.rank 16", "--lora.rank 16 --lora.targets [language,vision,merger]")
+    )
+    assert language.step_seconds < everything.step_seconds < 0.85 * full.step_seconds
+    assert 0.9 * full.mfu < language.mfu < full.mfu
+    # Adapters of experts are narrow and many.
+    experts, dense = (
+        predict_run(
+            config_of(f"--global_batch_size 8 --lora.rank 16 --lora.targets [{targets}]"), spec_of(A35), 1
+        )
+        for targets in ("language,experts", "language")
+    )
+    assert experts.step_seconds > dense.step_seconds
+
+
+def test_memory_of_adapters_needs_no_offload_where_the_model_would() -> None:
+    spec = spec_of(B7)
+    full, adapters = (config_of(f"--lora.rank {rank} --global_batch_size 8") for rank in (0, 16))
+    assert least_offload_fraction(full, spec, make_layout(spec), 1, 139.8) != 0.0
+    assert least_offload_fraction(adapters, spec, make_layout(spec), 1, 79.1) == 0.0
+    calibration = dataclasses.replace(shipped_calibration(), memory_gib=79.1)
+    request = SearchRequest(adapters, spec, 1, calibration, make_assumed_rows(spec, 4096))
+    found = search_fastest_fit(request)
+    assert found is not None and found.config.recompute.language == "none" and found.peak_gib * GIB > 0
+
+
+TABLE_LINE = re.compile(
+    r"\| `(\w+)` \| (\d) x (80|141) GB \| (?:`(.*)` )?\| (\d+) GiB \| ([\d,]+) tokens/s \|"
+)
+
+
+@pytest.mark.parametrize("line", [line for line in PAGE.read_text().splitlines() if TABLE_LINE.match(line)])
+def test_page_states_what_is_estimated_today(line: str) -> None:
+    """Every run of the table of docs/lora.md is possible, fits its GPUs, and has the stated figures."""
+    name, gpus, gigabytes, options, gib, speed = TABLE_LINE.fullmatch(line).groups()
+    example = read_example(ROOT / "examples" / f"{name}.yaml")
+    path = str(ROOT / "examples" / f"{name}.yaml")
+    config = parse_config(["--config", path, "--lora.rank", "16", *(options or "").split()])
+    prediction = predict_run(config, example.spec, int(gpus))
+    limit = GPU_MEMORY_GIB["H100 (80 GB)" if gigabytes == "80" else "H200 (141 GB)"] - RESERVE_GIB
+    assert int(gib) == round(prediction.peak_gib) and prediction.peak_gib <= limit
+    assert prediction.tokens_per_second == pytest.approx(int(speed.replace(",", "")), rel=0.01)
+
+
+def test_page_has_runs_of_every_size_that_it_promises() -> None:
+    names = {match[1] for match in map(TABLE_LINE.match, PAGE.read_text().splitlines()) if match}
+    sizes = {"qwen2_5_vl_7b", "qwen3_5_9b", "qwen3_vl_30b_a3b", "qwen3_5_35b_a3b", "qwen2_5_vl_72b"}
+    assert names == sizes
+
+
+def test_a_frozen_part_with_adapters_is_refused() -> None:
+    with pytest.raises(RunConfigError, match="model.freeze_language is set"):
+        memory_of(B7, "--lora.rank 16 --model.freeze_language true")
