@@ -460,7 +460,15 @@ def measure(trainer: Trainer, spec: ModelSpec, workload: str, per_step: int, pea
         loss = trainer.step(rows)  # reads the loss from the device
         clock.append(time.perf_counter())
         for row in rows:
-            work.add_row(spec, ModelConfig(), recompute, *row.lengths, row.loss_tokens, whole_head=True)
+            work.add_row(
+                spec,
+                ModelConfig(),
+                recompute,
+                *row.lengths,
+                row.loss_tokens,
+                lora=o.config.lora,
+                whole_head=True,
+            )
             work.image_count += row.images
 
     figures = report.speed_figures(
