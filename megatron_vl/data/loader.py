@@ -223,6 +223,8 @@ class RowEncoder:
                 )
         except ChatTemplateError as error:
             refusal = (NOT_IN_CHAT_TEMPLATE, str(error))
+        except MemoryError:
+            raise  # this says nothing about the sample
         except Exception as error:  # a sample from outside may cause any error
             refusal = ("cannot be encoded", f"{type(error).__name__}: {error}")
         else:

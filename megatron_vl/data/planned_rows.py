@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve_samples
-from megatron_vl.data.source.tolerant_reader import TolerantReader, reconnect_stores
+from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader, reconnect_stores
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -156,7 +155,7 @@ def open_sample_reader(dataset: Any, timeout_seconds: float, take: Callable[[int
     """
     if not dataset.path.is_local():
         return TolerantReader(StoreReader(dataset, take), timeout_seconds)
-    reader = ShardInfosITarReader(
+    reader = ShardReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
     )
     return TolerantReader(reader, timeout_seconds)
