@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -152,6 +153,34 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
             spreads.append(spread(dealt))
     assert max(spreads) < 0.05
     assert np.mean(fills) > 0.995
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_million_samples_are_used_once_in_an_epoch(block):
+    """Over two epochs, by the rows that ranks take. The number of ranks changes every 20 steps."""
+    count, rows = 1_000_000, 1024
+    tokens, patches = mixed_sizes(count)
+    used = np.zeros(count, np.int64)
+    state: dict[str, Any] = {}
+    for ranks in itertools.cycle((1, 2, 4, 8)):
+        order = SampleOrder(
+            [count], [1.0], 5, is_shuffled=True, shard_sizes=[np.full(1000, 1000)], block_size=block
+        )
+        plan = BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, 0)
+        if state:
+            plan.restore_state(state)
+        for _ in range(20):
+            for rank_rows in dealt_to(plan.next_batch(), ranks):
+                np.add.at(used, [place.index for row in rank_rows for place in row], 1)
+        state = plan.planner_state()
+        if order.total_draws >= 2 * count:
+            break
+
+    np.add.at(used, plan._waiting_samples[2], 1)
+    epochs, rest = divmod(order.total_draws, count)
+    assert epochs == 2
+    assert np.bincount(used).tolist() == [0, 0, count - rest, rest]
 
 
 def test_ranks_exchange_whole_rows(monkeypatch):
