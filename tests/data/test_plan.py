@@ -58,6 +58,23 @@ def test_rows_exchanged_by_hand():
     dealt = rank_of_rows(ints(5, 4, 4, 2, 2, 0), 2)
     assert sorted(dealt.ravel().tolist()) == [*range(6)]
     assert sorted(ints(5, 4, 4, 2, 2, 0)[dealt].sum(axis=1).tolist()) == [8, 9]
+    # The largest first would give 13 and 11. No exchange of two rows helps: all others go together.
+    patches = ints(7, 5, 3, 3, 3, 3, 0, 0)
+    dealt = rank_of_rows(patches, 2)
+    assert sorted(map(sorted, patches[dealt].tolist())) == [[0, 0, 5, 7], [3, 3, 3, 3]]
+
+
+def test_rows_of_long_texts_are_dealt_evenly():
+    """Two rows of five have less than half as many patches as others."""
+    chance = np.random.default_rng(1)
+    patches = np.where(
+        chance.random(256) < 0.4, chance.integers(0, 600, 256), chance.integers(800, 2000, 256)
+    )
+    by_rank = patches[rank_of_rows(patches, 64)].sum(axis=1)
+    assert np.abs(by_rank / by_rank.mean() - 1).max() < 0.008
+    # Ranks with more rows deal some of them again in each round.
+    by_rank = patches[rank_of_rows(patches, 16)].sum(axis=1)
+    assert np.abs(by_rank / by_rank.mean() - 1).max() < 0.001
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
