@@ -48,6 +48,7 @@ def test_rows_dealt_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
     assert rank_of_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
     assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
+    assert rank_of_rows(ints(3, 5), 1).tolist() == [[1, 0]] and rank_of_rows(ints(3), 1).tolist() == [[0]]
     # The first rank has rows 0 and 3, which become 0 and 1. The samples of row 1 are in row 2 then.
     assert assign_rows_to_ranks(ints(0, 1, 1, 2, 3), ints(4, 2, 1, 2, 1), 4, 2).tolist() == [0, 2, 2, 3, 1]
 
