@@ -51,7 +51,9 @@ def weights_video_rule(weights_dir: Path, manifest: Mapping[str, Any], spec: Mod
         manifest: their manifest. Its ``origin`` names the rule of stand-alone weights.
     """
     step = weights_dir.parent
-    if (step / "run.json").is_file() and (trained_rule := trained_video_rule(step, spec)):
+    # A step of a run whose run.json is missing has its loader states still.
+    is_step = (step / "run.json").is_file() or (step / "loader").is_dir()
+    if is_step and (trained_rule := trained_video_rule(step, spec)):
         return trained_rule
     return _rule_from_facts(manifest.get("origin"), spec)
 
