@@ -108,8 +108,7 @@ def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     """
     if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if exit_code < 0:  # the rank did not handle the signal yet
-            not_begun_text = "megatron_vl.launch: the run had not begun; nothing was saved"
-            print(not_begun_text, file=sys.stderr, flush=True)
+            print("megatron_vl.launch: the run had not begun; nothing was saved", file=sys.stderr, flush=True)
         return 128 + (_received_signals[0] if _received_signals else signal.SIGUSR1)
 
     if exit_code < 0:
@@ -273,10 +272,9 @@ def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
 def _find_rank_pids() -> list[int]:
     """The ranks among this process's children: programs of their own, or forks of it."""
     forked_command = tuple(psutil.Process().cmdline())
-    commands_by_pid = list_children(os.getpid())
     return [
         pid
-        for pid, command in commands_by_pid.items()
+        for pid, command in list_children(os.getpid()).items()
         if RANK_PROGRAM in command or command == forked_command
     ]
 

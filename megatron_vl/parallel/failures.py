@@ -389,6 +389,5 @@ def _print_main_stack() -> None:
     if frame is not None:
         main_stack = traceback.extract_stack(frame)
         own_frames = [stack_frame for stack_frame in main_stack[:-2] if "megatron_vl" in stack_frame.filename]
-        shown_frames = [*own_frames, *main_stack[-2:]]
-        lines = "".join(traceback.format_list(shown_frames))
+        lines = "".join(traceback.format_list([*own_frames, *main_stack[-2:]]))
         print(f"the stack of the main thread of the rank that hangs:\n{lines}", file=sys.stderr, flush=True)

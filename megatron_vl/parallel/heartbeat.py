@@ -126,12 +126,17 @@ class Heartbeat:
     """When the line arrived, by this process's monotonic clock in seconds."""
 
     def to_line(self) -> bytes:
-        fields = {
-            "rank": self.rank,
-            "process": asdict(self.rank_process),
-            "progress": asdict(self.rank_progress),
-        }
-        return json.dumps(fields | {"debugged": self.is_debugged}).encode() + b"\n"
+        return (
+            json.dumps(
+                {
+                    "rank": self.rank,
+                    "process": asdict(self.rank_process),
+                    "progress": asdict(self.rank_progress),
+                }
+                | {"debugged": self.is_debugged}
+            ).encode()
+            + b"\n"
+        )
 
     @staticmethod
     def from_line(heartbeat_line: bytes) -> Heartbeat:

@@ -70,11 +70,69 @@ class Network:
 
     def message_bandwidth(self, calibration: Calibration, rank_stride: int) -> float:
         """Bytes per second of a message to the rank whose number is ``rank_stride`` higher."""
-        return (
-            calibration.send_gb_s
-            if 2 * rank_stride <= self.gpus_per_node
-            else min(calibration.send_gb_s, calibration.network_gb_s)
-        ) * 1e9
+        if 2 * rank_stride <= self.gpus_per_node:
+            return calibration.send_gb_s * 1e9
+        return min(calibration.send_gb_s, calibration.network_gb_s) * 1e9
+
+
+@dataclass(frozen=True)
+class _LayerSeconds:
+    """Seconds of the parts of a decoder layer, ``elementwise`` and ``activation`` for both passes."""
+
+    projection: float
+    attention: float
+    elementwise: float
+    mlp_matmul: float
+    activation: float
+    collective: float
+
+    def pass_time(self, trains_weights: bool) -> PassTime:
+        """The passes without recomputation."""
+        # Each product has two gradients, of its input and of its weight. Frozen weights need only the first.
+        gradient_products = 2 if trains_weights else 1
+        # The forward pass has a third of the elementwise work, and 3 of 8 parts of an activation's traffic.
+        return PassTime(
+            self.projection
+            + self.attention
+            + self.elementwise / 3
+            + self.mlp_matmul
+            + 3 / 8 * self.activation
+            + self.collective,
+            gradient_products * (self.projection + self.mlp_matmul)
+            + 2.5 * self.attention
+            + self.elementwise * 2 / 3
+            + 5 / 8 * self.activation
+            + self.collective,
+        )
+
+
+@dataclass(frozen=True)
+class _TowerSeconds:
+    """Seconds of the parts of the tower's layers, windows, elementwise and activation for both passes."""
+
+    matmul: float
+    full_attention: float
+    elementwise: float
+    window_attention: float
+    activation: float
+    collective: float
+
+    def pass_time(self) -> PassTime:
+        """The passes without recomputation."""
+        return PassTime(
+            self.matmul
+            + self.full_attention
+            + self.elementwise / 3
+            + self.window_attention / 3
+            + self.activation * 3 / 8
+            + self.collective,
+            2 * self.matmul
+            + 2 * self.full_attention
+            + self.elementwise * 2 / 3
+            + self.window_attention * 2 / 3
+            + self.activation * 5 / 8
+            + self.collective,
+        )
 
 
 @dataclass(frozen=True)
@@ -149,11 +207,9 @@ class StepCosts:
     @cached_property
     def _times_by_layer_kind(self) -> dict[tuple[bool, bool], PassTime]:
         """The times of a decoder layer: (with experts, with linear attention)."""
-        both_values = (False, True)
+        layer_kinds = itertools.product((False, True), repeat=2)
         return {
-            (has_experts, linear): self._compute_layer_time(has_experts, linear)
-            for has_experts in both_values
-            for linear in both_values
+            (experts, linear): self._compute_layer_time(experts, linear) for experts, linear in layer_kinds
         }
 
     def decoder_layer_time(self, layer_index: int) -> PassTime:
@@ -186,87 +242,79 @@ class StepCosts:
 
     def _compute_layer_time(self, has_experts: bool, is_linear: bool) -> PassTime:
         """The time of a decoder layer of one kind on one row; zero if the model has no such layers."""
-        language_spec, calibration = self.spec.language, self.calibration
-        tensor_parallel_size = self.layout.tp
+        language_spec = self.spec.language
         if (has_experts and language_spec.moe is None) or (
             is_linear and language_spec.linear_attention is None
         ):
             return PassTime()
 
-        token_count, hidden_size = self.seq_len, language_spec.hidden_size
-        query_width = language_spec.num_heads * language_spec.head_dim
-        key_value_width = language_spec.num_kv_heads * language_spec.head_dim
-        recompute_mode = self.recompute_config.language
-        recomputed_modules = (
-            set(self.recompute_config.language_modules) if recompute_mode == "selective" else set()
+        hidden_elements = self.seq_len * language_spec.hidden_size
+        layer_seconds = _LayerSeconds(
+            *(self._linear_attention_seconds() if is_linear else self._softmax_attention_seconds()),
+            self.elementwise_seconds(
+                self.calibration.decoder_widths * hidden_elements / self._sequence_parallel_size
+            ),
+            *(
+                self._expert_seconds()
+                if has_experts
+                else self._mlp_seconds(self.seq_len, language_spec.ffn_hidden_size)
+            ),
+            self._tensor_parallel_seconds(hidden_elements)
+            + (self._state_exchange() if is_linear else self._head_exchange()),
         )
 
-        if is_linear:
-            projection_seconds, attention_seconds = self._linear_attention_seconds()
-        else:
-            query_gate_width = query_width * (2 if language_spec.output_gate else 1)
-            projection_seconds = self.matmul_seconds(
-                token_count, hidden_size, (query_gate_width + 2 * key_value_width) / tensor_parallel_size
-            )
-            projection_seconds += self.matmul_seconds(
-                token_count, query_width / tensor_parallel_size, hidden_size
-            )
-            attention_seconds = self._attention_seconds(query_width / tensor_parallel_size / self.layout.cp)
-
-        elementwise_seconds = self.elementwise_seconds(
-            calibration.decoder_widths * hidden_size * token_count / self._sequence_parallel_size
-        )
-        mlp_seconds, activation_seconds = (
-            self._expert_seconds()
-            if has_experts
-            else self._mlp_seconds(token_count, language_spec.ffn_hidden_size)
-        )
-        collective_seconds = self._tensor_parallel_seconds(token_count * hidden_size)
-        if is_linear:
-            collective_seconds += self._state_exchange()
-        else:
-            collective_seconds += self._head_exchange(
-                query_width, language_spec.num_kv_heads, language_spec.head_dim
-            )
-
-        # The forward pass has a third of the elementwise work, and 3 of 8 parts of an activation's traffic.
-        forward_seconds = (
-            projection_seconds
-            + attention_seconds
-            + elementwise_seconds / 3
-            + mlp_seconds
-            + 3 / 8 * activation_seconds
-            + collective_seconds
-        )
-
-        # Each product has two gradients, of its input and of its weight. Frozen weights need only the first.
-        gradient_products = 1 + (not self.model_config.freeze_language)
-        backward_seconds = (
-            gradient_products * (projection_seconds + mlp_seconds)
-            + 2.5 * attention_seconds
-            + elementwise_seconds * 2 / 3
-            + 5 / 8 * activation_seconds
-            + collective_seconds
-        )
-        if has_experts and language_spec.moe is not None:
-            dispatch_seconds = self._dispatch_seconds(token_count)
+        pass_time = layer_seconds.pass_time(trains_weights=not self.model_config.freeze_language)
+        if has_experts:
             # A layer with experts takes at least the host's time to launch its many kernels.
-            host_launch_seconds = (
+            calibration, dispatch_seconds = self.calibration, self._dispatch_seconds()
+            least_forward, least_backward = (
                 calibration.expert_host_s if self.layout.ep > 1 else calibration.expert_host_alone_s
             )
-            forward_seconds = max(forward_seconds + dispatch_seconds, host_launch_seconds[0])
-            backward_seconds = max(backward_seconds + dispatch_seconds, host_launch_seconds[1])
+            pass_time = PassTime(
+                max(pass_time.forward + dispatch_seconds, least_forward),
+                max(pass_time.backward + dispatch_seconds, least_backward),
+            )
+        return PassTime(pass_time.forward, self._backward_with_recompute(layer_seconds, pass_time))
 
-        if recompute_mode == "full":
-            return PassTime(forward_seconds, backward_seconds + forward_seconds)
+    def _backward_with_recompute(self, layer_seconds: _LayerSeconds, pass_time: PassTime) -> float:
+        """Seconds of a decoder layer's backward pass with all that it computes again."""
+        recompute_config = self.recompute_config
+        if recompute_config.language == "full":
+            return pass_time.backward + pass_time.forward
+        if recompute_config.language == "none":
+            return pass_time.backward
 
         # Selective recompute repeats the forward passes of some modules.
-        backward_seconds += attention_seconds * (
-            "core_attn" in recomputed_modules
-        ) + elementwise_seconds / 6 * ("layernorm" in recomputed_modules)
-        backward_seconds += (mlp_seconds + 3 / 8 * activation_seconds) * ("mlp" in recomputed_modules)
-        backward_seconds += 3 / 8 * activation_seconds * ("activation" in recomputed_modules)
-        return PassTime(forward_seconds, backward_seconds)
+        modules = recompute_config.language_modules
+        activation_seconds = 3 / 8 * layer_seconds.activation
+        return (
+            pass_time.backward
+            + (
+                layer_seconds.attention * ("core_attn" in modules)
+                + layer_seconds.elementwise / 6 * ("layernorm" in modules)
+            )
+            + (layer_seconds.mlp_matmul + activation_seconds) * ("mlp" in modules)
+            + activation_seconds * ("activation" in modules)
+        )
+
+    def _softmax_attention_seconds(self) -> tuple[float, float]:
+        """Seconds of the forward pass of softmax attention: (its projections, the attention itself)."""
+        language_spec, tp = self.spec.language, self.layout.tp
+        query_width = language_spec.num_heads * language_spec.head_dim
+        input_width = (
+            query_width * (2 if language_spec.output_gate else 1)
+            + 2 * language_spec.num_kv_heads * language_spec.head_dim
+        )
+        projection_seconds = self.matmul_seconds(
+            self.seq_len,
+            language_spec.hidden_size,
+            input_width / tp,
+        ) + self.matmul_seconds(
+            self.seq_len,
+            query_width / tp,
+            language_spec.hidden_size,
+        )
+        return projection_seconds, self._attention_seconds(query_width / tp / self.layout.cp)
 
     def _attention_seconds(self, head_width: float) -> float:
         """Seconds of the forward pass of causal attention. The backward pass takes 2.5 times as long.
@@ -289,51 +337,54 @@ class StepCosts:
         The chunks of the delta rule compute more than the recurrence, because each token is multiplied with
         the other tokens of its chunk. Convolution, gates and norm are limited by memory.
         """
-        language_spec, calibration = self.spec.language, self.calibration
-        tensor_parallel_size = self.layout.tp
+        language_spec, tp, token_count = self.spec.language, self.layout.tp, self.seq_len
         linear_attention = language_spec.linear_attention
         assert linear_attention is not None
-        token_count, value_width = self.seq_len, linear_attention.value_heads * linear_attention.value_dim
+        value_width = linear_attention.value_heads * linear_attention.value_dim
         input_width = linear_attention.conv_channels + value_width + 2 * linear_attention.value_heads
         projection_seconds = self.matmul_seconds(
-            token_count, language_spec.hidden_size, input_width / tensor_parallel_size
-        )
-        projection_seconds += self.matmul_seconds(
-            token_count, value_width / tensor_parallel_size, language_spec.hidden_size
+            token_count,
+            language_spec.hidden_size,
+            input_width / tp,
+        ) + self.matmul_seconds(
+            token_count,
+            value_width / tp,
+            language_spec.hidden_size,
         )
 
         chunk_flops_per_head = (
             DELTA_CHUNK * (3 * linear_attention.key_dim + 2 * linear_attention.value_dim)
             + 3 * linear_attention.key_dim * linear_attention.value_dim
         )
-        delta_rule_seconds = (
-            2.0
-            * token_count
-            * linear_attention.value_heads
-            / tensor_parallel_size
-            * chunk_flops_per_head
-            / (calibration.attention_tflops * 1e12 * DELTA_RULE_RATE_SHARE)
-        )
-        return projection_seconds, delta_rule_seconds + self.elementwise_seconds(
-            (2 * linear_attention.conv_channels + 3 * value_width) / tensor_parallel_size * token_count
+        delta_rule_flops = 2.0 * token_count * linear_attention.value_heads / tp * chunk_flops_per_head
+        return projection_seconds, delta_rule_flops / (
+            self.calibration.attention_tflops * 1e12 * DELTA_RULE_RATE_SHARE
+        ) + self.elementwise_seconds(
+            (2 * linear_attention.conv_channels + 3 * value_width) / tp * token_count
         )
 
     def _mlp_seconds(self, token_count: float, ffn_width: int) -> tuple[float, float]:
         """Seconds of a gated MLP: (its products in the forward pass, its activation in both passes)."""
-        hidden_size, tensor_parallel_size = self.spec.language.hidden_size, self.layout.tp
-        matmul_seconds = self.matmul_seconds(
-            token_count, hidden_size, 2 * ffn_width / tensor_parallel_size
-        ) + self.matmul_seconds(token_count, ffn_width / tensor_parallel_size, hidden_size)
-        return matmul_seconds, self.elementwise_seconds(
-            self.calibration.activation_widths * ffn_width / tensor_parallel_size * token_count
+        hidden_size, tp = self.spec.language.hidden_size, self.layout.tp
+        return (
+            self.matmul_seconds(
+                token_count,
+                hidden_size,
+                2 * ffn_width / tp,
+            )
+            + self.matmul_seconds(
+                token_count,
+                ffn_width / tp,
+                hidden_size,
+            ),
+            self.elementwise_seconds(self.calibration.activation_widths * ffn_width / tp * token_count),
         )
 
     def _expert_seconds(self) -> tuple[float, float]:
         """:meth:`_mlp_seconds` of router and experts, evenly loaded."""
-        language_spec, calibration = self.spec.language, self.calibration
+        language_spec, calibration, layout = self.spec.language, self.calibration, self.layout
         moe_spec = language_spec.moe
         assert moe_spec is not None
-        layout = self.layout
         tokens_per_rank = self.seq_len / self._sequence_parallel_size
         # Ranks that share experts also share the rows: each expert gets those of all of them.
         expert_rows = tokens_per_rank * moe_spec.top_k * layout.etp
@@ -341,17 +392,12 @@ class StepCosts:
         flops_per_second = (
             calibration.expert_tflops * 1e12 * rows_per_expert / (rows_per_expert + calibration.expert_rows)
         )
-        matmul_seconds = (
-            2
-            * expert_rows
-            * 3
-            * language_spec.hidden_size
-            * moe_spec.ffn_hidden_size
-            / layout.etp
-            / flops_per_second
-        )
+        product_flops = 2 * expert_rows * 3 * language_spec.hidden_size * moe_spec.ffn_hidden_size
+        matmul_seconds = product_flops / layout.etp / flops_per_second
         matmul_seconds += self.matmul_seconds(
-            tokens_per_rank, language_spec.hidden_size, moe_spec.num_experts
+            tokens_per_rank,
+            language_spec.hidden_size,
+            moe_spec.num_experts,
         )
         if moe_spec.shared_ffn_hidden_size:
             matmul_seconds += self._mlp_seconds(self.seq_len, moe_spec.shared_ffn_hidden_size)[0]
@@ -359,52 +405,41 @@ class StepCosts:
             calibration.activation_widths * moe_spec.ffn_hidden_size / layout.etp * expert_rows
         )
 
-    def _dispatch_seconds(self, seq_len: int) -> float:
+    def _dispatch_seconds(self) -> float:
         """Seconds to send tokens to the ranks of their experts and back, in one pass."""
-        language_spec, calibration = self.spec.language, self.calibration
-        moe_spec = language_spec.moe
+        moe_spec, ep, etp = self.spec.language.moe, self.layout.ep, self.layout.etp
         assert moe_spec is not None
-        expert_parallel_size, expert_tensor_size = self.layout.ep, self.layout.etp
-        hidden_elements = seq_len / self._sequence_parallel_size * language_spec.hidden_size
-        copies_per_token = mean_ranks_per_token(moe_spec.num_experts, moe_spec.top_k, expert_parallel_size)
+        hidden_elements = self.seq_len / self._sequence_parallel_size * self.spec.language.hidden_size
+        copies_per_token = mean_ranks_per_token(moe_spec.num_experts, moe_spec.top_k, ep)
         dispatch_seconds = self.elementwise_seconds(hidden_elements * (18 + 4 * copies_per_token))
-        if expert_parallel_size > 1:
-            bytes_sent = (
-                self.bytes_per_element
-                * hidden_elements
-                * copies_per_token
-                * (expert_parallel_size - 1)
-                / expert_parallel_size
+        if ep > 1:
+            bytes_sent = self.bytes_per_element * hidden_elements * copies_per_token * (ep - 1) / ep
+            dispatch_seconds += 2 * (
+                self._exchange_seconds(bytes_sent, ep, etp) + self.calibration.collective_s
             )
-            bytes_per_second = (
-                self.network.collective_bandwidth(calibration, expert_parallel_size, expert_tensor_size)
-                * calibration.exchange_share
-            )
-            dispatch_seconds += 2 * (bytes_sent / bytes_per_second + calibration.collective_s)
         return dispatch_seconds + 2 * self.collective_seconds(
-            self.bytes_per_element * hidden_elements * expert_tensor_size, expert_tensor_size
+            self.bytes_per_element * hidden_elements * etp, etp
         )
+
+    def _exchange_seconds(self, bytes_sent: float, rank_count: int, rank_stride: int) -> float:
+        """Seconds of an all-to-all in which each rank sends ``bytes_sent`` bytes, without its latency."""
+        bandwidth = self.network.collective_bandwidth(self.calibration, rank_count, rank_stride)
+        return bytes_sent / (bandwidth * self.calibration.exchange_share)
 
     def _tensor_parallel_seconds(self, element_count: float) -> float:
         """Seconds of the four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
         return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
 
-    def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
-        """Seconds to exchange heads before and after attention, in one pass, under context parallelism.
-
-        Args:
-            width: elements of all query heads of a token.
-        """
-        tp, cp = self.layout.tp, self.layout.cp
+    def _head_exchange(self) -> float:
+        """Seconds to exchange heads before and after attention, in one pass, under context parallelism."""
+        language_spec, tp, cp = self.spec.language, self.layout.tp, self.layout.cp
         if cp == 1:
             return 0.0
-        local = max(1, key_value_heads // tp)
-        keys = local * key_value_copies(local, cp) * head_dim
-        size = self.bytes_per_element * self.seq_len * (2 * width / tp + 2 * keys)
-        bandwidth = (
-            self.network.collective_bandwidth(self.calibration, cp, tp) * self.calibration.exchange_share
-        )
-        return size * (cp - 1) / cp / bandwidth + 2 * self.calibration.collective_s
+        local_heads = max(1, language_spec.num_kv_heads // tp)
+        key_width = local_heads * key_value_copies(local_heads, cp) * language_spec.head_dim
+        query_width = language_spec.num_heads * language_spec.head_dim
+        total_bytes = self.bytes_per_element * self.seq_len * (2 * query_width / tp + 2 * key_width)
+        return self._exchange_seconds(total_bytes * (cp - 1) / cp, cp, tp) + 2 * self.calibration.collective_s
 
     def _state_exchange(self) -> float:
         """Seconds of two all-gathers of linear attention in one pass, under context parallelism.
@@ -412,153 +447,139 @@ class StepCosts:
         One gathers states and matrices, under the assumption that a sequence crosses a whole shard. The other
         one gathers the last inputs of the convolution.
         """
-        a, tp, cp = self.spec.language.linear_attention, self.layout.tp, self.layout.cp
-        assert a is not None
-        states = 4 * a.state_exchange_size
-        inputs = self.bytes_per_element * (a.conv_width - 1) * a.conv_channels
-        return sum(self.collective_seconds(cp * size / tp, cp, tp) for size in (states, inputs))
+        linear_attention, tp, cp = self.spec.language.linear_attention, self.layout.tp, self.layout.cp
+        assert linear_attention is not None
+        state_bytes = 4 * linear_attention.state_exchange_size
+        input_bytes = (
+            self.bytes_per_element * (linear_attention.conv_width - 1) * linear_attention.conv_channels
+        )
+        return sum(self.collective_seconds(cp * size / tp, cp, tp) for size in (state_bytes, input_bytes))
 
     def embedding_time(self) -> PassTime:
         """Looking up tokens and placing features. The gradient of the table is added in float32."""
-        language_spec = self.spec.language
-        tokens = self.elementwise_seconds(4 * language_spec.hidden_size * self.seq_len)
-        table = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
-        return PassTime(tokens, tokens + table)
+        seconds = self.elementwise_seconds(4 * self.spec.language.hidden_size * self.seq_len)
+        return PassTime(seconds, seconds + self._vocabulary_gradient_seconds())
 
     def _vocabulary_gradient_seconds(self) -> float:
-        """Seconds to add a gradient of the vocabulary's size in float32."""
-        language_spec = self.spec.language
-        return (
-            10.0
-            * language_spec.hidden_size
-            * language_spec.vocab_size
-            / self.layout.tp
-            / (self.calibration.memory_tb_s * 1e12)
-        )
+        """Seconds to add a gradient of the vocabulary's size in float32; 0 if its weights are frozen."""
+        if self.model_config.freeze_language:
+            return 0.0
+        weight_count = 10.0 * self.spec.language.hidden_size * self.spec.language.vocab_size
+        return weight_count / self.layout.tp / (self.calibration.memory_tb_s * 1e12)
 
     def output_layer_time(self) -> PassTime:
         """The final norm, the output layer and the loss on one row."""
-        language_spec, calibration = self.spec.language, self.calibration
-        tensor_parallel_size = self.layout.tp
-        tokens = self.row_statistics.head_tokens(self.seq_len)
+        language_spec, tp = self.spec.language, self.layout.tp
+        token_count = self.row_statistics.head_tokens(self.seq_len)
+        local_vocabulary = language_spec.vocab_size / tp
         matmul_seconds = self.matmul_seconds(
-            tokens, language_spec.hidden_size, language_spec.vocab_size / tensor_parallel_size
+            token_count,
+            language_spec.hidden_size,
+            local_vocabulary,
         )
-        loss = self.elementwise_seconds(
-            calibration.logits_widths * language_spec.vocab_size / tensor_parallel_size * tokens
+        loss_seconds = self.elementwise_seconds(
+            self.calibration.logits_widths * language_spec.vocab_size / tp * token_count
         )
         gather_seconds = self.collective_seconds(
-            self.bytes_per_element * self.seq_len * language_spec.hidden_size, tensor_parallel_size
+            self.bytes_per_element * self.seq_len * language_spec.hidden_size, tp
         )
-        weights = 1 + (not self.model_config.freeze_language)
-        gradient_seconds = 0.0 if self.model_config.freeze_language else self._vocabulary_gradient_seconds()
         return PassTime(
-            matmul_seconds + loss / 3 + gather_seconds,
-            weights * matmul_seconds + loss * 2 / 3 + gradient_seconds + gather_seconds,
+            matmul_seconds + loss_seconds / 3 + gather_seconds,
+            (1 + (not self.model_config.freeze_language)) * matmul_seconds
+            + loss_seconds * 2 / 3
+            + self._vocabulary_gradient_seconds()
+            + gather_seconds,
         )
 
     # --- Vision tower ---------------------------------------------------------------------------------------
 
     @cached_property
-    def _vision_tower_time(self) -> PassTime:
-        return self.tower_time_at(self.layout.tp) * (1 / self.layout.cp)
-
     def vision_tower_time(self) -> PassTime:
         """The whole tower with its mergers on a rank's pictures of a row."""
-        return self._vision_tower_time
+        return self.tower_time_at(self.layout.tp) * (1 / self.layout.cp)
 
-    def tower_time_at(self, tensor_parallel_size: int) -> PassTime:
-        """The tower with its mergers on a row's pictures, on ``tensor_parallel_size`` ranks together."""
-        vision_spec, calibration, row_statistics = self.spec.vision, self.calibration, self.row_statistics
-        patch_count = row_statistics.mean_patches
-        hidden_size = vision_spec.hidden_size
-        ffn_width = vision_spec.padded_ffn_hidden_size
+    def tower_time_at(self, tp: int) -> PassTime:
+        """The tower with its mergers on a row's pictures, on ``tp`` ranks together."""
+        vision_spec, patch_count = self.spec.vision, self.row_statistics.mean_patches
         if not patch_count:
             return PassTime()
 
-        # The times of one layer.
-        gate_factor = 2 if vision_spec.gated_mlp else 1
-        matmul_seconds = self.matmul_seconds(
-            patch_count, hidden_size, 3 * hidden_size / tensor_parallel_size
-        ) + self.matmul_seconds(patch_count, hidden_size / tensor_parallel_size, hidden_size)
-        matmul_seconds += self.matmul_seconds(
-            patch_count, hidden_size, gate_factor * ffn_width / tensor_parallel_size
-        ) + self.matmul_seconds(patch_count, ffn_width / tensor_parallel_size, hidden_size)
-        elementwise_seconds = self.elementwise_seconds(calibration.tower_widths * hidden_size * patch_count)
-        activation_seconds = self.elementwise_seconds(
-            calibration.activation_widths
-            * (1 if vision_spec.gated_mlp else 0.6)
-            * ffn_width
-            / tensor_parallel_size
-            * patch_count
+        block_seconds = self._tower_block_seconds(tp)
+        blocks_time = block_seconds.pass_time()
+        embed_seconds = self.matmul_seconds(
+            patch_count,
+            vision_spec.patch_dim,
+            vision_spec.hidden_size,
         )
-        full_attention_seconds = (
-            4.0
-            * hidden_size
-            / tensor_parallel_size
-            * row_statistics.mean_frame_pairs
-            / (calibration.tower_attention_tflops * 1e12)
-        )
-        window_attention_seconds = self.elementwise_seconds(
-            calibration.window_widths * hidden_size / tensor_parallel_size * patch_count
-        )
-        full_attention_layers = sum(
-            vision_spec.is_full_attention(layer) for layer in range(vision_spec.num_layers)
-        )
-        collective_seconds = (
-            4
-            * self.collective_seconds(
-                self.bytes_per_element * patch_count * hidden_size, tensor_parallel_size
-            )
-            / calibration.all_reduce_share
-        )
-
-        # The times of all layers. Only full attention and window attention differ between layers.
-        all_matmul_seconds = vision_spec.num_layers * matmul_seconds
-        all_elementwise_seconds = vision_spec.num_layers * elementwise_seconds
-        all_activation_seconds = vision_spec.num_layers * activation_seconds
-        all_full_attention_seconds = full_attention_layers * full_attention_seconds
-        all_window_seconds = (vision_spec.num_layers - full_attention_layers) * window_attention_seconds
-        all_collective_seconds = vision_spec.num_layers * collective_seconds
-        patch_embed_seconds = self.matmul_seconds(patch_count, vision_spec.patch_dim, hidden_size)
-        merger_width = vision_spec.merge_unit * hidden_size
+        merger_width = vision_spec.merge_unit * vision_spec.hidden_size
         merged_units = (1 + len(vision_spec.deepstack_layers)) * patch_count / vision_spec.merge_unit
         merger_seconds = self.matmul_seconds(
-            merged_units, merger_width, merger_width / tensor_parallel_size
+            merged_units,
+            merger_width,
+            merger_width / tp,
         ) + self.matmul_seconds(
-            merged_units, merger_width / tensor_parallel_size, vision_spec.out_hidden_size
+            merged_units,
+            merger_width / tp,
+            vision_spec.out_hidden_size,
         )
 
-        blocks_time = PassTime(
-            all_matmul_seconds
-            + all_full_attention_seconds
-            + all_elementwise_seconds / 3
-            + all_window_seconds / 3
-            + all_activation_seconds * 3 / 8
-            + all_collective_seconds,
-            2 * all_matmul_seconds
-            + 2 * all_full_attention_seconds
-            + all_elementwise_seconds * 2 / 3
-            + all_window_seconds * 2 / 3
-            + all_activation_seconds * 5 / 8
-            + all_collective_seconds,
-        )
-
+        trains_merger = not self.model_config.freeze_merger
         # A frozen tower has no backward pass, because nothing before it is trained.
         if self.model_config.freeze_vision:
-            tower_backward_seconds = 0.0
-            merger_backward_seconds = 2 * merger_seconds * (not self.model_config.freeze_merger)
+            backward_seconds = 2 * merger_seconds * trains_merger
         else:
-            tower_backward_seconds = blocks_time.backward + patch_embed_seconds
-            tower_backward_seconds += blocks_time.forward * (self.recompute_config.vision == "full")
-            tower_backward_seconds += (
-                all_activation_seconds * 3 / 8 * (self.recompute_config.vision == "activation")
+            recomputed_seconds = {"full": blocks_time.forward, "activation": block_seconds.activation * 3 / 8}
+            backward_seconds = (
+                blocks_time.backward
+                + embed_seconds
+                + recomputed_seconds.get(self.recompute_config.vision, 0.0)
+                + (1 + trains_merger) * merger_seconds
             )
-            merger_backward_seconds = (1 + (not self.model_config.freeze_merger)) * merger_seconds
-        return PassTime(
-            patch_embed_seconds + blocks_time.forward + merger_seconds,
-            tower_backward_seconds + merger_backward_seconds,
+        return PassTime(embed_seconds + blocks_time.forward + merger_seconds, backward_seconds)
+
+    def _tower_block_seconds(self, tp: int) -> _TowerSeconds:
+        """The parts of all layers of the tower. Only full and window attention differ between layers."""
+        vision_spec, calibration, num_layers = self.spec.vision, self.calibration, self.spec.vision.num_layers
+        patch_count, hidden_size = self.row_statistics.mean_patches, vision_spec.hidden_size
+        full_attention_layers = sum(map(vision_spec.is_full_attention, range(num_layers)))
+        full_attention_flops = 4.0 * hidden_size / tp * self.row_statistics.mean_frame_pairs
+        mlp_widths = calibration.activation_widths * (1 if vision_spec.gated_mlp else 0.6)
+        hidden_bytes = self.bytes_per_element * patch_count * hidden_size
+        return _TowerSeconds(
+            num_layers * self._tower_matmul_seconds(tp),
+            full_attention_layers * (full_attention_flops / (calibration.tower_attention_tflops * 1e12)),
+            num_layers * self.elementwise_seconds(calibration.tower_widths * hidden_size * patch_count),
+            (num_layers - full_attention_layers)
+            * self.elementwise_seconds(calibration.window_widths * hidden_size / tp * patch_count),
+            num_layers
+            * self.elementwise_seconds(mlp_widths * vision_spec.padded_ffn_hidden_size / tp * patch_count),
+            num_layers * (4 * self.collective_seconds(hidden_bytes, tp) / calibration.all_reduce_share),
         )
+
+    def _tower_matmul_seconds(self, tp: int) -> float:
+        """Seconds of the products of one layer of the tower in the forward pass, without attention."""
+        vision_spec, patch_count = self.spec.vision, self.row_statistics.mean_patches
+        hidden_size, ffn_width = vision_spec.hidden_size, vision_spec.padded_ffn_hidden_size
+        fc1_width = (2 if vision_spec.gated_mlp else 1) * ffn_width
+        attention_seconds = self.matmul_seconds(
+            patch_count,
+            hidden_size,
+            3 * hidden_size / tp,
+        ) + self.matmul_seconds(
+            patch_count,
+            hidden_size / tp,
+            hidden_size,
+        )
+        mlp_seconds = self.matmul_seconds(
+            patch_count,
+            hidden_size,
+            fc1_width / tp,
+        ) + self.matmul_seconds(
+            patch_count,
+            ffn_width / tp,
+            hidden_size,
+        )
+        return attention_seconds + mlp_seconds
 
     # --- Between stages and at the end of a step ------------------------------------------------------------
 
@@ -566,16 +587,11 @@ class StepCosts:
         """Seconds for a hidden state (and DeepStack's levels) to the next stage."""
         if self.layout.pp == 1:
             return 0.0
-        hidden_state_count = 1 + len(self.spec.vision.deepstack_layers)
-        size = (
-            self.bytes_per_element
-            * hidden_state_count
-            * self.seq_len
-            * self.spec.language.hidden_size
-            / self._sequence_parallel_size
+        state_width = (1 + len(self.spec.vision.deepstack_layers)) * self.spec.language.hidden_size
+        message_bytes = self.bytes_per_element * self.seq_len * state_width / self._sequence_parallel_size
+        return message_bytes / self.network.message_bandwidth(
+            self.calibration, self.layout.tp * self.gradient_ranks
         )
-        rank_stride = self.layout.tp * self.gradient_ranks
-        return size / self.network.message_bandwidth(self.calibration, rank_stride)
 
     def grad_reduce_seconds(self, gradient_bytes: float) -> float:
         """Seconds to reduce float32 gradients of that many bytes over the replicas.
@@ -600,19 +616,15 @@ class StepCosts:
         """
         calibration = self.calibration
         offloaded_count = parameter_counts.owned_count * offloaded_fraction(self.config)
-        picoseconds_per_parameter = calibration.optimizer_ps
-        if self.config.optimizer.moments_dtype == "bfloat16":
-            picoseconds_per_parameter *= BF16_MOMENTS_FACTOR
+        moments_factor = BF16_MOMENTS_FACTOR if self.config.optimizer.moments_dtype == "bfloat16" else 1.0
         device_seconds = (
-            (parameter_counts.owned_count - offloaded_count) * picoseconds_per_parameter
+            (parameter_counts.owned_count - offloaded_count) * (calibration.optimizer_ps * moments_factor)
             + parameter_counts.trained_count * calibration.gradient_ps
         ) * 1e-12
 
-        _, host_state_bytes = optimizer_state_bytes(self.config)
-        hidden_bytes = min(HIDDEN_COPY_SHARE * offloaded_count * host_state_bytes, HIDDEN_COPY_BYTES)
-        copy_seconds = (offloaded_count * host_state_bytes - hidden_bytes) / (
-            calibration.host_copy_gb_s * 1e9
-        )
+        copied_bytes = offloaded_count * optimizer_state_bytes(self.config)[1]
+        hidden_bytes = min(HIDDEN_COPY_SHARE * copied_bytes, HIDDEN_COPY_BYTES)
+        copy_seconds = (copied_bytes - hidden_bytes) / (calibration.host_copy_gb_s * 1e9)
         return device_seconds + copy_seconds + parameter_counts.trained_tensors * calibration.tensor_us * 1e-6
 
 

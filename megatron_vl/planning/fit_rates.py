@@ -52,9 +52,11 @@ def fit_speed_factor(
     """
 
     def error(speed_factor: float) -> float:
-        steps = predict_steps(scale_compute_rates(calibration, speed_factor))
         return sum(
-            math.log(predicted / real) for predicted, real in zip(steps, measured_seconds, strict=True)
+            math.log(predicted / real)
+            for predicted, real in zip(
+                predict_steps(scale_compute_rates(calibration, speed_factor)), measured_seconds, strict=True
+            )
         )
 
     lower_bound, upper_bound = math.log(1 / LARGEST_SPEEDUP), math.log(LARGEST_SPEEDUP)

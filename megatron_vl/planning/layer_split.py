@@ -51,7 +51,6 @@ def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
     """
     parallel_config = config.parallel
     layers = [0] * (parallel_config.pp * parallel_config.vpp - 1) + [spec.language.num_layers]
-    is_decoupled = config.vision.placement == "decoupled"
     return make_layout(
         spec,
         parallel_config.tp,
@@ -60,7 +59,7 @@ def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
         layers,
         parallel_config.ep,
         parallel_config.etp,
-        is_decoupled,
+        config.vision.placement == "decoupled",
         parallel_config.cp,
     )
 
@@ -147,8 +146,12 @@ class _SplitSearch:
         if entry_count > 6:
             # With many entries, layers of the ends and of the longest entry move to the shortest ones.
             longest_entry = max(range(entry_count), key=lambda i: layers[i])
-            shortest_entries = sorted(range(1, entry_count - 1), key=lambda i: layers[i])[:2]
-            movable_entries = {0, entry_count - 1, longest_entry, *shortest_entries}
+            movable_entries = {
+                0,
+                entry_count - 1,
+                longest_entry,
+                *sorted(range(1, entry_count - 1), key=lambda i: layers[i])[:2],
+            }
             entry_pairs = itertools.permutations(sorted(movable_entries), 2)
 
         neighbour_splits = []
@@ -171,8 +174,9 @@ class _SplitSearch:
         fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-        lacking_gib = max(0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib)
-        return lacking_gib, self._pipeline_seconds(times_by_stage, micro_batches)
+        return max(
+            0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib
+        ), self._pipeline_seconds(times_by_stage, micro_batches)
 
     def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
         pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])

@@ -190,11 +190,9 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
         if prediction is not None:
             predictions_by_size[size_key] = prediction
         elif size_key not in rejected_by_size:
-            layout_text = describe_layout(
-                candidate.config, candidate.layout, candidate.step_costs.data_parallel_size
-            )
             rejected_by_size[size_key] = RejectedLayout(
-                layout_text, f"{required_gib:.0f} GiB on the fullest GPU"
+                describe_layout(candidate.config, candidate.layout, candidate.step_costs.data_parallel_size),
+                f"{required_gib:.0f} GiB on the fullest GPU",
             )
 
     # Only the layouts to return get the better split, because its search takes seconds.
@@ -203,13 +201,12 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
         (_refine_split(search_request, prediction) for prediction in best_predictions), key=_sort_key
     )
     slowdown_reasons = tuple(explain_slowdown(best_predictions[0], other) for other in best_predictions[1:])
-    combination_count = sum(group.combination_count for group in size_groups)
 
     return SearchResult(
         tuple(best_predictions),
         slowdown_reasons,
         tuple(rejected_by_size.values())[: search_request.result_count],
-        combination_count,
+        sum(group.combination_count for group in size_groups),
     )
 
 
@@ -227,8 +224,15 @@ def _sort_key(prediction: RunPrediction) -> tuple:
 
 def _size_key(candidate: _LayoutCandidate) -> tuple:
     layout = candidate.layout
-    offload_share = offloaded_fraction(candidate.config)
-    return layout.tp, layout.pp, layout.vpp, layout.ep, layout.etp, offload_share, layout.decoupled
+    return (
+        layout.tp,
+        layout.pp,
+        layout.vpp,
+        layout.ep,
+        layout.etp,
+        offloaded_fraction(candidate.config),
+        layout.decoupled,
+    )
 
 
 # --- Combinations -------------------------------------------------------------------------------------------
@@ -246,8 +250,12 @@ def _size_groups(search_request: SearchRequest) -> Iterator[_SizeGroup]:
             continue
         for placed_config in _tower_placements(base_config):
             group_number += combination_count + 1
-            least_seconds = step_lower_bound(search_request, placed_config)
-            yield _SizeGroup(least_seconds, group_number, combination_count, placed_config)
+            yield _SizeGroup(
+                step_lower_bound(search_request, placed_config),
+                group_number,
+                combination_count,
+                placed_config,
+            )
 
 
 def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> float:
@@ -256,8 +264,9 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
     It assumes that stages share all work evenly, that nothing is computed twice, and that passes hide all
     communication at the end of the step.
     """
-    bare_recompute = dataclasses.replace(search_request.config.recompute, **RECOMPUTE_LADDER[0])
-    config = dataclasses.replace(config, recompute=bare_recompute)
+    config = dataclasses.replace(
+        config, recompute=dataclasses.replace(search_request.config.recompute, **RECOMPUTE_LADDER[0])
+    )
     try:
         layout = unsplit_layout(config, search_request.spec)
     except LayoutError:
@@ -274,7 +283,7 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
     )
     micro_batches = config.global_batch_size // data_parallel_size
     end_times = [step_costs.embedding_time(), step_costs.output_layer_time()] + (
-        [] if layout.decoupled else [step_costs.vision_tower_time()]
+        [] if layout.decoupled else [step_costs.vision_tower_time]
     )
     wait_seconds = 2 * search_request.calibration.pass_s * layout.vpp * (layout.pp > 1)
     all_layers_seconds = step_costs.decoder_layers_time(
@@ -291,8 +300,9 @@ def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Itera
     """The combinations of a group that the model allows and whose parameters and optimizer state fit."""
     combined_configs = []
     for recompute_fields in RECOMPUTE_LADDER:
-        recompute_config = dataclasses.replace(search_request.config.recompute, **recompute_fields)
-        config = dataclasses.replace(group.config, recompute=recompute_config)
+        config = dataclasses.replace(
+            group.config, recompute=dataclasses.replace(search_request.config.recompute, **recompute_fields)
+        )
         combined_configs.append(config)
         combined_configs += [
             dataclasses.replace(config, optimizer=optimizer) for optimizer in offload_variants(config)
@@ -345,13 +355,12 @@ def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
                 "ep": expert_size,
                 "etp": expert_tensor_size,
             }
-            overlaps_tensor_parallel = parallel_config.tp_comm_overlap and tensor_size > 1
             yield dataclasses.replace(
                 parallel_config,
                 **parallel_sizes,
                 layers=None,
                 sequence_parallel=tensor_size > 1,
-                tp_comm_overlap=overlaps_tensor_parallel,
+                tp_comm_overlap=parallel_config.tp_comm_overlap and tensor_size > 1,
             )
 
 
@@ -362,9 +371,10 @@ def _powers_of_two(largest: int) -> list[int]:
 
 def _tower_placements(config: TrainConfig) -> list[TrainConfig]:
     """The run with each placement of the vision tower that makes a difference and that FP8 allows."""
-    is_single_rank = config.parallel.replica_ranks == 1
     names: list[Any] = (
-        ["first_stage"] if is_single_rank or config.fp8.vision else ["first_stage", "decoupled"]
+        ["first_stage"]
+        if (config.parallel.replica_ranks == 1) or config.fp8.vision
+        else ["first_stage", "decoupled"]
     )
     return [
         dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=name))
@@ -469,16 +479,18 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
     """The same sizes with the split that a run without ``parallel.layers`` gets."""
     if original_prediction.layout.pp == 1:
         return original_prediction
-    step_costs = StepCosts(
-        original_prediction.config,
-        original_prediction.spec,
-        original_prediction.layout,
-        original_prediction.data_parallel_size,
-        original_prediction.row_statistics,
-        original_prediction.calibration,
-        original_prediction.network,
+    layers = planned_layers(
+        StepCosts(
+            original_prediction.config,
+            original_prediction.spec,
+            original_prediction.layout,
+            original_prediction.data_parallel_size,
+            original_prediction.row_statistics,
+            original_prediction.calibration,
+            original_prediction.network,
+        ),
+        max_row_patches=search_request.max_row_patches,
     )
-    layers = planned_layers(step_costs, max_row_patches=search_request.max_row_patches)
     if layers == original_prediction.layout.layers_per_chunk:
         return original_prediction
     refined_prediction = _predict_candidate(
@@ -502,8 +514,9 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
         "dp": data_parallel_size,
     }
     dense_text = " ".join(f"{name}{size}" for name, size in dense_sizes.items() if size > 1) or "one GPU"
-    expert_sizes = {"ep": layout.ep, "etp": layout.etp}
-    further_parts = [" ".join(f"{name}{size}" for name, size in expert_sizes.items() if size > 1)]
+    further_parts = [
+        " ".join(f"{name}{size}" for name, size in {"ep": layout.ep, "etp": layout.etp}.items() if size > 1)
+    ]
     recompute_config = config.recompute
     language_mode = (
         "activation"
@@ -618,8 +631,12 @@ def _command_line_value(option_value: Any) -> str:
 
 def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
     """The run with the layout's split in ``parallel.layers``."""
-    layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(
+            config.parallel, layers=list(layout.layers_per_chunk) if layout.pp > 1 else None
+        ),
+    )
 
 
 def search_fastest_fit(

@@ -30,10 +30,14 @@ def check_memory(
         RunConfigError: the run does not fit. The message says which options would, and how to start anyway.
     """
     data_parallel_size = validate_config(config, world_size)
-    resolved_config = resolve_offload_fraction(
-        config, spec, layout, data_parallel_size, calibration.memory_gib
+    estimated_gib = peak_stage_gib(
+        stage_memories(
+            resolve_offload_fraction(config, spec, layout, data_parallel_size, calibration.memory_gib),
+            spec,
+            layout,
+            data_parallel_size,
+        )
     )
-    estimated_gib = peak_stage_gib(stage_memories(resolved_config, spec, layout, data_parallel_size))
     gpu_memory_gib = calibration.memory_gib
     if estimated_gib + RESERVE_GIB <= gpu_memory_gib:
         return ""
@@ -97,9 +101,13 @@ def fastest_fitting_layout(
         keep_parallel_sizes: whether to keep the run's parallel sizes if they fit with another split,
             recompute, offload or placement of the tower.
     """
-    rows = make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    search_request = SearchRequest(config, spec, world_size, calibration, rows)
-    same_size_prediction = (
-        search_fastest_fit(search_request, keep_parallel_sizes=True) if keep_parallel_sizes else None
+    search_request = SearchRequest(
+        config,
+        spec,
+        world_size,
+        calibration,
+        make_assumed_rows(spec, config.data.seq_len, config.data.max_patches),
     )
-    return same_size_prediction or search_fastest_fit(search_request)
+    return (
+        search_fastest_fit(search_request, keep_parallel_sizes=True) if keep_parallel_sizes else None
+    ) or search_fastest_fit(search_request)

@@ -123,13 +123,13 @@ class RunPrediction:
         max_micro_batches = max(
             layout.pp, MAX_TIMELINE_PASSES // (2 * layout.pp * layout.vpp) // layout.pp * layout.pp
         )
-        times_by_stage = [stage.times_by_chunk for stage in self.stage_plans]
         return simulate_pipeline(
-            times_by_stage, min(self.micro_batches, max_micro_batches), self.message_seconds
+            [stage.times_by_chunk for stage in self.stage_plans],
+            min(self.micro_batches, max_micro_batches),
+            self.message_seconds,
         )
 
     def as_json(self) -> dict[str, Any]:
-        calibration = self.calibration
         return {
             "layout": {**self.layout.as_dict(), "dp": self.data_parallel_size},
             "step_s": round(self.step_seconds, 4),
@@ -140,7 +140,7 @@ class RunPrediction:
             "hours_per_billion_tokens": round(self.hours_per_billion_tokens, 2),
             "peak_gib": round(self.peak_gib, 1),
             "fits": self.fits_memory,
-            "gpu": calibration.gpu,
+            "gpu": self.calibration.gpu,
             "stages": [
                 {
                     "layers": list(stage.layers_per_chunk),
@@ -188,9 +188,9 @@ def predict_layout(
         config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
     )
 
-    stage_memory_list = stage_memories(config, spec, layout, data_parallel_size, patch_count)
     stage_plans = tuple(
-        _plan_stage(step_costs, memory, stage) for stage, memory in enumerate(stage_memory_list)
+        _plan_stage(step_costs, memory, stage)
+        for stage, memory in enumerate(stage_memories(config, spec, layout, data_parallel_size, patch_count))
     )
     message_seconds = step_costs.stage_message_seconds()
     timeline_seconds = pipeline_seconds(
@@ -247,7 +247,7 @@ def chunk_times(step_costs: StepCosts, layout: Layout, pipeline_stage: int) -> t
         )
         if pipeline_stage + chunk_index == 0:
             chunk_time += step_costs.embedding_time()
-            chunk_time += PassTime() if layout.decoupled else step_costs.vision_tower_time()
+            chunk_time += PassTime() if layout.decoupled else step_costs.vision_tower_time
         if pipeline_stage == layout.pp - 1 and chunk_index == layout.vpp - 1:
             chunk_time += step_costs.output_layer_time()
         times_by_chunk.append(chunk_time)
@@ -287,9 +287,8 @@ def _plan_stage(step_costs: StepCosts, stage_memory: StageMemory, pipeline_stage
     parameter_counts = stage_parameters(
         step_costs.config, step_costs.spec, layout, pipeline_stage, step_costs.data_parallel_size
     )
-    layers = tuple(len(layout.chunk_layers(pipeline_stage, chunk_index)) for chunk_index in range(layout.vpp))
     return StagePlan(
-        layers,
+        tuple(len(layout.chunk_layers(pipeline_stage, chunk_index)) for chunk_index in range(layout.vpp)),
         parameter_counts.parameter_count,
         stage_memory,
         chunks,

@@ -170,12 +170,11 @@ def make_assumed_rows(spec: ModelSpec, seq_len: int, max_patches: int = 0) -> Ro
 
 
 def _assumed_row(documents: list[tuple[int, int, list[int]]], picture_index: int) -> RowShape:
-    text = statistics.mean(TEXT_LENGTHS)
     return RowShape(
         document_lengths=tuple(length for length, _, _ in documents),
         frame_lengths=tuple(patches for _, patches, _ in documents),
         window_lengths=tuple(window_length for _, _, windows in documents for window_length in windows),
-        loss_tokens=round(len(documents) * text / 2),
+        loss_tokens=round(len(documents) * statistics.mean(TEXT_LENGTHS) / 2),
         pictures=len(documents),
     )
 

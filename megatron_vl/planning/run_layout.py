@@ -48,10 +48,20 @@ def run_layout(
         row_statistics = row_statistics or make_assumed_rows(
             spec, config.data.seq_len, config.data.max_patches
         )
-        step_costs = StepCosts(
-            config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+        return dataclasses.replace(
+            layout,
+            layers_per_chunk=planned_layers(
+                StepCosts(
+                    config,
+                    spec,
+                    layout,
+                    data_parallel_size,
+                    row_statistics,
+                    calibration,
+                    network or Network(),
+                )
+            ),
         )
-        return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
     # Without layers, make_layout divides them evenly.
     layers: list[int] | tuple[int, ...] | None = None
@@ -75,11 +85,10 @@ def run_layout(
 def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
     """Whether a run without ``parallel.layers`` keeps the split of a checkpoint's layout."""
     parallel_config = config.parallel
-    is_decoupled = config.vision.placement == "decoupled"
     return (saved_layout.pp, saved_layout.vpp, saved_layout.decoupled) == (
         parallel_config.pp,
         parallel_config.vpp,
-        is_decoupled,
+        config.vision.placement == "decoupled",
     )
 
 
@@ -115,5 +124,10 @@ def estimate_stage_memory(
     Raises:
         RunConfigError, LayoutError: the run is impossible.
     """
-    layout = run_layout(config, spec, world_size, calibration=calibration)
-    return stage_memories(config, spec, layout, validate_config(config, world_size), patch_count)
+    return stage_memories(
+        config,
+        spec,
+        run_layout(config, spec, world_size, calibration=calibration),
+        validate_config(config, world_size),
+        patch_count,
+    )

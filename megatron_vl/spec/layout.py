@@ -125,8 +125,7 @@ def make_layout(
     Raises:
         LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
-    parallel_sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp}
-    for size_name, parallel_size in parallel_sizes.items():
+    for size_name, parallel_size in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp}.items():
         if parallel_size < 1:
             raise LayoutError(f"{size_name}={parallel_size} must be at least 1")
 
@@ -219,10 +218,9 @@ def read_layout(spec: ModelSpec, stored_layout: Mapping[str, Any]) -> Layout:
         KeyError: a field is missing.
         LayoutError: a field is impossible for this model.
     """
-    layout_sizes = {key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")}
     return make_layout(
         spec,
-        **layout_sizes,
+        **{key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")},
         cp=stored_layout.get("cp", 1),
         decoupled=stored_layout.get("vision") == "decoupled",
     )

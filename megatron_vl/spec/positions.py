@@ -62,8 +62,9 @@ def placeholder_runs(media_grids: Sequence[GridTHW], spec: ModelSpec) -> list[Gr
 
     placeholder_grids = []
     for grid in media_grids:
-        frame = dataclasses.replace(grid, t=1, timestamps=())
-        placeholder_grids += [frame] * (grid.t if grid.kind == "video" else 1)
+        placeholder_grids += [dataclasses.replace(grid, t=1, timestamps=())] * (
+            grid.t if grid.kind == "video" else 1
+        )
     return placeholder_grids
 
 
@@ -79,8 +80,9 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
         PositionError: the placeholders do not match the grids in kind, order or number.
     """
     merge_size = spec.vision.spatial_merge_size
-    is_media = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
-    media_positions = is_media.nonzero().flatten()
+    media_positions = (
+        ((token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)).nonzero().flatten()
+    )
     token_counts = [media_grid.num_tokens(merge_size) for media_grid in media_grids]
     if len(media_positions) != sum(token_counts):
         raise PositionError(
@@ -174,12 +176,18 @@ def _merge_unit_positions(
         time_positions = (group_seconds * vision_spec.tokens_per_second).long()
 
     merge_size = vision_spec.spatial_merge_size
-    position_axes = (
-        time_positions,
-        torch.arange(media_grid.h // merge_size),
-        torch.arange(media_grid.w // merge_size),
-    )
-    return torch.stack(torch.meshgrid(*position_axes, indexing="ij")).reshape(3, -1)
+    return torch.stack(
+        torch.meshgrid(
+            *(
+                (
+                    time_positions,
+                    torch.arange(media_grid.h // merge_size),
+                    torch.arange(media_grid.w // merge_size),
+                )
+            ),
+            indexing="ij",
+        )
+    ).reshape(3, -1)
 
 
 def patch_positions(media_grid: GridTHW, merge_size: int) -> Tensor:

@@ -106,8 +106,12 @@ class TensorInfo:
     def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
         """The shape of one part."""
         if self.num_experts:
-            expert_info = dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
-            return (self.num_experts // sharding.ep, *expert_info.shard_shape(Sharding(sharding.etp)))
+            return (
+                self.num_experts // sharding.ep,
+                *dataclasses.replace(self, shape=self.shape[1:], num_experts=0).shard_shape(
+                    Sharding(sharding.etp)
+                ),
+            )
         if self.parallel_style == "replicated":
             return self.shape
         shard_axis = 1 if self.parallel_style == "row" else 0
@@ -118,8 +122,7 @@ class TensorInfo:
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
     """All tensors of the model by canonical name, in model order. A tied output layer has no entry."""
-    tensor_infos = [*_vision_tensors(spec), *_language_tensors(spec)]
-    return {info.name: info for info in tensor_infos}
+    return {info.name: info for info in [*_vision_tensors(spec), *_language_tensors(spec)]}
 
 
 def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:

@@ -144,10 +144,10 @@ class _SerializedRow:
 
     def copy_to(self, device: torch.device) -> _SerializedRow:
         """A copy on the device. The call does not wait if the buffers are in pinned memory."""
-        device_buffers = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in self.flat_buffers.items()
-        }
-        return _SerializedRow(self.row_header, device_buffers)
+        return _SerializedRow(
+            self.row_header,
+            {name: tensor.to(device, non_blocking=True) for name, tensor in self.flat_buffers.items()},
+        )
 
 
 class BatchBroadcast:
@@ -292,14 +292,17 @@ class BatchBroadcast:
         """Sends each rank its share of the pictures, and attaches it to the rows. Collective."""
         grid = self.grid
         assert self.vision_spec is not None
-        vision_lengths = [row_header["vision_lengths"] for row_header in row_headers]
         picture_shares = PictureShares(
-            self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks
+            self.vision_spec,
+            [row_header["vision_lengths"] for row_header in row_headers],
+            plane_bounds_by_row,
+            grid.replica_ranks,
         )
         planes_by_row = []
         for uploaded_row in uploaded_rows:
-            planes_shape = uploaded_row.row_header["shapes"]["planes"]
-            planes_by_row.append(uploaded_row.flat_buffers["planes"].view(planes_shape))
+            planes_by_row.append(
+                uploaded_row.flat_buffers["planes"].view(uploaded_row.row_header["shapes"]["planes"])
+            )
         step_vision = scatter_pictures(
             picture_shares,
             grid.replica_group,
@@ -322,8 +325,7 @@ class BatchBroadcast:
             return [], ""
         error_prefix = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
-            rows = [self._next_row() for _ in range(self.num_micro_batches)]
-            return rows, ""
+            return [self._next_row() for _ in range(self.num_micro_batches)], ""
         except StopIteration:
             return [], f"{error_prefix}: the data set ended; training needs a repeating loader"
         except Exception as error:
@@ -348,11 +350,10 @@ class BatchBroadcast:
             return local_buffers
 
         buffer_sizes = [_buffer_numel(row_header, buffer_name) for row_header in row_headers]
-        device = self.platform.device
         joined_buffer = (
             torch.cat(local_buffers)
             if local_buffers
-            else torch.empty(sum(buffer_sizes), dtype=flat_buffer.dtype, device=device)
+            else torch.empty(sum(buffer_sizes), dtype=flat_buffer.dtype, device=self.platform.device)
         )
         process_group = grid.replica_group if flat_buffer.goes_to_whole_replica else grid.stage_group
         dist.broadcast(joined_buffer, src=grid.replica_source_rank, group=process_group)
@@ -439,8 +440,9 @@ def _serialize_row(row: TrainingRow, row_sharding: RowSharding | None = None) ->
         flat_tensors = []
         for tensor_name in _TENSOR_NAMES[buffer_name]:
             flat_tensors.append(row_tensors[tensor_name].to(flat_buffer.dtype).flatten())
-        joined_tensor = torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
-        flat_buffers[buffer_name] = _pin_memory(joined_tensor)
+        flat_buffers[buffer_name] = _pin_memory(
+            torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
+        )
     return _SerializedRow(_row_header(row, tensor_shapes) | part_descriptions, flat_buffers)
 
 
@@ -459,8 +461,9 @@ def _unpack_tensors(row_header: dict[str, Any], flat_buffers: dict[str, Tensor])
     for buffer_name, flat_buffer in flat_buffers.items():
         tensor_names = _TENSOR_NAMES[buffer_name]
         shapes = [row_header["shapes"][tensor_name] for tensor_name in tensor_names]
-        flat_tensors = flat_buffer.split(list(map(math.prod, shapes)))
-        for tensor_name, flat_tensor, shape in zip(tensor_names, flat_tensors, shapes, strict=True):
+        for tensor_name, flat_tensor, shape in zip(
+            tensor_names, flat_buffer.split(list(map(math.prod, shapes))), shapes, strict=True
+        ):
             tensors_by_name[tensor_name] = flat_tensor.view(shape)
     return tensors_by_name
 

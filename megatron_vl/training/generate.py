@@ -104,9 +104,12 @@ def generate_greedily(
         # The first pass reads each prompt as one row, and fills the cache.
         decode_requests = []
         decoupled_tower = model_chunks[0].decoupled
-        vision_spec = None if decoupled_tower is None else decoupled_tower.vision
         step_batch = BatchBroadcast(
-            grid, platform, row_iterator, len(prompt_lengths), vision_spec=vision_spec
+            grid,
+            platform,
+            row_iterator,
+            len(prompt_lengths),
+            vision_spec=None if decoupled_tower is None else decoupled_tower.vision,
         ).next_batch()
         for i, device_row in enumerate(step_batch.rows):
             device_row.cache = CacheAccess(kv_cache, [i], is_prefill=True)
@@ -129,8 +132,13 @@ def generate_greedily(
             ]
             device_row = _new_token_row(model_chunks[0], grid, platform, token_positions)
             device_row.cache = CacheAccess(kv_cache, active_prompts, is_prefill=False)
-            decode_request = _DecodeRequest(device_row, list(range(len(active_prompts))))
-            chosen_tokens = _next_tokens(model_chunks, grid, platform, [decode_request], len(active_prompts))
+            chosen_tokens = _next_tokens(
+                model_chunks,
+                grid,
+                platform,
+                [_DecodeRequest(device_row, list(range(len(active_prompts))))],
+                len(active_prompts),
+            )
             kv_cache.advance_lengths(active_prompts)
     return answer_tokens
 
@@ -188,14 +196,14 @@ def _next_tokens(
     # The interleaved schedule needs a multiple of the number of stages. Results of this padding are not used.
     padded_requests = list(decode_requests)
     while grid.vpp > 1 and len(padded_requests) % grid.pp:
-        first_row = decode_requests[0].row
-        padded_requests.append(_DecodeRequest(DeviceRow(**{**vars(first_row), "cache": None}), []))
+        padded_requests.append(
+            _DecodeRequest(DeviceRow(**{**vars(decode_requests[0].row), "cache": None}), [])
+        )
 
-    row_length = decode_requests[0].row.tokens.numel()
     chosen_by_request = run_schedule(
         model_chunks,
         padded_requests,
-        seq_len=row_length,
+        seq_len=decode_requests[0].row.tokens.numel(),
         forward_only=True,
         forward_step_func=partial(_argmax_forward_step, grid=grid),
         collect_non_loss_data=True,
@@ -207,8 +215,9 @@ def _next_tokens(
         else torch.zeros(token_count, dtype=torch.int64, device=platform.device)
     )
     if grid.pp > 1:
-        last_rank = max(dist.get_process_group_ranks(grid.replica_group))
-        dist.broadcast(chosen_tokens, src=last_rank, group=grid.replica_group)
+        dist.broadcast(
+            chosen_tokens, src=max(dist.get_process_group_ranks(grid.replica_group)), group=grid.replica_group
+        )
     return chosen_tokens.tolist()
 
 

@@ -68,8 +68,9 @@ class MetricsLog:
         self.quarantined_ids: set[tuple[str, ...]] = set()
         self.bad_sample_meter = BadSampleMeter(config.data.max_bad_share)
         self.source_meter = SourceMeter(blend_sources)
-        device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-        self.device_peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+        self.device_peak_tflops = peak_tflops(
+            torch.cuda.get_device_name() if platform.name == "cuda" else "cpu", config.log.peak_tflops
+        )
         self.metrics_sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
     def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
@@ -85,10 +86,9 @@ class MetricsLog:
 
         step_metrics = self.step_metrics
         step_metrics.data_wait_s += step_batch.loader_wait_s
-        row_lengths = zip(
+        for segment_lengths, (frame_lengths, window_lengths), loss_tokens in zip(
             step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True
-        )
-        for segment_lengths, (frame_lengths, window_lengths), loss_tokens in row_lengths:
+        ):
             step_metrics.num_real_tokens += sum(segment_lengths)
             flops = row_flops(
                 self.spec, self.model_config, segment_lengths, frame_lengths, window_lengths, loss_tokens

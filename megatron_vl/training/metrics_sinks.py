@@ -103,8 +103,7 @@ def _without_nan(json_value: Any) -> Any:
 
 def _json_line(json_record: Mapping[str, Any]) -> str:
     """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
-    finite_record = _without_nan(json_record)
-    return json.dumps(finite_record, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_without_nan(json_record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class TensorBoardSink(MetricsSink):
@@ -128,8 +127,11 @@ class TensorBoardSink(MetricsSink):
     def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
         self.summary_writer.add_scalar("validation_loss", validation_result.loss, step)
         for number, answer in enumerate(validation_result.answers):
-            text = "\n\n".join(f"**{name}**: {value}" for name, value in asdict(answer).items())
-            self.summary_writer.add_text(f"answer_{number}", text, step)
+            self.summary_writer.add_text(
+                f"answer_{number}",
+                "\n\n".join(f"**{name}**: {value}" for name, value in asdict(answer).items()),
+                step,
+            )
         self.summary_writer.flush()
 
     def close(self, has_failed: bool = False) -> None:
@@ -182,12 +184,14 @@ class WandbSink(MetricsSink):
         except Exception as error:
             raise UserError(_wandb_refusal_message(error, config, earlier_run_id)) from error
         if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
-            run_record = {
-                "id": self.wandb_run.id,
-                "project": wandb_config.project,
-                "entity": wandb_config.entity,
-            }
-            write_json(Path(run_dir) / WANDB_RUN_FILE, run_record)
+            write_json(
+                Path(run_dir) / WANDB_RUN_FILE,
+                {
+                    "id": self.wandb_run.id,
+                    "project": wandb_config.project,
+                    "entity": wandb_config.entity,
+                },
+            )
 
     def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
         self._log_metrics(lambda: {"step": logged_metrics["step"], **scalar_metrics(logged_metrics)})
@@ -211,8 +215,9 @@ class WandbSink(MetricsSink):
             evaluation_metrics: dict[str, Any] = {"step": step, "validation_loss": validation_result.loss}
             rows = [asdict(answer) for answer in validation_result.answers]
             if rows:
-                data = [[str(value) for value in row.values()] for row in rows]
-                evaluation_metrics["answers"] = self.wandb_module.Table(columns=list(rows[0]), data=data)
+                evaluation_metrics["answers"] = self.wandb_module.Table(
+                    columns=list(rows[0]), data=[[str(value) for value in row.values()] for row in rows]
+                )
             return evaluation_metrics
 
         self._log_metrics(make_metrics)

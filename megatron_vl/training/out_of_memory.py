@@ -200,11 +200,10 @@ def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) 
     reduced_calibration = dataclasses.replace(
         gpu_calibration, memory_gib=gpu_memory.total_gib - gpu_memory.other_processes_gib - unestimated_gib
     )
-    world_size = dp * layout.replica_ranks
     return [
         *estimate_sentences,
         fitting_options_advice(
-            config, spec, world_size, reduced_calibration, keep_parallel_sizes=True
+            config, spec, dp * layout.replica_ranks, reduced_calibration, keep_parallel_sizes=True
         ).removesuffix("."),
     ]
 

@@ -178,8 +178,9 @@ def scatter_pictures(
 
 def cumulative(sizes: Array, device: torch.device) -> Tensor:
     """int32 [N + 1] on the device: the bounds of segments of the given sizes."""
-    bounds = torch.from_numpy(cumulative_starts(sizes).astype(np.int32))
-    return _pin_memory(bounds).to(device, non_blocking=True)
+    return _pin_memory(torch.from_numpy(cumulative_starts(sizes).astype(np.int32))).to(
+        device, non_blocking=True
+    )
 
 
 def _pin_memory(tensor: Tensor) -> Tensor:
@@ -212,5 +213,6 @@ def _concatenated_shares(
             plane_count += plane_end - first_plane
         patch_ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
 
-    joined_pixels = torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0]
-    return joined_pixels, _pin_memory(torch.cat(patch_ints))
+    return torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0], _pin_memory(
+        torch.cat(patch_ints)
+    )

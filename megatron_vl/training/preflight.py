@@ -53,9 +53,12 @@ def check_host_memory(
     if offload_share is None or requested_share == "auto" and not config.failures.check_memory:
         return  # the run takes what host memory allows
 
-    settled_config = with_offload_fraction(config, offload_share)
     needed_gib = (
-        max(stage.host_bytes for stage in stage_memories(settled_config, spec, layout, dp)) / host_memory.GIB
+        max(
+            stage.host_bytes
+            for stage in stage_memories(with_offload_fraction(config, offload_share), spec, layout, dp)
+        )
+        / host_memory.GIB
     )
     if needed_gib <= host_gib:
         return
@@ -231,12 +234,12 @@ def check_own_checkpoint(
     """
     from megatron_vl.training import checkpoint
 
-    saved_metadata = checkpoint.check_resumable(
-        checkpoint_path, data_order_metadata(config, dp), restart_data
-    )
     check_same_model(
         f"checkpoint {checkpoint_path}",
-        checkpoint.open_checkpoint_weights(checkpoint_path, saved_metadata).spec,
+        checkpoint.open_checkpoint_weights(
+            checkpoint_path,
+            checkpoint.check_resumable(checkpoint_path, data_order_metadata(config, dp), restart_data),
+        ).spec,
         config,
         spec,
     )

@@ -92,8 +92,9 @@ def resolve_run(
 
     # From here on, the config has the split and the offloaded share as numbers.
     if layout.pp > 1:
-        parallel_config = dataclasses.replace(config.parallel, layers=list(layout.layers_per_chunk))
-        config = dataclasses.replace(config, parallel=parallel_config)
+        config = dataclasses.replace(
+            config, parallel=dataclasses.replace(config.parallel, layers=list(layout.layers_per_chunk))
+        )
     config = resolve_offload_fraction(
         config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib
     )
@@ -152,8 +153,10 @@ def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
     dataset_description = read_description(resolve_location(config.data.path))
-    split_names = {"train", config.eval.split} if config.eval.interval else {"train"}
-    facts_by_split = {split: dataset_description.split_facts(split) for split in sorted(split_names)}
+    facts_by_split = {
+        split: dataset_description.split_facts(split)
+        for split in sorted({"train", config.eval.split} if config.eval.interval else {"train"})
+    }
     unsized_datasets = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
     facts_by_split["train"] = dataclasses.replace(
         facts_by_split["train"],
@@ -196,11 +199,10 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
         return RunStart(None, lineage, False, start_choice.user_messages)
 
     earlier_restart = source_checkpoint.lineage.data_restart
-    current_metadata = preflight.data_order_metadata(config, dp)
     if (
         earlier_restart is not None
         and earlier_restart.attempt >= checkpoint_config.attempt
-        and _reads_same_data(source_checkpoint, current_metadata)
+        and _reads_same_data(source_checkpoint, preflight.data_order_metadata(config, dp))
     ):
         restart_note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"

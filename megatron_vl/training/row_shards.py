@@ -97,8 +97,13 @@ class RowSharding:
         feature_count = row.vision.feature_index.numel()
         if self.tower_is_decoupled or not feature_count:
             return np.array([0, *[feature_count] * self.context_size])
-        vision_lengths = (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
-        return cumulative_starts(np.array(self.picture_shares(vision_lengths).features_of_rank))
+        return cumulative_starts(
+            np.array(
+                self.picture_shares(
+                    (row.vision.cu_seqlens.diff().tolist(), row.vision.cu_window_seqlens.diff().tolist())
+                ).features_of_rank
+            )
+        )
 
     def route_step(
         self,
@@ -172,8 +177,9 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
 
     segment_bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + part_length) - start
     row_shard = RowShard(Segments(segment_bounds, part["longest"]), part["route"])
-    real_tokens = min(max(row.num_real_tokens - start, 0), part_length)
-    return dataclasses.replace(row, shard=row_shard, num_real_tokens=real_tokens)
+    return dataclasses.replace(
+        row, shard=row_shard, num_real_tokens=min(max(row.num_real_tokens - start, 0), part_length)
+    )
 
 
 def cut_feature_index(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int) -> Tensor:

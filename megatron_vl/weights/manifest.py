@@ -104,8 +104,11 @@ def write_expert_file(
 
     Otherwise, it is the same as :func:`write_rank_file`.
     """
-    path = Path(weights_dir) / expert_file_name(ep_rank, etp_rank, pp_rank)
-    return _write_tensor_file(path, expert_tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
+    return _write_tensor_file(
+        Path(weights_dir) / expert_file_name(ep_rank, etp_rank, pp_rank),
+        expert_tensors,
+        {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank},
+    )
 
 
 def _write_tensor_file(
@@ -119,11 +122,13 @@ def _write_tensor_file(
             )
 
     file_path.parent.mkdir(parents=True, exist_ok=True)
-    file_header = make_safetensors_header(
-        {tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in tensors_by_name.items()},
-        {"format": "pt"},
+    tensor_writer = TensorWriter(
+        file_path,
+        make_safetensors_header(
+            {tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in tensors_by_name.items()},
+            {"format": "pt"},
+        ),
     )
-    tensor_writer = TensorWriter(file_path, file_header)
     written_tensors = {}
 
     try:

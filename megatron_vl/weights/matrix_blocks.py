@@ -70,10 +70,13 @@ def gather_region(
 
         if gathered is None:
             gathered = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
-        target_view = gathered[
-            first_row - region.row : end_row - region.row, first_col - region.col : end_col - region.col
-        ]
-        _copy_matrix(block_data, target_view, block.is_transposed)
+        _copy_matrix(
+            block_data,
+            gathered[
+                first_row - region.row : end_row - region.row, first_col - region.col : end_col - region.col
+            ],
+            block.is_transposed,
+        )
 
     if gathered is None:  # the whole region is padding
         return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
@@ -93,13 +96,15 @@ def _read_block(
     """Reads a region, given in the whole matrix and within ``block``, from the part."""
     if block.is_transposed:
         row_offset, col_offset = block.part_row - block.col, block.part_col - block.row
-        transposed_region = MatrixRegion(
-            region.col + row_offset,
-            region.col_end + row_offset,
-            region.row + col_offset,
-            region.row_end + col_offset,
-        )
-        return read_part(block.part_id, transposed_region).t()
+        return read_part(
+            block.part_id,
+            MatrixRegion(
+                region.col + row_offset,
+                region.col_end + row_offset,
+                region.row + col_offset,
+                region.row_end + col_offset,
+            ),
+        ).t()
     row_offset, col_offset = block.part_row - block.row, block.part_col - block.col
     return read_part(
         block.part_id,
@@ -236,8 +241,7 @@ def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, shardi
         # The parts of one expert rank hold slices of the same experts.
         joined_experts = []
         for first_shard in range(0, len(shard_tensors), sharding.etp):
-            rank_shards = shard_tensors[first_shard : first_shard + sharding.etp]
-            for expert_slices in zip(*rank_shards, strict=True):
+            for expert_slices in zip(*shard_tensors[first_shard : first_shard + sharding.etp], strict=True):
                 joined_experts.append(join_shards(expert_slices, single_expert, Sharding(sharding.etp)))
         return torch.stack(joined_experts)
     if tensor_info.parallel_style == "replicated" or sharding.tensor_parallel_ways(tensor_info) == 1:

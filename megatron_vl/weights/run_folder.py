@@ -306,10 +306,13 @@ def split_by_branch(checkpoint_dir: Path) -> tuple[list[SavedCheckpoint], list[S
     branch_checkpoints: list[SavedCheckpoint] = []
     abandoned_checkpoints: list[SavedCheckpoint] = []
     for checkpoint in checkpoints:
-        is_ancestor = newest_checkpoint.lineage.contains_checkpoint(
-            newest_checkpoint.step, checkpoint.checkpoint_point
-        )
-        (branch_checkpoints if is_ancestor else abandoned_checkpoints).append(checkpoint)
+        (
+            branch_checkpoints
+            if newest_checkpoint.lineage.contains_checkpoint(
+                newest_checkpoint.step, checkpoint.checkpoint_point
+            )
+            else abandoned_checkpoints
+        ).append(checkpoint)
     return sorted(branch_checkpoints, key=lambda saved: saved.step), abandoned_checkpoints
 
 
@@ -386,22 +389,27 @@ def choose_start_point(
         and done_rollback is not None
         and _is_done_rollback(done_rollback, step, branch, attempt)
     ):
-        user_message = _done_rollback_line(newest_checkpoint, done_rollback, checkpoints)
-        return StartPoint(newest_checkpoint, _continued_lineage(newest_checkpoint), (user_message,))
+        return StartPoint(
+            newest_checkpoint,
+            _continued_lineage(newest_checkpoint),
+            (_done_rollback_line(newest_checkpoint, done_rollback, checkpoints),),
+        )
 
     # A new branch begins. It takes effect with its first save.
     source_checkpoint = _find_checkpoint(checkpoint_dir, checkpoints, newest_checkpoint, step, branch)
     forks = (*source_checkpoint.lineage.forks, source_checkpoint.checkpoint_point)
-    rollback = RollBack(step, source_checkpoint.lineage.branch, attempt)
-    lineage = Lineage(
-        0,
-        make_branch_name(),
-        source_checkpoint.checkpoint_point,
-        forks,
-        rollback,
-        source_checkpoint.lineage.data_restart,
+    return StartPoint(
+        source_checkpoint,
+        Lineage(
+            0,
+            make_branch_name(),
+            source_checkpoint.checkpoint_point,
+            forks,
+            RollBack(step, source_checkpoint.lineage.branch, attempt),
+            source_checkpoint.lineage.data_restart,
+        ),
+        (_rollback_line(source_checkpoint, newest_checkpoint),),
     )
-    return StartPoint(source_checkpoint, lineage, (_rollback_line(source_checkpoint, newest_checkpoint),))
 
 
 def _continued_lineage(checkpoint: SavedCheckpoint) -> Lineage:
@@ -436,8 +444,9 @@ def _done_rollback_line(
         f"before, and its branch {newest_checkpoint.lineage.branch} is saved "
         f"up to step {newest_checkpoint.step}; the run continues from there"
     )
-    source_point = CheckpointPoint(done_rollback.branch, done_rollback.step)
-    if source_point not in [saved.checkpoint_point for saved in checkpoints]:
+    if CheckpointPoint(done_rollback.branch, done_rollback.step) not in [
+        saved.checkpoint_point for saved in checkpoints
+    ]:
         return f"{line}. Step {done_rollback.step} itself no longer exists (checkpoint.keep)"
     return (
         f"{line}. To go back to step {done_rollback.step} once more, "

@@ -328,8 +328,9 @@ class TensorWriter:
         hasher = hashlib.sha256()
         file_offset, end_offset = self._tensor_offsets[tensor_name]
         while file_offset < end_offset:
-            read_size = min(CHUNK_BYTES, end_offset - file_offset)
-            read_bytes = os.pread(self._file_descriptor, read_size, file_offset)
+            read_bytes = os.pread(
+                self._file_descriptor, min(CHUNK_BYTES, end_offset - file_offset), file_offset
+            )
             if not read_bytes:  # the file was truncated
                 break
             hasher.update(read_bytes)

@@ -168,8 +168,7 @@ class WeightReader:
                     )
 
         # Every part has a file, so more files than parts belong to ranks that the layout does not have.
-        shard_count = sum(self.sharding.num_shards(info) for info in self.tensor_infos.values())
-        if len(file_by_shard) != shard_count:
+        if len(file_by_shard) != sum(self.sharding.num_shards(info) for info in self.tensor_infos.values()):
             raise WeightsError(
                 f"{manifest_path} names files of more ranks than its layout {self.sharding} has"
             )
@@ -253,8 +252,9 @@ class WeightReader:
         Raises:
             WeightsError: the tensor is damaged.
         """
-        tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
-        for shard_index in {block.part_id for block in tensor_blocks}:
+        for shard_index in {
+            block.part_id for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        }:
             self._open_shard(int(shard_index), tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
@@ -263,9 +263,8 @@ class WeightReader:
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
-        tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
         return gather_region(
-            tensor_blocks,
+            shard_blocks(self.tensor_infos[tensor_name], self.sharding),
             region,
             lambda shard_index, shard_region: self._open_shard(int(shard_index), tensor_name).read_region(
                 tensor_name, shard_region
@@ -311,8 +310,9 @@ class WeightReader:
         if tensor_info.num_experts:
             has_stored_sharding = sharding[1:3] == self.sharding[1:3]
         else:
-            stored_ways = self.sharding.tensor_parallel_ways(tensor_info)
-            has_stored_sharding = sharding.tensor_parallel_ways(tensor_info) == stored_ways
+            has_stored_sharding = sharding.tensor_parallel_ways(
+                tensor_info
+            ) == self.sharding.tensor_parallel_ways(tensor_info)
 
         source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
         # Region by region, so that only a few megabytes are in memory besides the result.
