@@ -199,26 +199,10 @@ class BatchBroadcast:
         # The owner starts its copies to the device here, so that they run beside the broadcasts.
         serialized_rows = [_serialize_row(row, self.row_sharding) for row in rows]
         uploaded_rows = [row.copy_to(self.platform.device) for row in serialized_rows]
-
-        # If a tower is spread over ranks, all of them must know which planes belong to which picture.
-        batch_header: list[Any] = [loader_error or [row.row_header for row in uploaded_rows], None]
         host_tensors: list[dict[str, Tensor]] = []
-        if (self.tower_is_decoupled or self.row_sharding) and not loader_error:
+        if self.tower_is_decoupled or self.row_sharding:
             host_tensors = [_unpack_tensors(row.row_header, row.flat_buffers) for row in serialized_rows]
-            batch_header[1] = []
-            for serialized_row, row_tensors in zip(serialized_rows, host_tensors, strict=True):
-                plane_index = row_tensors["plane_index"].numpy()
-                frame_lengths, _ = serialized_row.row_header["vision_lengths"]
-                batch_header[1].append(frame_plane_bounds(plane_index, frame_lengths))
-
-        # The header goes first: it says how large the buffers are, or that the loader failed.
-        if self.grid.replica_ranks > 1:
-            dist.broadcast_object_list(
-                batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
-            )
-        if isinstance(batch_header[0], str):
-            raise ReplicaLoaderError(batch_header[0])
-        row_headers: list[dict[str, Any]] = batch_header[0]
+        row_headers, plane_bounds_by_row = self._share_headers(loader_error, serialized_rows, host_tensors)
 
         received_buffers: dict[str, list[Tensor]] = {}
         for buffer_name in _FLAT_BUFFERS:
@@ -234,20 +218,45 @@ class BatchBroadcast:
             )
             # Under context parallelism, this rank keeps its part of the row.
             if self.row_sharding is not None:
-                device_rows.append(self._shard_row(row_header, row_tensors, batch_header[1][row_number]))
-                continue
-
-            row = _device_row(row_header, row_tensors)
-            if self.tower_is_decoupled and self.grid.has_vision:
-                row.feature_index = row_tensors["feature_index"].long()
-            elif self.grid.has_vision:
-                row.vision_input, row.feature_index = _vision_input(row_header, row_tensors)
-            device_rows.append(row)
+                device_rows.append(self._shard_row(row_header, row_tensors, plane_bounds_by_row[row_number]))
+            else:
+                device_rows.append(self._whole_row(row_header, row_tensors))
 
         # A tower that every rank holds encodes pictures of all rows, shared out by their cost.
         if self.tower_is_decoupled:
-            self._scatter_pictures(device_rows, row_headers, batch_header[1], host_tensors, uploaded_rows)
+            self._scatter_pictures(device_rows, row_headers, plane_bounds_by_row, host_tensors, uploaded_rows)
         return _step_batch(device_rows, row_headers, loader_wait_s)
+
+    def _share_headers(
+        self,
+        loader_error: str,
+        serialized_rows: list[_SerializedRow],
+        host_tensors: list[dict[str, Tensor]],
+    ) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
+        """Sends the headers of the rows, and the planes of each picture if a tower is spread over ranks."""
+        plane_bounds_by_row = []
+        for serialized_row, row_tensors in zip(serialized_rows, host_tensors, strict=False):
+            frame_lengths, _ = serialized_row.row_header["vision_lengths"]
+            plane_bounds_by_row.append(frame_plane_bounds(row_tensors["plane_index"].numpy(), frame_lengths))
+
+        # The header goes first: it says how large the buffers are, or that the loader failed.
+        row_headers = [row.row_header for row in serialized_rows]
+        batch_header: list[Any] = [loader_error or row_headers, plane_bounds_by_row]
+        if self.grid.replica_ranks > 1:
+            dist.broadcast_object_list(
+                batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
+            )
+        if isinstance(batch_header[0], str):
+            raise ReplicaLoaderError(batch_header[0])
+        return batch_header[0], batch_header[1]
+
+    def _whole_row(self, row_header: dict[str, Any], row_tensors: dict[str, Tensor]) -> DeviceRow:
+        row = _device_row(row_header, row_tensors)
+        if self.tower_is_decoupled and self.grid.has_vision:
+            row.feature_index = row_tensors["feature_index"].long()
+        elif self.grid.has_vision:
+            row.vision_input, row.feature_index = _vision_input(row_header, row_tensors)
+        return row
 
     def _shard_row(
         self, row_header: dict[str, Any], row_tensors: dict[str, Tensor], plane_bounds: list[list[int]]
@@ -290,32 +299,23 @@ class BatchBroadcast:
         uploaded_rows: list[_SerializedRow],
     ) -> None:
         """Sends each rank its share of the pictures, and attaches it to the rows. Collective."""
-        grid = self.grid
+        grid, device = self.grid, self.platform.device
         assert self.vision_spec is not None
-        picture_shares = PictureShares(
-            self.vision_spec,
-            [row_header["vision_lengths"] for row_header in row_headers],
-            plane_bounds_by_row,
-            grid.replica_ranks,
-        )
+        vision_lengths = [row_header["vision_lengths"] for row_header in row_headers]
         planes_by_row = []
         for uploaded_row in uploaded_rows:
-            planes_by_row.append(
-                uploaded_row.flat_buffers["planes"].view(uploaded_row.row_header["shapes"]["planes"])
-            )
+            planes_shape = uploaded_row.row_header["shapes"]["planes"]
+            planes_by_row.append(uploaded_row.flat_buffers["planes"].view(planes_shape))
         step_vision = scatter_pictures(
-            picture_shares,
+            PictureShares(self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks),
             grid.replica_group,
             rows,
             host_tensors,
             planes_by_row,
-            self.platform.device,
-            self.vision_spec,
+            device,
         )
         if self.row_sharding is not None:
-            self.row_sharding.route_step(
-                step_vision, row_headers, host_tensors, grid.cp_rank, self.platform.device
-            )
+            self.row_sharding.route_step(step_vision, row_headers, host_tensors, grid.cp_rank, device)
         for row in rows:
             row.step_vision = step_vision
 
@@ -364,27 +364,17 @@ def _step_batch(
     device_rows: list[DeviceRow], row_headers: list[dict[str, Any]], loader_wait_s: float
 ) -> StepBatch:
     """The rows of a step with their numbers, from the headers of the rows."""
-    item_counts: dict[str, int] = {}
-    dropped_samples: list[dict[str, Any]] = []
+    step_batch = StepBatch(device_rows, loader_wait_s=loader_wait_s)
     for row_header in row_headers:
-        dropped_samples += row_header["dropped"]
+        step_batch.segment_lengths.append(row_header["lengths"])
+        step_batch.vision_lengths.append(row_header["vision_lengths"])
+        step_batch.loss_tokens.append(row_header["loss_tokens"])
+        step_batch.sample_keys.append(row_header["keys"])
+        step_batch.source_loss_tokens.append(row_header["learnt"])
+        step_batch.dropped_samples += row_header["dropped"]
         for item_name, item_count in row_header["counts"].items():
-            item_counts[item_name] = item_counts.get(item_name, 0) + item_count
-
-    def list_entry(entry_name: str) -> list[Any]:
-        return [row_header[entry_name] for row_header in row_headers]
-
-    return StepBatch(
-        rows=device_rows,
-        item_counts=item_counts,
-        segment_lengths=list_entry("lengths"),
-        vision_lengths=list_entry("vision_lengths"),
-        loss_tokens=list_entry("loss_tokens"),
-        sample_keys=list_entry("keys"),
-        source_loss_tokens=list_entry("learnt"),
-        dropped_samples=dropped_samples,
-        loader_wait_s=loader_wait_s,
-    )
+            step_batch.item_counts[item_name] = step_batch.item_counts.get(item_name, 0) + item_count
+    return step_batch
 
 
 def _row_header(row: TrainingRow, tensor_shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -461,9 +451,8 @@ def _unpack_tensors(row_header: dict[str, Any], flat_buffers: dict[str, Tensor])
     for buffer_name, flat_buffer in flat_buffers.items():
         tensor_names = _TENSOR_NAMES[buffer_name]
         shapes = [row_header["shapes"][tensor_name] for tensor_name in tensor_names]
-        for tensor_name, flat_tensor, shape in zip(
-            tensor_names, flat_buffer.split(list(map(math.prod, shapes))), shapes, strict=True
-        ):
+        flat_tensors = flat_buffer.split(list(map(math.prod, shapes)))
+        for tensor_name, flat_tensor, shape in zip(tensor_names, flat_tensors, shapes, strict=True):
             tensors_by_name[tensor_name] = flat_tensor.view(shape)
     return tensors_by_name
 

@@ -82,7 +82,6 @@ class Evaluator:
         self.reference_answers: list[EvaluationAnswer] = []
         self.tokenizer: Any = None
         self.stop_token_ids: list[int] = []
-
         failure_text, failure_cause = "", None
         if grid.owns_loader:
             try:
@@ -121,13 +120,8 @@ class Evaluator:
         """The first ``max_rows`` rows of the split, equal on every replica."""
         from megatron_vl.data.loader import validation_rows
 
-        rows = validation_rows(
-            dataclasses.replace(self.data_config, pack=pack),
-            spec,
-            self.hf_dir,
-            self.eval_config.split,
-            self.split_facts,
-        )
+        data_config = dataclasses.replace(self.data_config, pack=pack)
+        rows = validation_rows(data_config, spec, self.hf_dir, self.eval_config.split, self.split_facts)
         return itertools.islice(rows, max_rows)
 
     def _rows_of_replica(self, rows: list[TrainingRow]) -> list[TrainingRow]:
@@ -143,9 +137,8 @@ class Evaluator:
         if grid.vpp > 1:  # the interleaved schedule needs a multiple of the number of stages
             rows_per_replica = -(-rows_per_replica // grid.pp) * grid.pp
         replica_rows = rows[grid.dp_rank :: grid.dp]
-        return replica_rows + [
-            dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
-        ] * (rows_per_replica - len(replica_rows))
+        padding_row = dataclasses.replace(rows[0], loss_mask=torch.zeros_like(rows[0].loss_mask))
+        return replica_rows + [padding_row] * (rows_per_replica - len(replica_rows))
 
     def _add_prompt(self, row: TrainingRow) -> None:
         """Adds the prompt for the first assistant turn of a row that holds one sample.

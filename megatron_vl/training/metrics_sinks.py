@@ -151,21 +151,19 @@ class WandbSink(MetricsSink):
     def __init__(self, config: TrainConfig) -> None:
         import wandb
 
-        wandb_config, run_dir = config.wandb, config.checkpoint.dir
         self.wandb_module = wandb
         self.is_disconnected = False
-
-        earlier_run_id = _earlier_wandb_run(config)
+        run_dir, earlier_run_id = config.checkpoint.dir, _earlier_wandb_run(config)
         finish_settings = (
             {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": WANDB_FINISH_TIMEOUT_S}
         )
         try:
             self.wandb_run = wandb.init(
-                project=wandb_config.project,
-                entity=wandb_config.entity or None,
-                name=wandb_config.name or (Path(run_dir).resolve().name if run_dir else None),
-                mode=wandb_config.mode,
-                dir=wandb_config.dir or run_dir or None,
+                project=config.wandb.project,
+                entity=config.wandb.entity or None,
+                name=config.wandb.name or (Path(run_dir).resolve().name if run_dir else None),
+                mode=config.wandb.mode,
+                dir=config.wandb.dir or run_dir or None,
                 id=earlier_run_id,
                 resume="allow",
                 config=asdict(config),
@@ -173,38 +171,28 @@ class WandbSink(MetricsSink):
                 # Forked loader workers inherit W&B's console capture, which raises there and drops samples.
                 settings=wandb.Settings(console="off", **finish_settings),
             )
-            # Its hooks on imports report to its service, which raises in forked loader workers too.
-            sys.meta_path[:] = [
-                path_finder
-                for path_finder in sys.meta_path
-                if not type(path_finder).__module__.startswith("wandb.")
-            ]
+            _remove_import_hooks()
             self.wandb_run.define_metric("step")
             self.wandb_run.define_metric("*", step_metric="step")
         except Exception as error:
             raise UserError(_wandb_refusal_message(error, config, earlier_run_id)) from error
         if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
-            write_json(
-                Path(run_dir) / WANDB_RUN_FILE,
-                {
-                    "id": self.wandb_run.id,
-                    "project": wandb_config.project,
-                    "entity": wandb_config.entity,
-                },
-            )
+            run_record = {
+                "id": self.wandb_run.id,
+                "project": config.wandb.project,
+                "entity": config.wandb.entity,
+            }
+            write_json(Path(run_dir) / WANDB_RUN_FILE, run_record)
 
     def write_step(self, logged_metrics: Mapping[str, Any]) -> None:
         self._log_metrics(lambda: {"step": logged_metrics["step"], **scalar_metrics(logged_metrics)})
 
     def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
         def make_metrics() -> dict[str, Any]:
-            busiest_by_layer = {
-                _expert_load_tag(layer): float(share.max()) for layer, share in relative_loads.items()
-            }
             all_loads = torch.cat(list(relative_loads.values())).numpy()
             return {
                 "step": step,
-                **busiest_by_layer,
+                **{_expert_load_tag(layer): float(share.max()) for layer, share in relative_loads.items()},
                 "expert_load/all": self.wandb_module.Histogram(all_loads),
             }
 
@@ -253,6 +241,13 @@ def _expert_load_tag(layer_number: int) -> str:
     return f"expert_load/layer_{layer_number:02d}"
 
 
+def _remove_import_hooks() -> None:
+    """Removes W&B's hooks on imports. They report to its service, which raises in forked loader workers."""
+    sys.meta_path[:] = [
+        path_finder for path_finder in sys.meta_path if not type(path_finder).__module__.startswith("wandb.")
+    ]
+
+
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
     """Id of the W&B run that this run continues; None if it starts a new one.
 
@@ -264,9 +259,8 @@ def _earlier_wandb_run(config: TrainConfig) -> str | None:
         return None
     try:
         run_record = json.loads(run_file.read_text())
-        is_same_project = (
-            run_record["project"] == config.wandb.project and run_record["entity"] == config.wandb.entity
-        )
+        stored_project = run_record["project"], run_record["entity"]
+        is_same_project = stored_project == (config.wandb.project, config.wandb.entity)
         return str(run_record["id"]) if is_same_project else None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
