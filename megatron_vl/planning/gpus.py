@@ -73,11 +73,9 @@ def read_local_calibration() -> Calibration | None:
     if kind_name in DATA_SHEETS or stored_calibration_path(kind_name).is_file():
         known_calibration = find_calibration(kind_name)
         # Some cards have less memory under a known name.
-        return (
-            dataclasses.replace(known_calibration, memory_gib=memory_gib)
-            if (memory_gib < 0.95 * known_calibration.memory_gib)
-            else known_calibration
-        )
+        if memory_gib < 0.95 * known_calibration.memory_gib:
+            return dataclasses.replace(known_calibration, memory_gib=memory_gib)
+        return known_calibration
 
     return dataclasses.replace(
         shipped_calibration(),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.planning.cost import PassTime, StepCosts
-from megatron_vl.planning.memory import GIB, RESERVE_GIB, stage_memories
+from megatron_vl.planning.memory import RESERVE_GIB, peak_stage_gib, stage_memories
 from megatron_vl.planning.pipeline_timeline import pipeline_seconds
 from megatron_vl.planning.predict import chunk_times
 from megatron_vl.spec.families import ModelSpec
@@ -49,8 +49,13 @@ def unsplit_layout(config: TrainConfig, spec: ModelSpec) -> Layout:
     Raises:
         LayoutError: the sizes are impossible.
     """
+    empty_entries = [0] * (config.parallel.pp * config.parallel.vpp - 1)
+    return layout_with_layers(config, spec, [*empty_entries, spec.language.num_layers])
+
+
+def layout_with_layers(config: TrainConfig, spec: ModelSpec, layers: Sequence[int] | None) -> Layout:
+    """The layout of a run with this split; None: the layers are spread evenly. Raises LayoutError."""
     parallel_config = config.parallel
-    layers = [0] * (parallel_config.pp * parallel_config.vpp - 1) + [spec.language.num_layers]
     return make_layout(
         spec,
         parallel_config.tp,
@@ -146,12 +151,8 @@ class _SplitSearch:
         if entry_count > 6:
             # With many entries, layers of the ends and of the longest entry move to the shortest ones.
             longest_entry = max(range(entry_count), key=lambda i: layers[i])
-            movable_entries = {
-                0,
-                entry_count - 1,
-                longest_entry,
-                *sorted(range(1, entry_count - 1), key=lambda i: layers[i])[:2],
-            }
+            shortest_entries = sorted(range(1, entry_count - 1), key=lambda i: layers[i])[:2]
+            movable_entries = {0, entry_count - 1, longest_entry, *shortest_entries}
             entry_pairs = itertools.permutations(sorted(movable_entries), 2)
 
         neighbour_splits = []
@@ -171,25 +172,18 @@ class _SplitSearch:
         stage_memory_list = stage_memories(
             step_costs.config, step_costs.spec, layout, step_costs.data_parallel_size, self.max_row_patches
         )
-        fullest_stage_gib = max(memory.total_bytes for memory in stage_memory_list) / GIB
+        lacking_gib = peak_stage_gib(stage_memory_list) + RESERVE_GIB - step_costs.calibration.memory_gib
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-        return max(
-            0.0, fullest_stage_gib + RESERVE_GIB - step_costs.calibration.memory_gib
-        ), self._pipeline_seconds(times_by_stage, micro_batches)
+        return max(0.0, lacking_gib), self._pipeline_seconds(times_by_stage, micro_batches)
 
     def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
-        pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
-        if (
-            not self.skip_timelines
-            and 2
-            * pipeline_parallel_size
-            * virtual_pipeline_size
-            * min(micro_batches, 8 * pipeline_parallel_size)
-            <= MAX_SIMULATED_PASSES
-        ):
-            return pipeline_seconds(times_by_stage, micro_batches, self.step_costs.stage_message_seconds())
-        return quick_pipeline_seconds(times_by_stage, micro_batches, self.step_costs.stage_message_seconds())
+        message_seconds = self.step_costs.stage_message_seconds()
+        stage_count, chunk_count = len(times_by_stage), len(times_by_stage[0])
+        pass_count = 2 * stage_count * chunk_count * min(micro_batches, 8 * stage_count)
+        if not self.skip_timelines and pass_count <= MAX_SIMULATED_PASSES:
+            return pipeline_seconds(times_by_stage, micro_batches, message_seconds)
+        return quick_pipeline_seconds(times_by_stage, micro_batches, message_seconds)
 
 
 def quick_pipeline_seconds(

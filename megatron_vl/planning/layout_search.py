@@ -13,7 +13,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from megatron_vl.planning.layer_split import (
     unsplit_layout,
 )
 from megatron_vl.planning.memory import GIB, RESERVE_GIB, offloaded_fraction, parameter_bytes, stage_memories
+from megatron_vl.planning.offload_fraction import with_offload_fraction
 from megatron_vl.planning.predict import (
     RunPrediction,
     chunk_times,
@@ -36,7 +37,7 @@ from megatron_vl.planning.predict import (
     tower_and_step_overhead,
 )
 from megatron_vl.planning.row_statistics import RowStatistics
-from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.families import ModelSpec, MoeSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import LayoutError
 
@@ -82,6 +83,18 @@ class SearchRequest:
     """Number of layouts to return."""
     keep_parallel_sizes: bool = False
     """Whether to keep TP, PP, VPP, EP and ETP of the run."""
+
+    def step_costs(self, config: TrainConfig, layout: Layout) -> StepCosts:
+        """The cost model of a combination."""
+        return StepCosts(
+            config,
+            self.spec,
+            layout,
+            self.world_size // layout.replica_ranks,
+            self.row_statistics,
+            self.calibration,
+            self.network,
+        )
 
 
 @dataclass(frozen=True)
@@ -137,83 +150,87 @@ def search_layouts(search_request: SearchRequest) -> SearchResult:
             ``global_batch_size`` has no divisor in common with the number of GPUs.
     """
     # Without offload at first: the search itself adds larger shares where they help.
-    if search_request.config.optimizer.offload_fraction == "auto":
-        resident_optimizer = dataclasses.replace(search_request.config.optimizer, offload_fraction=0.0)
-        search_request = dataclasses.replace(
-            search_request, config=dataclasses.replace(search_request.config, optimizer=resident_optimizer)
-        )
+    config = search_request.config
+    if config.optimizer.offload_fraction == "auto":
+        config = with_offload_fraction(config, 0.0)
+        search_request = dataclasses.replace(search_request, config=config)
 
-    # The queue is ordered by the lower bound of the time. The numbers only break ties, always the same way.
     size_groups = list(_size_groups(search_request))
-    priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
-        (group.least_seconds, group.group_number, group) for group in size_groups
-    ]
     if not size_groups:
         raise RunConfigError(
             f"no layout of {search_request.world_size} GPUs is possible with global_batch_size"
-            f" {search_request.config.global_batch_size}: the data-parallel size must divide it"
+            f" {config.global_batch_size}: the data-parallel size must divide it"
         )
-
-    heapq.heapify(priority_queue)
-    predictions_by_size: dict[tuple, RunPrediction] = {}
-    rejected_by_size: dict[tuple, RejectedLayout] = {}
-    tried_count = 0
-
-    while priority_queue:
-        _, _, candidate = heapq.heappop(priority_queue)
-        seconds_limit = (
-            SEARCH_MARGIN * _slowest_kept_step(predictions_by_size, search_request.result_count)
-            if predictions_by_size
-            else math.inf
-        )
-        if (
-            candidate.least_seconds > seconds_limit
-            or tried_count > MAX_TRIED_LAYOUTS * search_request.result_count
-        ):
-            break
-
-        if isinstance(candidate, _SizeGroup):
-            # None of a group's combinations is faster than the group, so they are still taken in order.
-            for group_member in _group_candidates(search_request, candidate):
-                heapq.heappush(
-                    priority_queue, (group_member.least_seconds, group_member.candidate_number, group_member)
-                )
-            continue
-
-        # More recompute under the same sizes is slower, so one combination that fits is enough.
-        size_key = _size_key(candidate)
-        if size_key in predictions_by_size:
-            continue
-        tried_count += bool(predictions_by_size)
-        prediction, required_gib = _predict_if_fits(search_request, candidate)
-
-        if prediction is not None:
-            predictions_by_size[size_key] = prediction
-        elif size_key not in rejected_by_size:
-            rejected_by_size[size_key] = RejectedLayout(
-                describe_layout(candidate.config, candidate.layout, candidate.step_costs.data_parallel_size),
-                f"{required_gib:.0f} GiB on the fullest GPU",
-            )
+    layout_search = _LayoutSearch(search_request)
+    layout_search.try_groups(size_groups)
 
     # Only the layouts to return get the better split, because its search takes seconds.
-    best_predictions = sorted(predictions_by_size.values(), key=_sort_key)[: search_request.result_count]
-    best_predictions = sorted(
-        (_refine_split(search_request, prediction) for prediction in best_predictions), key=_sort_key
-    )
-    slowdown_reasons = tuple(explain_slowdown(best_predictions[0], other) for other in best_predictions[1:])
-
+    predictions = sorted(layout_search.predictions_by_size.values(), key=_sort_key)
+    refined_predictions = [
+        _refine_split(search_request, prediction) for prediction in predictions[: search_request.result_count]
+    ]
+    refined_predictions.sort(key=_sort_key)
     return SearchResult(
-        tuple(best_predictions),
-        slowdown_reasons,
-        tuple(rejected_by_size.values())[: search_request.result_count],
+        tuple(refined_predictions),
+        tuple(explain_slowdown(refined_predictions[0], other) for other in refined_predictions[1:]),
+        tuple(layout_search.rejected_by_size.values())[: search_request.result_count],
         sum(group.combination_count for group in size_groups),
     )
 
 
-def _slowest_kept_step(predictions_by_size: dict[tuple, RunPrediction], result_count: int) -> float:
-    """Seconds of the slowest step to return. While there are too few, it is twice the fastest step."""
-    steps = sorted(prediction.step_seconds for prediction in predictions_by_size.values())
-    return steps[result_count - 1] if len(steps) >= result_count else 2 * steps[0]
+@dataclass
+class _LayoutSearch:
+    """Tries combinations in the order of their quick estimates until enough layouts fit."""
+
+    search_request: SearchRequest
+    predictions_by_size: dict[tuple, RunPrediction] = dataclasses.field(default_factory=dict)
+    rejected_by_size: dict[tuple, RejectedLayout] = dataclasses.field(default_factory=dict)
+    tried_count: int = 0
+    """Number of layouts that were tried after the first one that fits."""
+
+    def try_groups(self, size_groups: list[_SizeGroup]) -> None:
+        # The queue is ordered by the lower bound of the time. The numbers only break ties, always the same way.
+        priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
+            (group.least_seconds, group.group_number, group) for group in size_groups
+        ]
+        heapq.heapify(priority_queue)
+        while priority_queue:
+            _, _, candidate = heapq.heappop(priority_queue)
+            if self._is_done(candidate.least_seconds):
+                break
+            if isinstance(candidate, _LayoutCandidate):
+                self._try_candidate(candidate)
+                continue
+            # None of a group's combinations is faster than the group, so they are still taken in order.
+            for member in _group_candidates(self.search_request, candidate):
+                heapq.heappush(priority_queue, (member.least_seconds, member.candidate_number, member))
+
+    def _is_done(self, least_seconds: float) -> bool:
+        """Whether no later combination is worth trying. ``least_seconds``: the quick estimate of the next."""
+        if not self.predictions_by_size:
+            return False
+        result_count = self.search_request.result_count
+        steps = sorted(prediction.step_seconds for prediction in self.predictions_by_size.values())
+        # While there are too few layouts, the limit is twice the fastest step.
+        slowest_step = steps[result_count - 1] if len(steps) >= result_count else 2 * steps[0]
+        return least_seconds > SEARCH_MARGIN * slowest_step or (
+            self.tried_count > MAX_TRIED_LAYOUTS * result_count
+        )
+
+    def _try_candidate(self, candidate: _LayoutCandidate) -> None:
+        # More recompute under the same sizes is slower, so one combination that fits is enough.
+        size_key = _size_key(candidate)
+        if size_key in self.predictions_by_size:
+            return
+        self.tried_count += bool(self.predictions_by_size)
+        prediction, required_gib = _predict_if_fits(self.search_request, candidate)
+        if prediction is not None:
+            self.predictions_by_size[size_key] = prediction
+        elif size_key not in self.rejected_by_size:
+            self.rejected_by_size[size_key] = RejectedLayout(
+                describe_layout(candidate.config, candidate.layout, candidate.step_costs.data_parallel_size),
+                f"{required_gib:.0f} GiB on the fullest GPU",
+            )
 
 
 def _sort_key(prediction: RunPrediction) -> tuple:
@@ -264,49 +281,34 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
     It assumes that stages share all work evenly, that nothing is computed twice, and that passes hide all
     communication at the end of the step.
     """
-    config = dataclasses.replace(
-        config, recompute=dataclasses.replace(search_request.config.recompute, **RECOMPUTE_LADDER[0])
-    )
+    bare_recompute = dataclasses.replace(search_request.config.recompute, **RECOMPUTE_LADDER[0])
+    config = dataclasses.replace(config, recompute=bare_recompute)
     try:
         layout = unsplit_layout(config, search_request.spec)
     except LayoutError:
         return math.inf
-    data_parallel_size = search_request.world_size // layout.replica_ranks
-    step_costs = StepCosts(
-        config,
-        search_request.spec,
-        layout,
-        data_parallel_size,
-        search_request.row_statistics,
-        search_request.calibration,
-        search_request.network,
-    )
-    micro_batches = config.global_batch_size // data_parallel_size
+
+    step_costs = search_request.step_costs(config, layout)
+    micro_batches = config.global_batch_size // step_costs.data_parallel_size
     end_times = [step_costs.embedding_time(), step_costs.output_layer_time()] + (
         [] if layout.decoupled else [step_costs.vision_tower_time]
     )
+    end_seconds = [end_time.total_seconds for end_time in end_times]
+    all_layers = range(search_request.spec.language.num_layers)
+    layers_seconds = step_costs.decoder_layers_time(all_layers).total_seconds
+    # One stage holds the longest end.
+    row_seconds = max((layers_seconds + sum(end_seconds)) / layout.pp, max(end_seconds))
     wait_seconds = 2 * search_request.calibration.pass_s * layout.vpp * (layout.pp > 1)
-    all_layers_seconds = step_costs.decoder_layers_time(
-        range(search_request.spec.language.num_layers)
-    ).total_seconds
-    mean_stage_seconds = (all_layers_seconds + sum(end.total_seconds for end in end_times)) / layout.pp
-    longest_end_seconds = max(end.total_seconds for end in end_times)  # one stage holds it
-    return micro_batches * (
-        max(mean_stage_seconds, longest_end_seconds) + wait_seconds
-    ) + tower_and_step_overhead(step_costs, micro_batches)
+    return micro_batches * (row_seconds + wait_seconds) + tower_and_step_overhead(step_costs, micro_batches)
 
 
 def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Iterator[_LayoutCandidate]:
     """The combinations of a group that the model allows and whose parameters and optimizer state fit."""
     combined_configs = []
     for recompute_fields in RECOMPUTE_LADDER:
-        config = dataclasses.replace(
-            group.config, recompute=dataclasses.replace(search_request.config.recompute, **recompute_fields)
-        )
-        combined_configs.append(config)
-        combined_configs += [
-            dataclasses.replace(config, optimizer=optimizer) for optimizer in offload_variants(config)
-        ]
+        recompute_config = dataclasses.replace(search_request.config.recompute, **recompute_fields)
+        config = dataclasses.replace(group.config, recompute=recompute_config)
+        combined_configs += [config, *offload_variants(config)]
     for number, config in enumerate(combined_configs, group.group_number + 1):
         candidate = _make_candidate(search_request, number, config)
         if candidate is not None:
@@ -315,53 +317,44 @@ def _group_candidates(search_request: SearchRequest, group: _SizeGroup) -> Itera
 
 def _parallel_configs(search_request: SearchRequest) -> Iterator[Any]:
     """The ``parallel`` sections to try. Some of them are impossible for other fields of the run."""
-    parallel_config = search_request.config.parallel
-    language_spec = search_request.spec.language
+    parallel_config, language_spec = search_request.config.parallel, search_request.spec.language
     world_size = search_request.world_size
     if search_request.keep_parallel_sizes:
         yield dataclasses.replace(parallel_config, layers=None)
         return
 
-    tensor_sizes = [
-        size
-        for size in _powers_of_two(min(LARGEST_TP, search_request.network.gpus_per_node, world_size))
-        if world_size % size == 0
-    ]
-    pipeline_sizes = [
-        size
-        for size in range(1, min(LARGEST_PP, language_spec.num_layers, world_size) + 1)
-        if world_size % size == 0
-    ]
-    expert_sizes = _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1]
-
+    largest_tp = min(LARGEST_TP, search_request.network.gpus_per_node)
+    largest_pp = min(LARGEST_PP, language_spec.num_layers)
     for tensor_size, pipeline_size, expert_size in itertools.product(
-        tensor_sizes, pipeline_sizes, expert_sizes
+        _divisors(_powers_of_two(largest_tp), world_size),
+        _divisors(range(1, largest_pp + 1), world_size),
+        _powers_of_two(min(LARGEST_EP, world_size)) if language_spec.moe else [1],
     ):
-        has_wide_experts = (
-            language_spec.moe is not None
-            and language_spec.moe.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tensor_size
-        )
-        expert_tensor_sizes = [1, tensor_size] if has_wide_experts and tensor_size > 1 else [1]
-        virtual_sizes = [
-            size
-            for size in range(1, LARGEST_VPP + 1)
-            if size == 1 or pipeline_size > 1 and pipeline_size * size <= language_spec.num_layers
-        ]
-        for virtual_size, expert_tensor_size in itertools.product(virtual_sizes, expert_tensor_sizes):
-            parallel_sizes: dict[str, Any] = {
-                "tp": tensor_size,
-                "pp": pipeline_size,
-                "vpp": virtual_size,
-                "ep": expert_size,
-                "etp": expert_tensor_size,
-            }
+        largest_vpp = min(LARGEST_VPP, language_spec.num_layers // pipeline_size) if pipeline_size > 1 else 1
+        for virtual_size, expert_tensor_size in itertools.product(
+            range(1, max(1, largest_vpp) + 1), _expert_tensor_sizes(language_spec.moe, tensor_size)
+        ):
             yield dataclasses.replace(
                 parallel_config,
-                **parallel_sizes,
+                tp=tensor_size,
+                pp=pipeline_size,
+                vpp=virtual_size,
+                ep=expert_size,
+                etp=expert_tensor_size,
                 layers=None,
                 sequence_parallel=tensor_size > 1,
                 tp_comm_overlap=parallel_config.tp_comm_overlap and tensor_size > 1,
             )
+
+
+def _expert_tensor_sizes(moe_spec: MoeSpec | None, tensor_size: int) -> list[int]:
+    has_wide_experts = moe_spec and moe_spec.ffn_hidden_size >= NARROWEST_EXPERT_WIDTH * tensor_size
+    return [1, tensor_size] if has_wide_experts and tensor_size > 1 else [1]
+
+
+def _divisors(sizes: Iterable[int], world_size: int) -> list[int]:
+    """Those of ``sizes`` that divide the number of GPUs."""
+    return [size for size in sizes if world_size % size == 0]
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -371,70 +364,54 @@ def _powers_of_two(largest: int) -> list[int]:
 
 def _tower_placements(config: TrainConfig) -> list[TrainConfig]:
     """The run with each placement of the vision tower that makes a difference and that FP8 allows."""
-    names: list[Any] = (
-        ["first_stage"]
-        if (config.parallel.replica_ranks == 1) or config.fp8.vision
-        else ["first_stage", "decoupled"]
-    )
+    placements: list[Any] = ["first_stage"]
+    if config.parallel.replica_ranks > 1 and not config.fp8.vision:
+        placements.append("decoupled")
     return [
-        dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=name))
-        for name in names
+        dataclasses.replace(config, vision=dataclasses.replace(config.vision, placement=placement))
+        for placement in placements
     ]
 
 
-def offload_variants(config: TrainConfig) -> list[Any]:
-    """The optimizer's section with more of its state in host memory."""
-    optimizer = config.optimizer
-    larger_fractions = [share for share in (0.5, 1.0) if share > offloaded_fraction(config)]
-    return [dataclasses.replace(optimizer, offload_fraction=share) for share in larger_fractions]
+def offload_variants(config: TrainConfig) -> list[TrainConfig]:
+    """The run with more of its optimizer state in host memory."""
+    return [
+        with_offload_fraction(config, share) for share in (0.5, 1.0) if share > offloaded_fraction(config)
+    ]
 
 
 def _make_candidate(
     search_request: SearchRequest, candidate_number: int, config: TrainConfig
 ) -> _LayoutCandidate | None:
     """A combination with its quick estimate; None if it is impossible or its parameters alone do not fit."""
-    spec, parallel_config = search_request.spec, config.parallel
-    data_parallel_size = search_request.world_size // parallel_config.replica_ranks
     try:
-        layout = unsplit_layout(config, spec)
+        layout = unsplit_layout(config, search_request.spec)
     except LayoutError:
         return None
 
     # Every split needs at least an even share of the parameters, their gradients and their optimizer state.
-    state_gib = parameter_bytes(config, spec, layout, data_parallel_size) / parallel_config.pp / GIB
+    state_gib = _mean_state_gib(search_request, config, layout)
     if state_gib + RESERVE_GIB > search_request.calibration.memory_gib:
         return None
     if offloaded_fraction(config) > offloaded_fraction(search_request.config):
-        resident_state_gib = (
-            parameter_bytes(with_requested_offload(search_request, config), spec, layout, data_parallel_size)
-            / parallel_config.pp
-            / GIB
-        )
-        if resident_state_gib - state_gib < LEAST_OFFLOAD_GIB:
+        resident_config = dataclasses.replace(config, optimizer=search_request.config.optimizer)
+        if _mean_state_gib(search_request, resident_config, layout) - state_gib < LEAST_OFFLOAD_GIB:
             return None
 
-    step_costs = StepCosts(
-        config,
-        spec,
-        layout,
-        data_parallel_size,
-        search_request.row_statistics,
-        search_request.calibration,
-        search_request.network,
-    )
+    step_costs = search_request.step_costs(config, layout)
     layout = dataclasses.replace(layout, layers_per_chunk=balanced_layers(step_costs))
-    times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(parallel_config.pp)]
-    micro_batches = config.global_batch_size // data_parallel_size
-    quick_step_seconds = quick_pipeline_seconds(
-        times_by_stage, micro_batches, step_costs.stage_message_seconds()
-    ) + seconds_outside_pipeline(step_costs, layout, times_by_stage)
-
+    times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
+    micro_batches = config.global_batch_size // step_costs.data_parallel_size
+    message_seconds = step_costs.stage_message_seconds()
+    quick_step_seconds = quick_pipeline_seconds(times_by_stage, micro_batches, message_seconds)
+    quick_step_seconds += seconds_outside_pipeline(step_costs, layout, times_by_stage)
     return _LayoutCandidate(quick_step_seconds, candidate_number, config, layout, step_costs)
 
 
-def with_requested_offload(search_request: SearchRequest, config: TrainConfig) -> TrainConfig:
-    """A combination with the share of state in host memory that the run asks for."""
-    return dataclasses.replace(config, optimizer=search_request.config.optimizer)
+def _mean_state_gib(search_request: SearchRequest, config: TrainConfig, layout: Layout) -> float:
+    """GiB of parameters, gradients and optimizer state on a GPU, as a mean over the stages."""
+    data_parallel_size = search_request.world_size // layout.replica_ranks
+    return parameter_bytes(config, search_request.spec, layout, data_parallel_size) / layout.pp / GIB
 
 
 def _predict_if_fits(
@@ -477,27 +454,15 @@ def _predict_candidate(search_request: SearchRequest, config: TrainConfig, layou
 
 def _refine_split(search_request: SearchRequest, original_prediction: RunPrediction) -> RunPrediction:
     """The same sizes with the split that a run without ``parallel.layers`` gets."""
-    if original_prediction.layout.pp == 1:
+    config, layout = original_prediction.config, original_prediction.layout
+    if layout.pp == 1:
         return original_prediction
-    layers = planned_layers(
-        StepCosts(
-            original_prediction.config,
-            original_prediction.spec,
-            original_prediction.layout,
-            original_prediction.data_parallel_size,
-            original_prediction.row_statistics,
-            original_prediction.calibration,
-            original_prediction.network,
-        ),
-        max_row_patches=search_request.max_row_patches,
-    )
-    if layers == original_prediction.layout.layers_per_chunk:
+    step_costs = original_prediction.step_costs(config, original_prediction.calibration)
+    layers = planned_layers(step_costs, max_row_patches=search_request.max_row_patches)
+    if layers == layout.layers_per_chunk:
         return original_prediction
-    refined_prediction = _predict_candidate(
-        search_request,
-        original_prediction.config,
-        dataclasses.replace(original_prediction.layout, layers_per_chunk=layers),
-    )
+    refined_layout = dataclasses.replace(layout, layers_per_chunk=layers)
+    refined_prediction = _predict_candidate(search_request, config, refined_layout)
     return refined_prediction if refined_prediction.fits_memory else original_prediction
 
 
@@ -506,30 +471,27 @@ def _refine_split(search_request: SearchRequest, original_prediction: RunPredict
 
 def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int) -> str:
     """A layout in a few words: ``tp2 pp4 vpp2 dp8, ep8, recompute full/activation``."""
-    dense_sizes = {
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "vpp": layout.vpp,
-        "dp": data_parallel_size,
-    }
-    dense_text = " ".join(f"{name}{size}" for name, size in dense_sizes.items() if size > 1) or "one GPU"
-    further_parts = [
-        " ".join(f"{name}{size}" for name, size in {"ep": layout.ep, "etp": layout.etp}.items() if size > 1)
-    ]
-    recompute_config = config.recompute
-    language_mode = (
-        "activation"
-        if recompute_config.language == "selective" and recompute_config.language_modules == ["activation"]
-        else recompute_config.language
+    dense_text = _describe_sizes(
+        tp=layout.tp, cp=layout.cp, pp=layout.pp, vpp=layout.vpp, dp=data_parallel_size
     )
-    if (language_mode, recompute_config.vision) != ("none", "none"):
-        further_parts.append(f"recompute {language_mode}/{recompute_config.vision}")
-    if offload_share := offloaded_fraction(config):
-        further_parts.append(f"offload {offload_share:g}")
-    if layout.decoupled:
-        further_parts.append("tower on every rank")
-    return ", ".join([dense_text, *[word for word in further_parts if word]])
+    recompute_config = config.recompute
+    language_mode: str = recompute_config.language
+    if language_mode == "selective" and recompute_config.language_modules == ["activation"]:
+        language_mode = "activation"
+    recompute_text = f"{language_mode}/{recompute_config.vision}"
+    offload_share = offloaded_fraction(config)
+    layout_parts = [
+        dense_text or "one GPU",
+        _describe_sizes(ep=layout.ep, etp=layout.etp),
+        "" if recompute_text == "none/none" else f"recompute {recompute_text}",
+        f"offload {offload_share:g}" if offload_share else "",
+        "tower on every rank" if layout.decoupled else "",
+    ]
+    return ", ".join(filter(None, layout_parts))
+
+
+def _describe_sizes(**sizes: int) -> str:
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
 
 
 def explain_slowdown(best_prediction: RunPrediction, slower_prediction: RunPrediction) -> str:
@@ -540,11 +502,9 @@ def explain_slowdown(best_prediction: RunPrediction, slower_prediction: RunPredi
     for cause, slower_seconds in _seconds_by_cause(slower_prediction).items():
         extra_seconds = slower_seconds - best_seconds[cause]
         if extra_seconds > 0.1 * max(total_seconds, 1e-9):
-            relevant_causes.append((extra_seconds, cause))
+            relevant_causes.append((extra_seconds, f"{cause} {1e3 * extra_seconds:+,.0f} ms"))
 
-    cause_texts = []
-    for extra_seconds, cause in sorted(relevant_causes, reverse=True)[:2]:
-        cause_texts.append(f"{cause} {1e3 * extra_seconds:+,.0f} ms")
+    cause_texts = [cause_text for _, cause_text in sorted(relevant_causes, reverse=True)[:2]]
     slowdown_text = f"{100 * total_seconds / best_prediction.step_seconds:+.1f} %"
     return f"{slowdown_text}: {', '.join(cause_texts)}" if cause_texts else slowdown_text
 
@@ -554,45 +514,30 @@ def _seconds_by_cause(prediction: RunPrediction) -> dict[str, float]:
 
     A cause's share is the difference between two estimates, one without recompute or without communication.
     """
-    config = prediction.config
-    stage_plans = prediction.stage_plans
-    bare_config = dataclasses.replace(
-        config, recompute=dataclasses.replace(config.recompute, language="none", vision="none")
-    )
-    instant_network = dataclasses.replace(
-        prediction.calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0
-    )
+    config, calibration = prediction.config, prediction.calibration
+    bare_recompute = dataclasses.replace(config.recompute, language="none", vision="none")
+    bare_config = dataclasses.replace(config, recompute=bare_recompute)
+    instant_network = dataclasses.replace(calibration, nvlink_gb_s=1e6, network_gb_s=1e6, collective_s=0.0)
 
-    def compute_seconds_with(run_config: TrainConfig, calibration: Calibration) -> float:
-        """Seconds of the mean stage's passes in a step."""
-        layout = prediction.layout
-        step_costs = StepCosts(
-            run_config,
-            prediction.spec,
-            layout,
-            prediction.data_parallel_size,
-            prediction.row_statistics,
-            calibration,
-            prediction.network,
-        )
-        times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
-        row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
-        return prediction.micro_batches * row_seconds / layout.pp
-
-    all_seconds = compute_seconds_with(config, prediction.calibration)
-    seconds_without_recompute = compute_seconds_with(bare_config, prediction.calibration)
-    compute_seconds = compute_seconds_with(bare_config, instant_network)
-    stage_end_seconds = max(
-        stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans
-    )
+    all_seconds = _compute_seconds(prediction, config, calibration)
+    seconds_without_recompute = _compute_seconds(prediction, bare_config, calibration)
+    compute_seconds = _compute_seconds(prediction, bare_config, instant_network)
     return {
         "pipeline waits": prediction.timeline_seconds - all_seconds,
         "recompute": all_seconds - seconds_without_recompute,
         "collectives": seconds_without_recompute - compute_seconds,
         "computing": compute_seconds,
-        "gradients and update": stage_end_seconds,
+        "gradients and update": prediction.stage_end_seconds,
         "tower on every rank": prediction.decoupled_tower_seconds,
     }
+
+
+def _compute_seconds(prediction: RunPrediction, config: TrainConfig, calibration: Calibration) -> float:
+    """Seconds of the mean stage's passes in a step."""
+    step_costs, layout = prediction.step_costs(config, calibration), prediction.layout
+    times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
+    row_seconds = sum(chunk.total_seconds for stage in times_by_stage for chunk in stage)
+    return prediction.micro_batches * row_seconds / layout.pp
 
 
 def changed_options_text(config: TrainConfig, found_prediction: RunPrediction) -> str:
@@ -602,24 +547,22 @@ def changed_options_text(config: TrainConfig, found_prediction: RunPrediction) -
 
 def changed_sections(config: TrainConfig, found_prediction: RunPrediction) -> list[str]:
     """The options of each section in which a found run differs from a run."""
-    section_texts = []
     found_config = with_split(found_prediction.config, found_prediction.layout)
+    section_texts = []
     for section_name in ("parallel", "recompute", "optimizer", "vision"):
-        section_before = getattr(config, section_name, None)
-        section_after = getattr(found_config, section_name, None)
-        if section_before is not None and section_after is not None and section_before != section_after:
+        section_before, section_after = getattr(config, section_name), getattr(found_config, section_name)
+        if section_before != section_after:
             section_texts.append(section_option_text(section_name, section_before, section_after))
     return section_texts
 
 
 def section_option_text(section_name: str, section_before: Any, section_after: Any) -> str:
     """``--section.field value`` for the fields of a section that differ."""
-    names = [field.name for field in dataclasses.fields(section_after)]
-    changed_names = [name for name in names if getattr(section_after, name) != getattr(section_before, name)]
-    return " ".join(
-        f"--{section_name}.{name} {_command_line_value(getattr(section_after, name))}"
-        for name in changed_names
-    )
+    option_texts = []
+    for name, new_value in vars(section_after).items():
+        if new_value != getattr(section_before, name):
+            option_texts.append(f"--{section_name}.{name} {_command_line_value(new_value)}")
+    return " ".join(option_texts)
 
 
 def _command_line_value(option_value: Any) -> str:
@@ -631,12 +574,8 @@ def _command_line_value(option_value: Any) -> str:
 
 def with_split(config: TrainConfig, layout: Layout) -> TrainConfig:
     """The run with the layout's split in ``parallel.layers``."""
-    return dataclasses.replace(
-        config,
-        parallel=dataclasses.replace(
-            config.parallel, layers=list(layout.layers_per_chunk) if layout.pp > 1 else None
-        ),
-    )
+    layers = list(layout.layers_per_chunk) if layout.pp > 1 else None
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, layers=layers))
 
 
 def search_fastest_fit(

@@ -10,7 +10,6 @@ from megatron_vl.planning.calibration import Calibration
 from megatron_vl.planning.layout_search import SearchRequest, changed_options_text, search_fastest_fit
 from megatron_vl.planning.memory import RESERVE_GIB, peak_stage_gib, stage_memories
 from megatron_vl.planning.offload_fraction import least_offload_fraction, resolve_offload_fraction
-from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.planning.row_statistics import make_assumed_rows
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
@@ -29,25 +28,23 @@ def check_memory(
     Raises:
         RunConfigError: the run does not fit. The message says which options would, and how to start anyway.
     """
-    data_parallel_size = validate_config(config, world_size)
-    estimated_gib = peak_stage_gib(
-        stage_memories(
-            resolve_offload_fraction(config, spec, layout, data_parallel_size, calibration.memory_gib),
-            spec,
-            layout,
-            data_parallel_size,
-        )
-    )
-    gpu_memory_gib = calibration.memory_gib
-    if estimated_gib + RESERVE_GIB <= gpu_memory_gib:
+    gpu_gib, data_parallel_size = calibration.memory_gib, validate_config(config, world_size)
+    resolved_config = resolve_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
+    estimated_gib = peak_stage_gib(stage_memories(resolved_config, spec, layout, data_parallel_size))
+    if estimated_gib + RESERVE_GIB <= gpu_gib:
         return ""
     estimate_text = (
         f"the memory estimate is {estimated_gib:.0f} GiB on the fullest GPU, with a row full of pictures, and"
-        f" {RESERVE_GIB:.0f} should stay free; {calibration.gpu} has {gpu_memory_gib:.0f}"
+        f" {RESERVE_GIB:.0f} should stay free; {calibration.gpu} has {gpu_gib:.0f}"
     )
-    refusal_limit_gib = gpu_memory_gib * (EXPERT_OVERESTIMATE if spec.language.moe else 1.0)
+    refusal_limit_gib = gpu_gib * (EXPERT_OVERESTIMATE if spec.language.moe else 1.0)
     if estimated_gib <= refusal_limit_gib or not config.failures.check_memory:
-        offload_advice = _offload_advice(config, spec, layout, data_parallel_size, gpu_memory_gib)
+        offload_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, gpu_gib)
+        offload_advice = (
+            "not even --optimizer.offload_fraction 1 would change that"
+            if offload_fraction is None
+            else f"--optimizer.offload_fraction {offload_fraction:g} would fit"
+        )
         return f"{estimate_text}, so the run may end for lack of memory; {offload_advice}"
 
     raise RunConfigError(
@@ -58,15 +55,6 @@ def check_memory(
     )
 
 
-def _offload_advice(
-    config: TrainConfig, spec: ModelSpec, layout: Layout, data_parallel_size: int, gpu_memory_gib: float
-) -> str:
-    offload_fraction = least_offload_fraction(config, spec, layout, data_parallel_size, gpu_memory_gib)
-    if offload_fraction is None:
-        return "not even --optimizer.offload_fraction 1 would change that"
-    return f"--optimizer.offload_fraction {offload_fraction:g} would fit"
-
-
 def fitting_options_advice(
     config: TrainConfig,
     spec: ModelSpec,
@@ -75,39 +63,21 @@ def fitting_options_advice(
     *,
     keep_parallel_sizes: bool = False,
 ) -> str:
-    """A sentence with the options of the fastest layout that fits, from the planner."""
-    fitting_prediction = fastest_fitting_layout(
-        config, spec, world_size, calibration, keep_parallel_sizes=keep_parallel_sizes
-    )
+    """A sentence with the options of the fastest layout that fits, from the planner.
+
+    Args:
+        keep_parallel_sizes: whether to keep the run's parallel sizes if they fit with another split,
+            recompute, offload or placement of the tower.
+    """
+    rows = make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
+    search_request = SearchRequest(config, spec, world_size, calibration, rows)
+    fitting_prediction = None
+    if keep_parallel_sizes:
+        fitting_prediction = search_fastest_fit(search_request, keep_parallel_sizes=True)
+    fitting_prediction = fitting_prediction or search_fastest_fit(search_request)
     if fitting_prediction is None:
         return f"No layout of {world_size} GPUs fits: take more, or lower data.seq_len or data.max_patches."
     return (
         f"What would fit, by `megatron-vl plan`: {changed_options_text(config, fitting_prediction)}"
         f" ({fitting_prediction.peak_gib:.0f} GiB)."
     )
-
-
-def fastest_fitting_layout(
-    config: TrainConfig,
-    spec: ModelSpec,
-    world_size: int,
-    calibration: Calibration,
-    *,
-    keep_parallel_sizes: bool = False,
-) -> RunPrediction | None:
-    """The planner's choice for the same model, rows and GPUs; None if nothing fits.
-
-    Args:
-        keep_parallel_sizes: whether to keep the run's parallel sizes if they fit with another split,
-            recompute, offload or placement of the tower.
-    """
-    search_request = SearchRequest(
-        config,
-        spec,
-        world_size,
-        calibration,
-        make_assumed_rows(spec, config.data.seq_len, config.data.max_patches),
-    )
-    return (
-        search_fastest_fit(search_request, keep_parallel_sizes=True) if keep_parallel_sizes else None
-    ) or search_fastest_fit(search_request)

@@ -30,17 +30,10 @@ def least_offload_fraction(
         gpu_gib: GiB of a GPU, of which :data:`RESERVE_GIB` stay free.
     """
     for step in range(FRACTION_STEPS + 1):
-        offload_fraction = step / FRACTION_STEPS
-        if (
-            peak_stage_gib(
-                stage_memories(
-                    with_offload_fraction(config, offload_fraction), spec, layout, data_parallel_size
-                )
-            )
-            + RESERVE_GIB
-            <= gpu_gib
-        ):
-            return offload_fraction
+        offloaded_config = with_offload_fraction(config, step / FRACTION_STEPS)
+        stage_memory_list = stage_memories(offloaded_config, spec, layout, data_parallel_size)
+        if peak_stage_gib(stage_memory_list) + RESERVE_GIB <= gpu_gib:
+            return step / FRACTION_STEPS
     return None
 
 
@@ -52,18 +45,11 @@ def largest_offload_fraction(
     Args:
         host_gib: GiB of host memory for each rank.
     """
-    full_offload_gib = (
-        max(
-            stage.host_bytes
-            for stage in stage_memories(with_offload_fraction(config, 1.0), spec, layout, data_parallel_size)
-        )
-        / GIB
-    )
-    return (
-        1.0
-        if full_offload_gib <= host_gib
-        else math.floor(FRACTION_STEPS * host_gib / full_offload_gib) / FRACTION_STEPS
-    )
+    stage_memory_list = stage_memories(with_offload_fraction(config, 1.0), spec, layout, data_parallel_size)
+    full_offload_gib = max(stage.host_bytes for stage in stage_memory_list) / GIB
+    if full_offload_gib <= host_gib:
+        return 1.0
+    return math.floor(FRACTION_STEPS * host_gib / full_offload_gib) / FRACTION_STEPS
 
 
 def resolve_offload_fraction(

@@ -8,7 +8,9 @@ the optimizer's update, and a measured constant. Memory comes from :mod:`.memory
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from megatron_vl.config import TrainConfig, validate_config
@@ -74,12 +76,37 @@ class RunPrediction:
     """Seconds before and after the pipeline in which all ranks run the tower (decoupled placement)."""
     timeline_seconds: float
     """Seconds of the pipeline's timeline."""
-    step_seconds: float
-    """Seconds of a step."""
+
+    @cached_property
+    def step_seconds(self) -> float:
+        """Seconds of a step."""
+        # A tower on every rank runs before and after the pipeline, so its time adds to the timeline.
+        return (
+            self.timeline_seconds
+            + self.decoupled_tower_seconds
+            + (self.stage_end_seconds + self.calibration.step_s)
+        )
 
     @property
     def world_size(self) -> int:
         return self.layout.replica_ranks * self.data_parallel_size
+
+    @property
+    def stage_end_seconds(self) -> float:
+        """Seconds of the slowest stage after the last pass. Stages end the step on their own."""
+        return max(stage.exposed_collective_seconds + stage.optimizer_seconds for stage in self.stage_plans)
+
+    def step_costs(self, config: TrainConfig, calibration: Calibration) -> StepCosts:
+        """The cost model of this layout, for other fields of the run or other rates."""
+        return StepCosts(
+            config,
+            self.spec,
+            self.layout,
+            self.data_parallel_size,
+            self.row_statistics,
+            calibration,
+            self.network,
+        )
 
     @property
     def peak_gib(self) -> float:
@@ -123,11 +150,9 @@ class RunPrediction:
         max_micro_batches = max(
             layout.pp, MAX_TIMELINE_PASSES // (2 * layout.pp * layout.vpp) // layout.pp * layout.pp
         )
-        return simulate_pipeline(
-            [stage.times_by_chunk for stage in self.stage_plans],
-            min(self.micro_batches, max_micro_batches),
-            self.message_seconds,
-        )
+        times_by_stage = [stage.times_by_chunk for stage in self.stage_plans]
+        micro_batches = min(self.micro_batches, max_micro_batches)
+        return simulate_pipeline(times_by_stage, micro_batches, self.message_seconds)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -170,8 +195,7 @@ def predict_layout(
     """Predicts a run under a layout.
 
     Args:
-        row_statistics: what the rows hold; None:
-            :func:`~megatron_vl.planning.row_statistics.make_assumed_rows`.
+        row_statistics: what the rows hold; None: those of :func:`make_assumed_rows`.
         calibration: the GPU's measured rates; None: those of an H200.
         network: None: the default :class:`~megatron_vl.planning.cost.Network`.
         patch_count: patches of the fullest row, for memory; None: as many as a row can hold.
@@ -179,46 +203,41 @@ def predict_layout(
     Raises:
         RunConfigError: the run is impossible.
     """
-    # What is not given is filled in, so that the prediction says which rows and rates it is for.
-    data_parallel_size = validate_config(config, world_size)
-    micro_batches = config.global_batch_size // data_parallel_size
-    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
-    calibration = calibration or shipped_calibration()
     step_costs = StepCosts(
-        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
+        config,
+        spec,
+        layout,
+        validate_config(config, world_size),
+        row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches),
+        calibration or shipped_calibration(),
+        network or Network(),
     )
+    return _predict_costs(step_costs, patch_count)
 
+
+def _predict_costs(step_costs: StepCosts, patch_count: int | None) -> RunPrediction:
+    """:func:`predict_layout` for a run whose costs are known."""
+    config, spec, layout = step_costs.config, step_costs.spec, step_costs.layout
+    micro_batches = config.global_batch_size // step_costs.data_parallel_size
+    stage_memory_list = stage_memories(config, spec, layout, step_costs.data_parallel_size, patch_count)
     stage_plans = tuple(
-        _plan_stage(step_costs, memory, stage)
-        for stage, memory in enumerate(stage_memories(config, spec, layout, data_parallel_size, patch_count))
+        _plan_stage(step_costs, memory, stage) for stage, memory in enumerate(stage_memory_list)
     )
     message_seconds = step_costs.stage_message_seconds()
-    timeline_seconds = pipeline_seconds(
-        [stage.times_by_chunk for stage in stage_plans], micro_batches, message_seconds
-    )
-
-    # Stages end the step on their own: the slowest one decides. A tower on every rank runs before and after
-    # the pipeline, so its time adds to the timeline.
-    decoupled_seconds = _decoupled_tower_seconds(step_costs, micro_batches)
-    step_end_seconds = (
-        max(stage.exposed_collective_seconds + stage.optimizer_seconds for stage in stage_plans)
-        + calibration.step_s
-    )
-
+    times_by_stage = [stage.times_by_chunk for stage in stage_plans]
     return RunPrediction(
         config,
         spec,
         layout,
-        data_parallel_size,
+        step_costs.data_parallel_size,
         micro_batches,
-        row_statistics,
-        calibration,
+        step_costs.row_statistics,
+        step_costs.calibration,
         step_costs.network,
         stage_plans,
         message_seconds,
-        decoupled_seconds,
-        timeline_seconds,
-        timeline_seconds + decoupled_seconds + step_end_seconds,
+        _decoupled_tower_seconds(step_costs, micro_batches),
+        pipeline_seconds(times_by_stage, micro_batches, message_seconds),
     )
 
 
@@ -262,18 +281,17 @@ def seconds_outside_pipeline(
     Args:
         times_by_stage: the times of each stage's chunks for one micro-batch.
     """
-    longest_seconds = 0.0
+    stage_end_seconds = [0.0]
     for stage, chunks in enumerate(times_by_stage):
         parameter_counts = stage_parameters(
             step_costs.config, step_costs.spec, layout, stage, step_costs.data_parallel_size
         )
-        longest_seconds = max(
-            longest_seconds,
+        stage_end_seconds.append(
             _exposed_collective_seconds(step_costs, parameter_counts.trained_count, chunks)
-            + step_costs.optimizer_seconds(parameter_counts),
+            + step_costs.optimizer_seconds(parameter_counts)
         )
     micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-    return longest_seconds + tower_and_step_overhead(step_costs, micro_batches)
+    return max(stage_end_seconds) + tower_and_step_overhead(step_costs, micro_batches)
 
 
 def tower_and_step_overhead(step_costs: StepCosts, micro_batches: int) -> float:
@@ -310,31 +328,24 @@ def _exposed_collective_seconds(
         trained_count,
         parallel_config.bucket_size or max(DEFAULT_BUCKET_SIZE, 1_000_000 * step_costs.gradient_ranks),
     )
-    exposed_seconds = 0.0
-    last_backward_seconds, first_forward_seconds = times_by_chunk[0].backward, times_by_chunk[0].forward
 
-    for collective_seconds, bucket_seconds, concurrent_seconds, is_overlapped in (
-        (
-            step_costs.grad_reduce_seconds(4 * trained_count),
-            step_costs.grad_reduce_seconds(4 * bucket_size),
-            last_backward_seconds,
-            parallel_config.overlap_grad_reduce,
-        ),
-        (
-            step_costs.param_gather_seconds(step_costs.bytes_per_element * trained_count),
-            step_costs.param_gather_seconds(step_costs.bytes_per_element * bucket_size),
-            first_forward_seconds,
-            parallel_config.overlap_param_gather,
-        ),
-    ):
-        hidden_seconds = (
-            step_costs.calibration.hidden_reduction * min(collective_seconds, concurrent_seconds)
-            if is_overlapped
-            else 0.0
-        )
-        exposed_seconds += max(bucket_seconds, collective_seconds - hidden_seconds)
+    def exposed_seconds(
+        collective_seconds: Callable[[float], float], element_bytes: int, pass_seconds: float
+    ) -> float:
+        whole_seconds = collective_seconds(element_bytes * trained_count)
+        hidden_seconds = step_costs.calibration.hidden_reduction * min(whole_seconds, pass_seconds)
+        return max(collective_seconds(element_bytes * bucket_size), whole_seconds - hidden_seconds)
 
-    return exposed_seconds
+    first_chunk = times_by_chunk[0]
+    return exposed_seconds(
+        step_costs.grad_reduce_seconds,
+        4,
+        first_chunk.backward if parallel_config.overlap_grad_reduce else 0.0,
+    ) + exposed_seconds(
+        step_costs.param_gather_seconds,
+        step_costs.bytes_per_element,
+        first_chunk.forward if parallel_config.overlap_param_gather else 0.0,
+    )
 
 
 def _decoupled_tower_seconds(step_costs: StepCosts, micro_batches: int) -> float:

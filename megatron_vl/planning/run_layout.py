@@ -8,11 +8,11 @@ from typing import Literal
 from megatron_vl.config import TrainConfig, validate_config
 from megatron_vl.planning.calibration import Calibration, shipped_calibration
 from megatron_vl.planning.cost import Network, StepCosts
-from megatron_vl.planning.layer_split import planned_layers, unsplit_layout
+from megatron_vl.planning.layer_split import layout_with_layers, planned_layers, unsplit_layout
 from megatron_vl.planning.memory import StageMemory, stage_memories
 from megatron_vl.planning.row_statistics import RowStatistics, make_assumed_rows
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel, make_layout
+from megatron_vl.spec.layout import Layout, check_experts_use_sequence_parallel
 
 
 def run_layout(
@@ -39,47 +39,22 @@ def run_layout(
         RunConfigError, LayoutError: the layout is impossible.
     """
     data_parallel_size = validate_config(config, world_size)
-    parallel_config = config.parallel
+    parallel_config, calibration = config.parallel, calibration or shipped_calibration()
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
-    calibration = calibration or shipped_calibration()
     layers_origin = split_source(config, saved_layout, calibration)
-    if layers_origin == "planned":
-        layout = unsplit_layout(config, spec)
-        row_statistics = row_statistics or make_assumed_rows(
-            spec, config.data.seq_len, config.data.max_patches
-        )
-        return dataclasses.replace(
-            layout,
-            layers_per_chunk=planned_layers(
-                StepCosts(
-                    config,
-                    spec,
-                    layout,
-                    data_parallel_size,
-                    row_statistics,
-                    calibration,
-                    network or Network(),
-                )
-            ),
-        )
+    if layers_origin == "saved" and saved_layout is not None:
+        return layout_with_layers(config, spec, saved_layout.layers_per_chunk)
+    if layers_origin != "planned":
+        # A word such as `auto`, and no value, divide the layers evenly.
+        given_layers = parallel_config.layers if isinstance(parallel_config.layers, list) else None
+        return layout_with_layers(config, spec, given_layers)
 
-    # Without layers, make_layout divides them evenly.
-    layers: list[int] | tuple[int, ...] | None = None
-    if isinstance(parallel_config.layers, list):
-        layers = parallel_config.layers
-    elif layers_origin == "saved" and saved_layout is not None:
-        layers = saved_layout.layers_per_chunk
-    return make_layout(
-        spec,
-        parallel_config.tp,
-        parallel_config.pp,
-        parallel_config.vpp,
-        layers,
-        parallel_config.ep,
-        parallel_config.etp,
-        config.vision.placement == "decoupled",
-        parallel_config.cp,
+    row_statistics = row_statistics or make_assumed_rows(spec, config.data.seq_len, config.data.max_patches)
+    layout = unsplit_layout(config, spec)
+    step_costs = StepCosts(
+        config, spec, layout, data_parallel_size, row_statistics, calibration, network or Network()
     )
+    return dataclasses.replace(layout, layers_per_chunk=planned_layers(step_costs))
 
 
 def keeps_saved_split(config: TrainConfig, saved_layout: Layout) -> bool:
@@ -124,10 +99,5 @@ def estimate_stage_memory(
     Raises:
         RunConfigError, LayoutError: the run is impossible.
     """
-    return stage_memories(
-        config,
-        spec,
-        run_layout(config, spec, world_size, calibration=calibration),
-        validate_config(config, world_size),
-        patch_count,
-    )
+    layout = run_layout(config, spec, world_size, calibration=calibration)
+    return stage_memories(config, spec, layout, validate_config(config, world_size), patch_count)
