@@ -57,36 +57,21 @@ def main(argv: list[str] | None = None) -> int:
         ended it, or came before the first step).
     """
     global _launcher_pid
-    _launcher_pid = os.getpid()
-    command_words = list(sys.argv[1:] if argv is None else argv)
-    should_fork = command_words[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
+    _launcher_pid = os.getpid()
     survive_closed_outputs()
-    raise_open_file_limit()  # this process serves the store of all ranks
-
+    command_words = list(sys.argv[1:] if argv is None else argv)
+    should_fork = command_words[:1] == ["--fork"]
     torchrun_args = parse_args(command_words[1:] if should_fork else command_words)
     run_config = _parse_run_config(torchrun_args.training_script, torchrun_args.training_script_args)
-    should_fork = should_fork or (
-        torchrun_args.standalone and run_config is not None and run_config.platform == "cpu"
-    )
+    if torchrun_args.standalone and run_config is not None and run_config.platform == "cpu":
+        should_fork = True
     if should_fork:
         import_training_stack(torchrun_args.training_script)
-
-    if torchrun_args.training_script == RANK_PROGRAM:
-        torchrun_args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
-        set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
-        threading.Thread(target=_wait_for_ranks, daemon=True).start()
-
-    if run_config is not None and run_config.failures.timeout_s:
-        stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
-        threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
-
-    # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
-    for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(logger_name).setLevel(logging.CRITICAL)
+    _prepare_launcher(torchrun_args, run_config)
 
     try:
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
@@ -98,6 +83,22 @@ def main(argv: list[str] | None = None) -> int:
         )
     except SignalException as error:
         return 128 + error.sigval.value
+
+
+def _prepare_launcher(torchrun_args: argparse.Namespace, run_config: TrainConfig | None) -> None:
+    """Sets the limits, signal handlers and threads of this process, before there are ranks."""
+    raise_open_file_limit()  # this process serves the store of all ranks
+    if torchrun_args.training_script == RANK_PROGRAM:
+        torchrun_args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
+        set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
+        threading.Thread(target=_wait_for_ranks, daemon=True).start()
+    if run_config is not None and run_config.failures.timeout_s:
+        stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
+        threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
+
+    # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
+    for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
 
 def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:

@@ -175,7 +175,10 @@ class _SplitSearch:
         lacking_gib = peak_stage_gib(stage_memory_list) + RESERVE_GIB - step_costs.calibration.memory_gib
         times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
         micro_batches = step_costs.config.global_batch_size // step_costs.data_parallel_size
-        return max(0.0, lacking_gib), self._pipeline_seconds(times_by_stage, micro_batches)
+        return (
+            max(0.0, lacking_gib),
+            self._pipeline_seconds(times_by_stage, micro_batches),
+        )
 
     def _pipeline_seconds(self, times_by_stage: list[tuple[PassTime, ...]], micro_batches: int) -> float:
         message_seconds = self.step_costs.stage_message_seconds()

@@ -189,7 +189,7 @@ class _LayoutSearch:
     """Number of layouts that were tried after the first one that fits."""
 
     def try_groups(self, size_groups: list[_SizeGroup]) -> None:
-        # The queue is ordered by the lower bound of the time. The numbers only break ties, always the same way.
+        # The queue is ordered by the lower bound of the time. The numbers break ties, always the same way.
         priority_queue: list[tuple[float, int, _SizeGroup | _LayoutCandidate]] = [
             (group.least_seconds, group.group_number, group) for group in size_groups
         ]

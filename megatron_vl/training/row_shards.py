@@ -44,8 +44,8 @@ class RowSharding:
     def describe_parts(self, row: TrainingRow, row_tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Describes the parts of a row for its header, and replaces tensors by those of its parts.
 
-        ``loss_index`` and ``feature_index`` become the indices of all parts, each counted from the first token
-        of its part. ``feature_order`` becomes the order in which each rank sends the features that it has.
+        ``loss_index`` and ``feature_index`` become the indices of all parts, counted from the first token of
+        their part. ``feature_order`` becomes the order in which each rank sends the features that it has.
 
         Args:
             row_tensors: the tensors of the row by name.
