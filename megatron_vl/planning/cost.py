@@ -259,7 +259,8 @@ class StepCosts:
                 if has_experts
                 else self._mlp_seconds(self.seq_len, language_spec.ffn_hidden_size)
             ),
-            self._tensor_parallel_seconds(hidden_elements)
+            # The four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass.
+            4 * self.collective_seconds(self.bytes_per_element * hidden_elements, self.layout.tp)
             + (self._state_exchange() if is_linear else self._head_exchange()),
         )
 
@@ -425,10 +426,6 @@ class StepCosts:
         """Seconds of an all-to-all in which each rank sends ``bytes_sent`` bytes, without its latency."""
         bandwidth = self.network.collective_bandwidth(self.calibration, rank_count, rank_stride)
         return bytes_sent / (bandwidth * self.calibration.exchange_share)
-
-    def _tensor_parallel_seconds(self, element_count: float) -> float:
-        """Seconds of the four all-gathers and reduce-scatters (or two all-reduces) of a layer in one pass."""
-        return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
 
     def _head_exchange(self) -> float:
         """Seconds to exchange heads before and after attention, in one pass, under context parallelism."""

@@ -294,8 +294,9 @@ def step_lower_bound(search_request: SearchRequest, config: TrainConfig) -> floa
         [] if layout.decoupled else [step_costs.vision_tower_time]
     )
     end_seconds = [end_time.total_seconds for end_time in end_times]
-    all_layers = range(search_request.spec.language.num_layers)
-    layers_seconds = step_costs.decoder_layers_time(all_layers).total_seconds
+    layers_seconds = step_costs.decoder_layers_time(
+        range(search_request.spec.language.num_layers)
+    ).total_seconds
     # One stage holds the longest end.
     row_seconds = max((layers_seconds + sum(end_seconds)) / layout.pp, max(end_seconds))
     wait_seconds = 2 * search_request.calibration.pass_s * layout.vpp * (layout.pp > 1)
@@ -402,8 +403,9 @@ def _make_candidate(
     layout = dataclasses.replace(layout, layers_per_chunk=balanced_layers(step_costs))
     times_by_stage = [chunk_times(step_costs, layout, stage) for stage in range(layout.pp)]
     micro_batches = config.global_batch_size // step_costs.data_parallel_size
-    message_seconds = step_costs.stage_message_seconds()
-    quick_step_seconds = quick_pipeline_seconds(times_by_stage, micro_batches, message_seconds)
+    quick_step_seconds = quick_pipeline_seconds(
+        times_by_stage, micro_batches, step_costs.stage_message_seconds()
+    )
     quick_step_seconds += seconds_outside_pipeline(step_costs, layout, times_by_stage)
     return _LayoutCandidate(quick_step_seconds, candidate_number, config, layout, step_costs)
 

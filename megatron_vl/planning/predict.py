@@ -124,10 +124,19 @@ class RunPrediction:
 
     @property
     def mfu(self) -> float:
-        """FLOPs that training needs, as a share of the peak."""
-        model_flops = self.config.global_batch_size * mean_row_flops(
-            self.config, self.spec, self.row_statistics
+        """FLOPs that training needs, as the trainer and ``bench`` count them, as a share of the peak."""
+        mean_row_flops = statistics.mean(
+            row_flops(
+                self.spec,
+                self.config.model,
+                list(row.document_lengths),
+                list(row.frame_lengths),
+                list(row.window_lengths),
+                row.loss_tokens,
+            ).total
+            for row in self.row_statistics.row_shapes
         )
+        model_flops = self.config.global_batch_size * mean_row_flops
         return model_flops / (self.step_seconds * self.world_size * self.calibration.peak_tflops * 1e12)
 
     @property
@@ -238,21 +247,6 @@ def _predict_costs(step_costs: StepCosts, patch_count: int | None) -> RunPredict
         message_seconds,
         _decoupled_tower_seconds(step_costs, micro_batches),
         pipeline_seconds(times_by_stage, micro_batches, message_seconds),
-    )
-
-
-def mean_row_flops(config: TrainConfig, spec: ModelSpec, row_statistics: RowStatistics) -> float:
-    """FLOPs that training needs for a row, as ``mfu`` of the trainer and of ``bench`` counts them."""
-    return statistics.mean(
-        row_flops(
-            spec,
-            config.model,
-            list(row.document_lengths),
-            list(row.frame_lengths),
-            list(row.window_lengths),
-            row.loss_tokens,
-        ).total
-        for row in row_statistics.row_shapes
     )
 
 

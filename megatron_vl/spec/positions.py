@@ -240,8 +240,7 @@ def _window_indices(unit_rows: int, unit_columns: int, window_side: int) -> tupl
     """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
     windows_across = -(-unit_columns // window_side)
     window_row = torch.arange(unit_rows) // window_side
-    window_column = torch.arange(unit_columns) // window_side
-    window_index = window_row[:, None] * windows_across + window_column
+    window_index = window_row[:, None] * windows_across + (torch.arange(unit_columns) // window_side)
     return window_index.flatten(), windows_across * -(-unit_rows // window_side)
 
 

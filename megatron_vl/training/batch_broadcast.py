@@ -27,7 +27,12 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
 from megatron_vl.training.out_of_memory import host_memory_message
-from megatron_vl.training.picture_scatter import PictureShares, frame_plane_bounds, scatter_pictures
+from megatron_vl.training.picture_scatter import (
+    PictureShares,
+    frame_plane_bounds,
+    pin_memory,
+    scatter_pictures,
+)
 from megatron_vl.training.row_shards import (
     RowSharding,
     complete_part,
@@ -430,14 +435,10 @@ def _serialize_row(row: TrainingRow, row_sharding: RowSharding | None = None) ->
         flat_tensors = []
         for tensor_name in _TENSOR_NAMES[buffer_name]:
             flat_tensors.append(row_tensors[tensor_name].to(flat_buffer.dtype).flatten())
-        flat_buffers[buffer_name] = _pin_memory(
+        flat_buffers[buffer_name] = pin_memory(
             torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
         )
     return _SerializedRow(_row_header(row, tensor_shapes) | part_descriptions, flat_buffers)
-
-
-def _pin_memory(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _buffer_numel(row_header: dict[str, Any], buffer_name: str) -> int:

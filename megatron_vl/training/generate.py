@@ -208,8 +208,7 @@ def _next_tokens(
     # The interleaved schedule needs a multiple of the number of stages. Results of this padding are not used.
     padded_requests = list(decode_requests)
     while grid.vpp > 1 and len(padded_requests) % grid.pp:
-        unused_row = dataclasses.replace(decode_requests[0].row, cache=None)
-        padded_requests.append(_DecodeRequest(unused_row, []))
+        padded_requests.append(_DecodeRequest(dataclasses.replace(decode_requests[0].row, cache=None), []))
 
     chosen_by_request = run_schedule(
         model_chunks,

@@ -260,8 +260,9 @@ def _earlier_wandb_run(config: TrainConfig) -> str | None:
     try:
         run_record = json.loads(run_file.read_text())
         stored_project = run_record["project"], run_record["entity"]
-        is_same_project = stored_project == (config.wandb.project, config.wandb.entity)
-        return str(run_record["id"]) if is_same_project else None
+        return (
+            str(run_record["id"]) if (stored_project == (config.wandb.project, config.wandb.entity)) else None
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
 

@@ -39,8 +39,7 @@ def frame_plane_bounds(plane_index: Array, patches_per_frame: list[int]) -> list
         return []
     first_patches = cumulative_starts(np.array(patches_per_frame))[:-1]
     first_planes = np.minimum.reduceat(plane_index.min(1), first_patches)
-    plane_ends = np.maximum.reduceat(plane_index.max(1), first_patches) + 1
-    return np.stack((first_planes, plane_ends), 1).tolist()
+    return np.stack((first_planes, np.maximum.reduceat(plane_index.max(1), first_patches) + 1), 1).tolist()
 
 
 class PictureShares:
@@ -183,10 +182,11 @@ def _exchange_shares(
 def cumulative(sizes: Array, device: torch.device) -> Tensor:
     """int32 [N + 1] on the device: the bounds of segments of the given sizes."""
     bounds = torch.from_numpy(cumulative_starts(sizes).astype(np.int32))
-    return _pin_memory(bounds).to(device, non_blocking=True)
+    return pin_memory(bounds).to(device, non_blocking=True)
 
 
-def _pin_memory(tensor: Tensor) -> Tensor:
+def pin_memory(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, from which copies to the GPU wait for nothing; itself without a GPU."""
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
@@ -217,4 +217,4 @@ def _concatenated_shares(
         patch_ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
 
     joined_pixels = torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0]
-    return joined_pixels, _pin_memory(torch.cat(patch_ints))
+    return joined_pixels, pin_memory(torch.cat(patch_ints))

@@ -219,8 +219,9 @@ def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> RunS
             f" step {earlier_restart.step}; the run continues in it. To read it from its start once more,"
             f" give --checkpoint.attempt {earlier_restart.attempt + 1}"
         )
-        user_messages = (*start_point.user_messages, restart_note)
-        return RunStart(source_checkpoint, start_point.lineage, False, user_messages)
+        return RunStart(
+            source_checkpoint, start_point.lineage, False, (*start_point.user_messages, restart_note)
+        )
 
     step = 0 if source_checkpoint is None else source_checkpoint.step
     lineage = dataclasses.replace(start_point.lineage, data_restart=DataRestart(step, attempt))

@@ -24,7 +24,7 @@ from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import Array, cumulative_starts
 from megatron_vl.spec.families import VisionSpec
-from megatron_vl.training.picture_scatter import PictureShares, cumulative
+from megatron_vl.training.picture_scatter import PictureShares, cumulative, pin_memory
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,7 @@ class RowSharding:
             for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True):
                 ordered_features.append(order[cuts[part] : cuts[part + 1]] + row_start)
         part_order = torch.from_numpy(np.concatenate(ordered_features))
-        part_order = part_order.pin_memory() if torch.cuda.is_available() else part_order
-        step_vision.part_order = part_order.to(device, non_blocking=True)
+        step_vision.part_order = pin_memory(part_order).to(device, non_blocking=True)
 
     def picture_shares(
         self, vision_lengths: tuple[list[int], list[int]], plane_bounds: list[list[int]] | None = None

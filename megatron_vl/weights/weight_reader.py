@@ -251,8 +251,9 @@ class WeightReader:
         Raises:
             WeightsError: the tensor is damaged.
         """
-        tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
-        for shard_index in {int(block.part_id) for block in tensor_blocks}:
+        for shard_index in {
+            int(block.part_id) for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        }:
             self._open_shard(shard_index, tensor_name)
 
     def fingerprint(self) -> dict[str, str]:

@@ -183,7 +183,7 @@ class ChunkedStep:
 
 
 def _join_slice(chunk_slice: ChunkSlice, slice_state: AdamStateViews, master_scratch: Tensor) -> Tensor:
-    """The master weight of a slice: a part of the model's fp32 weight, or its halves joined in the scratch."""
+    """The master weight of a slice: part of the fp32 weight, or its halves joined in the scratch."""
     parameter = chunk_slice.parameter
     if parameter.model_weight is None:
         return chunk_slice.slice_of_shard(parameter.main_param)

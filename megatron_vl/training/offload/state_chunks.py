@@ -109,9 +109,6 @@ class AdamStateViews:
     low_bits: Tensor
     """Lower half of the master weights, int16 [N]; empty if the model's weights are fp32."""
 
-    def slice_range(self, start: int, end: int) -> AdamStateViews:
-        return AdamStateViews(self.exp_avg[start:end], self.exp_avg_sq[start:end], self.low_bits[start:end])
-
 
 @dataclass(frozen=True, eq=False)
 class ChunkSlice:
@@ -125,7 +122,10 @@ class ChunkSlice:
 
     def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
         """The part of the chunk's state that belongs to these elements."""
-        return chunk_state.slice_range(self.chunk_offset, self.chunk_offset + self.end - self.start)
+        elements = slice(self.chunk_offset, self.chunk_offset + self.end - self.start)
+        return AdamStateViews(
+            chunk_state.exp_avg[elements], chunk_state.exp_avg_sq[elements], chunk_state.low_bits[elements]
+        )
 
     def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
         """These elements of a tensor in the shape of the parameter's shard."""
