@@ -113,11 +113,7 @@ class Calibration:
 
 
 def read_calibration(calibration_path: Path) -> Calibration:
-    """Reads a calibration file.
-
-    Raises:
-        CalibrationError: the file is no calibration; the message names the field.
-    """
+    """Reads a calibration file. Raises CalibrationError, which names the field, if it is none."""
     try:
         json_fields = json.loads(calibration_path.read_text())
     except ValueError as error:

@@ -9,6 +9,7 @@ micro-batch of the previous chunk, and a backward pass for that of the next chun
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -105,72 +106,67 @@ def simulate_pipeline(
         times_by_stage: the times of each stage's chunks for one micro-batch.
         message_seconds: seconds of a message from one stage to another.
     """
-    pipeline_parallel_size, virtual_pipeline_size = len(times_by_stage), len(times_by_stage[0])
-    pass_orders = [
-        stage_passes(pipeline_parallel_size, virtual_pipeline_size, pipeline_stage, micro_batches)
-        for pipeline_stage in range(pipeline_parallel_size)
-    ]
-    last_entry = pipeline_parallel_size * virtual_pipeline_size - 1
-    end_by_pass: dict[tuple[bool, int, int], float] = {}
-    stage_clocks = [0.0] * pipeline_parallel_size
-    next_positions = [0] * pipeline_parallel_size
-    pass_spans: list[PassSpan] = []
-
+    stage_count = len(times_by_stage)
+    simulation = _PipelineSimulation(
+        times_by_stage, micro_batches, message_seconds if stage_count > 1 else 0.0
+    )
     # Stages whose next pass may be able to run. A stage that waits is tried again after its neighbours.
-    ready_stages = list(range(pipeline_parallel_size))
-
+    ready_stages = list(range(stage_count))
     while ready_stages:
         pipeline_stage = ready_stages.pop()
-        has_advanced = False
+        if simulation.run_ready_passes(pipeline_stage):
+            for neighbour in (pipeline_stage - 1, pipeline_stage + 1):
+                if neighbour % stage_count != pipeline_stage:
+                    ready_stages.append(neighbour % stage_count)
+    return PipelineTimeline(tuple(simulation.pass_spans), stage_count)
 
-        while next_positions[pipeline_stage] < len(pass_orders[pipeline_stage]):
-            pipeline_pass = pass_orders[pipeline_stage][next_positions[pipeline_stage]]
-            entry_index = pipeline_pass.chunk_index * pipeline_parallel_size + pipeline_stage
-            arrival_seconds = _input_arrival(
-                end_by_pass,
-                pipeline_pass,
-                entry_index,
-                last_entry,
-                message_seconds if pipeline_parallel_size > 1 else 0.0,
-            )
+
+class _PipelineSimulation:
+    """The passes of a step that have run so far."""
+
+    def __init__(
+        self, times_by_stage: Sequence[Sequence[PassTime]], micro_batches: int, message_seconds: float
+    ) -> None:
+        self.times_by_stage, self.message_seconds = times_by_stage, message_seconds
+        self.stage_count, chunk_count = len(times_by_stage), len(times_by_stage[0])
+        self.last_entry = self.stage_count * chunk_count - 1
+        self.waiting_passes = [
+            deque(stage_passes(self.stage_count, chunk_count, pipeline_stage, micro_batches))
+            for pipeline_stage in range(self.stage_count)
+        ]
+        self.stage_clocks = [0.0] * self.stage_count
+        self.end_by_pass: dict[tuple[bool, int, int], float] = {}
+        self.pass_spans: list[PassSpan] = []
+
+    def run_ready_passes(self, pipeline_stage: int) -> bool:
+        """Runs the next passes of a stage until one waits for its input. Returns whether any ran."""
+        waiting_passes, has_advanced = self.waiting_passes[pipeline_stage], False
+        while waiting_passes:
+            pipeline_pass = waiting_passes[0]
+            entry_index = pipeline_pass.chunk_index * self.stage_count + pipeline_stage
+            arrival_seconds = self._input_arrival(pipeline_pass, entry_index)
             if arrival_seconds is None:
                 break
-            start_seconds = max(stage_clocks[pipeline_stage], arrival_seconds)
-            chunk_time = times_by_stage[pipeline_stage][pipeline_pass.chunk_index]
-            end_seconds = start_seconds + (
-                chunk_time.forward if pipeline_pass.forward else chunk_time.backward
-            )
-            end_by_pass[pipeline_pass.forward, entry_index, pipeline_pass.micro_batch] = end_seconds
-            pass_spans.append(PassSpan(pipeline_stage, pipeline_pass, start_seconds, end_seconds))
-            stage_clocks[pipeline_stage] = end_seconds
-            next_positions[pipeline_stage] += 1
+            start_seconds = max(self.stage_clocks[pipeline_stage], arrival_seconds)
+            chunk_time = self.times_by_stage[pipeline_stage][pipeline_pass.chunk_index]
+            pass_seconds = chunk_time.forward if pipeline_pass.forward else chunk_time.backward
+            end_seconds = start_seconds + pass_seconds
+            self.end_by_pass[pipeline_pass.forward, entry_index, pipeline_pass.micro_batch] = end_seconds
+            self.pass_spans.append(PassSpan(pipeline_stage, pipeline_pass, start_seconds, end_seconds))
+            self.stage_clocks[pipeline_stage] = end_seconds
+            waiting_passes.popleft()
             has_advanced = True
+        return has_advanced
 
-        if has_advanced:
-            for neighbour in (pipeline_stage - 1, pipeline_stage + 1):
-                if neighbour % pipeline_parallel_size != pipeline_stage:
-                    ready_stages.append(neighbour % pipeline_parallel_size)
-
-    return PipelineTimeline(tuple(pass_spans), pipeline_parallel_size)
-
-
-def _input_arrival(
-    end_by_pass: dict[tuple[bool, int, int], float],
-    pipeline_pass: PipelinePass,
-    entry_index: int,
-    last_entry: int,
-    message_seconds: float,
-) -> float | None:
-    """The time in seconds at which the input of a pass arrives; None if it is not known yet."""
-    if pipeline_pass.forward:
-        if entry_index == 0:
+    def _input_arrival(self, pipeline_pass: PipelinePass, entry_index: int) -> float | None:
+        """The time in seconds at which the input of a pass arrives; None if it is not known yet."""
+        if pipeline_pass.forward and entry_index == 0:
             return 0.0
-        previous_end = end_by_pass.get((True, entry_index - 1, pipeline_pass.micro_batch))
-        return None if previous_end is None else previous_end + message_seconds
-    if entry_index == last_entry:
-        return end_by_pass.get((True, entry_index, pipeline_pass.micro_batch))
-    following_end = end_by_pass.get((False, entry_index + 1, pipeline_pass.micro_batch))
-    return None if following_end is None else following_end + message_seconds
+        if not pipeline_pass.forward and entry_index == self.last_entry:
+            return self.end_by_pass.get((True, entry_index, pipeline_pass.micro_batch))
+        source_entry = entry_index - 1 if pipeline_pass.forward else entry_index + 1
+        source_end = self.end_by_pass.get((pipeline_pass.forward, source_entry, pipeline_pass.micro_batch))
+        return None if source_end is None else source_end + self.message_seconds
 
 
 SIMULATED_PERIODS = 4

@@ -110,14 +110,11 @@ def make_layout(
     decoupled: bool = False,
     cp: int = 1,
 ) -> Layout:
-    """Makes a layout and checks that it fits the model.
+    """Makes a layout. Raises LayoutError if a number is impossible for this model.
 
     Args:
         layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly.
         decoupled: whether every rank holds the vision tower.
-
-    Raises:
-        LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
     for size_name, parallel_size in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp}.items():
         if parallel_size < 1:

@@ -208,19 +208,10 @@ class BatchBroadcast:
         if self.tower_is_decoupled or self.row_sharding:
             host_tensors = [_unpack_tensors(row.row_header, row.flat_buffers) for row in serialized_rows]
         row_headers, plane_bounds_by_row = self._share_headers(loader_error, serialized_rows, host_tensors)
-
-        received_buffers: dict[str, list[Tensor]] = {}
-        for buffer_name in _FLAT_BUFFERS:
-            if self._receives_buffer(buffer_name):
-                received_buffers[buffer_name] = self._broadcast_buffer(
-                    buffer_name, uploaded_rows, row_headers
-                )
+        tensors_by_row = self._share_tensors(uploaded_rows, row_headers)
 
         device_rows = []
-        for row_number, row_header in enumerate(row_headers):
-            row_tensors = _unpack_tensors(
-                row_header, {name: rows[row_number] for name, rows in received_buffers.items()}
-            )
+        for row_number, (row_header, row_tensors) in enumerate(zip(row_headers, tensors_by_row, strict=True)):
             # Under context parallelism, this rank keeps its part of the row.
             if self.row_sharding is not None:
                 device_rows.append(self._shard_row(row_header, row_tensors, plane_bounds_by_row[row_number]))
@@ -231,6 +222,19 @@ class BatchBroadcast:
         if self.tower_is_decoupled:
             self._scatter_pictures(device_rows, row_headers, plane_bounds_by_row, host_tensors, uploaded_rows)
         return _step_batch(device_rows, row_headers, loader_wait_s)
+
+    def _share_tensors(
+        self, uploaded_rows: list[_SerializedRow], row_headers: list[dict[str, Any]]
+    ) -> list[dict[str, Tensor]]:
+        """Sends the buffers. Returns those tensors of each row that this rank gets, by name."""
+        received_buffers: dict[str, list[Tensor]] = {}
+        for buffer_name in filter(self._receives_buffer, _FLAT_BUFFERS):
+            received_buffers[buffer_name] = self._broadcast_buffer(buffer_name, uploaded_rows, row_headers)
+        tensors_by_row = []
+        for row_number, row_header in enumerate(row_headers):
+            row_buffers = {name: buffers[row_number] for name, buffers in received_buffers.items()}
+            tensors_by_row.append(_unpack_tensors(row_header, row_buffers))
+        return tensors_by_row
 
     def _share_headers(
         self,

@@ -115,14 +115,11 @@ class MetricsLog:
     ) -> dict[str, Any]:
         """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
 
-        Args:
-            learning_rates: learning rate of each part.
-            skipped_steps: the run's skipped steps so far, by reason.
+        ``skipped_steps``: the run's skipped steps so far, by reason.
         """
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
-        self.step_metrics.sending_ranks = int(
-            bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
-        )
+        has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
+        self.step_metrics.sending_ranks = int(has_lists)
         speed_metrics, global_metrics = self._reduce_metrics()
         drop_reasons, drop_details = self._gather_sample_lists(step, global_metrics)
         source_metrics, source_summary = self.source_meter.take_line()
@@ -173,8 +170,7 @@ class MetricsLog:
 
         The size of one line's lists is bounded for all ranks together. Other samples wait for the next line.
 
-        Returns:
-            (number of unusable samples by reason, details of the listed ones by reason), equal on all ranks.
+        Returns (number of unusable samples by reason, details of the listed ones by reason) on all ranks.
         """
         if not global_metrics.sending_ranks:
             return {}, {}

@@ -121,11 +121,7 @@ def scatter_pictures(
 ) -> StepVision:
     """Sends each rank of a replica its share of the pictures. Collective over the group.
 
-    Args:
-        replica_group: the replica; its first rank has the pictures.
-        rows: the rows of the step on this rank.
-        host_tensors: on the first rank, the tensors of each row on the host.
-        planes_by_row: on the first rank, the planes of each row on the device.
+    The first rank has the pictures: the tensors of each row on the host, and its planes on the device.
     """
     vision_spec, num_ranks = picture_shares.vision_spec, replica_group.size()
     plane_width = vision_spec.in_channels * vision_spec.patch_size**2

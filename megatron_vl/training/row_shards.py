@@ -46,9 +46,6 @@ class RowSharding:
 
         ``loss_index`` and ``feature_index`` become the indices of all parts, counted from the first token of
         their part. ``feature_order`` becomes the order in which each rank sends the features that it has.
-
-        Args:
-            row_tensors: the tensors of the row by name.
         """
         part_length = row.seq_len // self.context_size
         segment_bounds = row.cu_seqlens.tolist()

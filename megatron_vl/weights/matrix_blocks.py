@@ -48,11 +48,8 @@ def gather_region(
 ) -> Tensor:
     """Reads a region of a matrix that consists of ``blocks``. Elements that no block covers are zero.
 
-    Args:
-        read_part: returns a region of a part as a matrix.
-
-    Returns:
-        ``[rows, cols]`` of ``dtype``. It is not a copy if one block covers the region and has that type.
+    ``read_part`` returns a region of a part as a matrix. The result ``[rows, cols]`` of ``dtype`` is no copy if
+    one block covers the region and has that type.
     """
     gathered: Tensor | None = None
     for block in blocks:
@@ -118,11 +115,8 @@ def _read_block(
 
 @lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
 def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlock, ...]:
-    """The blocks that make up the full matrix of a tensor.
-
-    :attr:`MatrixBlock.part_id` is the number of a part (see
-    :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`). A replicated tensor is read from part 0.
-    """
+    """The blocks that make up the full matrix of a tensor. Their ids are numbers of parts
+    (:meth:`~megatron_vl.spec.tensors.Sharding.shard_index`). A replicated tensor is read from part 0."""
     row_count, col_count = matrix_shape(tensor_info.shape)
     if tensor_info.num_experts:
         return tuple(_expert_blocks(tensor_info, sharding))

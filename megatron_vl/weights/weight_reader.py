@@ -276,7 +276,7 @@ class WeightReader:
         sharding: Sharding = UNSHARDED,
         expert_index: int | None = None,
     ) -> Tensor:
-        """Reads a copy of one part of a tensor, whatever layout is on disk.
+        """Reads a copy of a part of a tensor, whatever layout is on disk, in ``info.shard_shape(sharding)``.
 
         Args:
             shard_index: number of the part (see :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`).
@@ -284,12 +284,8 @@ class WeightReader:
             expert_index: index within the part of the only expert to return, without the leading dimension;
                 None: all experts of the part.
 
-        Returns:
-            The part, of the stored type, in the shape of ``info.shard_shape(sharding)``.
-
         Raises:
-            LayoutError: the model cannot be cut in this way.
-            WeightsError: the stored tensor is damaged.
+            LayoutError, WeightsError: the model cannot be cut in this way; the stored tensor is damaged.
         """
         check_sharding(self.spec, sharding)
         dtype = self.dtype(tensor_name)

@@ -30,11 +30,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
-    """Reads the vision tower's fields.
-
-    Raises:
-        ConfigError: a field is missing, or its value is not supported.
-    """
+    """Reads the vision tower's fields. Raises ConfigError if one is missing or not supported."""
     vision_fields = require_field(config, "vision_config", "config.json")
     num_position_embeddings = require_field(vision_fields, "num_position_embeddings", "vision_config")
     hidden_act = vision_fields.get("hidden_act", "gelu_pytorch_tanh")
