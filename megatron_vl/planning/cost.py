@@ -503,11 +503,7 @@ class StepCosts:
 
         block_seconds = self._tower_block_seconds(tp)
         blocks_time = block_seconds.pass_time()
-        embed_seconds = self.matmul_seconds(
-            patch_count,
-            vision_spec.patch_dim,
-            vision_spec.hidden_size,
-        )
+        embed_seconds = self.matmul_seconds(patch_count, vision_spec.patch_dim, vision_spec.hidden_size)
         merger_width = vision_spec.merge_unit * vision_spec.hidden_size
         merged_units = (1 + len(vision_spec.deepstack_layers)) * patch_count / vision_spec.merge_unit
         merger_seconds = self.matmul_seconds(

@@ -25,24 +25,20 @@ def run_layout(
     network: Network | None = None,
     saved_layout: Layout | None = None,
 ) -> Layout:
-    """The layout of a run.
+    """The layout of a run. Raises RunConfigError or LayoutError if it is impossible.
 
     With a pipeline and without ``parallel.layers``, the split of the layers is planned. It is an even split
     if no rates are known for the GPU (:func:`rates_apply`). The split depends on the arguments alone, so
     every rank and every command finds the same one.
 
-    Args:
-        saved_layout: layout of the checkpoint that the run resumes from. Its split stays, as long as it has
-            the same stages and chunks, and the vision tower the same placement.
-
-    Raises:
-        RunConfigError, LayoutError: the layout is impossible.
+    ``saved_layout`` is that of the checkpoint that the run resumes from. Its split stays, as long as it has
+    the same stages and chunks, and the vision tower the same placement.
     """
     data_parallel_size = validate_config(config, world_size)
     parallel_config, calibration = config.parallel, calibration or shipped_calibration()
     check_experts_use_sequence_parallel(spec, parallel_config.tp, parallel_config.sequence_parallel)
     layers_origin = split_source(config, saved_layout, calibration)
-    if layers_origin == "saved" and saved_layout is not None:
+    if layers_origin == "saved" and saved_layout:
         return layout_with_layers(config, spec, saved_layout.layers_per_chunk)
     if layers_origin != "planned":
         # A word such as `auto`, and no value, divide the layers evenly.

@@ -121,10 +121,9 @@ def make_layout(
             raise LayoutError(f"{size_name}={parallel_size} must be at least 1")
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
+
     check_sharding(spec, Sharding(tp, ep, etp))
     check_context_parallel(spec, tp, cp)
-
-    # The layers of all entries together are those of the model.
     num_layers = spec.language.num_layers
     layers = _even_layers(num_layers, pp, vpp, decoupled) if layers is None else layers
     if len(layers) != pp * vpp:

@@ -28,19 +28,12 @@ class TrainingStopped(UserError, RuntimeError):
 def run_steps(training_run: TrainingRun) -> None:
     """Runs the remaining steps of a run, and saves the last one. Collective.
 
-    Raises:
-        TrainingStopped, CheckpointError: the run cannot continue.
+    It raises TrainingStopped or CheckpointError if the run cannot continue.
     """
     config, last_step = training_run.config, training_run.resolved_run.last_step
     print_run_summary(training_run)
     training_run.metrics_log = _open_metrics_log(training_run)
-    batch_broadcast = BatchBroadcast(
-        training_run.grid,
-        training_run.platform,
-        training_run.data_loader,
-        config.global_batch_size // training_run.grid.dp,
-        vision_spec=training_run.spec.vision,
-    )
+    batch_broadcast = _open_batch_broadcast(training_run)
     consecutive_skips: list[str] = []
     stop_requested = False
 
@@ -50,8 +43,8 @@ def run_steps(training_run: TrainingRun) -> None:
 
     while training_run.completed_steps < last_step and not stop_requested:
         step_result = _run_step(training_run, batch_broadcast)
-        stop_requested = step_result.stop_requested
-        consecutive_skips = [*consecutive_skips, step_result.skip_reason] if step_result.skip_reason else []
+        stop_requested, skip_reason = step_result.stop_requested, step_result.skip_reason
+        consecutive_skips = [*consecutive_skips, skip_reason] if skip_reason else []
 
         # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
         _stop_if_unrecoverable(training_run, step_result, consecutive_skips)
@@ -66,6 +59,16 @@ def run_steps(training_run: TrainingRun) -> None:
             evaluate_if_due(training_run)
 
     _finish_run(training_run, stop_requested)
+
+
+def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
+    return BatchBroadcast(
+        training_run.grid,
+        training_run.platform,
+        training_run.data_loader,
+        training_run.config.global_batch_size // training_run.grid.dp,
+        vision_spec=training_run.spec.vision,
+    )
 
 
 def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> StepResult:

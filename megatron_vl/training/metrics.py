@@ -113,10 +113,7 @@ class MetricsLog:
         learning_rates: PartLearningRates,
         skipped_steps: Mapping[str, int],
     ) -> dict[str, Any]:
-        """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
-
-        ``skipped_steps``: the run's skipped steps so far, by reason.
-        """
+        """Prints the line of ``step`` (one-based) and returns its numbers. Collective."""
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
         has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
         self.step_metrics.sending_ranks = int(has_lists)
@@ -169,7 +166,6 @@ class MetricsLog:
         """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.
 
         The size of one line's lists is bounded for all ranks together. Other samples wait for the next line.
-
         Returns (number of unusable samples by reason, details of the listed ones by reason) on all ranks.
         """
         if not global_metrics.sending_ranks:

@@ -119,10 +119,7 @@ def scatter_pictures(
     planes_by_row: list[Tensor],
     device: torch.device,
 ) -> StepVision:
-    """Sends each rank of a replica its share of the pictures. Collective over the group.
-
-    The first rank has the pictures: the tensors of each row on the host, and its planes on the device.
-    """
+    """Sends each rank of a replica its share of the first rank's pictures. Collective."""
     vision_spec, num_ranks = picture_shares.vision_spec, replica_group.size()
     plane_width = vision_spec.in_channels * vision_spec.patch_size**2
     plane_pixels = torch.empty(0, plane_width, dtype=torch.uint8, device=device)
@@ -144,7 +141,9 @@ def scatter_pictures(
         local_frames=rank_frames,
         plane_bounds=plane_bounds,
         planes=plane_pixels,
-        **ints_by_field,
+        plane_index=ints_by_field["plane_index"],
+        position_hw=ints_by_field["position_hw"],
+        frame_hw=ints_by_field["frame_hw"],
         frame_cu_seqlens=cumulative(rank_frames.patches_per_frame, device),
         window_cu_seqlens=cumulative(rank_frames.patches_per_window, device),
     )

@@ -48,8 +48,8 @@ def gather_region(
 ) -> Tensor:
     """Reads a region of a matrix that consists of ``blocks``. Elements that no block covers are zero.
 
-    ``read_part`` returns a region of a part as a matrix. The result ``[rows, cols]`` of ``dtype`` is no copy if
-    one block covers the region and has that type.
+    ``read_part`` returns a region of a part as a matrix. The result ``[rows, cols]`` of ``dtype`` is not a
+    copy if one block covers the region and has that type.
     """
     gathered: Tensor | None = None
     for block in blocks:
