@@ -63,7 +63,7 @@ def exported_video_rule(hf_dir: Path, spec: ModelSpec) -> dict[str, str]:
 
     It is empty if no ``megatron_vl.json`` names a rule, as in a released model's folder.
     """
-    return _read_rule(hf_dir / EXPORT_FACTS_FILE, spec)
+    return _rule_from_facts(_read_json_object(hf_dir / EXPORT_FACTS_FILE), spec)
 
 
 def video_rule_entry(trained_rule: dict[str, str]) -> dict[str, Any]:
@@ -74,10 +74,6 @@ def video_rule_entry(trained_rule: dict[str, str]) -> dict[str, Any]:
 def _rule_field_name(spec: ModelSpec) -> str:
     """The one field that applies to the model's family."""
     return next(iter(video_rule(DataConfig(), spec.vision.video_timestamps)))
-
-
-def _read_rule(facts_path: Path, spec: ModelSpec) -> dict[str, str]:
-    return _rule_from_facts(_read_json_object(facts_path), spec)
 
 
 def _rule_from_facts(stored_facts: Any, spec: ModelSpec) -> dict[str, str]:
