@@ -41,6 +41,10 @@ GATE_UP_STACK, DOWN_STACK = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """HF's names of the stacks within a layer."""
 
 
+HfNames = tuple[str, ...]
+"""Released names of the HF tensors that a canonical tensor consists of."""
+
+
 @dataclass(frozen=True)
 class ConversionRule:
     """One canonical tensor, and the HF tensors that it consists of, under their released names."""
@@ -69,7 +73,15 @@ def _rule_of_rows(
     padding_regions = []
     first_row = 0
     for hf_name, row_count, part_row in row_pieces:
-        blocks.append(MatrixBlock(hf_name, row_count, col_count, row=first_row, part_row=part_row))
+        blocks.append(
+            MatrixBlock(
+                hf_name,
+                row_count,
+                col_count,
+                row=first_row,
+                part_row=part_row,
+            )
+        )
         row_counts[hf_name] += row_count
         first_row += row_count
         if padding_rows:
@@ -88,9 +100,8 @@ class NameEntry(NamedTuple):
 
     name: str
     """The canonical name. Its number is the first ``*`` of the HF names."""
-    hf_names: tuple[str, ...]
-    """The released names of the HF tensors that it consists of."""
-    make_rule: Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
+    hf_names: HfNames
+    make_rule: Callable[[ModelSpec, TensorInfo, HfNames], ConversionRule]
     """The function that makes the rule."""
 
 
@@ -129,7 +140,7 @@ _NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
 def unchanged_tensor(
     spec: ModelSpec,
     tensor_info: TensorInfo,
-    hf_names: tuple[str, ...],
+    hf_names: HfNames,
     hf_shape: tuple[int, ...] | None = None,
 ) -> ConversionRule:
     """The tensor equals one HF tensor of the same shape, or of ``hf_shape``, which has more dimensions."""
@@ -140,9 +151,7 @@ def unchanged_tensor(
     )
 
 
-def conv3d_patch_embedding(
-    spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]
-) -> ConversionRule:
+def conv3d_patch_embedding(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor is the patch embedding, which is a Conv3d in HF."""
     vision_spec = spec.vision
     shape = (
@@ -155,7 +164,7 @@ def conv3d_patch_embedding(
     return unchanged_tensor(spec, tensor_info, hf_names, shape)
 
 
-def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor consists of the query, key and value of a decoder layer.
 
     For each key/value head, it has its query heads, its key and its value.
@@ -165,13 +174,15 @@ def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, 
     group_rows = spec.language.num_heads // spec.language.num_kv_heads * head_dim
     row_pieces = []
     for group_index in range(spec.language.num_kv_heads):
-        row_pieces.append((query_name, group_rows, group_index * group_rows))
-        row_pieces.append((key_name, head_dim, group_index * head_dim))
-        row_pieces.append((value_name, head_dim, group_index * head_dim))
+        row_pieces += [
+            (query_name, group_rows, group_index * group_rows),
+            (key_name, head_dim, group_index * head_dim),
+            (value_name, head_dim, group_index * head_dim),
+        ]
     return _rule_of_rows(tensor_info, row_pieces)
 
 
-def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor consists of the query with output gate, the key and the value of a decoder layer.
 
     For each head, HF's query tensor has the query and its gate. For each key/value head, the canonical tensor
@@ -187,14 +198,14 @@ def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple
             for head_index in range(first_head, first_head + heads_per_group):
                 # HF alternates between the query and the gate of each head.
                 row_pieces.append((query_name, head_dim, (2 * head_index + is_gate) * head_dim))
-        row_pieces.append((key_name, head_dim, group_index * head_dim))
-        row_pieces.append((value_name, head_dim, group_index * head_dim))
+        row_pieces += [
+            (key_name, head_dim, group_index * head_dim),
+            (value_name, head_dim, group_index * head_dim),
+        ]
     return _rule_of_rows(tensor_info, row_pieces)
 
 
-def linear_attention_input(
-    spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]
-) -> ConversionRule:
+def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
     linear_attention = spec.language.linear_attention
     assert linear_attention is not None
@@ -207,7 +218,7 @@ def linear_attention_input(
     return _rule_of_rows(tensor_info, zip(hf_names, row_counts, (0, 0, 0, 0), strict=True))
 
 
-def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor equals one HF tensor with query, key and value of a vision layer, in another order.
 
     HF has all queries, all keys and all values. For each head, the canonical tensor has its query, key and
@@ -217,29 +228,30 @@ def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ..
     row_pieces = []
     for head_index in range(num_heads):
         for qkv_index in range(3):
-            row_pieces.append((hf_names[0], head_dim, (qkv_index * num_heads + head_index) * head_dim))
+            hf_head = qkv_index * num_heads + head_index
+            row_pieces.append((hf_names[0], head_dim, hf_head * head_dim))
     return _rule_of_rows(tensor_info, row_pieces)
 
 
-def _padded_rows(tensor_info: TensorInfo, hf_names: tuple[str, ...], real_rows: int) -> ConversionRule:
+def _padded_rows(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
     """The tensor has ``real_rows`` rows of each HF tensor, and zero rows after them."""
     rows_per_name = matrix_shape(tensor_info.shape)[0] // len(hf_names)
     row_pieces = [(hf_name, real_rows, 0) for hf_name in hf_names]
     return _rule_of_rows(tensor_info, row_pieces, padding_rows=rows_per_name - real_rows)
 
 
-def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor consists of a decoder layer's gate and up projections."""
     return _padded_rows(tensor_info, hf_names, spec.language.ffn_hidden_size)
 
 
-def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor consists of the shared expert's gate and up projections."""
     assert spec.language.moe is not None
     return _padded_rows(tensor_info, hf_names, spec.language.moe.shared_ffn_hidden_size)
 
 
-def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor consists of the first linear layers of a vision MLP, each padded with zero rows.
 
     They are the gate and up projections, or one layer if the MLP has no gate.
@@ -247,29 +259,39 @@ def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, .
     return _padded_rows(tensor_info, hf_names, spec.vision.ffn_hidden_size)
 
 
-def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor is the last linear layer of a vision MLP, padded with zero columns."""
     rows, col_count = matrix_shape(tensor_info.shape)
     real_columns = spec.vision.ffn_hidden_size
+    padding_regions = (MatrixRegion(0, rows, real_columns, col_count),)
     return ConversionRule(
         tensor_info.name,
         {hf_names[0]: (rows, real_columns)},
         (MatrixBlock(hf_names[0], rows, real_columns),),
-        (MatrixRegion(0, rows, real_columns, col_count),) if col_count > real_columns else (),
+        padding_regions if col_count > real_columns else (),
     )
 
 
-def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor equals one HF stack of transposed matrices."""
     expert_count, rows, col_count = tensor_info.shape
-    blocks = tuple(
-        MatrixBlock(hf_names[0], rows, col_count, row=i * rows, part_row=i * col_count, is_transposed=True)
-        for i in range(expert_count)
-    )
-    return ConversionRule(tensor_info.name, {hf_names[0]: (expert_count, col_count, rows)}, blocks)
+    blocks = []
+    for expert_index in range(expert_count):
+        blocks.append(
+            MatrixBlock(
+                hf_names[0],
+                rows,
+                col_count,
+                row=expert_index * rows,
+                part_row=expert_index * col_count,
+                is_transposed=True,
+            )
+        )
+    hf_shapes: dict[str, tuple[int, ...]] = {hf_names[0]: (expert_count, col_count, rows)}
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
 
 
-def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor stacks the experts' HF matrices; the remaining ``*`` is the number of the expert.
 
     The matrices of one expert are below each other.
@@ -277,10 +299,11 @@ def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, .
     expert_count, rows, col_count = tensor_info.shape
     matrix_rows = rows // len(hf_names)
     hf_shapes: dict[str, tuple[int, ...]] = {}
-    blocks = []
+    blocks: list[MatrixBlock] = []
     for expert_index in range(expert_count):
         for name_pattern in hf_names:
             hf_name = name_pattern.replace("*", str(expert_index))
-            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=len(blocks) * matrix_rows))
+            first_row = len(blocks) * matrix_rows
+            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=first_row))
             hf_shapes[hf_name] = (matrix_rows, col_count)
     return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
