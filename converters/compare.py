@@ -159,7 +159,7 @@ def compare_weights(
             "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
         )
 
-    # transformers saves one model under two styles of names. Such tensors are still the same tensor.
+    # transformers saves one model under two styles of names.
     other_names = _match_renamed_tensors(first_checkpoint, second_checkpoint)
     second_checkpoint = second_checkpoint.with_new_names(other_names)
     tensor_names = sorted(first_checkpoint.shape_by_name.keys() | second_checkpoint.shape_by_name.keys())
@@ -171,10 +171,11 @@ def compare_weights(
 
     compare_tensor = partial(_compare_tensor, first_checkpoint, second_checkpoint)
     comparison = _compare_in_threads(compare_tensor, tensor_names, compared_bytes, worker_count)
-    for name in sorted(other_names)[:1]:
-        renamed_example = f"{name} is {other_names[name]} in the second folder"
-        return dataclasses.replace(comparison, renamed=len(other_names), example=renamed_example)
-    return comparison
+    if not other_names:
+        return comparison
+    name = min(other_names)
+    renamed_example = f"{name} is {other_names[name]} in the second folder"
+    return dataclasses.replace(comparison, renamed=len(other_names), example=renamed_example)
 
 
 def _compare_in_threads(

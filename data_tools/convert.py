@@ -45,7 +45,6 @@ from .resume import (
     input_names,
     make_plan,
     parse_verdicts,
-    verdicts_to_json,
 )
 from .shards import WORK_FOLDER, ConvertedSample, IndexWriter, WrittenShard, finish_shard
 from .work_parts import PartVerdicts, WorkPart, describe_missing_parts, journal_line, part_journal
@@ -367,7 +366,7 @@ def _convert_records(
 
         for batch_number, outcomes in enumerate(pool.results_in_order(_verify_batch, verify_tasks())):
             if batch_number >= journal.num_known:
-                journal.append_entry(verdicts_to_json(_batch_verdicts(outcomes)))
+                journal.append_entry(_batch_verdicts(outcomes))
 
             # This loop holds references of its own until the shard writer has counted those it waits for.
             samples = [outcome for outcome in outcomes if isinstance(outcome, ConvertedSample)]

@@ -7,9 +7,8 @@ import binascii
 import itertools
 import re
 import zlib
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from megatron_vl.data.sample.frame_archive import (
@@ -40,8 +39,7 @@ ASSUMED_FPS = 2.0
 LLaMA-Factory."""
 
 
-@dataclass(frozen=True)
-class MediaInfo:
+class MediaInfo(NamedTuple):
     """A verified medium. Sizes are upright (EXIF applied), as the loader decodes them."""
 
     kind: str

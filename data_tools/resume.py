@@ -13,7 +13,6 @@ again.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -290,24 +289,14 @@ def _remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def verdicts_to_json(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
-    """Verdicts in JSON types: for each record, the measures of its media or its line of the quarantine
-    file."""
-    json_verdicts: list[Any] = []
-    for verdict in verdicts:
-        if isinstance(verdict, dict):
-            json_verdicts.append(verdict)
-        else:
-            json_verdicts.append([dataclasses.astuple(media_info) for media_info in verdict])
-    return json_verdicts
-
-
 def parse_verdicts(json_verdicts: Any) -> list[Any]:
-    """The verdicts that :func:`verdicts_to_json` wrote. Raises TypeError if they are something else."""
+    """The verdicts of a journal, from JSON. Raises TypeError if they are something else.
+
+    A verdict is the measures of a record's media, or its line of the quarantine file.
+    """
     parsed_verdicts: list[Any] = []
     for verdict in json_verdicts:
-        if isinstance(verdict, dict):
-            parsed_verdicts.append(verdict)
-        else:
-            parsed_verdicts.append([MediaInfo(*measures) for measures in verdict])
+        if not isinstance(verdict, dict):
+            verdict = [MediaInfo(*measures) for measures in verdict]
+        parsed_verdicts.append(verdict)
     return parsed_verdicts

@@ -20,10 +20,8 @@ from .conversation import (
     check_answers,
     check_loss_weights,
     check_role_order,
-    checked_text,
     drop_last_answer,
     record_identity,
-    refuse_audio_in,
     refuse_listed_audio,
     shorten_value,
 )
@@ -92,11 +90,8 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     if not is_prompt:
         check_answers(messages, record_format.turns_field)
 
-    # A system prompt may be a field of the record or a turn. The order of roles is checked with it in place.
-    if record.get("system") not in (None, ""):
-        system_prompt = checked_text(record["system"], "system")
-        refuse_audio_in(system_prompt, "system", match_anywhere=False)
-        add_system(messages, system_prompt, "system", record_format.turns_field)
+    # The order of roles is checked with the system prompt in place.
+    add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field, is_prompt=is_prompt)
 
     apply_record_weight(record, messages)
@@ -121,16 +116,19 @@ def detect_format(record: dict[str, Any]) -> RecordFormat:
     present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
     if len(present_fields) > 1:
         quoted_names = " and ".join(f"'{name}'" for name in present_fields)
-        detail = f"the record has both {quoted_names}, but only one can be learnt; leave out one"
-        raise RecordError("two conversations", detail, present_fields[1])
+        raise RecordError(
+            "two conversations",
+            f"the record has both {quoted_names}, but only one can be learnt; leave out one",
+            present_fields[1],
+        )
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format
-    detail = (
+    raise RecordError(
+        "no conversation",
         "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output'; "
-        f"it has {shorten_value(sorted(record))}"
+        f"it has {shorten_value(sorted(record))}",
     )
-    raise RecordError("no conversation", detail)
 
 
 def _refuse_unsupervised_fields(record: dict[str, Any]) -> None:
