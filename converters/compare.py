@@ -159,7 +159,6 @@ def compare_weights(
             "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
         )
 
-    # transformers saves one model under two styles of names.
     other_names = _match_renamed_tensors(first_checkpoint, second_checkpoint)
     second_checkpoint = second_checkpoint.with_new_names(other_names)
     tensor_names = sorted(first_checkpoint.shape_by_name.keys() | second_checkpoint.shape_by_name.keys())
@@ -169,12 +168,12 @@ def compare_weights(
         element_count = _element_count(first_checkpoint.shape_by_name[name])
         compared_bytes += element_count * _element_bytes(first_checkpoint.code_by_name[name])
 
-    compare_tensor = partial(_compare_tensor, first_checkpoint, second_checkpoint)
-    comparison = _compare_in_threads(compare_tensor, tensor_names, compared_bytes, worker_count)
+    compare_one = partial(_compare_tensor, first_checkpoint, second_checkpoint)
+    comparison = _compare_in_threads(compare_one, tensor_names, compared_bytes, worker_count)
     if not other_names:
         return comparison
-    name = min(other_names)
-    renamed_example = f"{name} is {other_names[name]} in the second folder"
+    first_name, second_name = min(other_names.items())
+    renamed_example = f"{first_name} is {second_name} in the second folder"
     return dataclasses.replace(comparison, renamed=len(other_names), example=renamed_example)
 
 

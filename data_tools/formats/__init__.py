@@ -65,21 +65,13 @@ def read_prompt(record: Any, format_name: str = "") -> Conversation:
 
 
 def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = False) -> Conversation:
-    """Reads a record.
+    """Reads a record. Raises RecordError if it cannot be used.
 
     Args:
         format_name: name in :data:`FORMATS`; empty: the format is recognised.
         is_prompt: whether the record needs no assistant turn.
-
-    Raises:
-        RecordError: the record cannot be used.
     """
-    if not isinstance(record, dict):
-        detail = f"the record is a {type(record).__name__}, not an object"
-        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
-            detail += "; if it is a pack of conversations, write each as a record of its own"
-        raise RecordError("not an object", detail)
-
+    _check_object(record)
     refuse_listed_audio(record, "")
     record_format = FORMATS[format_name] if format_name else detect_format(record)
     _refuse_unsupervised_fields(record)
@@ -93,7 +85,6 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     # The order of roles is checked with the system prompt in place.
     add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field, is_prompt=is_prompt)
-
     apply_record_weight(record, messages)
     if not is_prompt:
         check_loss_weights(messages, record_format.turns_field)
@@ -109,6 +100,14 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
         tools,
         record_format.name,
     )
+
+
+def _check_object(record: Any) -> None:
+    if not isinstance(record, dict):
+        detail = f"the record is a {type(record).__name__}, not an object"
+        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
+            detail += "; if it is a pack of conversations, write each as a record of its own"
+        raise RecordError("not an object", detail)
 
 
 def detect_format(record: dict[str, Any]) -> RecordFormat:

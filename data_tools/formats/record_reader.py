@@ -94,11 +94,7 @@ class RecordReader:
             self.unplaced_media[kind] += self.listed_references(record, f"{kind}s")
 
         # The record's own keys come first, but which of them have an effect is known only now.
-        media_ignored_keys = self.ignored_keys
-        self.ignored_keys = []
-        self.note_ignored_keys("records", record, *read_keys, *self.frame_rate_keys)
-        self.ignored_keys += media_ignored_keys
-
+        self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):
             raise RecordError(
