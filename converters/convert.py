@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
-import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_vl import __version__, durable_files
+from megatron_vl import durable_files
 from megatron_vl.json_files import write_json
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
 from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo, tensor_table
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
-from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region
+from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
-    TensorWriter,
     WeightsError,
     dtype_name,
     make_safetensors_header,
@@ -36,7 +35,7 @@ from megatron_vl.weights.weight_reader import WeightReader
 
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
-from .output_folder import ConversionOutput, open_output
+from .output_folder import ConversionOutput, ConversionRequest, open_output
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -47,6 +46,7 @@ class WeightSource(Protocol):
     """Full canonical tensors, read region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
 
     spec: ModelSpec
+    path: Path
 
     def dtype(self, tensor_name: str) -> torch.dtype: ...
 
@@ -111,9 +111,7 @@ def convert_weights(
         **video_rule_entry(exported_video_rule(Path(hf), source.spec)),
     }
 
-    weights_report = _write_weights(
-        source, [Path(hf)], out, layout, "convert", workers, force, weights_origin
-    )
+    weights_report = _write_weights(source, out, layout, "convert", workers, force, weights_origin)
     weights_report.carried = len(source.carried_names)
     if rounding_note := source.rounded_decays():
         weights_report.notes.append(rounding_note)
@@ -138,85 +136,86 @@ def reshard_weights(
     # A run's rule for videos is not stored in its weights but in the step folder.
     trained_rule = weights_video_rule(source.path, source.manifest, source.spec)
     weights_origin = {**(source.manifest.get("origin") or {}), **video_rule_entry(trained_rule)}
-    return _write_weights(source, [source.path], out, layout, command_name, workers, force, weights_origin)
+    return _write_weights(source, out, layout, command_name, workers, force, weights_origin)
 
 
 def _write_weights(
     source: WeightSource,
-    input_dirs: list[Path],
     output_dir: str | Path,
     layout_arguments: dict | None,
     command_name: str,
     worker_count: int,
     force_overwrite: bool,
-    weights_origin: dict | None,
+    weights_origin: dict,
 ) -> WeightsReport:
-    """Writes Megatron weights of a layout: their files first, then the manifest.
-
-    Args:
-        input_dirs: the folders that are read; none of them may be ``output_dir``.
-        layout_arguments: arguments of :func:`make_layout` for shards; None: unsplit weights.
-        worker_count: number of threads; 0: as many as the machine can use.
-        weights_origin: facts about the origin of the weights, for the manifest.
-    """
-    output_dir = Path(output_dir)
+    """Writes Megatron weights of a layout: their files first, then the manifest."""
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
-    tensor_infos = tensor_table(source.spec)
-    file_plan = _plan_files(source, tensor_infos, layout)
+    file_plan = _plan_files(source, layout)
 
     # Names, types and shapes are known in advance, so each file gets its final size and header before any
     # tensor is read, and threads fill it in any order.
     header_by_file = {}
     for file, names in file_plan.tensors_by_file.items():
-        header_by_file[file] = make_safetensors_header(
-            {name: file_plan.stored_types[name] for name in names}, {"format": "pt"}
-        )
-
-    conversion_facts = _describe_conversion(
-        command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
-    )
-    worker_count = worker_count or default_worker_count()
-
-    with open_output(
-        output_dir,
-        input_dirs,
+        file_types = {name: file_plan.stored_types[name] for name in names}
+        header_by_file[file] = make_safetensors_header(file_types, {"format": "pt"})
+    request = ConversionRequest(
+        command_name,
+        Path(output_dir),
+        [source.path],
         header_by_file,
-        conversion_facts,
-        force_overwrite=force_overwrite,
-        worker_count=worker_count,
-        print_line=_print_to_stderr,
-    ) as conversion_output:
-        write_seconds = _run_copy_jobs(
-            command_name,
-            source,
-            _shard_jobs(source, tensor_infos, file_plan, conversion_output),
-            conversion_output,
-            worker_count,
-        )
-
-        # The manifest comes last: a folder without one does not count as weights.
-        conversion_output.commit_files()
-        file_entries = _file_entries(file_plan, conversion_output)
-        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin)
-
-    # A replicated tensor counts once for each file that holds it.
-    total_bytes = 0
-    for names in file_plan.tensors_by_file.values():
-        total_bytes += sum(CopyJob.tensor_bytes(*file_plan.stored_types[name]) for name in names)
-    return WeightsReport(
-        output_dir,
-        len(file_plan.stored_types),
-        len(file_plan.tensors_by_file),
-        total_bytes,
-        write_seconds,
+        source.fingerprint(),
+        weights_origin,
         layout,
+        worker_count or default_worker_count(),
+        force_overwrite,
+    )
+
+    # The manifest comes last: a folder without one does not count as weights.
+    complete_output = partial(_write_manifest, request, source.spec, file_plan)
+    return _write_files(request, source, partial(_shard_jobs, source, file_plan), complete_output)
+
+
+def _write_files(
+    request: ConversionRequest,
+    source: WeightSource,
+    make_jobs: Callable[[ConversionOutput], dict[str, list[CopyJob]]],
+    complete_output: Callable[[ConversionOutput], None],
+) -> WeightsReport:
+    """Writes all tensors of a conversion or an export.
+
+    Args:
+        make_jobs: returns for each tensor that is read the jobs that need it.
+        complete_output: writes what makes the folder complete, after the files have their final names.
+
+    Raises:
+        WeightsError: a stored tensor is damaged, or the source changed meanwhile.
+    """
+    with open_output(request) as conversion_output:
+        write_seconds = _run_copy_jobs(request, source, make_jobs(conversion_output), conversion_output)
+        conversion_output.commit_files()
+        complete_output(conversion_output)
+
+    # A replicated tensor counts once as a tensor, and its bytes once for each file that holds it.
+    tensor_names = set()
+    tensor_bytes = -sum(map(len, request.header_by_file.values()))
+    for writer in conversion_output.writer_by_file.values():
+        tensor_names.update(writer.tensor_names())
+        tensor_bytes += writer.file_size_bytes
+    return WeightsReport(
+        request.output_dir,
+        len(tensor_names),
+        len(request.header_by_file),
+        tensor_bytes,
+        write_seconds,
+        request.layout,
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
-def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> list[dict[str, Any]]:
-    """The entries of all files for :func:`write_manifest`."""
+def _write_manifest(
+    request: ConversionRequest, spec: ModelSpec, file_plan: _FilePlan, conversion_output: ConversionOutput
+) -> None:
     file_entries = []
     for file, names in file_plan.tensors_by_file.items():
         stored_tensors = {}
@@ -224,16 +223,14 @@ def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> 
             tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
             stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
         file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
-    return file_entries
+    write_manifest(request.output_dir, spec, request.layout, file_entries, request.weights_origin)
 
 
 def _shard_jobs(
-    source: WeightSource,
-    tensor_infos: dict[str, TensorInfo],
-    file_plan: _FilePlan,
-    conversion_output: ConversionOutput,
+    source: WeightSource, file_plan: _FilePlan, conversion_output: ConversionOutput
 ) -> dict[str, list[CopyJob]]:
     """Tensor -> the jobs that write its shards, except for those that are kept."""
+    tensor_infos = tensor_table(source.spec)
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
     for name, file in file_plan.model_order():
         if (file, name) in conversion_output.kept_tensors:
@@ -246,54 +243,33 @@ def _shard_jobs(
                 shard_ranks[f"{kind}_rank"] = rank
 
         shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
+        dtype, shape = file_plan.stored_types[name]
+        source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
+        writer = conversion_output.writer_by_file[file]
         jobs_by_tensor.setdefault(name, []).append(
-            _shard_job(
-                source,
-                tensor_infos[name],
-                shard_index,
-                file_plan.sharding,
-                conversion_output.writer_by_file[file],
-            )
+            CopyJob(writer, name, shape, dtype, _block_reader(source, source_blocks, dtype))
         )
     return jobs_by_tensor
 
 
-def _describe_conversion(
-    command_name: str,
-    source: WeightSource,
-    header_by_file: dict[str, bytes],
-    layout: dict | None,
-    weights_origin: Any,
-) -> dict[str, Any]:
-    """Describes a conversion. An interrupted conversion continues only if its description is unchanged."""
-    files = {file: hashlib.sha256(header).hexdigest() for file, header in header_by_file.items()}
-    return {
-        "command": command_name,
-        "layout": layout,
-        "source": source.fingerprint(),
-        "origin": weights_origin,
-        "files": files,
-        "version": __version__,
-    }
+def _block_reader(
+    source: WeightSource, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
+) -> Callable[[MatrixRegion], Tensor]:
+    """A function that reads regions of a matrix that consists of rectangles of canonical tensors."""
 
+    def read_source(tensor_name: object, full_region: MatrixRegion) -> Tensor:
+        return source.read_region(str(tensor_name), full_region)
 
-def _print_to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    return lambda region: gather_region(source_blocks, region, read_source, dtype)
 
 
 def _run_copy_jobs(
-    command_name: str,
+    request: ConversionRequest,
     source: WeightSource,
     jobs_by_tensor: dict[str, list[CopyJob]],
     conversion_output: ConversionOutput,
-    worker_count: int,
 ) -> float:
-    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took.
-
-    Raises:
-        WeightsError: a stored tensor is damaged, or the source changed meanwhile.
-    """
-    fingerprint_before = source.fingerprint()
+    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took."""
     tensor_infos = tensor_table(source.spec)
 
     def check(tensor_name: str) -> None:
@@ -301,11 +277,11 @@ def _run_copy_jobs(
             source.verify_tensor(tensor_name)
 
     total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
-    progress_bar = ProgressBar(command_name, total_bytes)
+    progress_bar = ProgressBar(request.command_name, total_bytes)
     try:
         run_copy_tasks(
-            order_with_checks(jobs_by_tensor, check, worker_count),
-            worker_count,
+            order_with_checks(jobs_by_tensor, check, request.worker_count),
+            request.worker_count,
             progress_bar,
             conversion_output.record_tensor,
         )
@@ -314,7 +290,7 @@ def _run_copy_jobs(
 
     # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
-        if fingerprint_before[source_file] != current_fact:
+        if request.source_facts[source_file] != current_fact:
             raise WeightsError(
                 f"{source_file} changed while it was read. The output was removed; start again"
             )
@@ -342,12 +318,11 @@ class _FilePlan:
         return [(name, file) for name in self.stored_types for file in files_by_tensor[name]]
 
 
-def _plan_files(
-    source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
-) -> _FilePlan:
+def _plan_files(source: WeightSource, layout: Layout | None) -> _FilePlan:
     """Decides which tensors go into which file: one file for each rank of ``layout``, or files of at most
     ``MAX_FILE_BYTES`` in model order."""
     sharding = layout.sharding if layout else UNSHARDED
+    tensor_infos = tensor_table(source.spec)
 
     stored_types = {}
     for tensor_name, info in tensor_infos.items():
@@ -403,21 +378,6 @@ def _shard_files(
     return tensors_by_file, ranks_by_file
 
 
-def _shard_job(
-    source: WeightSource, tensor_info: TensorInfo, shard_index: int, sharding: Sharding, writer: TensorWriter
-) -> CopyJob:
-    """The job that writes one part of a canonical tensor."""
-    dtype = source.dtype(tensor_info.name)
-    source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
-
-    def read(shard_region: MatrixRegion) -> Tensor:
-        return gather_region(
-            source_blocks, shard_region, lambda name, full: source.read_region(str(name), full), dtype
-        )
-
-    return CopyJob(writer, tensor_info.name, tensor_info.shard_shape(sharding), dtype, read)
-
-
 # --- To Hugging Face ----------------------------------------------------------------------------------------
 
 
@@ -427,101 +387,83 @@ def export_weights(
     """Exports Megatron weights to a folder like the original Hugging Face folder.
 
     Files, names, order and types of tensors are those of the original, so the export of untrained weights
-    equals the original byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are
-    copied from the original. Values of another type, such as the weights of a float32 run, are rounded to the
-    original's type and counted in the report. All other files are copied unchanged.
-
-    ``megatron_vl.json`` next to the weights names the rule for videos under which they were trained, if it is
-    known: that of the run or of the weights, otherwise that of ``hf``.
+    equals the original byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) and all
+    other files are copied from it. Values of another type, such as the weights of a float32 run, are rounded
+    and counted in the report. ``megatron_vl.json`` names the rule for videos under which the weights were
+    trained, if it is known: their own, otherwise that of ``hf``.
 
     Args:
         checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.
-        hf: the original Hugging Face folder.
-        workers, force: as in :func:`convert_weights`.
 
     Raises:
-        WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
-            HF cannot store.
+        WeightsError: the checkpoint belongs to another model, or its padding holds values.
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
     source = WeightReader(checkpoint)
     hf_checkpoint = HfCheckpoint(hf)
-    output_dir = Path(output_dir)
-    workers = workers or default_worker_count()
+    request = _export_request(source, hf_checkpoint, Path(output_dir), workers, force)
 
     # Everything that can be refused is refused before the first byte is written.
     _check_same_model(source, hf_checkpoint)
-    _check_padding(source, hf_checkpoint, workers)
-    trained_rule = _known_video_rule(source, hf_checkpoint)
+    _check_padding(source, hf_checkpoint, request.worker_count)
     companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
+    video_rule = weights_video_rule(source.path, source.manifest, source.spec)
+    video_rule = video_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
 
+    make_jobs = partial(_export_jobs, source, hf_checkpoint)
+    complete_output = partial(_complete_export, request, hf_checkpoint.path, companion_files, video_rule)
+    weights_report = _write_files(request, source, make_jobs, complete_output)
+    weights_report.cast = _count_casts(source, hf_checkpoint)
+    weights_report.skipped = list(map(str, skipped_files))
+    weights_report.carried = len(hf_checkpoint.carried_names)
+    return weights_report
+
+
+def _export_request(
+    source: WeightReader, hf_checkpoint: HfCheckpoint, output_dir: Path, worker_count: int, force: bool
+) -> ConversionRequest:
     # With the original headers, unchanged tensors give the original files byte for byte.
     header_by_file = {}
     for file in hf_checkpoint.tensor_folder.reader_by_file:
         header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
 
-    input_dirs = [source.path, hf_checkpoint.path]
-    conversion_facts = _describe_conversion(
-        "export", source, header_by_file, None, hf_checkpoint.fingerprint()
-    )
-
-    with open_output(
+    return ConversionRequest(
+        "export",
         output_dir,
-        input_dirs,
+        [source.path, hf_checkpoint.path],
         header_by_file,
-        conversion_facts,
-        force_overwrite=force,
-        worker_count=workers,
-        is_hf_export=True,
-        print_line=_print_to_stderr,
-    ) as conversion_output:
-        write_seconds = _run_copy_jobs(
-            "export",
-            source,
-            _export_jobs(source, hf_checkpoint, conversion_output),
-            conversion_output,
-            workers,
-        )
-        conversion_output.commit_files()
-        copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
-        _write_video_rule(trained_rule, output_dir)
-
-        # The journal is deleted after this block, and a folder without a journal counts as finished. So
-        # everything must be on the disk now.
-        for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
-            durable_files.fsync_path(synced_path)
-
-    released_names = hf_checkpoint.names_in_order()
-    written_tensors = [hf_checkpoint.stored_name_by_released[name] for name in released_names]
-    written_tensors += hf_checkpoint.carried_names
-    total_bytes = 0
-    for name in written_tensors:
-        tensor_folder = hf_checkpoint.tensor_folder
-        total_bytes += CopyJob.tensor_bytes(tensor_folder.dtype(name), tensor_folder.shape(name))
-    return WeightsReport(
-        output_dir,
-        len(written_tensors),
-        len(header_by_file),
-        total_bytes,
-        write_seconds,
+        source.fingerprint(),
+        hf_checkpoint.fingerprint(),
         None,
-        _count_casts(source, hf_checkpoint),
-        [str(skipped_path) for skipped_path in skipped_files],
-        carried=len(hf_checkpoint.carried_names),
-        kept_files=conversion_output.count_kept_files(),
-        kept_tensors=len(conversion_output.kept_tensors),
+        worker_count or default_worker_count(),
+        force,
     )
 
 
-def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
-    """Copies files, and returns their new paths."""
-    copied_paths = []
-    for relative_path in relative_paths:
-        copied_path = target_dir / relative_path
+def _complete_export(
+    request: ConversionRequest,
+    hf_dir: Path,
+    companion_files: list[Path],
+    video_rule: dict[str, str],
+    conversion_output: ConversionOutput,
+) -> None:
+    """Copies the small files, and writes the rule for videos under which the weights were trained."""
+    synced_paths = {request.output_dir}
+    for relative_path in companion_files:
+        copied_path = request.output_dir / relative_path
         copied_path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source_dir / relative_path, copied_path)
-        copied_paths.append(copied_path)
-    return copied_paths
+        shutil.copyfile(hf_dir / relative_path, copied_path)
+        synced_paths |= {copied_path, copied_path.parent}
+
+    if video_rule:
+        write_json(request.output_dir / EXPORT_FACTS_FILE, video_rule_entry(video_rule))
+    else:  # an earlier export may have left one
+        (request.output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
+
+    # The journal is deleted after this, and a folder without a journal counts as finished. So everything must
+    # be on the disk now.
+    for synced_path in synced_paths:
+        durable_files.fsync_path(synced_path)
 
 
 def _export_jobs(
@@ -532,22 +474,28 @@ def _export_jobs(
     They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
     page cache.
     """
-    jobs_by_tensor: dict[str, list[CopyJob]] = {}
+    tensor_folder = hf_checkpoint.tensor_folder
+    released_names = {}
     for hf_name in hf_checkpoint.names_in_order():
-        stored_name = hf_checkpoint.stored_name_by_released[hf_name]
-        file_name = hf_checkpoint.tensor_folder.file_by_tensor[stored_name]
-        if (file_name, stored_name) not in conversion_output.kept_tensors:
-            canonical_name = str(hf_checkpoint.hf_blocks(hf_name)[0].part_id)
-            jobs_by_tensor.setdefault(canonical_name, []).append(
-                _hf_job(source, hf_checkpoint, conversion_output.writer_by_file[file_name], hf_name)
-            )
+        released_names[hf_checkpoint.stored_name_by_released[hf_name]] = hf_name
 
-    for carried_name in hf_checkpoint.carried_names:
-        file_name = hf_checkpoint.tensor_folder.file_by_tensor[carried_name]
-        if (file_name, carried_name) not in conversion_output.kept_tensors:
-            jobs_by_tensor[carried_name] = [
-                _carried_job(hf_checkpoint, conversion_output.writer_by_file[file_name], carried_name)
-            ]
+    jobs_by_tensor: dict[str, list[CopyJob]] = {}
+    for stored_name in (*released_names, *hf_checkpoint.carried_names):
+        file_name = tensor_folder.file_by_tensor[stored_name]
+        if (file_name, stored_name) in conversion_output.kept_tensors:
+            continue
+
+        canonical_name = stored_name
+        dtype = tensor_folder.dtype(stored_name)
+        read_region: Callable[[MatrixRegion], Tensor] = partial(tensor_folder.read_region, stored_name)
+        if stored_name in released_names:  # a carried tensor is copied
+            hf_blocks = hf_checkpoint.hf_blocks(released_names[stored_name])
+            canonical_name = str(hf_blocks[0].part_id)
+            read_region = _block_reader(source, hf_blocks, dtype)
+        writer = conversion_output.writer_by_file[file_name]
+        jobs_by_tensor.setdefault(canonical_name, []).append(
+            CopyJob(writer, stored_name, tensor_folder.shape(stored_name), dtype, read_region)
+        )
     return jobs_by_tensor
 
 
@@ -561,49 +509,6 @@ def _count_casts(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[tupl
                 (dtype_name(dtype), dtype_name(hf_checkpoint.hf_dtype(hf_name))) for hf_name in rule.hf_shapes
             )
     return dict(cast_counts)
-
-
-def _known_video_rule(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[str, str]:
-    """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
-    weights_rule = weights_video_rule(source.path, source.manifest, source.spec)
-    return weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
-
-
-def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
-    """Writes the rule for videos to ``output_dir``, or removes an earlier export's if no rule is known."""
-    if trained_rule:
-        write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
-    else:
-        (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
-
-
-def _hf_job(source: WeightReader, hf_checkpoint: HfCheckpoint, writer: TensorWriter, hf_name: str) -> CopyJob:
-    """The job that writes one HF tensor from canonical tensors."""
-    canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
-    dtype = hf_checkpoint.hf_dtype(hf_name)
-    stored_name = hf_checkpoint.stored_name_by_released[hf_name]
-
-    def read(hf_region: MatrixRegion) -> Tensor:
-        return gather_region(
-            canonical_blocks, hf_region, lambda name, full: source.read_region(str(name), full), dtype
-        )
-
-    return CopyJob(writer, stored_name, hf_checkpoint.tensor_folder.shape(stored_name), dtype, read)
-
-
-def _carried_job(hf_checkpoint: HfCheckpoint, writer: TensorWriter, stored_name: str) -> CopyJob:
-    """The job that copies a tensor which is not part of the model from the original folder."""
-
-    def read(hf_region: MatrixRegion) -> Tensor:
-        return hf_checkpoint.tensor_folder.read_region(stored_name, hf_region)
-
-    return CopyJob(
-        writer,
-        stored_name,
-        hf_checkpoint.tensor_folder.shape(stored_name),
-        hf_checkpoint.tensor_folder.dtype(stored_name),
-        read,
-    )
 
 
 def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:

@@ -193,10 +193,6 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
     Returns the released style if there are no experts, or if their shapes are wrong.
 
-    Square matrices fit both orientations. At most one of the two stacks is square, but the orientation of the
-    other one says nothing about it: transformers 5 looks at each stack on its own, reads a square one as
-    output-first, and scrambles it if this is wrong.
-
     Raises:
         WeightsError: a stack fits both orientations.
     """
@@ -204,37 +200,44 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
         return "apart"  # any style will do
 
     released_style = RELEASED_EXPERT_STYLE[spec.family]
-    ffn_hidden_size = spec.language.moe.ffn_hidden_size
-    hidden_size = spec.language.hidden_size
-
-    has_separate_experts = False
-    expert_stacks: dict[str, tuple[int, int]] = {}
+    expert_names = []
     for tensor_name in tensor_folder.file_by_tensor:
-        if is_carried_tensor(spec, tensor_name):
-            continue
-        if tensor_name.endswith(GATE_UP_STACK):
-            expert_stacks[tensor_name] = (2 * ffn_hidden_size, hidden_size)
-        elif tensor_name.endswith(DOWN_STACK):
-            expert_stacks[tensor_name] = (hidden_size, ffn_hidden_size)
-        elif ".mlp.experts." in tensor_name:
-            has_separate_experts = True
-
-    if not expert_stacks:
-        return "apart" if has_separate_experts else released_style
+        if ".mlp.experts." in tensor_name and not is_carried_tensor(spec, tensor_name):
+            expert_names.append(tensor_name)
+    stack_names = [name for name in expert_names if name.endswith((GATE_UP_STACK, DOWN_STACK))]
+    if not stack_names:
+        return "apart" if expert_names else released_style
     if released_style == "output_first":
         return released_style  # as in transformers, which supports no other stacks for this family
-    for tensor_name, (row_count, col_count) in expert_stacks.items():
-        if row_count == col_count:
-            raise WeightsError(
-                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
-                f"by {col_count}, so it is not known whether their inputs or their outputs come "
-                "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
-            )
 
-    has_output_first = any(
-        tensor_folder.shape(tensor_name)[1:] == matrix for tensor_name, matrix in expert_stacks.items()
-    )
+    output_first_shapes = {
+        GATE_UP_STACK: (2 * spec.language.moe.ffn_hidden_size, spec.language.hidden_size),
+        DOWN_STACK: (spec.language.hidden_size, spec.language.moe.ffn_hidden_size),
+    }
+    has_output_first = False
+    for tensor_name in stack_names:
+        matrix = output_first_shapes[GATE_UP_STACK if tensor_name.endswith(GATE_UP_STACK) else DOWN_STACK]
+        _refuse_square_stack(tensor_folder, tensor_name, matrix)
+        has_output_first = has_output_first or tensor_folder.shape(tensor_name)[1:] == matrix
     return "output_first" if has_output_first else released_style
+
+
+def _refuse_square_stack(
+    tensor_folder: TensorFolder, tensor_name: str, matrix_shape: tuple[int, int]
+) -> None:
+    """Raises WeightsError if a stack of experts holds square matrices, which fit both orientations.
+
+    At most one of the two stacks is square, but the orientation of the other one says nothing about it:
+    transformers 5 looks at each stack on its own, reads a square one as output-first, and scrambles it if
+    this is wrong.
+    """
+    row_count, col_count = matrix_shape
+    if row_count == col_count:
+        raise WeightsError(
+            f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
+            f"by {col_count}, so it is not known whether their inputs or their outputs come "
+            "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
+        )
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
