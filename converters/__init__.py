@@ -8,20 +8,22 @@ splitting, merging and export, and ``compare.py`` compares checkpoints.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megatron_vl.spec.families import ModelSpec
 
 from . import qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_vl
-from .rules import RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle, NameEntry, rules_from_entries
+from .rules import RELEASED_EXPERT_STYLE, ConversionRule, ExpertStyle, check_rule_coverage
 
-RULES_BY_FAMILY: dict[str, tuple[NameEntry, ...]] = {
-    "qwen2_vl": qwen2_vl.RULES,
-    "qwen2_5_vl": qwen2_5_vl.RULES,
-    "qwen3_vl": qwen3_vl.RULES,
-    "qwen3_vl_moe": qwen3_vl.RULES,
-    "qwen3_5": qwen3_5.RULES,
-    "qwen3_5_moe": qwen3_5.RULES,
+RULES_BY_FAMILY: dict[str, Callable[..., list[ConversionRule]]] = {
+    "qwen2_vl": qwen2_vl.make_rules,
+    "qwen2_5_vl": qwen2_5_vl.make_rules,
+    "qwen3_vl": qwen3_vl.make_rules,
+    "qwen3_vl_moe": qwen3_vl.make_rules,
+    "qwen3_5": qwen3_5.make_rules,
+    "qwen3_5_moe": qwen3_5.make_rules,
 }
-"""Maps each family to its table, without the experts."""
+"""Maps each family to the function that returns its rules."""
 
 
 def make_conversion_rules(spec: ModelSpec, expert_style: ExpertStyle | None = None) -> list[ConversionRule]:
@@ -30,5 +32,11 @@ def make_conversion_rules(spec: ModelSpec, expert_style: ExpertStyle | None = No
     Args:
         expert_style: how the HF folder stores experts, if the model has any; None: as released.
     """
-    style = expert_style or RELEASED_EXPERT_STYLE.get(spec.family, "apart")
-    return rules_from_entries(spec, (*RULES_BY_FAMILY[spec.family], *qwen3_vl.EXPERTS[style]))
+    make_family_rules = RULES_BY_FAMILY[spec.family]
+    family_rules = (
+        make_family_rules(spec, expert_style or RELEASED_EXPERT_STYLE[spec.family])
+        if spec.language.moe
+        else make_family_rules(spec)
+    )
+    check_rule_coverage(spec, family_rules)
+    return family_rules

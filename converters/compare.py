@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -144,7 +141,8 @@ def compare_weights(
 ) -> CheckpointComparison:
     """Compares all tensors of two folders bit for bit: HF folders, or Megatron weights of any layouts.
 
-    Differences are sorted by name: tensors of one folder only, other types, other shapes, or other bits.
+    Tensors of two HF folders whose names differ only in style are compared with each other. Differences are
+    sorted by name. They are tensors that only one folder has, other types, other shapes, or other bits.
 
     Raises:
         WeightsError: one folder is a Hugging Face folder, and the other holds Megatron weights.
@@ -159,45 +157,47 @@ def compare_weights(
             "of the same kind; `megatron-vl export` makes a Hugging Face folder from Megatron weights"
         )
 
+    # transformers saves one model under two styles of names. Such tensors are still the same tensor.
     other_names = _match_renamed_tensors(first_checkpoint, second_checkpoint)
     second_checkpoint = second_checkpoint.with_new_names(other_names)
     tensor_names = sorted(first_checkpoint.shape_by_name.keys() | second_checkpoint.shape_by_name.keys())
 
-    compared_bytes = 0  # tensors that only one folder has are reported without being read
-    for name in first_checkpoint.shape_by_name.keys() & second_checkpoint.shape_by_name.keys():
-        element_count = _element_count(first_checkpoint.shape_by_name[name])
-        compared_bytes += element_count * _element_bytes(first_checkpoint.code_by_name[name])
+    # Tensors that only one folder has are reported without being read.
+    compared_bytes = 0
+    for name, shape in first_checkpoint.shape_by_name.items():
+        if name in second_checkpoint.shape_by_name:
+            compared_bytes += _element_count(shape) * _element_bytes(first_checkpoint.code_by_name[name])
 
-    compare_one = partial(_compare_tensor, first_checkpoint, second_checkpoint)
-    comparison = _compare_in_threads(compare_one, tensor_names, compared_bytes, worker_count)
-    if not other_names:
-        return comparison
-    first_name, second_name = min(other_names.items())
-    renamed_example = f"{first_name} is {second_name} in the second folder"
-    return dataclasses.replace(comparison, renamed=len(other_names), example=renamed_example)
+    progress_bar = ProgressBar("verify", compared_bytes)
 
+    def compare_tensor(tensor_name: str) -> TensorDifference | None:
+        return _compare_tensor(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
 
-def _compare_in_threads(
-    compare_one: Callable[[ProgressBar, Any], TensorDifference | None],
-    compared_tensors: Sequence[Any],
-    total_bytes: int,
-    worker_count: int,
-) -> CheckpointComparison:
-    """Compares each tensor, and lists the differences in the order of the tensors."""
-    progress_bar = ProgressBar("verify", total_bytes)
     try:
         with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
-            results = thread_pool.map(partial(compare_one, progress_bar), compared_tensors)
-            return CheckpointComparison(len(compared_tensors), total_bytes, list(filter(None, results)))
+            # Results are in the order of the names, whichever thread is first.
+            tensor_differences = list(thread_pool.map(compare_tensor, tensor_names))
     finally:
         progress_bar.clear_line()
 
+    renamed_example = ""
+    if other_names:
+        first_name = min(other_names)
+        renamed_example = f"{first_name} is {other_names[first_name]} in the second folder"
+    return CheckpointComparison(
+        len(tensor_names),
+        compared_bytes,
+        [difference for difference in tensor_differences if difference],
+        len(other_names),
+        renamed_example,
+    )
+
 
 def _compare_tensor(
+    tensor_name: str,
     first_checkpoint: _CheckpointTensors,
     second_checkpoint: _CheckpointTensors,
     progress_bar: ProgressBar,
-    tensor_name: str,
 ) -> TensorDifference | None:
     """The difference between two tensors of one name; None if they are equal bit for bit."""
     for checkpoint, ordinal in ((first_checkpoint, "first"), (second_checkpoint, "second")):
@@ -216,14 +216,14 @@ def _compare_tensor(
             f"shape {list(first_checkpoint.shape_by_name[tensor_name])} "
             f"against {list(second_checkpoint.shape_by_name[tensor_name])}",
         )
-    return _compare_bits(first_checkpoint, second_checkpoint, progress_bar, tensor_name)
+    return _compare_bits(tensor_name, first_checkpoint, second_checkpoint, progress_bar)
 
 
 def _compare_bits(
+    tensor_name: str,
     first_checkpoint: _CheckpointTensors,
     second_checkpoint: _CheckpointTensors,
     progress_bar: ProgressBar,
-    tensor_name: str,
 ) -> TensorDifference | None:
     differing_elements = 0
     first_difference = -1
@@ -268,10 +268,19 @@ def verify_checkpoint_hashes(checkpoint_path: str | Path, *, worker_count: int =
             stored_tensors.append((file_name, name, digest))
             total_bytes += _element_count(tensor_reader.shape(name)) * tensor_reader.dtype(name).itemsize
 
-    def check(progress_bar: ProgressBar, stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
+    progress_bar = ProgressBar("verify", total_bytes)
+
+    def check(stored_tensor: tuple[str, str, str]) -> TensorDifference | None:
         file, name, expected_digest = stored_tensor
         if reader_by_file[file].sha256(name, progress_bar.add_bytes) == expected_digest:
             return None
         return TensorDifference(name, f"differs in {file} from the manifest")
 
-    return _compare_in_threads(check, stored_tensors, total_bytes, worker_count)
+    try:
+        with ThreadPoolExecutor(worker_count or default_worker_count()) as thread_pool:
+            tensor_differences = list(thread_pool.map(check, stored_tensors))
+    finally:
+        progress_bar.clear_line()
+    return CheckpointComparison(
+        len(stored_tensors), total_bytes, [difference for difference in tensor_differences if difference]
+    )

@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_vl import durable_files
+from megatron_vl import __version__, durable_files
+from megatron_vl.config import LoraConfig
 from megatron_vl.json_files import write_json
+from megatron_vl.spec.adapters import fused_adapters, trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, make_layout
-from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo, tensor_table
+from megatron_vl.spec.tensors import UNSHARDED, Sharding, TensorInfo
 from megatron_vl.weights.manifest import expert_file_name, file_entry, rank_file_name, write_manifest
-from megatron_vl.weights.matrix_blocks import MatrixBlock, blocks_of_shard, gather_region
+from megatron_vl.weights.matrix_blocks import blocks_of_shard, gather_region
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
 from megatron_vl.weights.tensor_files import (
     MatrixRegion,
+    TensorWriter,
     WeightsError,
     dtype_name,
     make_safetensors_header,
@@ -33,9 +37,19 @@ from megatron_vl.weights.tensor_files import (
 from megatron_vl.weights.video_rule import exported_video_rule, video_rule_entry, weights_video_rule
 from megatron_vl.weights.weight_reader import WeightReader
 
+from .adapters import (
+    AdapterSource,
+    MergedWeights,
+    PeftAdapters,
+    adapted_matrices,
+    peft_config,
+    peft_header,
+    peft_tensors,
+)
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
-from .output_folder import ConversionOutput, ConversionRequest, open_output
+from .output_folder import ConversionOutput, open_output
+from .peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, is_peft_folder
 from .rules import ConversionRule
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -43,10 +57,12 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 class WeightSource(Protocol):
-    """Full canonical tensors, read region by region: a :class:`WeightReader` or a :class:`HfCheckpoint`."""
+    """Full canonical tensors, read region by region, such as a :class:`WeightReader` or a
+    :class:`HfCheckpoint`."""
 
     spec: ModelSpec
-    path: Path
+    lora: LoraConfig
+    """The adapters whose factors these tensors are; its rank is 0 for a whole model."""
 
     def dtype(self, tensor_name: str) -> torch.dtype: ...
 
@@ -111,7 +127,9 @@ def convert_weights(
         **video_rule_entry(exported_video_rule(Path(hf), source.spec)),
     }
 
-    weights_report = _write_weights(source, out, layout, "convert", workers, force, weights_origin)
+    weights_report = _write_weights(
+        source, [Path(hf)], out, layout, "convert", workers, force, weights_origin
+    )
     weights_report.carried = len(source.carried_names)
     if rounding_note := source.rounded_decays():
         weights_report.notes.append(rounding_note)
@@ -130,92 +148,91 @@ def reshard_weights(
 
     The arguments and errors are those of :func:`convert_weights`.
     """
-    source = WeightReader(checkpoint)
+    source = WeightReader(checkpoint, takes_adapters=True)
     command_name = "split" if layout else "merge"
 
     # A run's rule for videos is not stored in its weights but in the step folder.
     trained_rule = weights_video_rule(source.path, source.manifest, source.spec)
     weights_origin = {**(source.manifest.get("origin") or {}), **video_rule_entry(trained_rule)}
-    return _write_weights(source, out, layout, command_name, workers, force, weights_origin)
+    return _write_weights(source, [source.path], out, layout, command_name, workers, force, weights_origin)
 
 
 def _write_weights(
     source: WeightSource,
+    input_dirs: list[Path],
     output_dir: str | Path,
     layout_arguments: dict | None,
     command_name: str,
     worker_count: int,
     force_overwrite: bool,
-    weights_origin: dict,
+    weights_origin: dict | None,
 ) -> WeightsReport:
-    """Writes Megatron weights of a layout: their files first, then the manifest."""
+    """Writes Megatron weights of a layout: their files first, then the manifest.
+
+    Args:
+        input_dirs: the folders that are read; none of them may be ``output_dir``.
+        layout_arguments: arguments of :func:`make_layout` for shards; None: unsplit weights.
+        worker_count: number of threads; 0: as many as the machine can use.
+        weights_origin: facts about the origin of the weights, for the manifest.
+    """
+    output_dir = Path(output_dir)
     layout = make_layout(source.spec, **layout_arguments) if layout_arguments else None
-    file_plan = _plan_files(source, layout)
+    tensor_infos = trained_table(source.spec, source.lora)
+    file_plan = _plan_files(source, tensor_infos, layout)
 
     # Names, types and shapes are known in advance, so each file gets its final size and header before any
     # tensor is read, and threads fill it in any order.
     header_by_file = {}
     for file, names in file_plan.tensors_by_file.items():
-        file_types = {name: file_plan.stored_types[name] for name in names}
-        header_by_file[file] = make_safetensors_header(file_types, {"format": "pt"})
-    request = ConversionRequest(
-        command_name,
-        Path(output_dir),
-        [source.path],
-        header_by_file,
-        source.fingerprint(),
-        weights_origin,
-        layout,
-        worker_count or default_worker_count(),
-        force_overwrite,
+        header_by_file[file] = make_safetensors_header(
+            {name: file_plan.stored_types[name] for name in names}, {"format": "pt"}
+        )
+
+    conversion_facts = _describe_conversion(
+        command_name, source, header_by_file, layout.as_dict() if layout else None, weights_origin
     )
+    worker_count = worker_count or default_worker_count()
 
-    # The manifest comes last: a folder without one does not count as weights.
-    complete_output = partial(_write_manifest, request, source.spec, file_plan)
-    return _write_files(request, source, partial(_shard_jobs, source, file_plan), complete_output)
+    with open_output(
+        output_dir,
+        input_dirs,
+        header_by_file,
+        conversion_facts,
+        force_overwrite=force_overwrite,
+        worker_count=worker_count,
+        print_line=_print_to_stderr,
+    ) as conversion_output:
+        write_seconds = _run_copy_jobs(
+            command_name,
+            source,
+            _shard_jobs(source, tensor_infos, file_plan, conversion_output),
+            conversion_output,
+            worker_count,
+        )
 
-
-def _write_files(
-    request: ConversionRequest,
-    source: WeightSource,
-    make_jobs: Callable[[ConversionOutput], dict[str, list[CopyJob]]],
-    complete_output: Callable[[ConversionOutput], None],
-) -> WeightsReport:
-    """Writes all tensors of a conversion or an export.
-
-    Args:
-        make_jobs: returns for each tensor that is read the jobs that need it.
-        complete_output: writes what makes the folder complete, after the files have their final names.
-
-    Raises:
-        WeightsError: a stored tensor is damaged, or the source changed meanwhile.
-    """
-    with open_output(request) as conversion_output:
-        write_seconds = _run_copy_jobs(request, source, make_jobs(conversion_output), conversion_output)
+        # The manifest comes last: a folder without one does not count as weights.
         conversion_output.commit_files()
-        complete_output(conversion_output)
+        file_entries = _file_entries(file_plan, conversion_output)
+        write_manifest(output_dir, source.spec, layout, file_entries, weights_origin, source.lora)
 
-    # A replicated tensor counts once as a tensor, and its bytes once for each file that holds it.
-    tensor_names = set()
-    tensor_bytes = -sum(map(len, request.header_by_file.values()))
-    for writer in conversion_output.writer_by_file.values():
-        tensor_names.update(writer.tensor_names())
-        tensor_bytes += writer.file_size_bytes
+    # A replicated tensor counts once for each file that holds it.
+    total_bytes = 0
+    for names in file_plan.tensors_by_file.values():
+        total_bytes += sum(CopyJob.tensor_bytes(*file_plan.stored_types[name]) for name in names)
     return WeightsReport(
-        request.output_dir,
-        len(tensor_names),
-        len(request.header_by_file),
-        tensor_bytes,
+        output_dir,
+        len(file_plan.stored_types),
+        len(file_plan.tensors_by_file),
+        total_bytes,
         write_seconds,
-        request.layout,
+        layout,
         kept_files=conversion_output.count_kept_files(),
         kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
-def _write_manifest(
-    request: ConversionRequest, spec: ModelSpec, file_plan: _FilePlan, conversion_output: ConversionOutput
-) -> None:
+def _file_entries(file_plan: _FilePlan, conversion_output: ConversionOutput) -> list[dict[str, Any]]:
+    """The entries of all files for :func:`write_manifest`."""
     file_entries = []
     for file, names in file_plan.tensors_by_file.items():
         stored_tensors = {}
@@ -223,14 +240,16 @@ def _write_manifest(
             tensor_sha256 = conversion_output.sha256_by_tensor[file, name]
             stored_tensors[name] = (*file_plan.stored_types[name], tensor_sha256)
         file_entries.append(file_entry(file, stored_tensors, file_plan.ranks_by_file[file]))
-    write_manifest(request.output_dir, spec, request.layout, file_entries, request.weights_origin)
+    return file_entries
 
 
 def _shard_jobs(
-    source: WeightSource, file_plan: _FilePlan, conversion_output: ConversionOutput
+    source: WeightSource,
+    tensor_infos: dict[str, TensorInfo],
+    file_plan: _FilePlan,
+    conversion_output: ConversionOutput,
 ) -> dict[str, list[CopyJob]]:
     """Tensor -> the jobs that write its shards, except for those that are kept."""
-    tensor_infos = tensor_table(source.spec)
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
     for name, file in file_plan.model_order():
         if (file, name) in conversion_output.kept_tensors:
@@ -243,45 +262,66 @@ def _shard_jobs(
                 shard_ranks[f"{kind}_rank"] = rank
 
         shard_index = file_plan.sharding.shard_index(tensor_infos[name], **shard_ranks)
-        dtype, shape = file_plan.stored_types[name]
-        source_blocks = blocks_of_shard(tensor_infos[name], shard_index, file_plan.sharding)
-        writer = conversion_output.writer_by_file[file]
         jobs_by_tensor.setdefault(name, []).append(
-            CopyJob(writer, name, shape, dtype, _block_reader(source, source_blocks, dtype))
+            _shard_job(
+                source,
+                tensor_infos[name],
+                shard_index,
+                file_plan.sharding,
+                conversion_output.writer_by_file[file],
+            )
         )
     return jobs_by_tensor
 
 
-def _block_reader(
-    source: WeightSource, source_blocks: Sequence[MatrixBlock], dtype: torch.dtype
-) -> Callable[[MatrixRegion], Tensor]:
-    """A function that reads regions of a matrix that consists of rectangles of canonical tensors."""
+def _describe_conversion(
+    command_name: str,
+    source: WeightSource,
+    header_by_file: dict[str, bytes],
+    layout: dict | None,
+    weights_origin: Any,
+) -> dict[str, Any]:
+    """Describes a conversion. An interrupted conversion continues only if its description is unchanged."""
+    files = {file: hashlib.sha256(header).hexdigest() for file, header in header_by_file.items()}
+    return {
+        "command": command_name,
+        "layout": layout,
+        "source": source.fingerprint(),
+        "origin": weights_origin,
+        "files": files,
+        "version": __version__,
+    }
 
-    def read_source(tensor_name: object, full_region: MatrixRegion) -> Tensor:
-        return source.read_region(str(tensor_name), full_region)
 
-    return lambda region: gather_region(source_blocks, region, read_source, dtype)
+def _print_to_stderr(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
 
 
 def _run_copy_jobs(
-    request: ConversionRequest,
+    command_name: str,
     source: WeightSource,
     jobs_by_tensor: dict[str, list[CopyJob]],
     conversion_output: ConversionOutput,
+    worker_count: int,
 ) -> float:
-    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took."""
-    tensor_infos = tensor_table(source.spec)
+    """Runs the jobs, ordered by the tensor that they read. Returns the seconds that this took.
+
+    Raises:
+        WeightsError: a stored tensor is damaged, or the source changed meanwhile.
+    """
+    fingerprint_before = source.fingerprint()
+    tensor_infos = trained_table(source.spec, source.lora)
 
     def check(tensor_name: str) -> None:
         if tensor_name in tensor_infos:  # other tensors are copied from a folder without hashes
             source.verify_tensor(tensor_name)
 
     total_bytes = sum(job.byte_count for copy_jobs in jobs_by_tensor.values() for job in copy_jobs)
-    progress_bar = ProgressBar(request.command_name, total_bytes)
+    progress_bar = ProgressBar(command_name, total_bytes)
     try:
         run_copy_tasks(
-            order_with_checks(jobs_by_tensor, check, request.worker_count),
-            request.worker_count,
+            order_with_checks(jobs_by_tensor, check, worker_count),
+            worker_count,
             progress_bar,
             conversion_output.record_tensor,
         )
@@ -290,7 +330,7 @@ def _run_copy_jobs(
 
     # A source that was replaced while it was read would give a mixture of two models.
     for source_file, current_fact in source.fingerprint().items():
-        if request.source_facts[source_file] != current_fact:
+        if fingerprint_before[source_file] != current_fact:
             raise WeightsError(
                 f"{source_file} changed while it was read. The output was removed; start again"
             )
@@ -318,11 +358,12 @@ class _FilePlan:
         return [(name, file) for name in self.stored_types for file in files_by_tensor[name]]
 
 
-def _plan_files(source: WeightSource, layout: Layout | None) -> _FilePlan:
+def _plan_files(
+    source: WeightSource, tensor_infos: dict[str, TensorInfo], layout: Layout | None
+) -> _FilePlan:
     """Decides which tensors go into which file: one file for each rank of ``layout``, or files of at most
     ``MAX_FILE_BYTES`` in model order."""
     sharding = layout.sharding if layout else UNSHARDED
-    tensor_infos = tensor_table(source.spec)
 
     stored_types = {}
     for tensor_name, info in tensor_infos.items():
@@ -378,130 +419,182 @@ def _shard_files(
     return tensors_by_file, ranks_by_file
 
 
+def _shard_job(
+    source: WeightSource, tensor_info: TensorInfo, shard_index: int, sharding: Sharding, writer: TensorWriter
+) -> CopyJob:
+    """The job that writes one part of a canonical tensor."""
+    dtype = source.dtype(tensor_info.name)
+    source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
+
+    def read(shard_region: MatrixRegion) -> Tensor:
+        return gather_region(
+            source_blocks, shard_region, lambda name, full: source.read_region(str(name), full), dtype
+        )
+
+    return CopyJob(writer, tensor_info.name, tensor_info.shard_shape(sharding), dtype, read)
+
+
 # --- To Hugging Face ----------------------------------------------------------------------------------------
 
 
 def export_weights(
-    checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, workers: int = 0, force: bool = False
+    checkpoint: str | Path,
+    hf: str | Path,
+    output_dir: str | Path,
+    *,
+    merges_adapter: bool = False,
+    workers: int = 0,
+    force: bool = False,
 ) -> WeightsReport:
     """Exports Megatron weights to a folder like the original Hugging Face folder.
 
     Files, names, order and types of tensors are those of the original, so the export of untrained weights
-    equals the original byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) and all
-    other files are copied from it. Values of another type, such as the weights of a float32 run, are rounded
-    and counted in the report. ``megatron_vl.json`` names the rule for videos under which the weights were
-    trained, if it is known: their own, otherwise that of ``hf``.
+    equals the original byte for byte. Tensors that are not part of the model (``mtp.*`` of Qwen3.5) are
+    copied from the original. Values of another type, such as the weights of a float32 run, are rounded to the
+    original's type and counted in the report. All other files are copied unchanged.
+
+    ``megatron_vl.json`` next to the weights names the rule for videos under which they were trained, if it is
+    known: that of the run or of the weights, otherwise that of ``hf``.
 
     Args:
         checkpoint: weights of any layout, or a run, whose latest checkpoint is exported.
+        hf: the original Hugging Face folder.
+        merges_adapter: ``checkpoint`` holds adapters, or is a PEFT folder. They are added to the weights of
+            ``hf`` in float32, and the sums are rounded once. Matrices without an adapter stay as they are.
+        workers, force: as in :func:`convert_weights`.
 
     Raises:
-        WeightsError: the checkpoint belongs to another model, or its padding holds values.
+        WeightsError: the checkpoint belongs to another model than ``hf``, or its padding holds values that
+            HF cannot store.
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
-    source = WeightReader(checkpoint)
     hf_checkpoint = HfCheckpoint(hf)
-    request = _export_request(source, hf_checkpoint, Path(output_dir), workers, force)
+    source: WeightReader | MergedWeights
+    if merges_adapter:
+        source = MergedWeights(hf_checkpoint, open_adapters(checkpoint, hf_checkpoint))
+    else:
+        source = WeightReader(checkpoint)
+        _check_same_model(source, hf_checkpoint)
+    workers = workers or default_worker_count()
 
     # Everything that can be refused is refused before the first byte is written.
-    _check_same_model(source, hf_checkpoint)
-    _check_padding(source, hf_checkpoint, request.worker_count)
+    _check_padding(source, hf_checkpoint, workers)
+    return _write_hf_folder(source, hf_checkpoint, Path(output_dir), workers, force)
+
+
+def _write_hf_folder(
+    source: WeightReader | MergedWeights,
+    hf_checkpoint: HfCheckpoint,
+    output_dir: Path,
+    worker_count: int,
+    force_overwrite: bool,
+) -> WeightsReport:
+    """Writes the files of a Hugging Face folder: first the weights, then copies of the other files."""
     companion_files, skipped_files = hf_checkpoint.tensor_folder.companion_files()
-    video_rule = weights_video_rule(source.path, source.manifest, source.spec)
-    video_rule = video_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
-
-    make_jobs = partial(_export_jobs, source, hf_checkpoint)
-    complete_output = partial(_complete_export, request, hf_checkpoint.path, companion_files, video_rule)
-    weights_report = _write_files(request, source, make_jobs, complete_output)
-    weights_report.cast = _count_casts(source, hf_checkpoint)
-    weights_report.skipped = list(map(str, skipped_files))
-    weights_report.carried = len(hf_checkpoint.carried_names)
-    return weights_report
-
-
-def _export_request(
-    source: WeightReader, hf_checkpoint: HfCheckpoint, output_dir: Path, worker_count: int, force: bool
-) -> ConversionRequest:
     # With the original headers, unchanged tensors give the original files byte for byte.
     header_by_file = {}
     for file in hf_checkpoint.tensor_folder.reader_by_file:
         header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
 
-    return ConversionRequest(
-        "export",
+    with open_output(
         output_dir,
         [source.path, hf_checkpoint.path],
         header_by_file,
-        source.fingerprint(),
-        hf_checkpoint.fingerprint(),
-        None,
-        worker_count or default_worker_count(),
-        force,
+        _describe_conversion("export", source, header_by_file, None, hf_checkpoint.fingerprint()),
+        force_overwrite=force_overwrite,
+        worker_count=worker_count,
+        is_hf_export=True,
+        print_line=_print_to_stderr,
+    ) as conversion_output:
+        export_jobs = _export_jobs(source, hf_checkpoint, conversion_output)
+        write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
+        conversion_output.commit_files()
+        copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
+        _write_video_rule(_known_video_rule(source, hf_checkpoint), output_dir)
+
+        # The journal is deleted after this block, and a folder without a journal counts as finished. So
+        # everything must be on the disk now.
+        for synced_path in {output_dir, *copied_paths, *(path.parent for path in copied_paths)}:
+            durable_files.fsync_path(synced_path)
+
+    export_report = _export_report(source, hf_checkpoint, conversion_output, output_dir, write_seconds)
+    export_report.skipped = [str(skipped_path) for skipped_path in skipped_files]
+    return export_report
+
+
+def _export_report(
+    source: WeightReader | MergedWeights,
+    hf_checkpoint: HfCheckpoint,
+    conversion_output: ConversionOutput,
+    output_dir: Path,
+    write_seconds: float,
+) -> WeightsReport:
+    """The report about a Hugging Face folder that was written."""
+    released_names = hf_checkpoint.names_in_order()
+    written_tensors = [hf_checkpoint.stored_name_by_released[name] for name in released_names]
+    written_tensors += hf_checkpoint.carried_names
+    total_bytes = 0
+    for name in written_tensors:
+        tensor_folder = hf_checkpoint.tensor_folder
+        total_bytes += CopyJob.tensor_bytes(tensor_folder.dtype(name), tensor_folder.shape(name))
+    return WeightsReport(
+        output_dir,
+        len(written_tensors),
+        len(hf_checkpoint.tensor_folder.reader_by_file),
+        total_bytes,
+        write_seconds,
+        cast=_count_casts(source, hf_checkpoint),
+        carried=len(hf_checkpoint.carried_names),
+        kept_files=conversion_output.count_kept_files(),
+        kept_tensors=len(conversion_output.kept_tensors),
     )
 
 
-def _complete_export(
-    request: ConversionRequest,
-    hf_dir: Path,
-    companion_files: list[Path],
-    video_rule: dict[str, str],
-    conversion_output: ConversionOutput,
-) -> None:
-    """Copies the small files, and writes the rule for videos under which the weights were trained."""
-    synced_paths = {request.output_dir}
-    for relative_path in companion_files:
-        copied_path = request.output_dir / relative_path
+def _copy_files(source_dir: Path, target_dir: Path, relative_paths: list[Path]) -> list[Path]:
+    """Copies files, and returns their new paths."""
+    copied_paths = []
+    for relative_path in relative_paths:
+        copied_path = target_dir / relative_path
         copied_path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(hf_dir / relative_path, copied_path)
-        synced_paths |= {copied_path, copied_path.parent}
-
-    if video_rule:
-        write_json(request.output_dir / EXPORT_FACTS_FILE, video_rule_entry(video_rule))
-    else:  # an earlier export may have left one
-        (request.output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
-
-    # The journal is deleted after this, and a folder without a journal counts as finished. So everything must
-    # be on the disk now.
-    for synced_path in synced_paths:
-        durable_files.fsync_path(synced_path)
+        shutil.copyfile(source_dir / relative_path, copied_path)
+        copied_paths.append(copied_path)
+    return copied_paths
 
 
 def _export_jobs(
-    source: WeightReader, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
+    source: WeightSource, hf_checkpoint: HfCheckpoint, conversion_output: ConversionOutput
 ) -> dict[str, list[CopyJob]]:
     """Canonical or carried tensor -> the jobs that write its HF tensors, except for those that are kept.
 
     They are in model order, so that the HF tensors of one canonical tensor (q, k, v) find its bytes in the
     page cache.
     """
-    tensor_folder = hf_checkpoint.tensor_folder
-    released_names = {}
-    for hf_name in hf_checkpoint.names_in_order():
-        released_names[hf_checkpoint.stored_name_by_released[hf_name]] = hf_name
-
     jobs_by_tensor: dict[str, list[CopyJob]] = {}
-    for stored_name in (*released_names, *hf_checkpoint.carried_names):
-        file_name = tensor_folder.file_by_tensor[stored_name]
-        if (file_name, stored_name) in conversion_output.kept_tensors:
-            continue
+    for hf_name in hf_checkpoint.names_in_order():
+        stored_name = hf_checkpoint.stored_name_by_released[hf_name]
+        file_name = hf_checkpoint.tensor_folder.file_by_tensor[stored_name]
+        if (file_name, stored_name) not in conversion_output.kept_tensors:
+            canonical_name = str(hf_checkpoint.hf_blocks(hf_name)[0].part_id)
+            jobs_by_tensor.setdefault(canonical_name, []).append(
+                _hf_job(source, hf_checkpoint, conversion_output.writer_by_file[file_name], hf_name)
+            )
 
-        canonical_name = stored_name
-        dtype = tensor_folder.dtype(stored_name)
-        read_region: Callable[[MatrixRegion], Tensor] = partial(tensor_folder.read_region, stored_name)
-        if stored_name in released_names:  # a carried tensor is copied
-            hf_blocks = hf_checkpoint.hf_blocks(released_names[stored_name])
-            canonical_name = str(hf_blocks[0].part_id)
-            read_region = _block_reader(source, hf_blocks, dtype)
-        writer = conversion_output.writer_by_file[file_name]
-        jobs_by_tensor.setdefault(canonical_name, []).append(
-            CopyJob(writer, stored_name, tensor_folder.shape(stored_name), dtype, read_region)
-        )
+    for carried_name in hf_checkpoint.carried_names:
+        file_name = hf_checkpoint.tensor_folder.file_by_tensor[carried_name]
+        if (file_name, carried_name) not in conversion_output.kept_tensors:
+            jobs_by_tensor[carried_name] = [
+                _carried_job(hf_checkpoint, conversion_output.writer_by_file[file_name], carried_name)
+            ]
     return jobs_by_tensor
 
 
-def _count_casts(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[tuple[str, str], int]:
-    """The number of HF tensors whose type an export changes, by (from, to)."""
+def _count_casts(
+    source: WeightReader | MergedWeights, hf_checkpoint: HfCheckpoint
+) -> dict[tuple[str, str], int]:
+    """The number of HF tensors whose type an export changes, by (from, to). Merging changes none."""
     cast_counts: Counter[tuple[str, str]] = Counter()
+    if isinstance(source, MergedWeights):
+        return {}
     for rule in hf_checkpoint.rule_by_name.values():
         dtype = source.dtype(rule.name)
         if dtype != hf_checkpoint.dtype(rule.name):
@@ -509,6 +602,56 @@ def _count_casts(source: WeightReader, hf_checkpoint: HfCheckpoint) -> dict[tupl
                 (dtype_name(dtype), dtype_name(hf_checkpoint.hf_dtype(hf_name))) for hf_name in rule.hf_shapes
             )
     return dict(cast_counts)
+
+
+def _known_video_rule(
+    source: WeightReader | MergedWeights | AdapterSource, hf_checkpoint: HfCheckpoint
+) -> dict[str, str]:
+    """The rule for videos under which the weights were trained: their own, else that of the HF folder."""
+    trained_source = source.source if isinstance(source, MergedWeights) else source
+    weights_rule: dict[str, str] = {}
+    if isinstance(trained_source, WeightReader):
+        weights_rule = weights_video_rule(trained_source.path, trained_source.manifest, trained_source.spec)
+    elif isinstance(trained_source, PeftAdapters):
+        weights_rule = exported_video_rule(trained_source.path, trained_source.spec)
+    return weights_rule or exported_video_rule(hf_checkpoint.path, hf_checkpoint.spec)
+
+
+def _write_video_rule(trained_rule: dict[str, str], output_dir: Path) -> None:
+    """Writes the rule for videos to ``output_dir``, or removes an earlier export's if no rule is known."""
+    if trained_rule:
+        write_json(output_dir / EXPORT_FACTS_FILE, video_rule_entry(trained_rule))
+    else:
+        (output_dir / EXPORT_FACTS_FILE).unlink(missing_ok=True)
+
+
+def _hf_job(source: WeightSource, hf_checkpoint: HfCheckpoint, writer: TensorWriter, hf_name: str) -> CopyJob:
+    """The job that writes one HF tensor from canonical tensors."""
+    canonical_blocks = hf_checkpoint.hf_blocks(hf_name)
+    dtype = hf_checkpoint.hf_dtype(hf_name)
+    stored_name = hf_checkpoint.stored_name_by_released[hf_name]
+
+    def read(hf_region: MatrixRegion) -> Tensor:
+        return gather_region(
+            canonical_blocks, hf_region, lambda name, full: source.read_region(str(name), full), dtype
+        )
+
+    return CopyJob(writer, stored_name, hf_checkpoint.tensor_folder.shape(stored_name), dtype, read)
+
+
+def _carried_job(hf_checkpoint: HfCheckpoint, writer: TensorWriter, stored_name: str) -> CopyJob:
+    """The job that copies a tensor which is not part of the model from the original folder."""
+
+    def read(hf_region: MatrixRegion) -> Tensor:
+        return hf_checkpoint.tensor_folder.read_region(stored_name, hf_region)
+
+    return CopyJob(
+        writer,
+        stored_name,
+        hf_checkpoint.tensor_folder.shape(stored_name),
+        hf_checkpoint.tensor_folder.dtype(stored_name),
+        read,
+    )
 
 
 def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None:
@@ -525,7 +668,9 @@ def _check_same_model(source: WeightReader, hf_checkpoint: HfCheckpoint) -> None
         )
 
 
-def _check_padding(source: WeightReader, hf_checkpoint: HfCheckpoint, worker_count: int) -> None:
+def _check_padding(
+    source: WeightReader | MergedWeights, hf_checkpoint: HfCheckpoint, worker_count: int
+) -> None:
     """Checks that padding is zero. Otherwise, it would be lost, and the exported model would be another one.
 
     Raises:
@@ -542,3 +687,111 @@ def _check_padding(source: WeightReader, hf_checkpoint: HfCheckpoint, worker_cou
 
     with ThreadPoolExecutor(worker_count) as pool:
         list(pool.map(check, (rule for rule in hf_checkpoint.rule_by_name.values() if rule.padding)))
+
+
+# --- Adapters -----------------------------------------------------------------------------------------------
+
+
+def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightReader | PeftAdapters:
+    """Opens a PEFT folder, or a checkpoint of a run with LoRA in any layout.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        WeightsError: it holds no adapters, or they belong to another model than ``hf_checkpoint``.
+    """
+    if is_peft_folder(adapter):
+        return PeftAdapters(adapter, hf_checkpoint.spec)
+    weight_reader = WeightReader(adapter, takes_adapters=True)
+    if not weight_reader.lora.rank:
+        raise WeightsError(f"{weight_reader.path} holds a whole model and no adapters")
+    _check_same_model(weight_reader, hf_checkpoint)
+    return weight_reader
+
+
+def export_adapter(
+    checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, force: bool = False
+) -> WeightsReport:
+    """Exports the adapters of a run to a folder that PEFT loads.
+
+    Args:
+        checkpoint: a run with LoRA, one of its steps, or adapters in any layout.
+        hf: the Hugging Face folder that the adapters belong to.
+        force: whether to replace an adapter that is already in ``output_dir``.
+
+    Raises:
+        WeightsError: the adapters belong to another model than ``hf``.
+        FileExistsError: ``output_dir`` holds something that is not to be replaced.
+    """
+    hf_checkpoint = HfCheckpoint(hf)
+    source = open_adapters(checkpoint, hf_checkpoint)
+    output_dir = Path(output_dir)
+    header_by_file = {ADAPTER_FILE: peft_header(source)}
+    start_time = time.monotonic()
+
+    with open_output(
+        output_dir,
+        [source.path, hf_checkpoint.path],
+        header_by_file,
+        _describe_conversion("export", source, header_by_file, None, str(hf)),
+        force_overwrite=force,
+        worker_count=1,
+        is_hf_export=True,
+        print_line=_print_to_stderr,
+    ) as conversion_output:
+        _write_adapter_tensors(source, conversion_output)
+        conversion_output.commit_files()
+        write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, str(hf)))
+        _write_video_rule(_known_video_rule(source, hf_checkpoint), output_dir)
+        durable_files.fsync_path(output_dir)
+
+    writer = conversion_output.writer_by_file[ADAPTER_FILE]
+    return WeightsReport(
+        output_dir,
+        len(writer.tensor_names()),
+        1,
+        writer.file_size_bytes,
+        time.monotonic() - start_time,
+        kept_files=conversion_output.count_kept_files(),
+        kept_tensors=len(conversion_output.kept_tensors),
+    )
+
+
+def _write_adapter_tensors(source: AdapterSource, conversion_output: ConversionOutput) -> None:
+    """Writes the tensors of PEFT's file that an earlier attempt did not write."""
+    names = adapted_matrices(source)
+    writer = conversion_output.writer_by_file[ADAPTER_FILE]
+    for adapter in fused_adapters(source.spec, source.lora).values():
+        for key, tensor in peft_tensors(source, adapter, names).items():
+            if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
+                tensor_sha256 = writer.write_tensor(key, [tensor])
+                conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
+
+
+def convert_adapter(
+    adapter: str | Path,
+    hf: str | Path,
+    out: str | Path,
+    layout: dict | None = None,
+    *,
+    workers: int = 0,
+    force: bool = False,
+) -> WeightsReport:
+    """Converts a PEFT folder to Megatron weights that hold the adapters only.
+
+    Args:
+        adapter: the PEFT folder.
+        hf: the Hugging Face folder of the model that it belongs to.
+        layout, workers, force: as in :func:`convert_weights`.
+
+    Raises:
+        The errors of :func:`open_adapters` and :func:`convert_weights`.
+    """
+    hf_checkpoint = HfCheckpoint(hf)
+    source = PeftAdapters(adapter, hf_checkpoint.spec)
+    weights_origin = {
+        "hf": Path(hf).resolve().name,
+        **video_rule_entry(_known_video_rule(source, hf_checkpoint)),
+    }
+    return _write_weights(
+        source, [Path(adapter), Path(hf)], out, layout, "convert", workers, force, weights_origin
+    )

@@ -83,8 +83,13 @@ class CopyJob:
 
     @property
     def byte_count(self) -> int:
-        rows, col_count = matrix_shape(self.shape)
-        return rows * col_count * self.dtype.itemsize
+        return self.tensor_bytes(self.dtype, self.shape)
+
+    @staticmethod
+    def tensor_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+        """Size of a tensor in bytes."""
+        rows, col_count = matrix_shape(shape)
+        return rows * col_count * dtype.itemsize
 
 
 def default_worker_count() -> int:
@@ -145,21 +150,35 @@ def run_copy_tasks(
     return_freed_memory()
     stop_event = threading.Event()
 
+    def read_chunks(copy_job: CopyJob) -> Iterator[Tensor]:
+        for region in row_regions(copy_job.shape, copy_job.dtype.itemsize):
+            if stop_event.is_set():
+                raise _StoppedError
+            chunk = copy_job.read_region(region)
+            yield chunk
+            progress_bar.add_bytes(chunk.numel() * copy_job.dtype.itemsize)
+
     def run_task(copy_task: CopyTask) -> None:
-        if isinstance(copy_task, CopyJob):
-            chunks = _read_chunks(copy_task, progress_bar, stop_event)
-            tensor_sha256 = copy_task.tensor_writer.write_tensor(copy_task.tensor_name, chunks)
-            record_tensor(copy_task.tensor_writer.path.name, copy_task.tensor_name, tensor_sha256)
-        else:
-            copy_task()
+        try:
+            if isinstance(copy_task, CopyJob):
+                tensor_writer = copy_task.tensor_writer
+                tensor_sha256 = tensor_writer.write_tensor(copy_task.tensor_name, read_chunks(copy_task))
+                record_tensor(tensor_writer.path.name, copy_task.tensor_name, tensor_sha256)
+            else:
+                copy_task()
+        except BaseException:
+            stop_event.set()
+            raise
 
     with ThreadPoolExecutor(max(1, worker_count)) as thread_pool:
         task_futures = [thread_pool.submit(run_task, task) for task in copy_tasks]
         try:
             wait(task_futures, return_when=FIRST_EXCEPTION)
-        finally:
-            # Also after an interrupt. Tasks that have not started must not start: their output is removed.
+        except BaseException:  # including an interrupt from the keyboard
             stop_event.set()
+            raise
+        finally:
+            # Tasks that have not started must not start: their output is removed.
             thread_pool.shutdown(wait=True, cancel_futures=True)
 
     # The other workers stop with an error of their own; only the first failure tells what is wrong.
@@ -167,15 +186,3 @@ def run_copy_tasks(
         error = None if future.cancelled() else future.exception()
         if error and not isinstance(error, _StoppedError):
             raise error
-
-
-def _read_chunks(
-    copy_job: CopyJob, progress_bar: ProgressBar, stop_event: threading.Event
-) -> Iterator[Tensor]:
-    """Yields the pieces of a tensor until it is complete or the work is stopped."""
-    for region in row_regions(copy_job.shape, copy_job.dtype.itemsize):
-        if stop_event.is_set():
-            raise _StoppedError
-        chunk = copy_job.read_region(region)
-        yield chunk
-        progress_bar.add_bytes(chunk.numel() * copy_job.dtype.itemsize)

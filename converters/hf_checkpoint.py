@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_vl.config import LoraConfig
 from megatron_vl.spec.families import ConfigError, ModelSpec, read_spec
 from megatron_vl.spec.tensors import EMBEDDING_TENSOR
 from megatron_vl.weights.manifest import JOURNAL_FILE
@@ -44,15 +45,27 @@ CARRIED_PREFIX_BY_FAMILY = {"qwen3_5": "mtp.", "qwen3_5_moe": "mtp."}
 as part of the model. An export copies them from the original folder."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx")
 
+_NAME_STYLES = (("model.language_model.", "model."), ("model.visual.", "visual."))
+"""Prefixes of names in transformers' memory, and those of the first released folders."""
+
 
 def short_tensor_name(tensor_name: str) -> str:
     """The name of a tensor in the style ``model.*`` and ``visual.*``.
 
     ``model.language_model.*`` becomes ``model.*``, and ``model.visual.*`` becomes ``visual.*``.
     """
-    for long_prefix, short_prefix in (("model.language_model.", "model."), ("model.visual.", "visual.")):
+    for long_prefix, short_prefix in _NAME_STYLES:
         if tensor_name.startswith(long_prefix):
             return short_prefix + tensor_name.removeprefix(long_prefix)
+    return tensor_name
+
+
+def long_tensor_name(tensor_name: str) -> str:
+    """The name in the style ``model.language_model.*`` and ``model.visual.*``, that of transformers 5."""
+    short_name = short_tensor_name(tensor_name)
+    for long_prefix, short_prefix in _NAME_STYLES:
+        if short_name.startswith(short_prefix):
+            return long_prefix + short_name.removeprefix(short_prefix)
     return tensor_name
 
 
@@ -193,6 +206,10 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
 
     Returns the released style if there are no experts, or if their shapes are wrong.
 
+    Square matrices fit both orientations. At most one of the two stacks is square, but the orientation of the
+    other one says nothing about it: transformers 5 looks at each stack on its own, reads a square one as
+    output-first, and scrambles it if this is wrong.
+
     Raises:
         WeightsError: a stack fits both orientations.
     """
@@ -200,44 +217,37 @@ def detect_expert_style(spec: ModelSpec, tensor_folder: TensorFolder) -> ExpertS
         return "apart"  # any style will do
 
     released_style = RELEASED_EXPERT_STYLE[spec.family]
-    expert_names = []
+    ffn_hidden_size = spec.language.moe.ffn_hidden_size
+    hidden_size = spec.language.hidden_size
+
+    has_separate_experts = False
+    expert_stacks: dict[str, tuple[int, int]] = {}
     for tensor_name in tensor_folder.file_by_tensor:
-        if ".mlp.experts." in tensor_name and not is_carried_tensor(spec, tensor_name):
-            expert_names.append(tensor_name)
-    stack_names = [name for name in expert_names if name.endswith((GATE_UP_STACK, DOWN_STACK))]
-    if not stack_names:
-        return "apart" if expert_names else released_style
+        if is_carried_tensor(spec, tensor_name):
+            continue
+        if tensor_name.endswith(GATE_UP_STACK):
+            expert_stacks[tensor_name] = (2 * ffn_hidden_size, hidden_size)
+        elif tensor_name.endswith(DOWN_STACK):
+            expert_stacks[tensor_name] = (hidden_size, ffn_hidden_size)
+        elif ".mlp.experts." in tensor_name:
+            has_separate_experts = True
+
+    if not expert_stacks:
+        return "apart" if has_separate_experts else released_style
     if released_style == "output_first":
         return released_style  # as in transformers, which supports no other stacks for this family
+    for tensor_name, (row_count, col_count) in expert_stacks.items():
+        if row_count == col_count:
+            raise WeightsError(
+                f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
+                f"by {col_count}, so it is not known whether their inputs or their outputs come "
+                "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
+            )
 
-    output_first_shapes = {
-        GATE_UP_STACK: (2 * spec.language.moe.ffn_hidden_size, spec.language.hidden_size),
-        DOWN_STACK: (spec.language.hidden_size, spec.language.moe.ffn_hidden_size),
-    }
-    has_output_first = False
-    for tensor_name in stack_names:
-        matrix = output_first_shapes[GATE_UP_STACK if tensor_name.endswith(GATE_UP_STACK) else DOWN_STACK]
-        _refuse_square_stack(tensor_folder, tensor_name, matrix)
-        has_output_first = has_output_first or tensor_folder.shape(tensor_name)[1:] == matrix
+    has_output_first = any(
+        tensor_folder.shape(tensor_name)[1:] == matrix for tensor_name, matrix in expert_stacks.items()
+    )
     return "output_first" if has_output_first else released_style
-
-
-def _refuse_square_stack(
-    tensor_folder: TensorFolder, tensor_name: str, matrix_shape: tuple[int, int]
-) -> None:
-    """Raises WeightsError if a stack of experts holds square matrices, which fit both orientations.
-
-    At most one of the two stacks is square, but the orientation of the other one says nothing about it:
-    transformers 5 looks at each stack on its own, reads a square one as output-first, and scrambles it if
-    this is wrong.
-    """
-    row_count, col_count = matrix_shape
-    if row_count == col_count:
-        raise WeightsError(
-            f"{tensor_folder.path}: tensor {tensor_name!r} holds square matrices, {row_count} "
-            f"by {col_count}, so it is not known whether their inputs or their outputs come "
-            "first. Store each expert's gate_proj, up_proj and down_proj as separate tensors"
-        )
 
 
 def is_carried_tensor(spec: ModelSpec, tensor_name: str) -> bool:
@@ -251,6 +261,7 @@ class HfCheckpoint:
 
     Attributes:
         stored_name_by_released: released name -> the name in this folder's files.
+        lora: rank 0, as the folder holds a whole model.
         carried_names: stored names of tensors that are not part of the model, in the order of the files.
 
     Raises:
@@ -258,6 +269,8 @@ class HfCheckpoint:
         ConfigError: ``model_type`` is unknown, or a field is impossible.
         WeightsError: a tensor is missing, unknown, or of a wrong shape or type. The message names it.
     """
+
+    lora = LoraConfig()
 
     def __init__(self, hf_dir: str | Path) -> None:
         self.path = Path(hf_dir)

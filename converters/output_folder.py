@@ -13,31 +13,26 @@ deleted. A lock on the journal keeps a second conversion out of the folder.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from megatron_vl import __version__
 from megatron_vl.journal import JsonLinesJournal
-from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.manifest import JOURNAL_FILE, MANIFEST_FILE, WEIGHTS_FORMAT
 from megatron_vl.weights.tensor_files import TensorWriter, WeightsError, partial_path
 
 MEGATRON_FILE_PATTERN = (
     r"(manifest\.json|(weights-\d+-of-\d+|tp\d+_pp\d+|ep\d+_etp\d+_pp\d+)\.safetensors)(\.partial)?"
 )
-HF_FILE_PATTERN = r"model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
+HF_FILE_PATTERN = r"(adapter_)?model(-\d+-of-\d+)?\.safetensors(\.partial|\.index\.json)?"
 """Names of the files that a conversion (above) or an export writes. ``--force`` removes no other files."""
 
 
@@ -76,72 +71,61 @@ class ConversionOutput:
             writer.commit(sync_to_disk=True)
 
 
-@dataclass(frozen=True)
-class ConversionRequest:
-    """What is converted, and where to."""
-
-    command_name: str
-    """The user's word for the conversion; ``export`` writes a Hugging Face folder."""
-    output_dir: Path
-    input_dirs: Sequence[Path]
-    """The folders that are read; none of them may be ``output_dir``."""
-    header_by_file: dict[str, bytes]
-    source_facts: dict[str, str]
-    """The source's fingerprint."""
-    weights_origin: Any
-    """Further facts about the origin of the weights, in JSON types."""
-    layout: Layout | None
-    worker_count: int
-    """Number of threads."""
-    force_overwrite: bool
-    """Whether to replace the weights in ``output_dir``, or another unfinished conversion there."""
-
-    @property
-    def is_hf_export(self) -> bool:
-        return self.command_name == "export"
-
-    @cached_property
-    def conversion_facts(self) -> dict[str, Any]:
-        """The description of the conversion. An interrupted one continues only if it is unchanged."""
-        header_hashes = {
-            file: hashlib.sha256(header).hexdigest() for file, header in self.header_by_file.items()
-        }
-        conversion_facts = {
-            "kind": "Hugging Face" if self.is_hf_export else "Megatron",
-            "command": self.command_name,
-            "layout": self.layout.as_dict() if self.layout else None,
-            "source": self.source_facts,
-            "origin": self.weights_origin,
-            "files": header_hashes,
-            "version": __version__,
-        }
-        # In the types that JSON gives back, so that equal descriptions compare equal.
-        return json.loads(json.dumps(conversion_facts))
-
-
 @contextmanager
-def open_output(request: ConversionRequest) -> Iterator[ConversionOutput]:
-    """A context that locks the output folder and opens a file for each header.
+def open_output(
+    output_dir: Path,
+    input_dirs: Sequence[Path],
+    header_by_file: dict[str, bytes],
+    conversion_facts: dict[str, Any],
+    *,
+    force_overwrite: bool,
+    worker_count: int,
+    is_hf_export: bool = False,
+    print_line: Callable[[str], None] = lambda text: None,
+) -> Iterator[ConversionOutput]:
+    """A context that locks ``output_dir`` and opens a file for each header.
 
     The caller writes the tensors, commits the files and completes the folder. After a disk error or an
     interruption, written files stay for the next attempt. If the weights are at fault, all files are removed.
 
+    Args:
+        input_dirs: the folders that are read.
+        header_by_file: file -> its header.
+        conversion_facts: the description of the conversion, in JSON types. If ``output_dir`` is unfinished
+            and its description is equal, the conversion continues.
+        force_overwrite: whether to replace the weights in ``output_dir`` (a HF checkpoint if
+            ``is_hf_export``), or another unfinished conversion there.
+        worker_count: number of threads that read back the tensors of an earlier attempt.
+        is_hf_export: whether ``output_dir`` becomes a Hugging Face folder.
+        print_line: receives a line about the files and tensors that were kept.
+
     Raises:
-        FileExistsError: the output folder holds something that is not to be replaced.
-        WeightsError: it is one of the input folders.
+        FileExistsError: ``output_dir`` holds something that is not to be replaced.
+        WeightsError: ``output_dir`` is one of ``input_dirs``.
         DiskFullError: the disk has too little space.
     """
-    journal, recorded_sha256 = _claim_output_dir(request)
+    # In the types that JSON gives back, so that equal descriptions compare equal.
+    conversion_facts = json.loads(
+        json.dumps({"kind": "Hugging Face" if is_hf_export else "Megatron"} | conversion_facts)
+    )
+    journal, recorded_sha256 = _claim_output_dir(
+        output_dir, input_dirs, conversion_facts, force_overwrite, is_hf_export
+    )
+
     writer_by_file: dict[str, TensorWriter] = {}
     try:
-        _prepare_partial_files(request, is_continuing=bool(recorded_sha256))
-        for file, header in request.header_by_file.items():
-            writer_by_file[file] = TensorWriter(request.output_dir / file, header, keep_partial=True)
-        kept_tensors = _verify_kept_tensors(recorded_sha256, writer_by_file, request.worker_count)
-        conversion_output = ConversionOutput(writer_by_file, kept_tensors, recorded_sha256, journal)
-        _check_disk_space(request.output_dir, writer_by_file)
+        _prepare_partial_files(output_dir, header_by_file, bool(recorded_sha256), is_hf_export)
+        for file_name, header in header_by_file.items():
+            writer_by_file[file_name] = TensorWriter(output_dir / file_name, header, keep_partial=True)
+        conversion_output = ConversionOutput(
+            writer_by_file,
+            _verify_kept_tensors(recorded_sha256, writer_by_file, worker_count),
+            recorded_sha256,
+            journal,
+        )
+        _check_disk_space(output_dir, writer_by_file)
         if recorded_sha256:
-            print(_continue_message(conversion_output), file=sys.stderr, flush=True)
+            print_line(_continue_message(conversion_output))
 
         yield conversion_output
 
@@ -150,9 +134,10 @@ def open_output(request: ConversionRequest) -> Iterator[ConversionOutput]:
             tensor_writer.close()
         # Invalid weights stay invalid in the next attempt. After any other error, it can continue.
         has_bad_weights = isinstance(error, WeightsError) and not isinstance(error, DiskFullError)
-        if not recorded_sha256 or has_bad_weights:
-            _remove_weights(request)
-        journal.close(remove_file=not recorded_sha256 or has_bad_weights)
+        remove_files = not recorded_sha256 or has_bad_weights
+        if remove_files:
+            _remove_weights(output_dir, is_hf_export)
+        journal.close(remove_file=remove_files)
         raise
 
     journal.close(remove_file=True)
@@ -166,36 +151,45 @@ def _continue_message(conversion_output: ConversionOutput) -> str:
     )
 
 
-def _claim_output_dir(request: ConversionRequest) -> tuple[JsonLinesJournal, dict[tuple[str, str], str]]:
-    """Checks that this conversion may write to the folder, and removes the files that it replaces.
+def _claim_output_dir(
+    output_dir: Path,
+    input_dirs: Sequence[Path],
+    conversion_facts: dict[str, Any],
+    force_overwrite: bool,
+    is_hf_export: bool,
+) -> tuple[JsonLinesJournal, dict[tuple[str, str], str]]:
+    """Checks that this conversion may write to ``output_dir``, and removes the files that it replaces.
 
     Returns:
         The locked journal of the folder, and its (file, tensor) -> SHA-256.
     """
-    output_dir = request.output_dir
-    if any(output_dir.resolve() == path.resolve() for path in request.input_dirs):
+    if any(output_dir.resolve() == path.resolve() for path in input_dirs):
         raise WeightsError(f"--out {output_dir} is the input folder")
     if output_dir.exists() and not output_dir.is_dir():
         raise FileExistsError(f"--out {output_dir} is a file")
 
     if not (output_dir / JOURNAL_FILE).is_file():
-        _check_replaceable(request)
+        _check_replaceable(output_dir, force_overwrite, is_hf_export)
     output_dir.mkdir(parents=True, exist_ok=True)
     journal = JsonLinesJournal(output_dir / JOURNAL_FILE, _check_journal_entry, is_exclusive=True)
     earlier_facts, *recorded_tensors = [*journal.known_entries()] or [None]
     if not isinstance(earlier_facts, dict):  # damaged
-        earlier_facts = None
+        earlier_facts, recorded_tensors = None, []
 
     try:
-        if earlier_facts == request.conversion_facts:
+        if earlier_facts == conversion_facts:
             return journal, {(file, name): digest for file, name, digest in recorded_tensors}
 
-        _check_may_restart(request, earlier_facts)
+        if earlier_facts is None:  # a new or damaged journal
+            _check_replaceable(output_dir, force_overwrite, is_hf_export)
+        elif not force_overwrite or earlier_facts.get("kind") != conversion_facts["kind"]:
+            raise FileExistsError(_unfinished_message(output_dir, earlier_facts, conversion_facts))
+
         journal.remove_entries()
         # Before any removal, so that the folder counts as unfinished from now on.
-        journal.append_entry(request.conversion_facts)
-        earlier_facts = request.conversion_facts
-        _remove_weights(request)
+        journal.append_entry(conversion_facts)
+        earlier_facts = conversion_facts
+        _remove_weights(output_dir, is_hf_export)
         return journal, {}
 
     except BaseException:
@@ -210,40 +204,40 @@ def _check_journal_entry(journal_entry: Any) -> Any:
     return journal_entry
 
 
-def _check_may_restart(request: ConversionRequest, earlier_facts: dict[str, Any] | None) -> None:
-    """Raises FileExistsError unless this conversion may replace what is in the folder.
-
-    Args:
-        earlier_facts: the description of another unfinished conversion there; None: its journal is new or
-            damaged.
-    """
-    if earlier_facts is None:
-        _check_replaceable(request)
-        return
-    unfinished_text = f"--out {request.output_dir} holds an unfinished conversion"
-    if earlier_facts.get("kind") != request.conversion_facts["kind"]:
-        raise FileExistsError(f"{unfinished_text} to {earlier_facts.get('kind')} weights; give another --out")
-    if not request.force_overwrite:
-        raise FileExistsError(
-            f"{unfinished_text}, and {_first_difference(earlier_facts, request.conversion_facts)}; repeat its"
-            " command to continue it, give --force to start over, or give another --out"
+def _unfinished_message(
+    output_dir: Path, earlier_facts: dict[str, Any], current_facts: dict[str, Any]
+) -> str:
+    """The message if ``output_dir`` holds an unfinished conversion that differs from this one."""
+    if earlier_facts.get("kind") != current_facts["kind"]:
+        return (
+            f"--out {output_dir} holds an unfinished conversion to "
+            f"{earlier_facts.get('kind')} weights; give another --out"
         )
+    return (
+        f"--out {output_dir} holds an unfinished conversion, and "
+        f"{_first_difference(earlier_facts, current_facts)}; repeat its command "
+        "to continue it, give --force to start over, or give another --out"
+    )
 
 
-def _check_replaceable(request: ConversionRequest) -> None:
-    """Raises FileExistsError unless the folder is empty, or has weights that may be replaced."""
-    output_dir = request.output_dir
-    present_files = set(output_dir.iterdir() if output_dir.is_dir() else ()) - {output_dir / JOURNAL_FILE}
+def _check_replaceable(output_dir: Path, force_overwrite: bool, is_hf_export: bool) -> None:
+    """Raises FileExistsError unless ``output_dir`` is empty, or has weights that may be replaced."""
+    present_files = list(output_dir.iterdir()) if output_dir.is_dir() else []
+    present_files = [path for path in present_files if path.name != JOURNAL_FILE]
     if not present_files:
         return
-    marker_file = output_dir / ("config.json" if request.is_hf_export else MANIFEST_FILE)
-    has_checkpoint = marker_file in present_files and (request.is_hf_export or _is_manifest(marker_file))
-    if not has_checkpoint and len(_weight_files(request)) < len(present_files):
+    has_only_weights = len(_weight_files(output_dir, is_hf_export)) == len(present_files)
+    if is_hf_export:
+        config_path, adapter_path = (output_dir / "config.json"), (output_dir / "adapter_config.json")
+        is_checkpoint = config_path.is_file() or adapter_path.is_file()
+    else:
+        is_checkpoint = _is_manifest(output_dir / MANIFEST_FILE)
+    if not (has_only_weights or is_checkpoint):
         raise FileExistsError(
             f"--out {output_dir} is not empty and holds no checkpoint of "
             "this kind, so nothing in it is replaced; give another folder"
         )
-    if not request.force_overwrite:
+    if not force_overwrite:
         raise FileExistsError(
             f"--out {output_dir} is not empty; give another "
             "folder, or --force to replace the checkpoint there"
@@ -253,21 +247,19 @@ def _check_replaceable(request: ConversionRequest) -> None:
 def _is_manifest(file_path: Path) -> bool:
     try:
         parsed_json = json.loads(file_path.read_text())
-    except ValueError:
+    except (FileNotFoundError, ValueError):
         return False
     return isinstance(parsed_json, dict) and parsed_json.get("format") == WEIGHTS_FORMAT
 
 
-def _weight_files(request: ConversionRequest) -> list[Path]:
-    """The files that the request may replace, the manifest first: whoever removes or renames them in this
-    order leaves nothing that counts as complete."""
-    names = re.compile(HF_FILE_PATTERN if request.is_hf_export else MEGATRON_FILE_PATTERN)
-    weight_files = [path for path in request.output_dir.iterdir() if names.fullmatch(path.name)]
-    return sorted(weight_files, key=lambda path: path.name != MANIFEST_FILE)
+def _weight_files(output_dir: Path, is_hf_export: bool) -> list[Path]:
+    names = re.compile(HF_FILE_PATTERN if is_hf_export else MEGATRON_FILE_PATTERN)
+    return [path for path in output_dir.iterdir() if names.fullmatch(path.name)]
 
 
-def _remove_weights(request: ConversionRequest) -> None:
-    for path in _weight_files(request):
+def _remove_weights(output_dir: Path, is_hf_export: bool) -> None:
+    """Removes the weights, the manifest first, so that the remaining files do not count as complete."""
+    for path in sorted(_weight_files(output_dir, is_hf_export), key=lambda path: path.name != MANIFEST_FILE):
         path.unlink()
 
 
@@ -286,13 +278,17 @@ def _value_text(field_value: Any) -> str:
     return "absent" if field_value is None else str(field_value)
 
 
-def _prepare_partial_files(request: ConversionRequest, is_continuing: bool) -> None:
-    """Gives all files their partial names again, and removes those that are not needed."""
-    for path in _weight_files(request):
-        is_wanted = path.name.removesuffix(".partial") in request.header_by_file
-        if path.name in request.header_by_file and is_continuing and not partial_path(path).exists():
+def _prepare_partial_files(
+    output_dir: Path, header_by_file: dict[str, bytes], is_continuing: bool, is_hf_export: bool
+) -> None:
+    """Gives all files their partial names again, and removes those that are not needed.
+
+    The manifest is removed first, so that the remaining files do not count as complete.
+    """
+    for path in sorted(_weight_files(output_dir, is_hf_export), key=lambda path: path.name != MANIFEST_FILE):
+        if path.name in header_by_file and is_continuing and not partial_path(path).exists():
             os.replace(path, partial_path(path))
-        elif not is_wanted or not path.name.endswith(".partial"):
+        elif path.name.removesuffix(".partial") not in header_by_file or not path.name.endswith(".partial"):
             path.unlink()
 
 

@@ -5,24 +5,28 @@ Names: ``Qwen2_5_VLForConditionalGeneration`` as released (``visual.*``, ``model
 
 from __future__ import annotations
 
+from megatron_vl.spec.families import ModelSpec
+
 from .qwen2_vl import LANGUAGE, TOWER
 from .rules import (
+    ConversionRule,
     NameEntry,
+    rules_from_entries,
     unchanged_tensor,
     vision_columns,
-    vision_rows,
+    vision_gated,
 )
 
 TOWER_MLP = (
     NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.weight",
         ("visual.blocks.*.mlp.gate_proj.weight", "visual.blocks.*.mlp.up_proj.weight"),
-        vision_rows,
+        vision_gated,
     ),
     NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc1.bias",
         ("visual.blocks.*.mlp.gate_proj.bias", "visual.blocks.*.mlp.up_proj.bias"),
-        vision_rows,
+        vision_gated,
     ),
     NameEntry(
         "vision_model.decoder.layers.*.mlp.linear_fc2.weight",
@@ -36,4 +40,7 @@ TOWER_MLP = (
     ),
 )
 
-RULES = (*TOWER, *TOWER_MLP, *LANGUAGE)
+
+def make_rules(spec: ModelSpec) -> list[ConversionRule]:
+    """Returns one rule for each tensor of the model."""
+    return rules_from_entries(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

@@ -5,11 +5,15 @@ Names: ``Qwen2VLForConditionalGeneration`` as released (``visual.*``, ``model.la
 
 from __future__ import annotations
 
+from megatron_vl.spec.families import ModelSpec
+
 from .rules import (
+    ConversionRule,
     NameEntry,
     conv3d_patch_embedding,
     language_gated,
     language_qkv,
+    rules_from_entries,
     unchanged_tensor,
     vision_columns,
     vision_qkv,
@@ -141,4 +145,7 @@ LANGUAGE = (
     NameEntry("language_model.output_layer.weight", ("lm_head.weight",), unchanged_tensor),
 )
 
-RULES = (*TOWER, *TOWER_MLP, *LANGUAGE)
+
+def make_rules(spec: ModelSpec) -> list[ConversionRule]:
+    """Returns one rule for each tensor of the model."""
+    return rules_from_entries(spec, (*TOWER, *TOWER_MLP, *LANGUAGE))

@@ -6,11 +6,16 @@ Qwen3.5-MoE has a router, experts and a shared expert in its decoder layers. Nam
 
 from __future__ import annotations
 
+from megatron_vl.spec.families import ModelSpec
+
 from . import qwen3_vl
 from .rules import (
+    ConversionRule,
+    ExpertStyle,
     NameEntry,
     language_gated_qkv,
     linear_attention_input,
+    rules_from_entries,
     shared_gated,
     unchanged_tensor,
 )
@@ -95,4 +100,18 @@ SHARED_EXPERT = (
     ),
 )
 
-RULES = (*qwen3_vl.TOWER, *LANGUAGE, *LINEAR_ATTENTION, *qwen3_vl.ROUTER, *SHARED_EXPERT)
+
+def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "output_first") -> list[ConversionRule]:
+    """Returns one rule for each tensor of the model.
+
+    Args:
+        expert_style: how the HF folder stores experts, if the model has any.
+    """
+    decoder_entries = (
+        *LANGUAGE,
+        *LINEAR_ATTENTION,
+        *qwen3_vl.ROUTER,
+        *qwen3_vl.EXPERTS[expert_style],
+        *SHARED_EXPERT,
+    )
+    return rules_from_entries(spec, (*qwen3_vl.TOWER, *decoder_entries))

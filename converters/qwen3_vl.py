@@ -6,13 +6,17 @@ Qwen3-VL-MoE has a router and experts in its decoder layers. Names: ``Qwen3VLFor
 
 from __future__ import annotations
 
+from megatron_vl.spec.families import ModelSpec
+
 from .rules import (
+    ConversionRule,
     ExpertStyle,
     NameEntry,
     conv3d_patch_embedding,
     each_expert,
     language_gated,
     language_qkv,
+    rules_from_entries,
     stack_input_first,
     unchanged_tensor,
     vision_columns,
@@ -254,4 +258,11 @@ EXPERTS: dict[ExpertStyle, tuple[NameEntry, ...]] = {
     ),
 }
 
-RULES = (*TOWER, *LANGUAGE, *ROUTER)
+
+def make_rules(spec: ModelSpec, expert_style: ExpertStyle = "input_first") -> list[ConversionRule]:
+    """Returns one rule for each tensor of the model.
+
+    Args:
+        expert_style: how the HF folder stores experts, if the model has any.
+    """
+    return rules_from_entries(spec, (*TOWER, *LANGUAGE, *ROUTER, *EXPERTS[expert_style]))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -41,10 +41,6 @@ GATE_UP_STACK, DOWN_STACK = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 """HF's names of the stacks within a layer."""
 
 
-HfNames = tuple[str, ...]
-"""Released names of the HF tensors that a canonical tensor consists of."""
-
-
 @dataclass(frozen=True)
 class ConversionRule:
     """One canonical tensor, and the HF tensors that it consists of, under their released names."""
@@ -57,39 +53,218 @@ class ConversionRule:
     """Regions of the canonical tensor that HF does not have; they are zero."""
 
 
-def _rule_of_rows(
-    tensor_info: TensorInfo, row_pieces: Iterable[tuple[str, int, int]], *, padding_rows: int = 0
+def identical_rule(
+    tensor_info: TensorInfo, hf_name: str, hf_shape: tuple[int, ...] | None = None
 ) -> ConversionRule:
-    """Makes a rule whose HF tensors have the canonical tensor's columns.
+    """The rule of a tensor that equals its HF tensor.
 
     Args:
-        row_pieces: (HF tensor, number of rows, first row in the HF tensor) of each piece of the canonical
-            tensor, from top to bottom. Together they hold every row of the HF tensors once.
-        padding_rows: number of zero rows after each piece.
+        hf_shape: HF's shape if it has more dimensions, as the patch embedding's Conv3d; None: the same shape.
+    """
+    return ConversionRule(
+        tensor_info.name,
+        {hf_name: hf_shape or tensor_info.shape},
+        (MatrixBlock(hf_name, *matrix_shape(tensor_info.shape)),),
+    )
+
+
+def split_qkv_rule(
+    tensor_info: TensorInfo, hf_names: tuple[str, str, str], num_heads: int, num_groups: int, head_dim: int
+) -> ConversionRule:
+    """The rule of a fused QKV tensor, for separate query, key and value tensors in HF.
+
+    For each key/value head (``num_groups``), the canonical tensor has its query heads, its key and its value.
+    """
+    heads_per_group = num_heads // num_groups
+    col_count = matrix_shape(tensor_info.shape)[1]
+    sizes = dict(zip(hf_names, (heads_per_group * head_dim, head_dim, head_dim), strict=True))
+    return _rule_with_same_columns(
+        tensor_info,
+        {name: num_groups * rows for name, rows in sizes.items()},
+        _interleaved_blocks(sizes, num_groups, col_count),
+    )
+
+
+def split_gated_qkv_rule(
+    tensor_info: TensorInfo, hf_names: tuple[str, str, str], num_heads: int, num_groups: int, head_dim: int
+) -> ConversionRule:
+    """The same as :func:`split_qkv_rule`, with output gates.
+
+    For each head, HF's query tensor has the query and its gate. For each key/value head, the canonical tensor
+    has all queries, all gates, the key and the value.
+    """
+    query_name, key_name, value_name = hf_names
+    heads_per_group = num_heads // num_groups
+    col_count = matrix_shape(tensor_info.shape)[1]
+
+    # Blocks are listed in the canonical order of rows, so that first_row only counts up.
+    blocks = []
+    first_row = 0
+    for group_index in range(num_groups):
+        group_heads = range(group_index * heads_per_group, (group_index + 1) * heads_per_group)
+        for is_gate in (0, 1):
+            for head_index in group_heads:
+                blocks.append(
+                    MatrixBlock(
+                        query_name,
+                        head_dim,
+                        col_count,
+                        row=first_row,
+                        # HF alternates between the query and the gate of each head.
+                        part_row=(2 * head_index + is_gate) * head_dim,
+                    )
+                )
+                first_row += head_dim
+
+        for hf_name in (key_name, value_name):
+            blocks.append(
+                MatrixBlock(hf_name, head_dim, col_count, row=first_row, part_row=group_index * head_dim)
+            )
+            first_row += head_dim
+
+    return _rule_with_same_columns(
+        tensor_info,
+        {
+            # Queries and their gates.
+            query_name: 2 * num_heads * head_dim,
+            key_name: num_groups * head_dim,
+            value_name: num_groups * head_dim,
+        },
+        blocks,
+    )
+
+
+def stacked_rows_rule(
+    tensor_info: TensorInfo, hf_names: Sequence[str], row_counts: Sequence[int]
+) -> ConversionRule:
+    """The rule of a tensor that consists of HF tensors with ``row_counts`` rows, one below the other."""
+    col_count = matrix_shape(tensor_info.shape)[1]
+    blocks = []
+    first_row = 0
+    for name, row_count in zip(hf_names, row_counts, strict=True):
+        blocks.append(MatrixBlock(name, row_count, col_count, row=first_row))
+        first_row += row_count
+
+    return _rule_with_same_columns(tensor_info, dict(zip(hf_names, row_counts, strict=True)), blocks)
+
+
+def fused_qkv_rule(tensor_info: TensorInfo, hf_name: str, num_heads: int, head_dim: int) -> ConversionRule:
+    """The rule of a fused QKV tensor, for one HF tensor with all queries, all keys and all values.
+
+    For each head, the canonical tensor has its query, key and value.
     """
     col_count = matrix_shape(tensor_info.shape)[1]
-    row_counts: Counter[str] = Counter()
+
+    blocks = []
+    for head_index in range(num_heads):
+        for qkv_index in range(3):
+            blocks.append(
+                MatrixBlock(
+                    hf_name,
+                    head_dim,
+                    col_count,
+                    row=(3 * head_index + qkv_index) * head_dim,
+                    part_row=(qkv_index * num_heads + head_index) * head_dim,
+                )
+            )
+
+    return _rule_with_same_columns(tensor_info, {hf_name: 3 * num_heads * head_dim}, blocks)
+
+
+def gated_rule(tensor_info: TensorInfo, gate_name: str, up_name: str, real_rows: int) -> ConversionRule:
+    """The rule of a gated ``linear_fc1``: ``real_rows`` rows of the gate, zero rows, then the same for up."""
+    rows, col_count = matrix_shape(tensor_info.shape)
+    half_rows = rows // 2
+
     blocks = []
     padding_regions = []
-    first_row = 0
-    for hf_name, row_count, part_row in row_pieces:
-        blocks.append(
-            MatrixBlock(
-                hf_name,
-                row_count,
-                col_count,
-                row=first_row,
-                part_row=part_row,
-            )
-        )
-        row_counts[hf_name] += row_count
-        first_row += row_count
-        if padding_rows:
-            padding_regions.append(MatrixRegion(first_row, first_row + padding_rows, 0, col_count))
-            first_row += padding_rows
+    for hf_name, first_row in ((gate_name, 0), (up_name, half_rows)):
+        blocks.append(MatrixBlock(hf_name, real_rows, col_count, row=first_row))
+        if half_rows > real_rows:
+            padding_regions.append(MatrixRegion(first_row + real_rows, first_row + half_rows, 0, col_count))
 
-    hf_shapes = {hf_name: (rows, *tensor_info.shape[1:]) for hf_name, rows in row_counts.items()}
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks), tuple(padding_regions))
+    return _rule_with_same_columns(
+        tensor_info, {gate_name: real_rows, up_name: real_rows}, blocks, padding_regions
+    )
+
+
+def padded_rows_rule(tensor_info: TensorInfo, hf_name: str, real_rows: int) -> ConversionRule:
+    """The rule of a tensor that is padded with zero rows after ``real_rows`` rows."""
+    rows, col_count = matrix_shape(tensor_info.shape)
+    padding_regions = [MatrixRegion(real_rows, rows, 0, col_count)] if rows > real_rows else []
+    return _rule_with_same_columns(
+        tensor_info, {hf_name: real_rows}, [MatrixBlock(hf_name, real_rows, col_count)], padding_regions
+    )
+
+
+def padded_columns_rule(tensor_info: TensorInfo, hf_name: str, real_columns: int) -> ConversionRule:
+    """The rule of a tensor that is padded with zero columns after ``real_columns`` columns."""
+    rows, col_count = matrix_shape(tensor_info.shape)
+    padding_regions = (MatrixRegion(0, rows, real_columns, col_count),) if col_count > real_columns else ()
+    return ConversionRule(
+        tensor_info.name,
+        {hf_name: (rows, real_columns)},
+        (MatrixBlock(hf_name, rows, real_columns),),
+        padding_regions,
+    )
+
+
+def transposed_stack_rule(tensor_info: TensorInfo, hf_name: str) -> ConversionRule:
+    """The rule of a stack of experts, for one HF stack of transposed matrices."""
+    expert_count, rows, col_count = tensor_info.shape
+    blocks = tuple(
+        MatrixBlock(hf_name, rows, col_count, row=i * rows, part_row=i * col_count, is_transposed=True)
+        for i in range(expert_count)
+    )
+    return ConversionRule(tensor_info.name, {hf_name: (expert_count, col_count, rows)}, blocks)
+
+
+def separate_experts_rule(tensor_info: TensorInfo, hf_names: Sequence[str]) -> ConversionRule:
+    """The rule of a stack of experts, for separate HF matrices of each expert.
+
+    Args:
+        hf_names: the names of one expert's matrices, which are below each other in the canonical tensor.
+            ``*`` stands for the expert's number.
+    """
+    expert_count, rows, col_count = tensor_info.shape
+    matrix_rows = rows // len(hf_names)
+
+    blocks: list[MatrixBlock] = []
+    for expert_index in range(expert_count):
+        for name_pattern in hf_names:
+            hf_name = name_pattern.replace("*", str(expert_index))
+            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=len(blocks) * matrix_rows))
+
+    hf_shapes: dict[str, tuple[int, ...]] = {}
+    for block in blocks:
+        hf_shapes[str(block.part_id)] = (matrix_rows, col_count)
+    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
+
+
+def _interleaved_blocks(rows_by_name: dict[str, int], num_groups: int, col_count: int) -> list[MatrixBlock]:
+    """The blocks of a matrix in which each group has the next ``rows_by_name`` rows of each HF tensor."""
+    blocks = []
+    first_row = 0
+    for group_index in range(num_groups):
+        for hf_name, rows in rows_by_name.items():
+            blocks.append(MatrixBlock(hf_name, rows, col_count, row=first_row, part_row=group_index * rows))
+            first_row += rows
+    return blocks
+
+
+def _rule_with_same_columns(
+    tensor_info: TensorInfo,
+    rows_by_name: dict[str, int],
+    blocks: Sequence[MatrixBlock],
+    padding_regions: Sequence[MatrixRegion] = (),
+) -> ConversionRule:
+    """Makes a rule whose HF tensors have the canonical tensor's columns."""
+    return ConversionRule(
+        tensor_info.name,
+        {hf_name: (row_count, *tensor_info.shape[1:]) for hf_name, row_count in rows_by_name.items()},
+        tuple(blocks),
+        tuple(padding_regions),
+    )
 
 
 # --- Tables of names
@@ -100,8 +275,9 @@ class NameEntry(NamedTuple):
 
     name: str
     """The canonical name. Its number is the first ``*`` of the HF names."""
-    hf_names: HfNames
-    make_rule: Callable[[ModelSpec, TensorInfo, HfNames], ConversionRule]
+    hf_names: tuple[str, ...]
+    """The released names of the HF tensors that it consists of."""
+    make_rule: Callable[[ModelSpec, TensorInfo, tuple[str, ...]], ConversionRule]
     """The function that makes the rule."""
 
 
@@ -134,24 +310,14 @@ def rules_from_entries(spec: ModelSpec, entries: Sequence[NameEntry]) -> list[Co
 _NUMBER_PATTERN = re.compile(r"\.(\d+)\.")
 
 
-# --- The functions that make the rules of entries. Each gets the HF names of one canonical tensor.
+def unchanged_tensor(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor equals one HF tensor of the same shape."""
+    return identical_rule(tensor_info, hf_names[0])
 
 
-def unchanged_tensor(
-    spec: ModelSpec,
-    tensor_info: TensorInfo,
-    hf_names: HfNames,
-    hf_shape: tuple[int, ...] | None = None,
+def conv3d_patch_embedding(
+    spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]
 ) -> ConversionRule:
-    """The tensor equals one HF tensor of the same shape, or of ``hf_shape``, which has more dimensions."""
-    return ConversionRule(
-        tensor_info.name,
-        {hf_names[0]: hf_shape or tensor_info.shape},
-        (MatrixBlock(hf_names[0], *matrix_shape(tensor_info.shape)),),
-    )
-
-
-def conv3d_patch_embedding(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
     """The tensor is the patch embedding, which is a Conv3d in HF."""
     vision_spec = spec.vision
     shape = (
@@ -161,149 +327,101 @@ def conv3d_patch_embedding(spec: ModelSpec, tensor_info: TensorInfo, hf_names: H
         vision_spec.patch_size,
         vision_spec.patch_size,
     )
-    return unchanged_tensor(spec, tensor_info, hf_names, shape)
+    return identical_rule(tensor_info, hf_names[0], shape)
 
 
-def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of the query, key and value of a decoder layer.
-
-    For each key/value head, it has its query heads, its key and its value.
-    """
+def language_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor consists of the query, key and value of a decoder layer."""
     query_name, key_name, value_name = hf_names
-    head_dim = spec.language.head_dim
-    group_rows = spec.language.num_heads // spec.language.num_kv_heads * head_dim
-    row_pieces = []
-    for group_index in range(spec.language.num_kv_heads):
-        row_pieces += [
-            (query_name, group_rows, group_index * group_rows),
-            (key_name, head_dim, group_index * head_dim),
-            (value_name, head_dim, group_index * head_dim),
-        ]
-    return _rule_of_rows(tensor_info, row_pieces)
+    language_spec = spec.language
+    return split_qkv_rule(
+        tensor_info,
+        (query_name, key_name, value_name),
+        language_spec.num_heads,
+        language_spec.num_kv_heads,
+        language_spec.head_dim,
+    )
 
 
-def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of the query with output gate, the key and the value of a decoder layer.
-
-    For each head, HF's query tensor has the query and its gate. For each key/value head, the canonical tensor
-    has all queries, all gates, the key and the value.
-    """
+def language_gated_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor consists of the query with output gate, the key and the value of a decoder layer."""
     query_name, key_name, value_name = hf_names
-    head_dim = spec.language.head_dim
-    heads_per_group = spec.language.num_heads // spec.language.num_kv_heads
-    row_pieces = []
-    for group_index in range(spec.language.num_kv_heads):
-        first_head = group_index * heads_per_group
-        for is_gate in (0, 1):
-            for head_index in range(first_head, first_head + heads_per_group):
-                # HF alternates between the query and the gate of each head.
-                row_pieces.append((query_name, head_dim, (2 * head_index + is_gate) * head_dim))
-        row_pieces += [
-            (key_name, head_dim, group_index * head_dim),
-            (value_name, head_dim, group_index * head_dim),
-        ]
-    return _rule_of_rows(tensor_info, row_pieces)
+    language_spec = spec.language
+    return split_gated_qkv_rule(
+        tensor_info,
+        (query_name, key_name, value_name),
+        language_spec.num_heads,
+        language_spec.num_kv_heads,
+        language_spec.head_dim,
+    )
 
 
-def linear_attention_input(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+def linear_attention_input(
+    spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]
+) -> ConversionRule:
     """The tensor consists of linear attention's projections: q, k, v; gate (z); beta (b); decay (a)."""
     linear_attention = spec.language.linear_attention
     assert linear_attention is not None
-    row_counts = (
-        linear_attention.conv_channels,
-        linear_attention.value_heads * linear_attention.value_dim,
-        linear_attention.value_heads,
-        linear_attention.value_heads,
+    return stacked_rows_rule(
+        tensor_info,
+        hf_names,
+        (
+            linear_attention.conv_channels,
+            linear_attention.value_heads * linear_attention.value_dim,
+            linear_attention.value_heads,
+            linear_attention.value_heads,
+        ),
     )
-    return _rule_of_rows(tensor_info, zip(hf_names, row_counts, (0, 0, 0, 0), strict=True))
 
 
-def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor equals one HF tensor with query, key and value of a vision layer, in another order.
-
-    HF has all queries, all keys and all values. For each head, the canonical tensor has its query, key and
-    value.
-    """
-    num_heads, head_dim = spec.vision.num_heads, spec.vision.head_dim
-    row_pieces = []
-    for head_index in range(num_heads):
-        for qkv_index in range(3):
-            hf_head = qkv_index * num_heads + head_index
-            row_pieces.append((hf_names[0], head_dim, hf_head * head_dim))
-    return _rule_of_rows(tensor_info, row_pieces)
-
-
-def _padded_rows(tensor_info: TensorInfo, hf_names: HfNames, real_rows: int) -> ConversionRule:
-    """The tensor has ``real_rows`` rows of each HF tensor, and zero rows after them."""
-    rows_per_name = matrix_shape(tensor_info.shape)[0] // len(hf_names)
-    row_pieces = [(hf_name, real_rows, 0) for hf_name in hf_names]
-    return _rule_of_rows(tensor_info, row_pieces, padding_rows=rows_per_name - real_rows)
-
-
-def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of a decoder layer's gate and up projections."""
-    return _padded_rows(tensor_info, hf_names, spec.language.ffn_hidden_size)
-
-
-def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+def shared_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor consists of the shared expert's gate and up projections."""
+    gate_name, up_name = hf_names
     assert spec.language.moe is not None
-    return _padded_rows(tensor_info, hf_names, spec.language.moe.shared_ffn_hidden_size)
+    return gated_rule(tensor_info, gate_name, up_name, spec.language.moe.shared_ffn_hidden_size)
 
 
-def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor consists of the first linear layers of a vision MLP, each padded with zero rows.
-
-    They are the gate and up projections, or one layer if the MLP has no gate.
-    """
-    return _padded_rows(tensor_info, hf_names, spec.vision.ffn_hidden_size)
+def vision_qkv(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor equals one HF tensor with query, key and value of a vision layer, in another order."""
+    return fused_qkv_rule(tensor_info, hf_names[0], spec.vision.num_heads, spec.vision.head_dim)
 
 
-def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+def language_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor consists of a decoder layer's gate and up projections."""
+    gate_name, up_name = hf_names
+    return gated_rule(tensor_info, gate_name, up_name, spec.language.ffn_hidden_size)
+
+
+def vision_gated(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor consists of a vision layer's gate and up projections, each padded with zero rows."""
+    gate_name, up_name = hf_names
+    return gated_rule(tensor_info, gate_name, up_name, spec.vision.ffn_hidden_size)
+
+
+def vision_rows(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor is the first linear layer of a vision MLP without a gate, padded with zero rows."""
+    return padded_rows_rule(tensor_info, hf_names[0], spec.vision.ffn_hidden_size)
+
+
+def vision_columns(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor is the last linear layer of a vision MLP, padded with zero columns."""
-    rows, col_count = matrix_shape(tensor_info.shape)
-    real_columns = spec.vision.ffn_hidden_size
-    padding_regions = (MatrixRegion(0, rows, real_columns, col_count),)
-    return ConversionRule(
-        tensor_info.name,
-        {hf_names[0]: (rows, real_columns)},
-        (MatrixBlock(hf_names[0], rows, real_columns),),
-        padding_regions if col_count > real_columns else (),
-    )
+    return padded_columns_rule(tensor_info, hf_names[0], spec.vision.ffn_hidden_size)
 
 
-def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
+def stack_input_first(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
     """The tensor equals one HF stack of transposed matrices."""
-    expert_count, rows, col_count = tensor_info.shape
-    blocks = []
-    for expert_index in range(expert_count):
-        blocks.append(
-            MatrixBlock(
-                hf_names[0],
-                rows,
-                col_count,
-                row=expert_index * rows,
-                part_row=expert_index * col_count,
-                is_transposed=True,
-            )
-        )
-    hf_shapes: dict[str, tuple[int, ...]] = {hf_names[0]: (expert_count, col_count, rows)}
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
+    return transposed_stack_rule(tensor_info, hf_names[0])
 
 
-def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: HfNames) -> ConversionRule:
-    """The tensor stacks the experts' HF matrices; the remaining ``*`` is the number of the expert.
+def each_expert(spec: ModelSpec, tensor_info: TensorInfo, hf_names: tuple[str, ...]) -> ConversionRule:
+    """The tensor stacks the experts' HF matrices; the remaining ``*`` is the number of the expert."""
+    return separate_experts_rule(tensor_info, hf_names)
 
-    The matrices of one expert are below each other.
-    """
-    expert_count, rows, col_count = tensor_info.shape
-    matrix_rows = rows // len(hf_names)
-    hf_shapes: dict[str, tuple[int, ...]] = {}
-    blocks: list[MatrixBlock] = []
-    for expert_index in range(expert_count):
-        for name_pattern in hf_names:
-            hf_name = name_pattern.replace("*", str(expert_index))
-            first_row = len(blocks) * matrix_rows
-            blocks.append(MatrixBlock(hf_name, matrix_rows, col_count, row=first_row))
-            hf_shapes[hf_name] = (matrix_rows, col_count)
-    return ConversionRule(tensor_info.name, hf_shapes, tuple(blocks))
+
+def check_rule_coverage(spec: ModelSpec, rules: Sequence[ConversionRule]) -> None:
+    """Raises :class:`ValueError` unless every tensor of the model has exactly one rule."""
+    model_tensors = tensor_table(spec)
+    rule_counts = Counter(rule.name for rule in rules)
+    for name in sorted(model_tensors.keys() | rule_counts.keys()):
+        if name not in model_tensors or rule_counts[name] != 1:
+            raise ValueError(f"{spec.family}: no rule, or more than one, for tensor {name!r}")

@@ -39,6 +39,7 @@ def build_model(
     grid: ProcessGrid,
     *,
     weight_reader: WeightReader | None = None,
+    adapter_reader: WeightReader | None = None,
     pixel_norm: PixelNorm | None = None,
 ) -> BuiltModel:
     """Builds this rank's chunks, checks them against the tensor table, and fills them.
@@ -46,6 +47,7 @@ def build_model(
     Args:
         grid: the grid of ``layout``, whose process groups must exist.
         weight_reader: weights in any layout, of which each rank reads its own slices; None: random weights.
+        adapter_reader: factors of adapters in any layout; None: adapters that add nothing yet.
         pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Raises:
@@ -63,4 +65,7 @@ def build_model(
     if weight_reader is not None:
         base_tensors = [tensor for tensor in live_tensors if not is_adapter_tensor(tensor.tensor_name)]
         load_weights(weight_reader, base_tensors, grid)
+    if adapter_reader is not None:
+        adapter_tensors = [tensor for tensor in live_tensors if is_adapter_tensor(tensor.tensor_name)]
+        load_weights(adapter_reader, adapter_tensors, grid)
     return BuiltModel(model_chunks, live_tensors)

@@ -87,10 +87,11 @@ def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
             f"model.hf {hf_dir} holds no config.json; give the folder of a downloaded checkpoint "
             "(hf download REPOSITORY --local-dir FOLDER)"
         )
-    if config.lora.rank and not config.model.checkpoint:
+    if (config.lora.rank or config.lora.adapter) and not config.model.checkpoint:
+        lora_field = f"rank {config.lora.rank}" if config.lora.rank else f"adapter {config.lora.adapter}"
         raise RunConfigError(
-            f"lora.rank {config.lora.rank} needs model.checkpoint, the weights that stay frozen; `megatron-vl"
-            " convert` writes them"
+            f"lora.{lora_field} needs model.checkpoint, the weights that stay frozen; `megatron-vl convert`"
+            " writes them"
         )
     check_data_path(config.data.path)
 
@@ -255,6 +256,44 @@ def check_own_checkpoint(
             f"the adapters in {checkpoint_path} were trained on another model than the one in"
             f" model.checkpoint {config.model.checkpoint}; give the weights that the run began with"
         )
+
+
+def with_start_adapter(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
+    """The config of a run with the settings of the adapters in ``lora.adapter``, if it names any.
+
+    Raises:
+        RunConfigError: there are no adapters, they belong to another model, or another field of ``lora`` says
+            something else.
+        WeightsError: they cannot be read.
+    """
+    from megatron_vl.weights.weight_reader import WeightReader
+
+    adapter_dir = config.lora.adapter
+    if not adapter_dir:
+        return config
+    if (Path(adapter_dir) / "adapter_config.json").is_file():
+        raise RunConfigError(
+            f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"
+            f" {config.model.hf} --adapter {adapter_dir} --out DIR`"
+        )
+
+    weight_reader = WeightReader(adapter_dir, takes_adapters=True)
+    if not weight_reader.lora.rank:
+        raise RunConfigError(f"lora.adapter {adapter_dir} holds a whole model; model.checkpoint takes that")
+    check_same_model(f"lora.adapter {adapter_dir}", weight_reader.spec, config, spec)
+
+    # Dropout is no property of the adapters, and a run may choose another one.
+    stored_fields = dataclasses.asdict(weight_reader.lora) | {"adapter": adapter_dir}
+    if config.lora.dropout:
+        stored_fields["dropout"] = config.lora.dropout
+    default_fields = dataclasses.asdict(LoraConfig())
+    for name, value in dataclasses.asdict(config.lora).items():
+        if value not in (default_fields[name], stored_fields[name]):
+            raise RunConfigError(
+                f"lora.{name} is {value}, but the adapters in lora.adapter {adapter_dir} have"
+                f" {stored_fields[name]}; leave the field out"
+            )
+    return dataclasses.replace(config, lora=LoraConfig(**stored_fields))
 
 
 def check_same_adapters(

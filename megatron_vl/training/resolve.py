@@ -109,7 +109,7 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     if not show_only:
         preflight.check_outputs(config)
     spec = read_spec(config.model.hf)
-    config = freeze_unadapted_parts(config, spec)
+    config = freeze_unadapted_parts(preflight.with_start_adapter(config, spec), spec)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"

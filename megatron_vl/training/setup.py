@@ -122,8 +122,16 @@ def build_run(resolved_run: ResolvedRun, platform: Platform) -> TrainingRun:
     # checkpoint has only the adapters.
     starts_from_weights = config.model.checkpoint and (config.lora.rank or not resolved_run.is_resumed)
     weight_reader = WeightReader(config.model.checkpoint) if starts_from_weights else None
+    starts_from_adapter = config.lora.adapter and not resolved_run.is_resumed
+    adapter_reader = WeightReader(config.lora.adapter, takes_adapters=True) if starts_from_adapter else None
     built_model = build_model(
-        config, resolved_run.spec, resolved_run.layout, platform, grid, weight_reader=weight_reader
+        config,
+        resolved_run.spec,
+        resolved_run.layout,
+        platform,
+        grid,
+        weight_reader=weight_reader,
+        adapter_reader=adapter_reader,
     )
     model_chunks = wrap_in_ddp(config, built_model.model_chunks)
     optimizer = build_optimizer(config, platform, model_chunks)

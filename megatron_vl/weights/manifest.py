@@ -182,7 +182,7 @@ def write_manifest(
         "layout": layout and layout.as_dict(),
         "origin": weights_origin or {},
         # What the factors in the files belong to; null for a whole model.
-        "lora": dataclasses.asdict(lora) if lora.rank else None,
+        "lora": dataclasses.asdict(dataclasses.replace(lora, adapter="")) if lora.rank else None,
         # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
         "tensors": _check_entries(trained_table(spec, lora), layout, rank_entries),

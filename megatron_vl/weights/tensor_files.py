@@ -81,6 +81,12 @@ def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
     return tensor_shape[0], math.prod(tensor_shape[1:])
 
 
+def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
+    """The region of a whole tensor, seen as a matrix."""
+    rows, col_count = matrix_shape(tensor_shape)
+    return MatrixRegion(0, rows, 0, col_count)
+
+
 def row_regions(tensor_shape: Sequence[int], itemsize: int) -> Iterator[MatrixRegion]:
     """Regions of whole rows that cover a matrix, each of about :data:`CHUNK_BYTES`."""
     row_count, col_count = matrix_shape(tensor_shape)

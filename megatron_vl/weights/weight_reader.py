@@ -120,7 +120,7 @@ class WeightReader:
             if self.lora.rank and not takes_adapters:
                 raise WeightsError(
                     f"{self.path} holds LoRA adapters and no whole model; write one with `megatron-vl export"
-                    " --merge`"
+                    " --merge`, or a PEFT folder with `megatron-vl export --adapter`"
                 )
             self.tensor_infos = trained_table(self.spec, self.lora)
             self._file_by_shard = self._locate_shards()

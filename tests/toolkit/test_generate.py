@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from converters.convert import convert_weights
+from converters.convert import convert_adapter, convert_weights, export_weights
 from data_tools.formats import RecordError, read_prompt
 from megatron_vl.errors import UserError
 from megatron_vl.weights.run_folder import Lineage, write_lineage
 from megatron_vl.weights.weight_reader import WeightReader
+from tests.converters.peft_models import all_targets, peft_folder
 from tests.support.run_json import write_run_json
 from toolkit.cli import main
 from toolkit.demo.demo_data import write_raw_data
@@ -112,6 +113,30 @@ def with_template(hf: Path, folder: Path) -> Path:
     template = Path(__file__).resolve().parents[1] / "hf_configs" / "Qwen3.5-9B.chat_template.jinja"
     shutil.copy(template, folder / "chat_template.jinja")
     return folder
+
+
+@pytest.mark.ranks
+def test_adapters_answer_like_the_merged_model(forked_groups, tiny_checkpoint, tmp_path: Path, capsys):
+    """Those of a PEFT folder and those of Megatron weights, split."""
+    hf = tiny_checkpoint("qwen3_vl", dtype=torch.float32)
+    peft_folder(tmp_path / "adapter", hf, lora_alpha=40, **all_targets(hf))
+    convert_weights(hf, tmp_path / "base")
+    convert_adapter(tmp_path / "adapter", hf, tmp_path / "factors", {"tp": 2})
+    export_weights(tmp_path / "adapter", hf, tmp_path / "merged", merges_adapter=True)
+    convert_weights(tmp_path / "merged", tmp_path / "whole")
+
+    answers = {}
+    prompt = ("--hf", hf, "--prompt", "What is in this picture?", "--max-new-tokens", TOKENS, "--json")
+    for name, words in {
+        "base": ("base",),
+        "merged": ("whole",),
+        "peft": ("base", "--adapter", tmp_path / "adapter"),
+        "factors": ("base", "--adapter", tmp_path / "factors", "--tp", 2),
+    }.items():
+        checkpoint = ("--checkpoint", tmp_path / words[0], *words[1:])
+        assert main(["generate", *map(str, (*checkpoint, *prompt)), "--platform", "cpu"]) == 0
+        answers[name] = json.loads(capsys.readouterr().out)[0]["tokens"]
+    assert answers["peft"] == answers["factors"] == answers["merged"] != answers["base"]
 
 
 @pytest.mark.parametrize(

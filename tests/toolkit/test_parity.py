@@ -46,6 +46,37 @@ def test_layouts_agree_with_transformers(capsys):
         )
 
 
+LORA_LAYOUTS = {
+    "qwen3_vl": "tp2sp",
+    "qwen2_5_vl": "1,tp2,pp2",
+    "qwen3_vl_moe": "1,tp2spep2,etp2tp2sp",
+    "qwen3_5": "1,tp2sp,pp2",
+    "qwen3_5_moe": "1,tp2spep2,pp2",
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[] if name == "qwen3_vl" else pytest.mark.full) for name in LORA_LAYOUTS],
+)
+def test_adapters_agree_with_peft(capsys, family: str):
+    """Every matrix has an adapter. Gradients, merged weights and the file are those of peft."""
+    code, report = run(capsys, "--family", family, "--layouts", LORA_LAYOUTS[family], "--lora", "4")
+    assert code == 0 and report["ok"]
+    assert report["adapter"]["same_file"] and report["adapter"]["merge_error"] < 1e-6
+    for result in report["layouts"].values():
+        step = result["steps"][0]
+        assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
+        assert 0 < max(step["gradients"].values()) < 1e-4 and "embeddings" not in step["gradients"]
+        assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
+
+
+def test_adapters_are_compared_in_one_pass(capsys):
+    assert main(["parity", "--family", "qwen3_vl", "--layouts", "1", "--lora", "4", "--steps", "2"]) == 2
+    assert "--lora compares one forward and backward pass" in capsys.readouterr().err
+
+
 @pytest.mark.full
 @pytest.mark.ranks
 def test_a_damaged_checkpoint_fails_and_its_layer_is_named(

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from converters.convert import convert_weights
-from megatron_vl.weights.run_folder import step_dir_path
+from converters.convert import convert_adapter, convert_weights, export_adapter
+from converters.peft_folder import ADAPTER_FILE
+from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
@@ -159,3 +162,44 @@ def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_pat
     convert_weights(prepared["hf"], tmp_path / "tp2", {"tp": 2})
     done = train(prepared, run, *LORA, "--model.checkpoint", str(tmp_path / "tp2"), ranks=1, steps=3)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
+    prepared: dict[str, Path], tmp_path: Path
+) -> None:
+    """The run's own export is the command's. A run that begins with the adapters has their settings."""
+    run, hf = tmp_path / "run", prepared["hf"]
+    export = ("--checkpoint.export_hf", "last", "--parallel.tp", "2")
+    done = train(prepared, run, *LORA, *export, ranks=2, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = export_dir_path(run, 3)
+    export_adapter(run, hf, tmp_path / "adapter")
+    exported = load_file(folder / ADAPTER_FILE)
+    again = load_file(tmp_path / "adapter" / ADAPTER_FILE)
+    assert exported.keys() == again.keys()
+    assert all(torch.equal(tensor, again[key]) for key, tensor in exported.items())
+    assert any(tensor.count_nonzero() for key, tensor in exported.items() if ".lora_B." in key)
+
+    convert_adapter(folder, hf, tmp_path / "weights")
+    stored = WeightReader(run, takes_adapters=True)
+    converted = WeightReader(tmp_path / "weights", takes_adapters=True)
+    assert fused_adapters(stored.spec, stored.lora) == fused_adapters(stored.spec, converted.lora)
+    for name in stored.tensor_names():
+        assert torch.equal(stored.read_shard(name), converted.read_shard(name)), name
+
+    begun = tmp_path / "begun"
+    start = ("--lora.adapter", str(tmp_path / "weights"), "--optimizer.lr", "0")
+    done = train(prepared, begun, *start, ranks=1, steps=3)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = WeightReader(begun, takes_adapters=True)
+    for name in stored.tensor_names():
+        assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
+
+    for options, message in (
+        (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
+        (["--lora.adapter", str(folder)], "holds PEFT's files; convert them first"),
+        (["--lora.adapter", str(prepared["weights"])], "holds a whole model"),
+    ):
+        refused = train(prepared, tmp_path / "refused", *start, *options, ranks=1, steps=3)
+        assert refused.returncode == 1, refused.stderr[-2000:]
+        assert re.search(message, refused.stderr), refused.stderr[-2000:]

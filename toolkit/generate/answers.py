@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from converters.convert import convert_adapter
+from converters.peft_folder import is_peft_folder
 from data_tools.formats import Conversation, RecordError, read_prompt
 from data_tools.media import check_reference, describe_reference, read_media
 from data_tools.records import ReadError, UnreadableRecord, is_json_array, read_records
@@ -44,6 +46,8 @@ class GenerateRequest:
 
     hf_dir: Path
     checkpoint_dir: Path
+    adapter_dir: Path | None
+    """Adapters that are added to the checkpoint: a run with LoRA, or a PEFT folder."""
     conversations: list[SourcedConversation]
     layout_arguments: dict[str, Any] = field(default_factory=dict)
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
@@ -62,6 +66,14 @@ class GenerateRequest:
     the checkpoint."""
 
 
+def _megatron_adapter(request: GenerateRequest, work_dir: Path) -> Path | None:
+    """The Megatron weights of the adapters. Those of a PEFT folder are converted."""
+    if request.adapter_dir is None or not is_peft_folder(request.adapter_dir):
+        return request.adapter_dir
+    convert_adapter(request.adapter_dir, request.hf_dir, work_dir / "adapter")
+    return work_dir / "adapter"
+
+
 def run_generate(
     request: GenerateRequest, print_line: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
@@ -76,6 +88,9 @@ def run_generate(
     """
     weight_reader = WeightReader(request.checkpoint_dir)
     spec = weight_reader.spec
+    if request.adapter_dir is not None and not is_peft_folder(request.adapter_dir):
+        # The adapters know better than their base how videos were presented.
+        weight_reader = WeightReader(request.adapter_dir, takes_adapters=True)
     # Videos must be presented as in the training of these weights.
     video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
     data_config = dataclasses.replace(request.data_config, **video_rules)
@@ -98,6 +113,7 @@ def run_generate(
         generate_job = GenerateJob(
             hf=str(request.hf_dir),
             checkpoint=str(request.checkpoint_dir),
+            adapter=str(_megatron_adapter(request, work_dir) or ""),
             samples=str(work_dir / "samples.safetensors"),
             layout=request.layout_arguments,
             max_new_tokens=token_limit,

@@ -35,6 +35,7 @@ def generate(options: GenerateOptions) -> int:
     generate_request = GenerateRequest(
         hf_dir=options.hf,
         checkpoint_dir=options.checkpoint,
+        adapter_dir=options.adapter,
         conversations=conversations,
         layout_arguments={
             "tp": options.tp,

@@ -37,6 +37,8 @@ class GenerateOptions(VideoRuleOptions):
     checkpoint: Path = option(metavar="DIR", must_exist=True)
     """Megatron weights in any layout, a training run's folder (its latest step), or one of
     its step folders."""
+    adapter: Path | None = option(None, metavar="DIR", must_exist=True)
+    """Add these LoRA adapters to --checkpoint: a run with LoRA (its latest step), or a PEFT folder."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face folder of origin; gives tokenizer, chat template and processor."""
     prompt: list[str] = option([], metavar="TEXT", repeat=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_vl.config import ModelConfig, ParallelConfig, TrainConfig, VideoPositions
+from megatron_vl.config import LoraConfig, ModelConfig, ParallelConfig, TrainConfig, VideoPositions
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
 from megatron_vl.parallel.process_grid import ProcessGrid, end_distributed, init_distributed, make_grid
 from megatron_vl.platform import get_platform
@@ -49,6 +49,8 @@ class GenerateJob:
     platform: str = "cpu"
     batch: int = 8
     """Prompts that are answered together."""
+    adapter: str = ""
+    """Megatron weights of adapters; empty: none."""
     video_positions: VideoPositions = "released"
     """Like ``data.video_positions`` of a run."""
 
@@ -71,6 +73,7 @@ def generate_answers(generate_job: GenerateJob, samples: list[TokenizedSample]) 
     grid = make_grid(layout)
     # The fused GPU kernels do not support float32.
     attention_backend: Any = "sdpa" if generate_job.dtype == "float32" else "auto"
+    adapter_reader = WeightReader(generate_job.adapter, takes_adapters=True) if generate_job.adapter else None
     config = TrainConfig(
         model=ModelConfig(
             hf=generate_job.hf, vision_attention=attention_backend, language_attention=attention_backend
@@ -80,10 +83,13 @@ def generate_answers(generate_job: GenerateJob, samples: list[TokenizedSample]) 
             **generate_job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
         ),
         dtype=generate_job.dtype,  # type: ignore[arg-type]
+        lora=adapter_reader.lora if adapter_reader else LoraConfig(),
     )
 
     weight_reader = WeightReader(generate_job.checkpoint)
-    model_chunks = build_model(config, spec, layout, platform, grid, weight_reader=weight_reader).model_chunks
+    model_chunks = build_model(
+        config, spec, layout, platform, grid, weight_reader=weight_reader, adapter_reader=adapter_reader
+    ).model_chunks
     answers: list[list[int]] = []
     for batch_start in range(0, len(samples), generate_job.batch):
         batch_samples = samples[batch_start : batch_start + generate_job.batch]

@@ -86,6 +86,8 @@ class ParityCase:
     pass per step."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Fields of :class:`~megatron_vl.config.LoraConfig`; without any, the model itself is trained."""
+    adapter: str = ""
+    """Megatron weights of the adapters that ``lora`` describes; empty: new adapters."""
     optimizer: bool = True
     """If false, no optimizer state is allocated and overlap with optimizer steps is not tested."""
     attention: str = "auto"
@@ -184,7 +186,11 @@ def build_case(case: ParityCase, platform: Platform) -> BuiltCase:
     )
     grid = make_grid(layout)
 
-    built_model = build_model(config, spec, layout, platform, grid, weight_reader=WeightReader(case.weights))
+    weight_reader = WeightReader(case.weights)
+    adapter_reader = WeightReader(case.adapter, takes_adapters=True) if case.adapter else None
+    built_model = build_model(
+        config, spec, layout, platform, grid, weight_reader=weight_reader, adapter_reader=adapter_reader
+    )
     ddp_chunks = wrap_in_ddp(config, built_model.model_chunks)
     optimizer = build_optimizer(config, platform, ddp_chunks) if case.optimizer else None
     return BuiltCase(config, spec, layout, grid, ddp_chunks, optimizer, built_model.live_tensors)

@@ -38,6 +38,7 @@ def parity(options: ParityOptions) -> int:
         dtype=options.dtype,
         platform=platform,
         optimizer_steps=options.steps,
+        lora_rank=options.lora,
         reference_device=options.reference_device,
     )
 
@@ -63,6 +64,12 @@ def print_parity_report(parity_report: dict[str, Any], console: Any) -> None:
             input_problem = f"tokens of conversations {differing_samples} differ"
         console.print(f"[bold red]inputs:[/] {input_problem} from those of the checkpoint's own processor")
 
+    if adapter_facts := parity_report.get("adapter"):
+        file_text = "the same bits" if adapter_facts["same_file"] else "[bold red]other tensors[/]"
+        console.print(
+            f"adapter: merged weights differ from peft's by {adapter_facts['merge_error']:.1e} of the largest"
+            f" weight; converted and exported again, its file has {file_text}"
+        )
     console.print(_report_table(parity_report))
     for layout_text, layout_result in parity_report["layouts"].items():
         if "error" in layout_result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from converters.convert import convert_weights
+from converters.convert import convert_adapter, convert_weights, export_adapter
 from data_tools.formats import read_conversation
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.errors import UserError
@@ -31,8 +32,9 @@ from toolkit.trained_video_rules import resolve_video_rules
 
 from .case import ParityCase, write_cases
 from .locations import location_component, tensor_location
+from .peft_reference import are_equal_adapters, merge_error
 from .reference_job import ReferenceJob, write_reference_job
-from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE
+from .tolerances import BF16_GRADIENT_RATIO, GRADIENT_TOLERANCE, MERGE_TOLERANCE
 
 DEMO_CONVERSATIONS = ("astronaut", "two_images", "image_between_texts", "text_only")
 """The demo conversations that are compared if no pictures are given."""
@@ -54,6 +56,8 @@ class ParityRequest:
     dtype: str = "float32"
     platform: str = "cpu"
     optimizer_steps: int = 0
+    lora_rank: int = 0
+    """Rank of an adapter of every matrix; 0: none."""
     reference_device: str = ""
     """Device of ``transformers``; empty: the platform's device."""
 
@@ -94,6 +98,7 @@ def run_parity(
         # In a process of its own, so that its memory is free when the layouts run.
         reference_facts = _run_reference(request, hf_dir, work_dir)
 
+        adapter_facts = _prepare_adapter(hf_dir, work_dir) if request.lora_rank else {}
         results_by_layout = run_layouts(request, hf_dir, weights_dir, samples, work_dir, print_line)
         if request.checkpoint_dir:
             for layout_result in results_by_layout.values():
@@ -105,6 +110,8 @@ def run_parity(
         not input_facts["tokens_differ"]
         and input_facts["pixel_error"] <= 1e-5
         and all(case_result["ok"] for case_result in results_by_layout.values())
+        and adapter_facts.get("same_file", True)
+        and adapter_facts.get("merge_error", 0.0) <= MERGE_TOLERANCE
     )
     return {
         "ok": all_agree,
@@ -112,6 +119,7 @@ def run_parity(
         "dtype": request.dtype,
         "tokens": reference_facts["tokens"],
         "inputs": input_facts,
+        "adapter": adapter_facts,
         "layouts": results_by_layout,
     }
 
@@ -125,6 +133,7 @@ def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict
         out=str(work_dir),
         dtype=request.dtype,
         device=request.reference_device or ("cuda" if request.platform == "cuda" else "cpu"),
+        lora_rank=request.lora_rank,
         steps=request.optimizer_steps,
     )
 
@@ -133,6 +142,22 @@ def _run_reference(request: ParityRequest, hf_dir: Path, work_dir: Path) -> dict
     if completed_process.returncode:
         raise UserError(f"transformers failed on {hf_dir}:\n{last_output_lines(completed_process)}")
     return json.loads((work_dir / "reference.json").read_text())
+
+
+def _prepare_adapter(hf_dir: Path, work_dir: Path) -> dict[str, Any]:
+    """Converts the reference's adapter to the Megatron weights ``adapter_weights``.
+
+    Returns:
+        {"same_file": whether the export of these weights has the adapter's bits, "merge_error": largest error
+        of the merged weights, relative to the largest weight of each matrix}.
+    """
+    adapter_dir = work_dir / "adapter"
+    convert_adapter(adapter_dir, hf_dir, work_dir / "adapter_weights")
+    export_adapter(work_dir / "adapter_weights", hf_dir, work_dir / "exported_adapter")
+    return {
+        "same_file": are_equal_adapters(adapter_dir, work_dir / "exported_adapter"),
+        "merge_error": merge_error(hf_dir, adapter_dir),
+    }
 
 
 def _check_layout(spec: ModelSpec, layout_spec: LayoutSpec) -> None:
@@ -284,6 +309,12 @@ def run_layouts(
     for layout_spec in request.layouts:
         layouts_by_size.setdefault(layout_spec.world_size, []).append(layout_spec)
 
+    adapter_fields: dict[str, Any] = {}
+    if request.lora_rank:
+        adapter_dir = work_dir / "adapter_weights"
+        lora_config = WeightReader(adapter_dir, takes_adapters=True).lora
+        adapter_fields = {"adapter": str(adapter_dir), "lora": dataclasses.asdict(lora_config)}
+
     results_by_layout: dict[str, dict[str, Any]] = {}
     for world_size, same_size_layouts in sorted(layouts_by_size.items()):
         parity_cases = []
@@ -304,6 +335,7 @@ def run_layouts(
                     sequence_parallel=layout_spec.sequence_parallel,
                     # The fused kernels do not support float32.
                     attention="sdpa" if request.dtype == "float32" else "auto",
+                    **adapter_fields,
                     **layout_spec.layout_arguments,
                 )
             )

@@ -53,6 +53,9 @@ class ParityOptions(CommandOptions):
     steps: int = option(0, metavar="N", minimum=1)
     """Compare N optimizer steps instead (float32 only): losses, gradient norms, final weights and Adam's
     moments."""
+    lora: int = option(0, metavar="RANK", minimum=1)
+    """Give every matrix a random LoRA adapter of this rank, made by peft, and compare the gradients of the
+    adapters instead. Also compares the merged weights, and the files after conversion, with those of peft."""
     json: bool = False
     """Print the results as JSON."""
 
@@ -66,5 +69,7 @@ class ParityOptions(CommandOptions):
             raise UserError(
                 f"--steps {self.steps}: only float32 can be compared over steps; leave --dtype at float32"
             )
+        if self.lora and self.steps:
+            raise UsageError("--lora compares one forward and backward pass; leave out --steps")
         if self.family and self.checkpoint:
             raise UserError("--checkpoint needs --hf: --family makes its own weights for the comparison")

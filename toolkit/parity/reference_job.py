@@ -31,6 +31,7 @@ from toolkit.sample_encoder import read_samples
 from .activations import HfActivationRecorder, squared_norms
 from .gather_tensors import LazyTensorFile
 from .locations import forward_order
+from .peft_reference import adapter_gradients, add_random_adapter
 from .reference import backward_mean_loss, hf_inputs, load_hf_for_training, to_canonical
 from .training import reference_training
 
@@ -50,6 +51,9 @@ class ReferenceJob:
     training, ``training.safetensors`` instead."""
     dtype: str = "float32"
     device: str = "cpu"
+    lora_rank: int = 0
+    """Rank of an adapter of every matrix. It is written to ``adapter`` in ``out``, and its gradients are
+    compared instead of the model's; 0: no adapter."""
     steps: int = 0
     """Number of optimizer steps of a training, each over all samples; 0: one forward and backward pass."""
 
@@ -127,10 +131,16 @@ def run_transformers(
 ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     """Returns (loss, canonical gradients, layer outputs) of ``transformers`` in ``dtype``."""
     model = load_hf_for_training(reference_job.hf, dtype, reference_job.device)
+    adapter_dir = Path(reference_job.out) / "adapter"
+    if reference_job.lora_rank:
+        peft_model = add_random_adapter(model, spec, reference_job.lora_rank, adapter_dir)
     activation_recorder = HfActivationRecorder(model, spec)
     mean_loss = backward_mean_loss(model, samples, spec, read_pixel_norm(reference_job.hf), processor_inputs)
     activation_recorder.remove_hooks()
 
+    if reference_job.lora_rank:
+        gradients = adapter_gradients(peft_model, spec, adapter_dir)
+        return mean_loss, gradients, activation_recorder.tensors_by_location()
     hf_gradients = {}
     for name, parameter in model.named_parameters():
         hf_gradients[name] = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)

@@ -25,13 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_vl.config import LoraConfig
 from megatron_vl.data.packing.assemble_row import TokenizedSample
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel.process_grid import ProcessGrid, end_distributed, init_distributed
 from megatron_vl.platform import Platform, get_platform
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import model_part, tensor_table
+from megatron_vl.spec.tensors import model_part
 from megatron_vl.training.step import reduce_losses, replicated_modules, run_schedule
 from megatron_vl.weights.matrix_blocks import join_shards
 from toolkit.parity.case import ParityCase, build_case, draw_samples
@@ -87,7 +89,8 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
             departures = activation_recorder.compare_activations(step_data, case.reference, case.dtype)
 
         # The optimizer steps at learning rate 0, so that its overlap with communication is tested too.
-        gradients = collect_gradients(ddp_chunks, built_case.live_tensors, grid, spec)
+        lora = built_case.config.lora
+        gradients = collect_gradients(ddp_chunks, built_case.live_tensors, grid, spec, lora)
         if optimizer is not None:
             optimizer.prepare_grads()
             optimizer.step_with_ready_grads()
@@ -109,7 +112,11 @@ def run_case(case: ParityCase, platform: Platform) -> dict[str, Any]:
 
 
 def collect_gradients(
-    ddp_chunks: list[Any], live_tensors: list[LiveTensor], grid: ProcessGrid, spec: ModelSpec
+    ddp_chunks: list[Any],
+    live_tensors: list[LiveTensor],
+    grid: ProcessGrid,
+    spec: ModelSpec,
+    lora: LoraConfig | None = None,
 ) -> dict[str, list[Mapping[int, Tensor]]]:
     """Collects the gradients of all ranks on rank 0. Collective.
 
@@ -121,7 +128,7 @@ def collect_gradients(
         of two stages.
     """
     _gather_slices(ddp_chunks)
-    tensor_infos = tensor_table(spec)
+    tensor_infos = trained_table(spec, lora or LoraConfig())
     local_gradients: dict[str, Tensor] = {}
     expert_gradients: dict[str, list[Tensor]] = {}
     copy_counts: dict[str, int] = {}
@@ -193,7 +200,7 @@ def compare_with_reference(
         reference_function: output of :func:`make_reference_function`.
     """
     expected_loss, expected_gradients, bf16_noise = reference_function(samples)
-    tensor_infos = tensor_table(spec)
+    tensor_infos = trained_table(spec, case.config.lora)
     gradient_errors: dict[str, float] = {}
 
     for tensor_name, tensor_copies in gradients.items():
@@ -201,7 +208,7 @@ def compare_with_reference(
         for copy_parts in tensor_copies:
             full_gradients = [copy_parts[part] for part in range(layout.sharding.num_shards(tensor_info))]
             # Each rank has a replicated gradient as a whole, so each of these must be right.
-            if tensor_info.parallel_style != "replicated":
+            if tensor_info.parallel_style != "replicated" or tensor_info.num_experts:
                 full_gradients = [join_shards(full_gradients, tensor_info, layout.sharding)]
             for full_gradient in full_gradients:
                 relative_error = _gradient_error(full_gradient, expected_gradients[tensor_name])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_vl.errors import UserError
+from megatron_vl.errors import UsageError, UserError
 from megatron_vl.plurals import pluralize
 
 from .options import (
@@ -23,13 +23,19 @@ from .options import (
 
 
 def convert(options: ConvertOptions) -> int:
-    """Converts Hugging Face weights to Megatron weights."""
-    from converters.convert import convert_weights
+    """Converts Hugging Face weights, or an adapter for them, to Megatron weights."""
+    from converters.convert import convert_adapter, convert_weights
 
     conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
+    layout = options.layout_arguments
+    if (adapter_dir := options.adapter) is not None:
+        return _run_conversion(
+            options,
+            lambda: convert_adapter(adapter_dir, options.hf, options.out, layout, **conversion_options),
+        )
     return _run_conversion(
         options,
-        lambda: convert_weights(options.hf, options.out, options.layout_arguments, **conversion_options),
+        lambda: convert_weights(options.hf, options.out, layout, **conversion_options),
     )
 
 
@@ -55,10 +61,21 @@ def merge(options: MergeOptions) -> int:
 
 
 def export(options: ExportOptions) -> int:
-    """Exports Megatron weights to a Hugging Face folder."""
-    from converters.convert import export_weights
+    """Exports Megatron weights to a Hugging Face folder, or the adapters of a run to a PEFT folder."""
+    from converters.convert import export_adapter, export_weights
 
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
+    if options.adapter and options.merge:
+        raise UsageError("--adapter writes the adapters alone, --merge a whole model; give one of the two")
+    if options.adapter:
+        return _run_conversion(
+            options,
+            lambda: export_adapter(options.checkpoint, options.hf, options.out, force=options.force),
+        )
+    conversion_options: dict[str, Any] = {
+        "workers": options.workers,
+        "force": options.force,
+        "merges_adapter": options.merge,
+    }
     return _run_conversion(
         options,
         lambda: export_weights(options.checkpoint, options.hf, options.out, **conversion_options),

@@ -26,6 +26,7 @@ from megatron_vl.errors import UserError, describe_error
 from megatron_vl.json_files import write_json
 from megatron_vl.weights.manifest import MANIFEST_FILE
 from megatron_vl.weights.run_folder import EXPORT_FACTS_FILE
+from megatron_vl.weights.weight_reader import WeightReader
 
 EXPORT_THREADS = 2
 """Few: the training comes first."""
@@ -78,16 +79,20 @@ def exit_with_parent(parent_pid: int) -> None:
 
 
 def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> None:
-    """Exports to ``partial_dir`` and renames it to ``export_dir``.
+    """Exports to ``partial_dir`` and renames it to ``export_dir``. A run with LoRA gets PEFT's files.
 
     Raises:
         UserError, OSError: the export failed.
     """
-    from converters.convert import export_weights
+    from converters.convert import export_adapter, export_weights
 
     durable_files.make_dirs(export_dir.parent)
-    _check_free_space(export_job, partial_dir)
-    export_weights(export_job.checkpoint, export_job.hf, partial_dir, workers=EXPORT_THREADS, force=True)
+    has_adapters = bool(WeightReader(export_job.checkpoint, takes_adapters=True).lora.rank)
+    _check_free_space(export_job, partial_dir, has_adapters)
+    if has_adapters:
+        export_adapter(export_job.checkpoint, export_job.hf, partial_dir, force=True)
+    else:
+        export_weights(export_job.checkpoint, export_job.hf, partial_dir, workers=EXPORT_THREADS, force=True)
 
     manifest_path = Path(export_job.checkpoint) / "weights" / MANIFEST_FILE
     weights_digest = json.loads(manifest_path.read_text())["digest"]
@@ -101,8 +106,10 @@ def export_step(export_job: ExportJob, export_dir: Path, partial_dir: Path) -> N
     durable_files.rename_path(partial_dir, export_dir)
 
 
-def _check_free_space(export_job: ExportJob, partial_dir: Path) -> None:
-    size = sum(path.stat().st_size for path in Path(export_job.hf).glob("*.safetensors"))
+def _check_free_space(export_job: ExportJob, partial_dir: Path, has_adapters: bool) -> None:
+    # An export is as large as the original folder, or as the adapters of a run with LoRA.
+    source_dir = Path(export_job.checkpoint) / "weights" if has_adapters else Path(export_job.hf)
+    size = sum(path.stat().st_size for path in source_dir.glob("*.safetensors"))
     written_bytes = sum(path.stat().st_blocks * 512 for path in partial_dir.rglob("*") if path.is_file())
     needed_bytes = size - written_bytes + export_job.leave_free
     free_bytes = shutil.disk_usage(partial_dir.parent).free

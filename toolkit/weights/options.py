@@ -43,9 +43,9 @@ class LayoutOptions(CommandOptions):
     def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
         given_sizes = {}
-        for name in (*SIZE_FIELDS, "layers"):
-            if getattr(self, name) is not None:
-                given_sizes[name] = getattr(self, name)
+        for field_name in (*SIZE_FIELDS, "layers"):
+            if getattr(self, field_name) is not None:
+                given_sizes[field_name] = getattr(self, field_name)
 
         if self.config is None:
             return ONE_RANK | given_sizes if given_sizes else None
@@ -55,10 +55,11 @@ class LayoutOptions(CommandOptions):
         run_config = dataclasses.replace(
             run_config, parallel=dataclasses.replace(run_config.parallel, **given_sizes)
         )
-        layout = {name: getattr(run_config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
+        run_layout_arguments = {name: getattr(run_config.parallel, name) for name in (*SIZE_FIELDS, "layers")}
         if not isinstance(run_config.parallel.layers, list):
-            layout["layers"] = self._planned_layers(run_config) if run_config.parallel.pp > 1 else None
-        return layout
+            planned_layers = self._planned_layers(run_config) if run_config.parallel.pp > 1 else None
+            run_layout_arguments["layers"] = planned_layers
+        return run_layout_arguments
 
     def _planned_layers(self, run_config: TrainConfig) -> list[int]:
         """The planned split, which a run without ``parallel.layers`` gets."""
@@ -115,6 +116,9 @@ class ConvertOptions(WeightOutputOptions, LayoutOptions):
 
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face checkpoint folder (safetensors)."""
+    adapter: Path | None = option(None, metavar="PEFT_DIR", must_exist=True)
+    """Convert this LoRA adapter of --hf, in PEFT's files, instead of the model. lora.adapter of a run takes
+    the result."""
 
 
 @dataclass(kw_only=True)
@@ -137,14 +141,21 @@ class MergeOptions(WeightOutputOptions):
 
 @dataclass(kw_only=True)
 class ExportOptions(WeightOutputOptions):
-    """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original."""
+    """Export Megatron weights of any layout to a Hugging Face folder with the same files as the original.
+
+    A run with LoRA has adapters only: say with --adapter or --merge what becomes of them.
+    """
 
     checkpoint: Path = option(metavar="DIR", must_exist=True)
     """Megatron weights in any layout, a training run's folder (its latest step), or one of
-    its step folders."""
+    its step folders. With --merge also a PEFT folder."""
     hf: Path = option(metavar="HF_DIR", must_exist=True)
     """Hugging Face folder that the weights came from. It determines tensor names, types and files; config,
     tokenizer, processor and chat template are copied from it."""
+    adapter: bool = False
+    """Write the adapters of a run with LoRA as a folder that PEFT loads."""
+    merge: bool = False
+    """Add the adapters to the weights of --hf (in float32, rounded once) and write a whole model."""
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,421 @@
+"""LoRA adapters between PEFT's folders and canonical factors, and merging them into the model's weights.
+
+The rule of a fused tensor says which of its rows belong to which released matrix. It holds for ``lora_B``
+too, which has the same rows. ``lora_A`` has the factors of the released matrices one below another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Container, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_vl.config import LoraConfig
+from megatron_vl.spec.adapters import FusedAdapter, adapter_table, fused_adapters, row_runs
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.spec.tensors import TensorInfo
+from megatron_vl.weights.tensor_files import (
+    MatrixRegion,
+    WeightsError,
+    make_safetensors_header,
+    matrix_shape,
+    read_safetensors_header,
+    whole_matrix_region,
+)
+
+from .hf_checkpoint import HfCheckpoint, long_tensor_name
+from .peft_folder import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    KEY_PREFIX,
+    PEFT_VERSION,
+    MatrixFactors,
+    PeftFolder,
+    is_expert_stack,
+    released_matrices,
+    rules_by_name,
+    target_settings,
+)
+
+
+class AdapterSource(Protocol):
+    """Canonical factors: a :class:`PeftAdapters`, or a ``WeightReader`` of a checkpoint with LoRA."""
+
+    path: Path
+    spec: ModelSpec
+    lora: LoraConfig
+
+    def dtype(self, tensor_name: str) -> torch.dtype: ...
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor: ...
+
+    def verify_tensor(self, tensor_name: str) -> None: ...
+
+    def fingerprint(self) -> dict[str, str]: ...
+
+
+def _module_name(hf_tensor_name: object) -> str:
+    """The name of a module in ``transformers`` 5 from the released name of its weight."""
+    return long_tensor_name(str(hf_tensor_name)).removesuffix(".weight")
+
+
+def fuse_factors(
+    spec: ModelSpec, adapter: FusedAdapter, factors: Mapping[str, MatrixFactors], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The canonical factors A and B from those of the released matrices."""
+    if adapter.base.num_experts:
+        [stack_part] = adapter.parts
+        stack_factors = factors[stack_part.hf_name]
+        stack_a = stack_factors.factor_a.to(dtype)
+        stack_b = stack_factors.factor_b.to(dtype)
+        return stack_a.contiguous(), stack_b.contiguous()
+
+    info_a, info_b = adapter.tensor_infos()
+    canonical_a = torch.zeros(info_a.shape, dtype=dtype)
+    canonical_b = torch.zeros(info_b.shape, dtype=dtype)
+    first_row = 0
+    for part in adapter.parts:
+        if part.rank:
+            factor_a = factors[part.hf_name].factor_a
+            part_rows = canonical_a.narrow(0, first_row, part.rank)
+            # The columns of a tower's matrix may be padded.
+            real_columns = part_rows.narrow(1, 0, factor_a.shape[1])
+            real_columns.copy_(factor_a)
+            first_row += part.rank
+
+    base_rule = rules_by_name(spec)[adapter.base.name]
+    for block in base_rule.blocks:
+        hf_name = _module_name(block.part_id)
+        if hf_name in factors:
+            part_factors = factors[hf_name]
+            part_rows = part_factors.factor_b.narrow(0, block.part_row, block.rows)
+            block_rows = canonical_b.narrow(0, block.row, block.rows)
+            rank_columns = block_rows.narrow(1, 0, part_factors.rank)
+            rank_columns.copy_(part_rows)
+    return canonical_a, canonical_b
+
+
+def split_factors(
+    spec: ModelSpec, adapter: FusedAdapter, canonical_a: Tensor, canonical_b: Tensor
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """The factors of the released matrices from the canonical ones: the inverse of :func:`fuse_factors`.
+
+    Raises:
+        WeightsError: elements that no released matrix has are not zero, so they would be lost.
+    """
+    if adapter.base.num_experts:
+        [stack_part] = adapter.parts
+        return {stack_part.hf_name: (canonical_a, canonical_b)}
+
+    matrix_shapes = released_matrices(spec)
+    factors: dict[str, tuple[Tensor, Tensor]] = {}
+    first_row = 0
+    for part in adapter.parts:
+        if part.rank:
+            row_count, col_count = matrix_shapes[part.hf_name]
+            part_rows = canonical_a.narrow(0, first_row, part.rank)
+            factor_a = part_rows.narrow(1, 0, col_count)
+            factor_b = canonical_b.new_zeros(row_count, part.rank)
+            factors[part.hf_name] = (factor_a.contiguous(), factor_b)
+            first_row += part.rank
+
+    base_rule = rules_by_name(spec)[adapter.base.name]
+    for block in base_rule.blocks:
+        hf_name = _module_name(block.part_id)
+        if hf_name in factors:
+            _, factor_b = factors[hf_name]
+            block_rows = canonical_b.narrow(0, block.row, block.rows)
+            part_rows = factor_b.narrow(0, block.part_row, block.rows)
+            part_rows.copy_(block_rows.narrow(1, 0, factor_b.shape[1]))
+    _check_complete(adapter, (canonical_a, canonical_b), factors)
+    return factors
+
+
+def _check_complete(
+    adapter: FusedAdapter,
+    canonical_factors: tuple[Tensor, Tensor],
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+) -> None:
+    """Raises :class:`WeightsError` if a canonical factor has values that no released matrix has."""
+    lost_count = sum(int(canonical.count_nonzero()) for canonical in canonical_factors)
+    for factor_a, factor_b in factors.values():
+        lost_count -= int(factor_a.count_nonzero())
+        lost_count -= int(factor_b.count_nonzero())
+    if lost_count:
+        raise WeightsError(
+            f"the adapter of {adapter.base.name!r} holds values where no released matrix has any; they"
+            " cannot be exported"
+        )
+
+
+# --- PEFT's folders -----------------------------------------------------------------------------------------
+
+
+class PeftAdapters(PeftFolder):
+    """A PEFT folder that is read as canonical factors.
+
+    Attributes:
+        tensor_infos: canonical name of a factor -> its description, in model order.
+    """
+
+    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+        super().__init__(path, spec)
+        self.tensor_infos = adapter_table(spec, self.lora)
+        self._adapter_by_factor: dict[str, FusedAdapter] = {}
+        for adapter in fused_adapters(spec, self.lora).values():
+            self._adapter_by_factor[adapter.name_a] = adapter
+            self._adapter_by_factor[adapter.name_b] = adapter
+        self._cached_factors = lru_cache(maxsize=4)(self._fuse_adapter)
+
+    def _fuse_adapter(self, adapter: FusedAdapter) -> tuple[Tensor, Tensor]:
+        common_dtype = self.dtype(adapter.name_a)
+        return fuse_factors(self.spec, adapter, self.factors, common_dtype)
+
+    def dtype(self, tensor_name: str) -> torch.dtype:
+        """The type that holds the values of all factors of a canonical tensor exactly."""
+        common_dtype: torch.dtype | None = None
+        for part in self._adapter_by_factor[tensor_name].parts:
+            if part.rank:
+                part_factors = self.factors[part.hf_name]
+                part_dtype = part_factors.dtype
+                common_dtype = torch.promote_types(common_dtype or part_dtype, part_dtype)
+        assert common_dtype is not None
+        return common_dtype
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
+        """A region of a canonical factor as a matrix."""
+        adapter = self._adapter_by_factor[tensor_name]
+        factor, canonical_b = self._cached_factors(adapter)
+        if tensor_name == adapter.name_b:
+            factor = canonical_b
+        factor_matrix = factor.view(matrix_shape(factor.shape))
+        region_rows = factor_matrix[region.row : region.row_end]
+        return region_rows[:, region.col : region.col_end]
+
+    def verify_tensor(self, tensor_name: str) -> None:
+        """Does nothing, because PEFT's folders have no hashes. Names and shapes were checked earlier."""
+
+    def fingerprint(self) -> dict[str, str]:
+        """The settings, and the weights' header, size and modification time."""
+        weights_path = self.path / ADAPTER_FILE
+        file_stat = weights_path.stat()
+        header_bytes = read_safetensors_header(weights_path)
+        header = hashlib.sha256(header_bytes).hexdigest()
+        return {
+            ADAPTER_CONFIG_FILE: json.dumps(self.config, sort_keys=True),
+            ADAPTER_FILE: f"{file_stat.st_size} bytes of {file_stat.st_mtime_ns}, header {header[:16]}",
+        }
+
+
+def peft_key(hf_name: str, letter: str, names: Container[str]) -> str:
+    """The key of a factor in PEFT's files.
+
+    Args:
+        hf_name: name of the released matrix.
+        letter: A or B.
+        names: all matrices with an adapter. PEFT wraps experts once for each stack: gate and up first, so
+            that they are inside if there is an adapter of down as well.
+    """
+    module_name = hf_name
+    if is_expert_stack(hf_name):
+        module_name, _, stack_name = hf_name.rpartition(".")
+        if stack_name == "gate_up_proj" and f"{module_name}.down_proj" in names:
+            module_name += ".base_layer"
+    return f"{KEY_PREFIX}{module_name}.lora_{letter}.weight"
+
+
+def read_factor(source: AdapterSource, tensor_info: TensorInfo) -> Tensor:
+    """A whole canonical factor, after it was verified."""
+    source.verify_tensor(tensor_info.name)
+    whole_region = whole_matrix_region(tensor_info.shape)
+    factor_matrix = source.read_region(tensor_info.name, whole_region)
+    return factor_matrix.reshape(tensor_info.shape)
+
+
+def peft_tensors(source: AdapterSource, adapter: FusedAdapter, names: Container[str]) -> dict[str, Tensor]:
+    """The tensors of PEFT's file for one canonical tensor."""
+    info_a, info_b = adapter.tensor_infos()
+    canonical_a = read_factor(source, info_a)
+    canonical_b = read_factor(source, info_b)
+    factors = split_factors(source.spec, adapter, canonical_a, canonical_b)
+
+    stored_tensors: dict[str, Tensor] = {}
+    for hf_name, released_factors in factors.items():
+        factor_a, factor_b = released_factors
+        if adapter.base.num_experts:
+            # In B, the expert is the last index of a column.
+            factor_a = factor_a.flatten(0, 1)
+            factor_b = factor_b.permute(1, 2, 0)
+            factor_b = factor_b.flatten(1)
+        key_a = peft_key(hf_name, "A", names)
+        key_b = peft_key(hf_name, "B", names)
+        stored_tensors[key_a] = factor_a
+        stored_tensors[key_b] = factor_b
+    return stored_tensors
+
+
+def peft_header(source: AdapterSource) -> bytes:
+    """The header of PEFT's file."""
+    matrix_shapes = released_matrices(source.spec)
+    adapted_names = adapted_matrices(source)
+    stored_types: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for adapter in fused_adapters(source.spec, source.lora).values():
+        for part in adapter.parts:
+            if not part.rank:
+                continue
+            *_, row_count, col_count = matrix_shapes[part.hf_name]
+            rank_count = part.rank * max(1, adapter.base.num_experts)
+
+            key_a = peft_key(part.hf_name, "A", adapted_names)
+            dtype_a = source.dtype(adapter.name_a)
+            stored_types[key_a] = (dtype_a, (rank_count, col_count))
+
+            key_b = peft_key(part.hf_name, "B", adapted_names)
+            dtype_b = source.dtype(adapter.name_b)
+            stored_types[key_b] = (dtype_b, (row_count, rank_count))
+    return make_safetensors_header(stored_types, {"format": "pt"})
+
+
+def adapted_matrices(source: AdapterSource) -> list[str]:
+    """The released matrices with an adapter, in model order."""
+    adapted_names: list[str] = []
+    for adapter in fused_adapters(source.spec, source.lora).values():
+        for part in adapter.parts:
+            if part.rank:
+                adapted_names.append(part.hf_name)
+    return adapted_names
+
+
+def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
+    """The content of ``adapter_config.json``.
+
+    Args:
+        base_name: name or folder of the model that the adapter belongs to.
+    """
+    spec, lora = source.spec, source.lora
+    alpha_pattern = {pattern: _plain_number(alpha) for pattern, alpha in lora.alpha_pattern.items()}
+    return {
+        "peft_type": "LORA",
+        "peft_version": PEFT_VERSION,
+        "base_model_name_or_path": base_name,
+        "auto_mapping": {
+            "base_model_class": spec.hf_config["architectures"][0],
+            "parent_library": f"transformers.models.{spec.family}.modeling_{spec.family}",
+        },
+        "task_type": None,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": _plain_number(lora.alpha),
+        "lora_dropout": lora.dropout,
+        "use_rslora": lora.use_rslora,
+        **target_settings(adapted_matrices(source), spec),
+        "rank_pattern": lora.rank_pattern,
+        "alpha_pattern": alpha_pattern,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        "use_dora": False,
+    }
+
+
+def _plain_number(number: float) -> float:
+    """The same number, as an integer if it is one: some loaders take no other."""
+    whole_number = int(number)
+    return whole_number if whole_number == number else number
+
+
+# --- Merging ------------------------------------------------------------------------------------------------
+
+
+class MergedWeights:
+    """The canonical tensors of a model with an adapter added to them.
+
+    A tensor with an adapter is the sum in float32, which a writer rounds once. The others are those of the
+    base, bit for bit.
+    """
+
+    lora = LoraConfig()
+
+    def __init__(self, base: HfCheckpoint, source: AdapterSource) -> None:
+        self.base = base
+        self.source = source
+        self.spec = base.spec
+        self.path = source.path
+        self.adapters = fused_adapters(source.spec, source.lora)
+        self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
+
+    def dtype(self, tensor_name: str) -> torch.dtype:
+        if tensor_name in self.adapters:
+            return torch.float32
+        return self.base.dtype(tensor_name)
+
+    def verify_tensor(self, tensor_name: str) -> None:
+        """Does nothing: the base is a HF folder, and factors are verified when they are read."""
+
+    def fingerprint(self) -> dict[str, str]:
+        base_facts = self.base.fingerprint()
+        adapter_facts = self.source.fingerprint()
+        return base_facts | adapter_facts
+
+    def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
+        """A region of a full canonical tensor as a matrix."""
+        base_region = self.base.read_region(tensor_name, region)
+        if tensor_name not in self.adapters:
+            return base_region
+
+        merged_region = base_region.to(torch.float32, copy=True)
+        factor_a, factor_b, row_scales = self._cached_factors(tensor_name)
+        row_count = factor_b.shape[1]
+        for expert_index, expert_a in enumerate(factor_a):
+            # The rows of this expert within the region, counted from the expert's first row.
+            expert_start = expert_index * row_count
+            first_row = max(0, region.row - expert_start)
+            end_row = min(row_count, region.row_end - expert_start)
+            if first_row >= end_row:
+                continue
+            region_a = expert_a[:, region.col : region.col_end]
+            region_b = factor_b[expert_index, first_row:end_row]
+            region_scales = row_scales[first_row:end_row]
+            region_start = expert_start + first_row - region.row
+            merged_rows = merged_region.narrow(0, region_start, len(region_b))
+            merged_rows += (region_b @ region_a) * region_scales
+        return merged_region
+
+    def _read_wide_factors(self, tensor_name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """A [E, ranks, columns], B [E, rows, ranks] and the scale of each row [rows, 1], in float32.
+
+        The columns of B are those of all released matrices, side by side, so that B A is right in every row.
+        Without experts, E is 1.
+        """
+        adapter = self.adapters[tensor_name]
+        info_a, info_b = adapter.tensor_infos()
+        factor_a = read_factor(self.source, info_a)
+        factor_a = factor_a.float()
+        narrow_b = read_factor(self.source, info_b)
+        narrow_b = narrow_b.float()
+        if not adapter.base.num_experts:
+            factor_a = factor_a[None]
+            narrow_b = narrow_b[None]
+
+        expert_count, row_count, _ = narrow_b.shape
+        wide_b = narrow_b.new_zeros(expert_count, row_count, sum(adapter.ranks))
+        row_scales = narrow_b.new_zeros(row_count, 1)
+        first_row = 0
+        for part_number, run_length in row_runs(self.spec, adapter.base):
+            part = adapter.parts[part_number]
+            first_column = sum(adapter.ranks[:part_number])
+            wide_rows = wide_b.narrow(1, first_row, run_length)
+            part_columns = wide_rows.narrow(2, first_column, part.rank)
+            narrow_rows = narrow_b.narrow(1, first_row, run_length)
+            part_columns.copy_(narrow_rows.narrow(2, 0, part.rank))
+            run_scales = row_scales.narrow(0, first_row, run_length)
+            run_scales.fill_(part.scale)
+            first_row += run_length
+        return factor_a, wide_b, row_scales

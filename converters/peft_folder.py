@@ -1,0 +1,469 @@
+"""PEFT's folders of LoRA adapters: an adapter's settings, and the factors of each released matrix.
+
+A folder has ``adapter_config.json`` and ``adapter_model.safetensors``. A matrix W [out, in] has the tensors
+``base_model.model.NAME.lora_A.weight`` [rank, in] and ``...lora_B.weight`` [out, rank]. The stacks of experts
+(PEFT's ``target_parameters``) have their own layout, as peft 0.21 writes it:
+
+* The module ``mlp.experts`` is wrapped once for each of its stacks. The inner wrapper, that of
+  ``gate_up_proj`` if both have an adapter, has the keys ``mlp.experts.base_layer.lora_A.weight``.
+* A is [experts * rank, in], the experts one below another. B is [out, rank * experts], and column
+  ``i * experts + e`` belongs to expert ``e``.
+* Up to peft 0.18, the two sides were swapped: A had the outputs, and B the inputs. The shapes tell.
+
+Older adapters have two-dimensional factors for each expert (``mlp.experts.3.gate_proj``). They are stacked as
+PEFT does: gate and up get one A with the rows of both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_vl.config import LoraConfig
+from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.families import ModelSpec
+from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
+
+from . import make_conversion_rules
+from .hf_checkpoint import long_tensor_name
+from .rules import DOWN_STACK, GATE_UP_STACK, ConversionRule
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+PEFT_VERSION = "0.21.2"
+"""The version of peft whose files are written."""
+KEY_PREFIX = "base_model.model."
+_REFUSED_SETTINGS = (
+    "use_dora",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "layer_replication",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+)
+"""Settings of PEFT that change what an adapter computes and that are not supported here."""
+_EXPERT_MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""A layer's stacks of experts, and the matrices of one expert that they consist of."""
+_UNCHANGED_BASE_INITS = (True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the base weights as they are."""
+
+
+@dataclass(frozen=True)
+class MatrixFactors:
+    """The adapter of one released matrix, or of a stack of experts."""
+
+    factor_a: Tensor
+    """[rank, in], or [experts, rank, in]."""
+    factor_b: Tensor
+    """[out, rank], or [experts, out, rank]."""
+    alpha: float
+
+    @property
+    def rank(self) -> int:
+        return self.factor_b.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that holds the values of both factors exactly."""
+        return torch.promote_types(self.factor_a.dtype, self.factor_b.dtype)
+
+
+def is_peft_folder(path: str | Path) -> bool:
+    config_path = Path(path) / ADAPTER_CONFIG_FILE
+    return config_path.is_file()
+
+
+def is_expert_stack(hf_name: str) -> bool:
+    """Whether a released matrix is a stack of experts, one of PEFT's ``target_parameters``."""
+    return hf_name.endswith((GATE_UP_STACK, DOWN_STACK))
+
+
+@lru_cache(maxsize=4)
+def rules_by_name(spec: ModelSpec) -> dict[str, ConversionRule]:
+    """The rules of a model. Stacks of experts are as in transformers 5, and so equal to canonical ones."""
+    conversion_rules = make_conversion_rules(spec, "output_first")
+    return {rule.name: rule for rule in conversion_rules}
+
+
+def _module_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name of a module or parameter in ``transformers`` 5 -> shape of its weight."""
+    module_shapes: dict[str, tuple[int, ...]] = {}
+    for rule in rules_by_name(spec).values():
+        for hf_name, shape in rule.hf_shapes.items():
+            module_name = long_tensor_name(hf_name).removesuffix(".weight")
+            module_shapes[module_name] = shape
+    return module_shapes
+
+
+@lru_cache(maxsize=4)
+def released_matrices(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """The matrices that can have an adapter: name in ``transformers`` 5 -> [out, in] or [E, out, in]."""
+    module_shapes = _module_shapes(spec)
+    matrix_shapes: dict[str, tuple[int, ...]] = {}
+    every_matrix = LoraConfig(rank=1, targets=[".*"])
+    for adapter in fused_adapters(spec, every_matrix).values():
+        for part in adapter.parts:
+            matrix_shapes[part.hf_name] = module_shapes[part.hf_name]
+    return matrix_shapes
+
+
+def adapter_targets(spec: ModelSpec) -> dict[str, Any]:
+    """PEFT's ``target_modules`` and ``target_parameters`` for every matrix that can have an adapter."""
+    matrix_shapes = released_matrices(spec)
+    return target_settings(matrix_shapes, spec)
+
+
+def target_settings(hf_names: Iterable[str], spec: ModelSpec) -> dict[str, Any]:
+    """PEFT's ``target_modules`` and ``target_parameters`` for adapters of these matrices."""
+    module_names: list[str] = []
+    stack_names: list[str] = []
+    for hf_name in hf_names:
+        if is_expert_stack(hf_name):
+            stack_names.append(hf_name)
+        else:
+            module_names.append(hf_name)
+    return {
+        "target_modules": shortest_suffixes(module_names, spec),
+        "target_parameters": shortest_suffixes(stack_names, spec) or None,
+    }
+
+
+def shortest_suffixes(module_names: Iterable[str], spec: ModelSpec) -> list[str]:
+    """Ends of names that match these modules and no other one of the model, as PEFT matches them."""
+    chosen_names = list(module_names)
+    # Modules that contain others count too: "0" is also the end of a layer's name.
+    other_names: set[str] = set()
+    for module_name in _module_shapes(spec):
+        while module_name:
+            other_names.add(module_name)
+            module_name, _, _ = module_name.rpartition(".")
+
+    forbidden_suffixes: set[str] = set()
+    for other_name in other_names.difference(chosen_names):
+        forbidden_suffixes.update(_name_suffixes(other_name))
+
+    shortest_by_name: dict[str, str] = {}
+    for chosen_name in chosen_names:
+        for suffix in _name_suffixes(chosen_name):
+            if suffix not in forbidden_suffixes:
+                shortest_by_name.setdefault(chosen_name, suffix)
+    return list(dict.fromkeys(shortest_by_name.values()))
+
+
+def _name_suffixes(module_name: str) -> list[str]:
+    """``proj``, ``attn.proj``, ... up to the whole name."""
+    words = module_name.split(".")
+    suffixes = [words.pop()]
+    while words:
+        longer_suffix = f"{words.pop()}.{suffixes[-1]}"
+        suffixes.append(longer_suffix)
+    return suffixes
+
+
+# --- Reading ------------------------------------------------------------------------------------------------
+
+
+class PeftFolder:
+    """An adapter in PEFT's files, checked against the model that it is for.
+
+    Attributes:
+        config: the content of ``adapter_config.json``.
+        factors: module name of a released matrix -> its factors, in model order. They are views of the file.
+        lora: the settings of a run with these adapters; their names are compared with the file's.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        WeightsError: a setting or tensor cannot be read, or does not fit the model. The message names it.
+    """
+
+    def __init__(self, path: str | Path, spec: ModelSpec) -> None:
+        self.path = Path(path)
+        self.spec = spec
+        self.config = self._read_config()
+        self._reader = TensorReader(self._weights_file())
+        self.factors = self._read_factors()
+        self.lora = self._make_lora_config()
+
+    def _read_config(self) -> dict[str, Any]:
+        config_path = self.path / ADAPTER_CONFIG_FILE
+        if not config_path.is_file():
+            raise FileNotFoundError(f"{config_path} is missing; give the folder of a PEFT adapter")
+        try:
+            config = json.loads(config_path.read_text())
+        except ValueError as error:
+            raise WeightsError(f"{config_path} is not JSON ({error}); copy it again") from error
+        if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+            raise WeightsError(f"{config_path}: peft_type is not LORA; only LoRA adapters are read")
+
+        for name in _REFUSED_SETTINGS:
+            if config.get(name):
+                raise WeightsError(f"{config_path}: {name} is set, and adapters with it are not supported")
+        if config.get("bias", "none") != "none":
+            raise WeightsError(f"{config_path}: bias is {config['bias']!r}; only none is supported")
+        if config.get("init_lora_weights", True) not in _UNCHANGED_BASE_INITS:
+            raise WeightsError(
+                f"{config_path}: init_lora_weights is {config['init_lora_weights']!r}, which changes the base"
+                " weights; save the adapter with PEFT's path_initial_model_for_weight_conversion"
+            )
+        return config
+
+    def _weights_file(self) -> Path:
+        weights_path = self.path / ADAPTER_FILE
+        if not weights_path.is_file() and (self.path / "adapter_model.bin").is_file():
+            raise WeightsError(
+                f"{self.path / 'adapter_model.bin'} is a pickle, which can execute code and is not read; load"
+                f" the adapter with PEFT and save it again with save_pretrained to get {ADAPTER_FILE}"
+            )
+        if not weights_path.is_file():
+            raise FileNotFoundError(f"{weights_path} is missing")
+        return weights_path
+
+    def _read_factors(self) -> dict[str, MatrixFactors]:
+        """The factors of all matrices, in model order."""
+        matrix_shapes = released_matrices(self.spec)
+        modules = self._tensors_by_module()
+        factors: dict[str, MatrixFactors] = {}
+        experts_names: dict[str, None] = {}
+        for hf_name, shape in matrix_shapes.items():
+            if is_expert_stack(hf_name):
+                experts_name, _, _ = hf_name.rpartition(".")
+                experts_names[experts_name] = None
+            elif hf_name in modules:
+                factors[hf_name] = self._matrix_factors(hf_name, shape, modules.pop(hf_name))
+
+        for experts_name in experts_names:
+            for wrapper_name in (experts_name, f"{experts_name}.base_layer"):
+                if wrapper_name in modules:
+                    factors |= self._stack_factors(experts_name, modules.pop(wrapper_name))
+            factors |= self._separate_experts(experts_name, modules)
+
+        for unknown_name in modules:
+            raise WeightsError(
+                f"{self.path / ADAPTER_FILE}: {unknown_name!r} has an adapter, but {self.spec.family} has no"
+                " such matrix that can have one"
+            )
+        if not factors:
+            raise WeightsError(f"{self.path / ADAPTER_FILE} holds no adapter")
+        return {hf_name: factors[hf_name] for hf_name in matrix_shapes if hf_name in factors}
+
+    def _tensors_by_module(self) -> dict[str, dict[str, Tensor]]:
+        """Module name in ``transformers`` 5 -> {"A": factor, "B": factor}, as stored."""
+        modules: dict[str, dict[str, Tensor]] = {}
+        for key in self._reader.tensor_names():
+            key_match = re.fullmatch(rf"{re.escape(KEY_PREFIX)}(.+)\.lora_([AB])\.weight", key)
+            if not key_match:
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: tensor {key!r} is not a factor of an adapter"
+                )
+            module_name = long_tensor_name(key_match[1])
+            self._reader.dtype(key)  # refuses quantised factors
+            stored_region = whole_matrix_region(self._reader.shape(key))
+            pair = modules.setdefault(module_name, {})
+            if key_match[2] in pair:
+                raise WeightsError(f"{self.path / ADAPTER_FILE}: {key!r} is there under two names")
+            pair[key_match[2]] = self._reader.read_region(key, stored_region)
+
+        for module_name, pair in modules.items():
+            if len(pair) != 2:
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: {module_name!r} has only one of lora_A, lora_B"
+                )
+        return modules
+
+    def _matrix_factors(
+        self, hf_name: str, shape: tuple[int, ...], pair: Mapping[str, Tensor]
+    ) -> MatrixFactors:
+        """The factors of one matrix."""
+        rank, alpha = self._rank_and_alpha(hf_name)
+        out_features, in_features = shape
+        factor_a = pair["A"]
+        factor_b = pair["B"]
+        self._check_shape(hf_name, "A", factor_a, (rank, in_features))
+        self._check_shape(hf_name, "B", factor_b, (out_features, rank))
+        return MatrixFactors(factor_a, factor_b, alpha)
+
+    def _stack_factors(self, experts_name: str, pair: Mapping[str, Tensor]) -> dict[str, MatrixFactors]:
+        """The factors of one stack of experts. The shapes tell which one it is, and its orientation."""
+        factor_a = pair["A"]
+        factor_b = pair["B"]
+        width_a = factor_a.shape[1]
+        width_b = factor_b.shape[0]
+        hf_name = self._find_stack(experts_name, width_a, width_b)
+        expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
+
+        rank, alpha = self._rank_and_alpha(hf_name)
+        rank_count = expert_count * rank
+        self._check_shape(hf_name, "A", factor_a, (rank_count, width_a))
+        self._check_shape(hf_name, "B", factor_b, (width_b, rank_count))
+        stack_a = factor_a.view(expert_count, rank, width_a)
+        stack_b = factor_b.view(width_b, rank, expert_count)
+        stack_b = stack_b.permute(2, 0, 1)
+
+        has_swapped_sides = width_a != in_features
+        if out_features == in_features:
+            has_swapped_sides = self._has_swapped_sides(hf_name)
+        if has_swapped_sides:
+            input_factor = stack_b.transpose(1, 2)
+            output_factor = stack_a.transpose(1, 2)
+            return {hf_name: MatrixFactors(input_factor, output_factor, alpha)}
+        return {hf_name: MatrixFactors(stack_a, stack_b, alpha)}
+
+    def _find_stack(self, experts_name: str, width_a: int, width_b: int) -> str:
+        """The name of the stack whose inputs and outputs have these widths, in either order."""
+        for stack in ("gate_up_proj", "down_proj"):
+            hf_name = f"{experts_name}.{stack}"
+            _, out_features, in_features = released_matrices(self.spec)[hf_name]
+            if sorted((width_a, width_b)) == sorted((out_features, in_features)):
+                return hf_name
+        raise WeightsError(
+            f"{self.path / ADAPTER_FILE}: the factors of {experts_name!r} have widths {width_a} and"
+            f" {width_b}, which fit none of its stacks"
+        )
+
+    def _has_swapped_sides(self, hf_name: str) -> bool:
+        """Whether A of square matrices has the outputs, as peft up to 0.18 wrote it. Only its version tells.
+
+        Raises:
+            WeightsError: the version is older, or not known. Versions before 0.18 did not always write it.
+        """
+        version_match = re.match(r"(\d+)\.(\d+)", str(self.config.get("peft_version")))
+        if version_match:
+            major_version, minor_version = map(int, version_match.groups())
+            if (major_version, minor_version) >= (0, 19):
+                return False
+        raise WeightsError(
+            f"{self.path}: {hf_name!r} holds square matrices, and peft_version in {ADAPTER_CONFIG_FILE} is"
+            " not 0.19 or later, so it is not known which factor has the inputs"
+        )
+
+    def _separate_experts(
+        self, experts_name: str, modules: dict[str, dict[str, Tensor]]
+    ) -> dict[str, MatrixFactors]:
+        """The factors of a layer's stacks from those of each expert, which are taken out of ``modules``."""
+        stacks: dict[str, MatrixFactors] = {}
+        for stack, words in _EXPERT_MATRICES.items():
+            hf_name = f"{experts_name}.{stack}"
+            expert_count, out_features, in_features = released_matrices(self.spec)[hf_name]
+            word_shape = (out_features // len(words), in_features)
+
+            columns: list[list[MatrixFactors]] = []
+            for word in words:
+                column: list[MatrixFactors] = []
+                for expert_index in range(expert_count):
+                    expert_name = f"{experts_name}.{expert_index}.{word}"
+                    if expert_name in modules:
+                        pair = modules.pop(expert_name)
+                        column.append(self._matrix_factors(expert_name, word_shape, pair))
+                if column and len(column) < expert_count:
+                    raise WeightsError(
+                        f"{self.path}: only {len(column)} of {expert_count} experts of {experts_name!r} have"
+                        f" an adapter of {word}; a stack of experts cannot hold that"
+                    )
+                columns.append(column)
+            if any(columns):
+                stacks[hf_name] = self._join_experts(hf_name, word_shape[0], columns)
+        return stacks
+
+    def _join_experts(
+        self, hf_name: str, word_rows: int, columns: list[list[MatrixFactors]]
+    ) -> MatrixFactors:
+        """Stacks the factors of single experts.
+
+        Args:
+            word_rows: rows of one expert's gate, up or down projection.
+            columns: for gate and up, or for down: the factors of all experts, or none.
+        """
+        present_columns = [column for column in columns if column]
+        first_factors = present_columns[0][0]
+        rank = first_factors.rank
+        alpha = first_factors.alpha
+        for column in present_columns:
+            for factors in column:
+                if (factors.rank, factors.alpha) != (rank, alpha):
+                    raise WeightsError(f"{self.path}: the experts of {hf_name!r} differ in rank or alpha")
+
+        # The factors A of gate and up lie one below the other, and B is zero outside its diagonal blocks.
+        expert_count = len(present_columns[0])
+        growth = len(present_columns)
+        stacked_a: list[Tensor] = []
+        stacked_b: list[Tensor] = []
+        for column in columns:
+            word_b = torch.zeros(expert_count, word_rows, rank * growth)
+            if column:
+                factor_b = torch.stack([factors.factor_b for factors in column])
+                word_b = word_b.to(factor_b.dtype)
+                own_columns = word_b.narrow(2, rank * len(stacked_a), rank)
+                own_columns.copy_(factor_b)
+                stacked_a.append(torch.stack([factors.factor_a for factors in column]))
+            stacked_b.append(word_b)
+
+        # The rank has grown, and the product must be scaled as before.
+        alpha_growth = math.sqrt(growth) if self.config.get("use_rslora") else growth
+        joined_a = torch.cat(stacked_a, dim=1)
+        joined_b = torch.cat(stacked_b, dim=1)
+        return MatrixFactors(joined_a, joined_b, alpha * alpha_growth)
+
+    def _rank_and_alpha(self, hf_name: str) -> tuple[int, float]:
+        """Rank and alpha of a matrix: those of the first patterns that match, as PEFT does it."""
+        values: list[Any] = []
+        for pattern_field, default_field in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+            value = self.config.get(default_field, 8)
+            for pattern, pattern_value in (self.config.get(pattern_field) or {}).items():
+                if re.match(rf"(.*\.)?({pattern})$", hf_name):
+                    value = pattern_value
+                    break
+            values.append(value)
+        rank, alpha = values
+        return rank, alpha
+
+    def _check_shape(self, hf_name: str, letter: str, factor: Tensor, shape: tuple[int, ...]) -> None:
+        if factor.shape != shape:
+            raise WeightsError(
+                f"{self.path / ADAPTER_FILE}: lora_{letter} of {hf_name!r} has shape {list(factor.shape)};"
+                f" the model and {ADAPTER_CONFIG_FILE} require {list(shape)}"
+            )
+
+    def _make_lora_config(self) -> LoraConfig:
+        """The settings that give exactly the matrices, ranks and scales of this folder."""
+        default_rank = self.config.get("r", 8)
+        default_alpha = self.config.get("lora_alpha", 8)
+        names_by_rank: dict[int, list[str]] = {}
+        names_by_alpha: dict[float, list[str]] = {}
+        for hf_name, factors in self.factors.items():
+            names_by_rank.setdefault(factors.rank, []).append(hf_name)
+            names_by_alpha.setdefault(factors.alpha, []).append(hf_name)
+        return LoraConfig(
+            rank=default_rank,
+            alpha=float(default_alpha),
+            use_rslora=bool(self.config.get("use_rslora")),
+            dropout=float(self.config.get("lora_dropout") or 0.0),
+            targets=shortest_suffixes(self.factors, self.spec),
+            rank_pattern=_patterns(names_by_rank, default_rank, self.spec),
+            alpha_pattern=_patterns(names_by_alpha, default_alpha, self.spec),
+        )
+
+
+def _patterns(names_by_value: Mapping[Any, list[str]], default: Any, spec: ModelSpec) -> dict[str, Any]:
+    """The patterns of PEFT that give each matrix its rank or alpha."""
+    return {
+        re.escape(suffix): value
+        for value, names in names_by_value.items()
+        if value != default
+        for suffix in shortest_suffixes(names, spec)
+    }
