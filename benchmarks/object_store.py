@@ -156,7 +156,7 @@ class SizesOnly(RowEncoder):
         return EncodedSample(**basic_sample_keys(sample), refused=("read", "and not decoded"))
 
     def make_row(self, samples: Sequence[Any], source: int = 0) -> Any:
-        return SimpleNamespace(num_samples=len(samples), dropped={})
+        return SimpleNamespace(num_samples=len(samples), dropped_counts={})
 
 
 def loading(data: DataConfig, hf: Path, ranks: int, rows: int, decode: bool) -> Iterator[int]:

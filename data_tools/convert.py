@@ -20,8 +20,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from functools import lru_cache
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +39,7 @@ from .formats.frame_sequence import FrameSequence, may_be_frame_folder
 from .input_files import InputError, InputFile, find_input_files
 from .media import MediaInfo, inspect_medium, read_media, resolve_reference
 from .record_ids import RecordIdTable
-from .records import UnreadableRecord, read_records
+from .records import UnreadableRecord, all_wanted, read_records
 from .resume import (
     CONVERSION_FILE,
     ConversionWorkspace,
@@ -45,7 +47,6 @@ from .resume import (
     input_names,
     make_plan,
     parse_verdicts,
-    verdicts_to_json,
 )
 from .shards import WORK_FOLDER, ConvertedSample, IndexWriter, WrittenShard, finish_shard
 from .work_parts import PartVerdicts, WorkPart, describe_missing_parts, journal_line, part_journal
@@ -111,9 +112,12 @@ class DataReport:
         self.answer_media += sample.answer_media
         self.assumed_fps += sum(info.assumed_fps for info in sample.media_infos)
 
-    def count_refusal(self, outcome: ConvertedSample | dict[str, Any]) -> None:
-        """Counts a line of the quarantine file. A sample is not counted."""
-        if isinstance(outcome, dict):
+    def count_outcome(self, outcome: ConvertedSample | dict[str, Any]) -> None:
+        """Counts a record: a sample, or a line of the quarantine file."""
+        self.records += 1
+        if isinstance(outcome, ConvertedSample):
+            self.count_sample(outcome)
+        else:
             by_reason = self.refused.setdefault(outcome["file"], {})
             by_reason[outcome["reason"]] = by_reason.get(outcome["reason"], 0) + 1
 
@@ -145,7 +149,7 @@ class ConversionOptions:
     part: WorkPart | None = None
     """Verify only this part of the records, and write no shards; see :mod:`data_tools.work_parts`."""
 
-    @property
+    @cached_property
     def root(self) -> Path | None:
         """The media root with links resolved."""
         return self.media_root.resolve() if self.media_root else None
@@ -166,27 +170,43 @@ class ConversionOptions:
 def convert_dataset(
     input_paths: list[Path], options: ConversionOptions, show_progress: Callable[[str], None] | None = None
 ) -> DataReport:
-    """Converts conversation files into one data set, or continues an interrupted conversion of the same
-    files.
-
-    Args:
-        input_paths: files of records, folders of them, or an index. Their samples keep this order.
-        show_progress: receives a line of text now and then; None: nothing is shown.
+    """Converts files, folders of them, or an index into one data set, or continues to do so.
 
     Returns:
         The results of the whole data set, including what an earlier attempt converted.
 
     Raises:
-        ConvertError: the options are impossible, the output folder holds something else, the disk is full, or
-            a worker process died.
-        ShardError: a medium changed while it was converted.
-        ReadError: an input is not JSON.
+        ConvertError: an option is impossible, the output folder holds something else, the disk is full, or a
+            worker process died.
+        ShardError, ReadError: a medium changed while it was converted, or an input is not JSON.
     """
     # Arguments are checked before the output folder is touched.
     input_files = check_inputs(input_paths, options)
     start_time = time.monotonic()
+    workspace = _open_workspace(input_files, options)
+    try:
+        if workspace.is_complete:  # the same command was given again
+            return replace(DataReport.read_report(options.out / "report.json"), was_complete=True)
 
-    # The plan is everything that determines the output. A conversion continues only under an equal plan.
+        meter = _ProgressMeter(sum(source.path.stat().st_size for source in input_files), show_progress)
+        if options.part is None:
+            report = _convert_records(input_files, options, workspace, meter)
+        else:
+            # The node that writes the shards later is started with the folder only.
+            _write_arguments(input_paths, options, workspace)
+            report = _verify_part(input_files, options, options.part, workspace, meter)
+    except (OSError, sqlite3.Error) as error:
+        raise ConvertError(f"{error}; nothing is lost: {RESTART_ADVICE}") from error
+    finally:
+        workspace.close()
+
+    report.seconds = round(time.monotonic() - start_time, 3)
+    return report
+
+
+def _open_workspace(input_files: list[InputFile], options: ConversionOptions) -> ConversionWorkspace:
+    """The output folder. A conversion continues there only under an equal plan."""
+    # The plan is everything that determines the output.
     planned_options = options.planned()
     if any(source.field_by_column or source.role_tags or source.format_name for source in input_files):
         planned_options["index"] = [source.index_plan() for source in input_files]
@@ -197,11 +217,9 @@ def convert_dataset(
             f"--input {error.filename} cannot be read ({error.strerror}); make it readable for this user"
         ) from error
 
-    work_part = options.part
+    part_name = options.part.name if options.part else ""
     try:
-        workspace = ConversionWorkspace(
-            options.out, conversion_plan, options.force, work_part.name if work_part else ""
-        )
+        return ConversionWorkspace(options.out, conversion_plan, options.force, part_name)
     except ResumeError as error:
         raise ConvertError(str(error)) from error
     except OSError as error:
@@ -210,30 +228,9 @@ def convert_dataset(
             " may write to"
         ) from error
 
-    try:
-        if workspace.is_complete:  # the same command was given again
-            report = DataReport.read_report(options.out / "report.json")
-            report.was_complete = True
-            return report
-
-        if work_part is None:
-            report = _convert_records(input_files, options, workspace, show_progress)
-        else:
-            # The node that writes the shards later is started with the folder only.
-            _write_arguments(input_paths, options, workspace)
-            report = _verify_part(input_files, options, work_part, workspace, show_progress)
-    except (OSError, sqlite3.Error) as error:
-        raise ConvertError(
-            f"{error}; nothing is lost: fix this and start again with the same arguments"
-        ) from error
-    finally:
-        workspace.close()
-
-    report.seconds = round(time.monotonic() - start_time, 3)
-    return report
-
 
 ARGUMENTS_FILE = "arguments.json"
+RESTART_ADVICE = "fix this and start again with the same arguments"
 
 
 def _write_arguments(
@@ -293,18 +290,14 @@ def _verify_part(
     options: ConversionOptions,
     work_part: WorkPart,
     workspace: ConversionWorkspace,
-    show_progress: Callable[[str], None] | None,
+    meter: _ProgressMeter,
 ) -> DataReport:
     """Verifies the records of a part. The report counts only these, whether now or in an earlier run."""
-    meter = _ProgressMeter(sum(source.path.stat().st_size for source in input_files), show_progress)
     report = DataReport()
     journal = part_journal(workspace.work_dir, work_part)
     finished_batches = {batch for batch, _ in journal.known_entries()}
-    media_root = options.root
     pending_batches: deque[int] = deque()
-
-    def is_wanted(first_record: int, end_record: int) -> bool:
-        return work_part.overlaps_records(first_record, end_record, RECORDS_PER_BATCH)
+    is_wanted = partial(work_part.overlaps_records, batch_size=RECORDS_PER_BATCH)
 
     def pending_tasks() -> Iterator[tuple[Any, ...]]:
         numbered_records = _numbered_records(input_files, meter, is_wanted)
@@ -312,17 +305,18 @@ def _verify_part(
             if work_part.owns_batch(batch_number) and batch_number not in finished_batches:
                 pending_batches.append(batch_number)
                 meter.batch_end_bytes.append(meter.bytes_read)
-                yield record_batch, media_root, options, None, None
+                yield record_batch, options, None, None
 
     with _WorkerPool(options.workers) as pool:
         for outcomes in pool.results_in_order(_verify_batch, pending_tasks()):
             journal.append_entry(journal_line(pending_batches.popleft(), _batch_verdicts(outcomes)))
             for outcome in outcomes:
-                report.records += 1
-                report.train += isinstance(outcome, ConvertedSample)
-                report.count_refusal(outcome)
+                if isinstance(outcome, ConvertedSample):
+                    report.records += 1
+                    report.train += 1
+                else:
+                    report.count_outcome(outcome)
             meter.finish_batch(report)
-
     meter.show_final_progress(report)
     if -1 not in finished_batches:  # batch -1 marks the part as complete
         journal.append_entry(journal_line(-1, []))
@@ -334,78 +328,85 @@ def _convert_records(
     input_files: list[InputFile],
     options: ConversionOptions,
     workspace: ConversionWorkspace,
-    show_progress: Callable[[str], None] | None,
+    meter: _ProgressMeter,
 ) -> DataReport:
-    """Converts all records, and publishes the data set at the end.
-
-    Workers verify batches of records; this process puts the usable samples into shards in the order of the
-    input, which other workers write.
-    """
-    meter = _ProgressMeter(sum(source.path.stat().st_size for source in input_files), show_progress)
+    """Converts all records: workers verify them and write shards, this process orders the samples."""
     report = DataReport()
-    journal = JsonLinesJournal(workspace.work_dir / "journal.jsonl", parse_verdicts)
-    known_verdicts = journal.known_entries()
-    part_verdicts = PartVerdicts(workspace.work_dir)
-    embedded_media = EmbeddedMediaFolder(workspace.work_dir / "media")
-    media_root = options.root
+    # This file is written anew by each attempt: it follows from the verdicts.
     quarantine_partial = workspace.work_dir / "quarantine.jsonl"
-
-    # The quarantine file is written anew by each attempt: it follows from the verdicts.
     with (
         _WorkerPool(options.workers) as pool,
         quarantine_partial.open("w", encoding="utf-8") as quarantine_file,
-        _DuplicateFilter(options.duplicate_ids, workspace.work_dir / "ids.sqlite") as duplicate_filter,
+        closing(_DuplicateFilter(options.duplicate_ids, workspace.work_dir / "ids.sqlite")) as duplicates,
     ):
-        shard_writer = _ShardWriter(pool, media_root, options, report, workspace, embedded_media)
-
-        def verify_tasks() -> Iterator[tuple[Any, ...]]:
-            record_batches = meter.mark_batches(_record_batches(_numbered_records(input_files, meter)))
-            for batch_number, record_batch in enumerate(record_batches):
-                # Verdicts of an earlier attempt, or of a part, spare the decoding of the media.
-                verdicts = next(known_verdicts, None) or part_verdicts.verdicts_of_batch(batch_number)
-                yield record_batch, media_root, options, verdicts, embedded_media.batch_path(batch_number)
-
-        for batch_number, outcomes in enumerate(pool.results_in_order(_verify_batch, verify_tasks())):
-            if batch_number >= journal.num_known:
-                journal.append_entry(verdicts_to_json(_batch_verdicts(outcomes)))
-
-            # This loop holds references of its own until the shard writer has counted those it waits for.
+        embedded_media = EmbeddedMediaFolder(workspace.work_dir / "media")
+        shard_writer = _ShardWriter(pool, options, report, workspace, embedded_media)
+        for outcomes, is_known in _verified_batches(input_files, options, workspace, meter, shard_writer):
+            # References are held here until the shard writer has counted those it waits for.
             samples = [outcome for outcome in outcomes if isinstance(outcome, ConvertedSample)]
             embedded_media.add_references(samples)
-            for outcome in map(duplicate_filter.first_or_refusal, outcomes):
-                report.records += 1
+            for outcome in map(duplicates.first_or_refusal, outcomes):
+                report.count_outcome(outcome)
                 if isinstance(outcome, ConvertedSample):
-                    report.count_sample(outcome)
                     shard_writer.add_sample(outcome)
                 else:
                     quarantine_file.write(json.dumps(outcome, ensure_ascii=False) + "\n")
-                    report.count_refusal(outcome)
             embedded_media.release_references(samples)
-            meter.finish_batch(report, is_resuming=batch_number < journal.num_known)
-
+            meter.finish_batch(report, is_resuming=is_known)
         meter.show_final_progress(report)
         shard_writer.finish_splits()
-
-    journal.close()
     durable_files.publish_file(quarantine_partial, options.out / "quarantine.jsonl")
+    _publish_dataset(report, shard_writer.index_writer.written_shards, workspace)
+    return report
 
+
+def _verified_batches(
+    input_files: list[InputFile],
+    options: ConversionOptions,
+    workspace: ConversionWorkspace,
+    meter: _ProgressMeter,
+    shard_writer: _ShardWriter,
+) -> Iterator[tuple[list[ConvertedSample | dict[str, Any]], bool]]:
+    """Yields (samples and lines of the quarantine file, whether an earlier run verified it) of each batch."""
+    journal = JsonLinesJournal(workspace.work_dir / "journal.jsonl", parse_verdicts)
+    known_verdicts = journal.known_entries()
+    part_verdicts = PartVerdicts(workspace.work_dir)
+
+    def verify_tasks() -> Iterator[tuple[Any, ...]]:
+        for batch_number, record_batch in enumerate(_record_batches(_numbered_records(input_files, meter))):
+            meter.batch_end_bytes.append(meter.bytes_read)
+            # Verdicts of an earlier attempt, or of a part, spare the decoding of the media.
+            verdicts = next(known_verdicts, None) or part_verdicts.verdicts_of_batch(batch_number)
+            yield record_batch, options, verdicts, shard_writer.embedded_media.batch_path(batch_number)
+
+    all_outcomes = shard_writer.worker_pool.results_in_order(_verify_batch, verify_tasks())
+    for batch_number, outcomes in enumerate(all_outcomes):
+        is_known = batch_number < journal.num_known
+        if not is_known:
+            journal.append_entry(_batch_verdicts(outcomes))
+        yield outcomes, is_known
+    journal.close()
+
+
+def _publish_dataset(
+    report: DataReport, written_shards: list[WrittenShard], workspace: ConversionWorkspace
+) -> None:
+    """Writes the report, and makes the data set appear."""
     # The time it took is left out, so that the same input gives the same files.
     report_fields = report.as_json()
     for field_name in RUN_DEPENDENT_FIELDS:
         del report_fields[field_name]
-    durable_files.write_file(
-        options.out / "report.json", (json.dumps(report_fields, indent=2) + "\n").encode()
-    )
+    report_json = json.dumps(report_fields, indent=2) + "\n"
+    durable_files.write_file(workspace.dataset_dir / "report.json", report_json.encode())
 
     shard_records = {}
-    for shard in shard_writer.index_writer.written_shards:
+    for shard in written_shards:
         shard_records[shard.name] = {
             "samples": shard.num_samples,
             "bytes": shard.size_bytes,
             "sha256": shard.sha256,
         }
     workspace.publish_dataset(shard_records)
-    return report
 
 
 def _batch_verdicts(
@@ -443,12 +444,8 @@ def check_inputs(input_paths: list[Path], options: ConversionOptions) -> list[In
     return input_files
 
 
-def _all_wanted(first_record: int, end_record: int) -> bool:
-    return True
-
-
 def _numbered_records(
-    input_files: list[InputFile], meter: _ProgressMeter, is_wanted: Callable[[int, int], bool] = _all_wanted
+    input_files: list[InputFile], meter: _ProgressMeter, is_wanted: Callable[[int, int], bool] = all_wanted
 ) -> Iterator[tuple[int, str, int, Any, str]]:
     """Yields (index among all records, file, number in the file, record, format or "") of each record.
 
@@ -487,10 +484,7 @@ class _DuplicateFilter:
         self.path = table_path
         self.seen_ids: RecordIdTable | None = None
 
-    def __enter__(self) -> _DuplicateFilter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         if self.seen_ids is not None:
             self.seen_ids.close()
 
@@ -519,13 +513,7 @@ class _DuplicateFilter:
 
 
 def _record_batches(records: Iterator[Any]) -> Iterator[list[Any]]:
-    record_batch: list[Any] = []
-    for record in records:
-        record_batch.append(record)
-        if len(record_batch) == RECORDS_PER_BATCH:
-            yield record_batch
-            record_batch = []
-    if record_batch:
+    while record_batch := list(islice(records, RECORDS_PER_BATCH)):
         yield record_batch
 
 
@@ -534,7 +522,6 @@ def _record_batches(records: Iterator[Any]) -> Iterator[list[Any]]:
 
 def _verify_batch(
     record_batch: list[tuple[int, str, int, Any, str]],
-    media_root: Path | None,
     options: ConversionOptions,
     known_verdicts: list[Any] | None,
     embedded_media_path: Path | None,
@@ -542,69 +529,82 @@ def _verify_batch(
     """Returns samples ready for a shard; for an unusable record, its line of the quarantine file.
 
     Args:
-        known_verdicts: the verdicts of an earlier run on this batch; None: decode the media now.
-        embedded_media_path: file for media that records hold themselves; None: the samples are not needed
-            later.
+        known_verdicts: those of an earlier run; None: decode the media now.
+        embedded_media_path: file for media within records; None: the samples are not needed later.
     """
     outcomes: list[ConvertedSample | dict[str, Any]] = []
-    embedded_media_file = EmbeddedMediaFile(embedded_media_path) if embedded_media_path is not None else None
-    for i, (record_index, file_name, record_number, record, record_format) in enumerate(record_batch):
-        record_source = {"file": file_name, "record": record_number}
-        verdict = known_verdicts[i] if known_verdicts is not None else None
+    embedded_media_file = EmbeddedMediaFile(embedded_media_path) if embedded_media_path else None
+    verdicts = known_verdicts or [None] * len(record_batch)
+    for numbered_record, verdict in zip(record_batch, verdicts, strict=True):
         if isinstance(verdict, dict):
             outcomes.append(verdict)
             continue
-
+        _, file_name, record_number, record, record_format = numbered_record
         try:
-            if isinstance(record, UnreadableRecord):
-                raise RecordError(record.reason, str(record))
-            conversation = read_conversation(record, options.format or record_format)
-            media_infos = verdict
-            if media_infos is None:
-                media_infos = inspect_all_media(
-                    conversation.media_references, conversation.field_paths, media_root, options.max_pixels
-                )
+            conversation, media_infos = read_record(record, options, record_format, verdict)
         except RecordError as error:
             outcomes.append(
                 {
-                    **record_source,
+                    "file": file_name,
+                    "record": record_number,
                     "field": error.field_path,
                     "reason": error.reason,
                     "detail": _escape_invalid_unicode(str(error)),
                 }
             )
         else:
-            # Media inside records would wait in memory for their shard, so they go to the disk now.
-            references: list[tuple[str, Any]] = []
-            if embedded_media_file is not None:
-                for media_kind, reference in conversation.media_references:
-                    if is_embedded(reference):
-                        media_bytes = read_media(media_kind, reference, media_root)
-                        reference = embedded_media_file.append_medium(media_bytes)
-                    references.append((media_kind, reference))
-            sample_key = f"{record_index:09d}"
-            outcomes.append(_make_sample(sample_key, conversation, references, media_infos, record_source))
-
+            references = _stored_references(conversation, embedded_media_file, options.root)
+            outcomes.append(_make_sample(numbered_record, conversation, references, media_infos))
     return outcomes
 
 
+def read_record(
+    record: Any, options: ConversionOptions, record_format: str, known_infos: list[MediaInfo] | None = None
+) -> tuple[Conversation, list[MediaInfo]]:
+    """Reads a record and measures its media. Raises RecordError if it cannot be used.
+
+    Args:
+        record_format: the format that an index gives; empty: none.
+        known_infos: the measures of the media of an earlier run; None: decode them now.
+    """
+    if isinstance(record, UnreadableRecord):
+        raise RecordError(record.reason, str(record))
+    conversation = read_conversation(record, options.format or record_format)
+    return conversation, _inspect_all_media(conversation, options) if known_infos is None else known_infos
+
+
+def _stored_references(
+    conversation: Conversation, embedded_media_file: EmbeddedMediaFile | None, media_root: Path | None
+) -> list[tuple[str, Any]]:
+    """The references of a sample's media; none if the sample is not needed later."""
+    if embedded_media_file is None:
+        return []
+    references = []
+    for media_kind, reference in conversation.media_references:
+        # Media inside records would wait in memory for their shard, so they go to the disk now.
+        if is_embedded(reference):
+            reference = embedded_media_file.append_medium(read_media(media_kind, reference, media_root))
+        references.append((media_kind, reference))
+    return references
+
+
 def _make_sample(
-    sample_key: str,
+    numbered_record: tuple[int, str, int, Any, str],
     conversation: Conversation,
     references: list[tuple[str, Any]],
     media_infos: list[MediaInfo],
-    record_source: dict[str, Any],
 ) -> ConvertedSample:
     """The sample of a usable record."""
+    record_index, file_name, record_number, _, _ = numbered_record
     ignored_keys = []
     for key_location, key in conversation.ignored_keys:
         ignored_keys.append((key_location, _escape_invalid_unicode(key)))
     return ConvertedSample(
-        sample_key,
+        f"{record_index:09d}",
         conversation.messages,
         references,
         media_infos,
-        record_source,
+        {"file": file_name, "record": record_number},
         conversation.record_identity,
         ignored_keys,
         conversation.answer_media,
@@ -617,18 +617,17 @@ def _escape_invalid_unicode(detail: str) -> str:
     return detail.encode(errors="backslashreplace").decode()
 
 
-def inspect_all_media(
-    media_references: list[tuple[str, str]], field_paths: list[str], media_root: Path | None, max_pixels: int
-) -> list[MediaInfo]:
+def _inspect_all_media(conversation: Conversation, options: ConversionOptions) -> list[MediaInfo]:
     """Decodes and measures the media of a record.
 
     Raises:
         RecordError: a medium cannot be used. Its ``field_path`` is the medium's location in the record.
     """
     media_infos = []
-    for (media_kind, reference), field_path in zip(media_references, field_paths, strict=True):
+    located_media = zip(conversation.media_references, conversation.field_paths, strict=True)
+    for (media_kind, reference), field_path in located_media:
         try:
-            media_infos.append(_inspect_reference(media_kind, reference, media_root, max_pixels))
+            media_infos.append(_inspect_reference(media_kind, reference, options.root, options.max_pixels))
         except RecordError as error:
             error.field_path = field_path
             raise
@@ -674,14 +673,12 @@ class _ShardWriter:
     def __init__(
         self,
         pool: _WorkerPool,
-        media_root: Path | None,
         options: ConversionOptions,
         report: DataReport,
         workspace: ConversionWorkspace,
         embedded_media: EmbeddedMediaFolder,
     ) -> None:
         self.worker_pool = pool
-        self.media_root = media_root
         self.options = options
         self.report = report
         self.index_writer = IndexWriter(workspace.meta_dir)
@@ -729,7 +726,7 @@ class _ShardWriter:
         shard_name = f"{split_name}-{self.shard_counts[split_name]:06d}.tar"
         self.shard_counts[split_name] += 1
         shard_future = self.worker_pool.submit(
-            finish_shard, shard_name, self.shard_number, shard_samples, self.media_root, self.options.out
+            finish_shard, shard_name, self.shard_number, shard_samples, self.options.root, self.options.out
         )
         self.pending_shards.append((shard_future, shard_samples))
         self.shard_number += 1
@@ -832,11 +829,6 @@ class _ProgressMeter:
 
     def add_bytes_read(self, byte_count: int) -> None:
         self.bytes_read += byte_count
-
-    def mark_batches(self, record_batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        for record_batch in record_batches:
-            self.batch_end_bytes.append(self.bytes_read)
-            yield record_batch
 
     def finish_batch(self, report: DataReport, is_resuming: bool = False) -> None:
         """Counts one more finished batch.

@@ -46,6 +46,11 @@ ROLE_TAGS = {
     "system_tag": ("system", "system"),
 }
 """Default of each tag that names a role, and our role for it."""
+DEFAULT_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    **{tag: default for tag, (default, _) in ROLE_TAGS.items()},
+}
 SPLIT_PATTERN = re.compile(r"(?i)(?:^|[-_./])(train|test|validation|valid|val|dev)(?:[-_.]|$)")
 
 
@@ -186,7 +191,12 @@ def _folder_files(input_dir: Path) -> list[Path]:
         )
         raise InputError(f"--input {input_dir} holds {suffixes_text}; give the files to use")
 
-    # Test data would be trained on if a folder with several splits were read as a whole.
+    _refuse_several_splits(input_dir, record_files)
+    return record_files
+
+
+def _refuse_several_splits(input_dir: Path, record_files: list[Path]) -> None:
+    """Test data would be trained on if a folder with several splits were read as a whole."""
     split_names = set()
     for path in record_files:
         if split_match := SPLIT_PATTERN.search(str(path.relative_to(input_dir))):
@@ -195,7 +205,6 @@ def _folder_files(input_dir: Path) -> list[Path]:
         raise InputError(
             f"--input {input_dir} holds the splits {', '.join(sorted(split_names))}; give the files to use"
         )
-    return record_files
 
 
 def _read_json(json_path: Path) -> Any:
@@ -258,6 +267,21 @@ def _index_files(index_path: Path, index: dict[str, dict[str, Any]]) -> list[Inp
     return [source for name, entry in index.items() for source in _index_entry_files(index_path, name, entry)]
 
 
+def _field_names(
+    entry: dict[str, Any], key: str, known_names: dict[str, str], location: str
+) -> dict[str, str]:
+    """The names under ``columns`` or ``tags`` of a data set. Raises InputError if they are something else."""
+    field_names = entry.get(key) or {}
+    is_valid = isinstance(field_names, dict) and all(
+        isinstance(field_name, str | None) for field_name in field_names.values()
+    )
+    if not is_valid:
+        raise InputError(f"{location}: {key} must give a field's name for each of its keys")
+    if unknown_names := [name for name in field_names if name not in known_names]:
+        raise InputError(f"{location}: the {key} {', '.join(unknown_names)} are unknown")
+    return field_names
+
+
 def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any]) -> list[InputFile]:
     """The files of one data set of an index. Raises InputError if its entry cannot be used."""
     location = f"{index_path}: {dataset_name}"
@@ -274,28 +298,12 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
     if not isinstance(file_name, str):
         raise InputError(f'{location} has no "file_name"')
 
-    columns, tags = entry.get("columns") or {}, entry.get("tags") or {}
-    for key, field_names in (("columns", columns), ("tags", tags)):
-        is_valid = isinstance(field_names, dict) and all(
-            isinstance(field_name, str | None) for field_name in field_names.values()
-        )
-        if not is_valid:
-            raise InputError(f"{location}: {key} must give a field's name for each of its keys")
-    if unknown_keys := [key for key in columns if key not in FIELD_BY_COLUMN]:
-        raise InputError(f"{location}: the columns {', '.join(unknown_keys)} are unknown")
-
+    columns = _field_names(entry, "columns", FIELD_BY_COLUMN, location)
+    tags = _field_names(entry, "tags", DEFAULT_TAGS, location)
     field_by_column = {}
     for key, column_name in columns.items():
         if column_name:
             field_by_column[column_name] = FIELD_BY_COLUMN[key] or "conversations"
-
-    default_tags = {
-        "role_tag": "from",
-        "content_tag": "value",
-        **{tag: default for tag, (default, _) in ROLE_TAGS.items()},
-    }
-    if unknown_keys := [key for key in tags if key not in default_tags]:
-        raise InputError(f"{location}: the tags {', '.join(unknown_keys)} are unknown")
     if tags and not columns:
         field_by_column = {"conversations": "conversations"}
 
@@ -305,5 +313,5 @@ def _index_entry_files(index_path: Path, dataset_name: str, entry: dict[str, Any
         raise InputError(f"{location}: {data_path} does not exist")
 
     format_name = FORMAT_BY_FORMATTING[formatting]
-    role_tags = {**default_tags, **tags} if tags else {}
+    role_tags = {**DEFAULT_TAGS, **tags} if tags else {}
     return [InputFile(file, format_name, field_by_column, role_tags) for file in files]

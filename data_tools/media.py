@@ -7,9 +7,8 @@ import binascii
 import itertools
 import re
 import zlib
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from megatron_vl.data.sample.frame_archive import (
@@ -40,8 +39,7 @@ ASSUMED_FPS = 2.0
 LLaMA-Factory."""
 
 
-@dataclass(frozen=True)
-class MediaInfo:
+class MediaInfo(NamedTuple):
     """A verified medium. Sizes are upright (EXIF applied), as the loader decodes them."""
 
     kind: str
@@ -78,33 +76,23 @@ class MediaInfo:
 
 
 def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: bool = False) -> Path:
-    """Resolves ``reference`` to a file, following links. ``media_root`` must be resolved; None: there is
-    none.
+    """Resolves ``reference`` to a file inside ``media_root``, following links.
 
     Args:
+        media_root: a resolved path; None: there is none.
         allow_folder: it may also be a folder.
 
     Raises:
-        RecordError: the file lies outside ``media_root``, is missing, is remote, or is not a regular file; or
-            there is no ``media_root``.
+        RecordError: it is remote, lies outside ``media_root``, is missing, or is not a regular file.
     """
     if re.match(r"(?i)(?!file:)[a-z][a-z0-9+.-]+://", reference):
         raise RecordError(
             "remote medium", f"{reference}: only local files and data: URIs are read; download it first"
         )
-
     if media_root is None:
         raise RecordError("no media root", f"{reference[:200]!r} is a file; give its folder as --media-root")
 
-    if reference.lower().startswith("file://"):
-        written_reference = reference
-        url_parts = urlsplit(reference)
-        if url_parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
-            raise RecordError(
-                "bad media reference", f"{written_reference}: write a path, or file:///ABSOLUTE/PATH"
-            )
-        reference = unquote(url_parts.path)
-
+    reference = _local_path(reference)
     try:
         media_path = (media_root / reference).resolve()
         is_inside = media_path.is_relative_to(media_root)
@@ -119,8 +107,17 @@ def resolve_reference(reference: str, media_root: Path | None, *, allow_folder: 
         raise RecordError("medium missing", f"{reference} does not exist in the media root")
     if not is_regular:
         raise RecordError("not a file", f"{reference} is not a regular file")
-
     return media_path
+
+
+def _local_path(reference: str) -> str:
+    """The path that a reference names, which may be an address ``file:///PATH``."""
+    if not reference.lower().startswith("file://"):
+        return reference
+    url_parts = urlsplit(reference)
+    if url_parts.netloc not in ("", "localhost"):  # file://a.jpg names the machine a.jpg, not a file
+        raise RecordError("bad media reference", f"{reference}: write a path, or file:///ABSOLUTE/PATH")
+    return unquote(url_parts.path)
 
 
 def _outside_message(reference: str, media_root: Path) -> str:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .convert import ConversionOptions, check_inputs, inspect_all_media
-from .formats import Conversation, RecordError, read_conversation
+from .convert import ConversionOptions, check_inputs, read_record
+from .formats import Conversation, RecordError
 from .formats.conversation import message_text
 from .input_files import InputFile
 from .media import MediaInfo
-from .records import UnreadableRecord, read_records
+from .records import read_records
 from .resume import input_names
 
 RECORDS_PER_FILE = 200
@@ -64,7 +64,6 @@ def preview_files(input_paths: list[Any], options: ConversionOptions) -> list[Fi
 
 def _preview_file(file_name: str, input_file: InputFile, options: ConversionOptions) -> FilePreview:
     file_preview = FilePreview(file_name)
-    media_root = options.root
     field_counts: Counter[str] = Counter()
 
     for record_number, record in itertools.islice(read_records(input_file.path), RECORDS_PER_FILE):
@@ -73,14 +72,8 @@ def _preview_file(file_name: str, input_file: InputFile, options: ConversionOpti
             field_counts.update(map(str, record))
 
         try:
-            if isinstance(record, UnreadableRecord):
-                raise RecordError(record.reason, str(record))
-            conversation = read_conversation(
-                input_file.rename_fields(record), options.format or input_file.format_name
-            )
-            media_infos = inspect_all_media(
-                conversation.media_references, conversation.field_paths, media_root, options.max_pixels
-            )
+            renamed_record = input_file.rename_fields(record)
+            conversation, media_infos = read_record(renamed_record, options, input_file.format_name)
         except RecordError as error:
             file_preview.refused[error.reason] += 1
             if file_preview.refused[error.reason] <= MAX_EXAMPLES:
@@ -89,7 +82,7 @@ def _preview_file(file_name: str, input_file: InputFile, options: ConversionOpti
         else:
             _count_sample(file_preview, conversation, media_infos)
 
-    file_preview.notes = _argument_notes(file_preview, input_file, field_counts, media_root)
+    file_preview.notes = _argument_notes(file_preview, input_file, field_counts, options.root)
     return file_preview
 
 
@@ -161,7 +154,8 @@ def _shortened_turn(message: dict[str, Any]) -> str:
     text = "".join(part.get("text", f"<{part['type']}>") for part in parts)
     text = " ".join(text.split())
     turn_notes = [f"weight {message['loss_weight']:g}"] if "loss_weight" in message else []
-    turn_notes += [f"calls {call['function']['name']}" for call in message.get("tool_calls", [])]
+    for call in message.get("tool_calls", []):
+        turn_notes.append(f"calls {call['function']['name']}")
     turn_notes += ["with reasoning"] if message.get("reasoning_content") else []
     role_text = f"{message['role']} ({', '.join(turn_notes)})" if turn_notes else message["role"]
     return f"{role_text}: {text if len(text) <= 90 else text[:87] + '...'}"

@@ -51,17 +51,16 @@ class UnreadableRecord(str):
         return UnreadableRecord.with_reason, (self.reason, str(self))
 
 
-def _all_wanted(first_record: int, end_record: int) -> bool:
+def all_wanted(first_record: int, end_record: int) -> bool:
     return True
 
 
 def read_records(
     records_path: Path,
     on_bytes: Callable[[int], None] = lambda n: None,
-    is_wanted: Callable[[int, int], bool] = _all_wanted,
+    is_wanted: Callable[[int, int], bool] = all_wanted,
 ) -> Iterator[tuple[int, Any]]:
-    """Yields ``(number, record)``. The number is a line of JSON lines, or a position in an array or a table,
-    from 1.
+    """Yields ``(number, record)``. Numbers count from 1 the lines, or the entries of an array or a table.
 
     A line that is not JSON, or a record that is nested too deeply or has an integer that Python does not
     read, is yielded as a :class:`UnreadableRecord`, and reading continues.
@@ -85,20 +84,25 @@ def read_records(
 
     holds_array = is_json_array(records_path)
     with _open_content(records_path) as (raw_file, content_file):
-        reported_position = 0
-
-        # Progress is measured in bytes of the file, so for a compressed one the size of the text does not
-        # count.
-        def report_compressed_bytes(text_bytes: int) -> None:
-            nonlocal reported_position
-            on_bytes(raw_file.tell() - reported_position)
-            reported_position = raw_file.tell()
-
-        count_bytes = on_bytes if content_file is raw_file else report_compressed_bytes
+        count_bytes = on_bytes
+        if content_file is not raw_file:
+            count_bytes = _compressed_byte_counter(raw_file, on_bytes)
         if holds_array:
             yield from _read_array(records_path, content_file, count_bytes)
         else:
             yield from _read_json_lines(content_file, count_bytes, is_wanted)
+
+
+def _compressed_byte_counter(raw_file: IO[bytes], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+    """Reports the bytes of a compressed file instead of those of its text: progress is measured in them."""
+    reported_position = 0
+
+    def report_compressed_bytes(text_bytes: int) -> None:
+        nonlocal reported_position
+        on_bytes(raw_file.tell() - reported_position)
+        reported_position = raw_file.tell()
+
+    return report_compressed_bytes
 
 
 @contextmanager
@@ -313,18 +317,7 @@ class _JsonArrayBuffer:
             except RecursionError as error:
                 raise ReadError(f"{self.path}: record {record_number} is nested too deeply") from error
             except json.JSONDecodeError as error:
-                # The record is cut off at the end of the buffer, or broken: a cut leaves an open string, or
-                # fails within the last characters.
-                is_cut_off = (
-                    error.msg.startswith("Unterminated string") or error.pos >= len(self.buffered_text) - 12
-                )
-                if self.is_at_end or not is_cut_off:
-                    error_text = error.msg.removesuffix(" starting at")
-                    nearby_text = self.buffered_text[error.pos : error.pos + 40]
-                    raise ReadError(
-                        f"{self.path}: record {record_number} is not "
-                        f"valid JSON: {error_text}, at {nearby_text!r}"
-                    ) from error
+                self._refuse_broken_record(error, record_number)
             except ValueError:  # from here on, only the end of the record is looked for
                 json_decoder, refused_record = INTEGER_SKIPPING_DECODER, _long_integer_error()
                 continue
@@ -338,3 +331,17 @@ class _JsonArrayBuffer:
             # Chunks double, so that a long record is not parsed again for every MiB of it.
             chunk_bytes *= 2
             self.read_chunk(chunk_bytes)
+
+    def _refuse_broken_record(self, error: json.JSONDecodeError, record_number: int) -> None:
+        """Raises ReadError unless a record is only cut off at the end of the buffer.
+
+        A cut leaves an open string, or fails within the last characters.
+        """
+        is_near_end = error.pos >= len(self.buffered_text) - 12
+        is_cut_off = error.msg.startswith("Unterminated string") or is_near_end
+        if self.is_at_end or not is_cut_off:
+            error_text = error.msg.removesuffix(" starting at")
+            nearby_text = self.buffered_text[error.pos : error.pos + 40]
+            raise ReadError(
+                f"{self.path}: record {record_number} is not valid JSON: {error_text}, at {nearby_text!r}"
+            ) from error

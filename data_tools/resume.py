@@ -13,7 +13,6 @@ again.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -186,14 +185,7 @@ class ConversionWorkspace:
     def _open_folder(self, discard_existing: bool) -> None:
         """Compares the plan with that of an earlier conversion, and removes what cannot be continued."""
         if discard_existing:
-            self._unmark_complete()
-            for entry_path in self.dataset_dir.iterdir():
-                if entry_path != self.work_dir:
-                    _remove_path(entry_path)
-            for entry_path in self.work_dir.iterdir():
-                if entry_path.name not in ("lock", "shared.lock"):
-                    _remove_path(entry_path)
-
+            self._discard_existing()
         conversion_record = _read_plan(self.dataset_dir / ".nv-meta" / CONVERSION_FILE)
         if conversion_record:
             old_plan = conversion_record.get("plan")
@@ -206,23 +198,7 @@ class ConversionWorkspace:
             )
 
         if old_plan is not None:
-            check_format_version(
-                f"the data set in --out {self.dataset_dir}",
-                old_plan.get("format"),
-                PLAN_VERSION,
-                "give another --out, or convert again there with --force",
-                ResumeError,
-            )
-            new_plan = public_plan(self.plan) if conversion_record else self.plan
-            differences_text = describe_differences(old_plan, new_plan)
-            if differences_text:
-                folder_state = "a complete data set made" if conversion_record else "an unfinished conversion"
-                raise ResumeError(
-                    f"--out {self.dataset_dir} holds {folder_state} with other "
-                    f"arguments or input: {differences_text}. Give the same arguments "
-                    "again, give another --out, or start over there with --force"
-                )
-
+            self._check_same_plan(old_plan, is_complete=conversion_record is not None)
         self.is_complete = conversion_record is not None
         if not self.is_complete and (not self.part_name or old_plan is None):
             durable_files.write_file(self.work_dir / PLAN_FILE, json.dumps(self.plan).encode())
@@ -233,15 +209,39 @@ class ConversionWorkspace:
             for stale_path in stale_paths:
                 _remove_path(stale_path)
 
-    def _unmark_complete(self) -> None:
-        """Removes the file that marks the data set as complete.
+    def _check_same_plan(self, old_plan: dict[str, Any], *, is_complete: bool) -> None:
+        """Raises ResumeError if what is in the folder was made by another plan."""
+        check_format_version(
+            f"the data set in --out {self.dataset_dir}",
+            old_plan.get("format"),
+            PLAN_VERSION,
+            "give another --out, or convert again there with --force",
+            ResumeError,
+        )
+        differences_text = describe_differences(
+            old_plan, public_plan(self.plan) if is_complete else self.plan
+        )
+        if differences_text:
+            folder_state = "a complete data set made" if is_complete else "an unfinished conversion"
+            raise ResumeError(
+                f"--out {self.dataset_dir} holds {folder_state} with other "
+                f"arguments or input: {differences_text}. Give the same arguments "
+                "again, give another --out, or start over there with --force"
+            )
 
-        It goes first, so that a data set whose removal is interrupted does not look complete.
+    def _discard_existing(self) -> None:
+        """Removes everything but the locks.
+
+        The file that marks the data set as complete goes first, so that a data set whose removal is
+        interrupted does not look complete.
         """
         record_path = self.dataset_dir / ".nv-meta" / CONVERSION_FILE
         if record_path.exists():
             record_path.unlink()
             durable_files.fsync_path(record_path.parent)
+        for entry_path in (*self.dataset_dir.iterdir(), *self.work_dir.iterdir()):
+            if entry_path != self.work_dir and entry_path.name not in ("lock", "shared.lock"):
+                _remove_path(entry_path)
 
     def _take_locks(self) -> None:
         import fcntl
@@ -290,24 +290,14 @@ def _remove_path(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def verdicts_to_json(verdicts: list[list[MediaInfo] | dict[str, Any]]) -> list[Any]:
-    """Verdicts in JSON types: for each record, the measures of its media or its line of the quarantine
-    file."""
-    json_verdicts: list[Any] = []
-    for verdict in verdicts:
-        if isinstance(verdict, dict):
-            json_verdicts.append(verdict)
-        else:
-            json_verdicts.append([dataclasses.astuple(media_info) for media_info in verdict])
-    return json_verdicts
-
-
 def parse_verdicts(json_verdicts: Any) -> list[Any]:
-    """The verdicts that :func:`verdicts_to_json` wrote. Raises TypeError if they are something else."""
+    """The verdicts of a journal, from JSON. Raises TypeError if they are something else.
+
+    A verdict is the measures of a record's media, or its line of the quarantine file.
+    """
     parsed_verdicts: list[Any] = []
     for verdict in json_verdicts:
-        if isinstance(verdict, dict):
-            parsed_verdicts.append(verdict)
-        else:
-            parsed_verdicts.append([MediaInfo(*measures) for measures in verdict])
+        if not isinstance(verdict, dict):
+            verdict = [MediaInfo(*measures) for measures in verdict]
+        parsed_verdicts.append(verdict)
     return parsed_verdicts

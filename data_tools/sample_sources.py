@@ -25,7 +25,7 @@ from megatron_vl.data.source.dataset_description import (
 )
 from megatron_vl.data.source.location import Location, resolve_location
 from megatron_vl.data.source.sample_sizes import list_split_datasets
-from megatron_vl.data.source.tolerant_reader import TolerantReader
+from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 
@@ -169,7 +169,6 @@ class SampleReader:
 
     def __init__(self, sample_source: SampleSource, timeout_seconds: float = 0.0) -> None:
         from megatron.energon.epathlib import EPath
-        from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
         from megatron.energon.flavors.webdataset.structs import ShardInfo
 
         dataset_dir = EPath(sample_source.dataset.path)
@@ -183,7 +182,7 @@ class SampleReader:
         excluded_names = set(sample_source.dataset.excluded_names)
         self.member_names: list[str] = []
         # Energon names a sample SHARD/KEY there.
-        self.shard_reader = ShardInfosITarReader(
+        self.shard_reader = ShardReader(
             dataset_dir,
             shard_infos,
             self._is_member_wanted,

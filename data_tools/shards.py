@@ -83,13 +83,7 @@ def finish_shard(
         OSError: the shard cannot be written.
     """
     manifest_path = dataset_dir / WORK_FOLDER / f"{shard_name}.json"
-    # Checksums stand for the media, so that an intact shard is recognised without reading them again.
-    sample_contents = []
-    for sample in shard_samples:
-        media_checksums = [media_info.crc32 for media_info in sample.media_infos]
-        sample_contents.append([sample.key, sample.messages, sample.tool_definitions, media_checksums])
-    content_digest = _sha256_digest(json.dumps(sample_contents).encode())
-
+    content_digest = _content_digest(shard_samples)
     if _is_finished(manifest_path, content_digest, dataset_dir / shard_name):
         shard = _index_shard(shard_name, shard_index, shard_samples, dataset_dir)
         durable_files.fsync_path(_offsets_path(dataset_dir / shard_name))
@@ -107,6 +101,15 @@ def finish_shard(
         json.dumps({"plan": content_digest, "bytes": shard.size_bytes, "sha256": shard.sha256}).encode(),
     )
     return shard
+
+
+def _content_digest(shard_samples: list[ConvertedSample]) -> str:
+    """Checksums stand for the media, so that an intact shard is recognised without reading them again."""
+    sample_contents = []
+    for sample in shard_samples:
+        media_checksums = [media_info.crc32 for media_info in sample.media_infos]
+        sample_contents.append([sample.key, sample.messages, sample.tool_definitions, media_checksums])
+    return hashlib.sha256(json.dumps(sample_contents).encode()).hexdigest()
 
 
 def _offsets_path(tar_path: Path) -> Path:
@@ -225,10 +228,7 @@ def _add_member(tar_file: tarfile.TarFile, member_name: str, member_bytes: bytes
 
 
 def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
-    """The rows of the media's sizes that Energon's own ``prepare`` would store.
-
-    The sizes of images are those in the file, before EXIF orientation.
-    """
+    """The rows of the media's sizes that Energon's own ``prepare`` would store: before EXIF orientation."""
     from megatron.energon.flavors.webdataset.prepare import IndexMediaMetadata
     from megatron.energon.media.metadata import AVMetadata, ImageMetadata, serialize_media_metadata
 
@@ -243,12 +243,12 @@ def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
                     mode=media_info.image_mode,
                 )
             else:
-                video_size = {"video_width": media_info.width, "video_height": media_info.height}
                 media_metadata = AVMetadata(
+                    video_width=media_info.width,
+                    video_height=media_info.height,
                     video_duration=media_info.num_frames / media_info.fps,
                     video_num_frames=media_info.num_frames,
                     video_fps=media_info.fps,
-                    **video_size,
                 )
 
             metadata_type, metadata_json = serialize_media_metadata(media_metadata)
@@ -261,10 +261,6 @@ def _media_rows(shard_samples: list[ConvertedSample]) -> list[Any]:
             )
 
     return metadata_rows
-
-
-def _sha256_digest(content_bytes: bytes) -> str:
-    return hashlib.sha256(content_bytes).hexdigest()
 
 
 def _file_sha256(file_path: Path) -> str:

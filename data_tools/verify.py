@@ -38,8 +38,7 @@ def verify_dataset(
         ) from error
     except (ValueError, KeyError) as error:
         raise VerifyError(f"{record_path} is damaged ({error}); convert the data again") from error
-
-    problems: list[str] = []
+    problems = []
     total_bytes = sum(shard_record["bytes"] for shard_record in shard_records.values())
     bytes_done = 0
     start_time = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_vl.journal import JsonLinesJournal, read_journal_lines
 
-from .resume import parse_verdicts, verdicts_to_json
+from .resume import parse_verdicts
 
 BATCHES_PER_BLOCK = 16
 """A block is a run of records, so that a part reads few row groups of a table that it does not need."""
@@ -58,7 +58,7 @@ def part_journal(work_dir: Path, work_part: WorkPart) -> JsonLinesJournal:
 
 def journal_line(batch_number: int, verdicts: list[Any]) -> dict[str, Any]:
     """A line of a part's journal."""
-    return {"batch": batch_number, "verdicts": verdicts_to_json(verdicts)}
+    return {"batch": batch_number, "verdicts": verdicts}
 
 
 class PartVerdicts:

@@ -18,7 +18,8 @@ def trained_text(parameter_count: int, trained_count: int) -> str:
     """Says how many parameters are trained; empty if all are."""
     if trained_count == parameter_count:
         return ""
-    return f"trained: {trained_count / 1e6:,.1f} M of {parameter_count / 1e9:.2f} B parameters"
+    share = trained_count / parameter_count
+    return f"trained: {trained_count:,} of {parameter_count:,} parameters ({share:.2%})"
 
 
 def memory_table(stage_memories: Sequence[Mapping[str, Any]], title: str) -> Table:

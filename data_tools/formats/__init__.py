@@ -20,10 +20,8 @@ from .conversation import (
     check_answers,
     check_loss_weights,
     check_role_order,
-    checked_text,
     drop_last_answer,
     record_identity,
-    refuse_audio_in,
     refuse_listed_audio,
     shorten_value,
 )
@@ -67,21 +65,13 @@ def read_prompt(record: Any, format_name: str = "") -> Conversation:
 
 
 def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = False) -> Conversation:
-    """Reads a record.
+    """Reads a record. Raises RecordError if it cannot be used.
 
     Args:
         format_name: name in :data:`FORMATS`; empty: the format is recognised.
         is_prompt: whether the record needs no assistant turn.
-
-    Raises:
-        RecordError: the record cannot be used.
     """
-    if not isinstance(record, dict):
-        detail = f"the record is a {type(record).__name__}, not an object"
-        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
-            detail += "; if it is a pack of conversations, write each as a record of its own"
-        raise RecordError("not an object", detail)
-
+    _check_object(record)
     refuse_listed_audio(record, "")
     record_format = FORMATS[format_name] if format_name else detect_format(record)
     _refuse_unsupervised_fields(record)
@@ -92,13 +82,9 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     if not is_prompt:
         check_answers(messages, record_format.turns_field)
 
-    # A system prompt may be a field of the record or a turn. The order of roles is checked with it in place.
-    if record.get("system") not in (None, ""):
-        system_prompt = checked_text(record["system"], "system")
-        refuse_audio_in(system_prompt, "system", match_anywhere=False)
-        add_system(messages, system_prompt, "system", record_format.turns_field)
+    # The order of roles is checked with the system prompt in place.
+    add_system(record, messages, record_format.turns_field)
     check_role_order(messages, record_format.turns_field, is_prompt=is_prompt)
-
     apply_record_weight(record, messages)
     if not is_prompt:
         check_loss_weights(messages, record_format.turns_field)
@@ -116,21 +102,32 @@ def read_conversation(record: Any, format_name: str = "", *, is_prompt: bool = F
     )
 
 
+def _check_object(record: Any) -> None:
+    if not isinstance(record, dict):
+        detail = f"the record is a {type(record).__name__}, not an object"
+        if isinstance(record, list) and any(isinstance(item, dict) for item in record):
+            detail += "; if it is a pack of conversations, write each as a record of its own"
+        raise RecordError("not an object", detail)
+
+
 def detect_format(record: dict[str, Any]) -> RecordFormat:
     """Recognises the format of a record. Raises RecordError if it has none, or the turns of two."""
     present_fields = [name for name in CONVERSATION_FIELDS if record.get(name) not in EMPTY_VALUES]
     if len(present_fields) > 1:
         quoted_names = " and ".join(f"'{name}'" for name in present_fields)
-        detail = f"the record has both {quoted_names}, but only one can be learnt; leave out one"
-        raise RecordError("two conversations", detail, present_fields[1])
+        raise RecordError(
+            "two conversations",
+            f"the record has both {quoted_names}, but only one can be learnt; leave out one",
+            present_fields[1],
+        )
     for candidate_format in FORMATS.values():
         if candidate_format.matches_record(record):
             return candidate_format
-    detail = (
+    raise RecordError(
+        "no conversation",
         "the record has neither 'messages' nor 'conversations', nor 'instruction' and 'output'; "
-        f"it has {shorten_value(sorted(record))}"
+        f"it has {shorten_value(sorted(record))}",
     )
-    raise RecordError("no conversation", detail)
 
 
 def _refuse_unsupervised_fields(record: dict[str, Any]) -> None:

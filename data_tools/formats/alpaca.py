@@ -28,45 +28,54 @@ def _filled_field(record: dict[str, Any], field_names: tuple[str, ...]) -> str |
     return filled_fields[0] if filled_fields else None
 
 
-def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    role_turns: list[tuple[str, Any, str]] = []
+def _history_turns(record: dict[str, Any]) -> list[tuple[str, Any, str]]:
+    """(role, content, location) of the turns in ``history``."""
     history = record.get("history") or []
     if not isinstance(history, list):
         raise RecordError(
             "bad history", f"pairs are required, but this is {shorten_value(history)}", "history"
         )
+    role_turns = []
     for i, history_pair in enumerate(history):
         if not isinstance(history_pair, (list, tuple)) or len(history_pair) != 2:
-            detail = f"a pair of question and answer is required, but this is {shorten_value(history_pair)}"
-            raise RecordError("bad history", detail, f"history[{i}]")
-        role_turns += [
-            ("user", history_pair[0], f"history[{i}][0]"),
-            ("assistant", history_pair[1], f"history[{i}][1]"),
-        ]
+            raise RecordError(
+                "bad history",
+                f"a pair of question and answer is required, but this is {shorten_value(history_pair)}",
+                f"history[{i}]",
+            )
+        role_turns.append(("user", history_pair[0], f"history[{i}][0]"))
+        role_turns.append(("assistant", history_pair[1], f"history[{i}][1]"))
+    return role_turns
 
+
+def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    role_turns = _history_turns(record)
     # The question is the instruction and its input, of which one may be missing.
     question_fields = []
     for name in (_filled_field(record, QUESTION_FIELDS), _filled_field(record, ("input",))):
         if name and not isinstance(record[name], str):
-            detail = f"a string is required, but this is {shorten_value(record[name])}"
-            raise RecordError("bad text", detail, name)
+            raise RecordError(
+                "bad text", f"a string is required, but this is {shorten_value(record[name])}", name
+            )
         if name:
             question_fields.append(name)
     if not question_fields:
         raise RecordError("no conversation", "'instruction' and 'input' are empty", "instruction")
     question_text = "\n".join(record[name] for name in question_fields)
-    role_turns.append(("user", question_text, question_fields[0]))
 
-    if (answer_field := _filled_field(record, ANSWER_FIELDS)) is not None:
-        role_turns.append(("assistant", record[answer_field], answer_field))
-    elif history:  # without the empty turn, the answers of the history would hide that this one is missing
-        role_turns.append(("assistant", "", ANSWER_FIELDS[0]))
+    answer_field = _filled_field(record, ANSWER_FIELDS)
+    if answer_field is not None:
+        answer_turns = [("assistant", record[answer_field], answer_field)]
+    else:  # without an empty turn, the answers of the history would hide that this one is missing
+        answer_turns = [("assistant", "", ANSWER_FIELDS[0])] if role_turns else []
 
     messages = []
-    for role, content, field_path in role_turns:
-        message: Message = {"role": role, "content": ""}
-        reader.read_content(message, content, field_path)
-        messages.append(message)
+    for role, content, field_path in (
+        *role_turns,
+        ("user", question_text, question_fields[0]),
+        *answer_turns,
+    ):
+        messages.append(reader.read_content(role, content, field_path))
     return messages
 
 

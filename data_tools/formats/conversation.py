@@ -105,20 +105,20 @@ def shorten_value(field_value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def add_system(messages: list[Message], system_prompt: str, prompt_field: str, turns_field: str) -> None:
-    """Puts a record's system prompt first.
-
-    Args:
-        prompt_field: the record's field of the prompt, for messages.
-        turns_field: the record's field of the turns, for messages.
+def add_system(record: dict[str, Any], messages: list[Message], turns_field: str) -> None:
+    """Puts the system prompt of a record's field ``system``, if it has one, first.
 
     Raises:
         RecordError: the turns begin with another system prompt.
     """
+    if record.get("system") in (None, ""):
+        return
+    system_prompt = checked_text(record["system"], "system")
+    refuse_audio_in(system_prompt, "system", match_anywhere=False)
     if messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system_prompt})
     elif messages[0]["content"] != system_prompt:
-        raise RecordError("two system prompts", f"'{prompt_field}' and {turns_field}[0] differ", prompt_field)
+        raise RecordError("two system prompts", f"'system' and {turns_field}[0] differ", "system")
 
 
 ALLOWED_NEXT_ROLES = {

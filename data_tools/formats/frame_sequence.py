@@ -85,9 +85,10 @@ def read_frame_rate(
         except ValueError:
             pass
     if not is_frame_rate(rate_value):
-        detail = (
+        raise RecordError(
+            "bad frame rate",
             f"{shorten_value(json_object[rate_key])} is no number of "
-            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}"
+            f"frames a second from {MIN_FRAME_RATE:g} to {MAX_FRAME_RATE:g}",
+            f"{key_prefix}{rate_key}",
         )
-        raise RecordError("bad frame rate", detail, f"{key_prefix}{rate_key}")
     return rate_key, float(rate_value)

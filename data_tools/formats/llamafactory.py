@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .conversation import Message
-from .record_format import RecordFormat, listed_turns
-from .record_reader import RecordReader
+from .record_format import RecordFormat
 
 
 def _matches_record(record: dict[str, Any]) -> bool:
@@ -22,15 +20,10 @@ def _matches_record(record: dict[str, Any]) -> bool:
     )
 
 
-def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    return reader.read_turns(listed_turns(record, "messages"))
-
-
 FORMAT = RecordFormat(
     "llamafactory-v1",
     "messages",
     "messages whose content is parts of type and value (text, image_url, reasoning, tool_call), loss_weight",
     _matches_record,
-    _read_messages,
     read_fields=("extra_info", "_dataset_name"),
 )

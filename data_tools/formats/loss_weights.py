@@ -37,11 +37,12 @@ def read_loss_weight(
             or not 0 <= weight_value <= MAX_LOSS_WEIGHT
             or math.isnan(weight_value)
         ):
-            detail = (
+            raise RecordError(
+                "bad loss weight",
                 f"{shorten_value(weight_value)} is no loss weight; valid: "
-                f"a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false"
+                f"a number from 0 to {MAX_LOSS_WEIGHT:g}, true or false",
+                field_path,
             )
-            raise RecordError("bad loss weight", detail, field_path)
         if weight is not None and weight[0] != float(weight_value):
             raise RecordError(
                 "bad loss weight",
@@ -64,10 +65,12 @@ def apply_turn_weight(turn: dict[str, Any], message: Message, field_prefix: str)
     if message["role"] != "assistant":
         # True and 1 are what tools write into every turn; other numbers were chosen for this one.
         if weight[0] not in (0.0, 1.0):
-            detail = (
-                f"the {message['role']}'s turn has the loss weight {weight[0]:g}, but only answers are learnt"
+            raise RecordError(
+                "loss on a prompt",
+                f"the {message['role']}'s turn has the loss weight {weight[0]:g}, "
+                "but only answers are learnt",
+                weight[1],
             )
-            raise RecordError("loss on a prompt", detail, weight[1])
         return
     if weight[0] != 1:
         message["loss_weight"] = weight[0]

@@ -6,22 +6,12 @@ media are content parts, ``<image>`` in the text is text.
 
 from __future__ import annotations
 
-from typing import Any
-
-from .conversation import Message
-from .record_format import RecordFormat, listed_turns
-from .record_reader import RecordReader
-
-
-def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    return reader.read_turns(listed_turns(record, "messages"))
-
+from .record_format import RecordFormat
 
 FORMAT = RecordFormat(
     "openai",
     "messages",
     "messages with role and content (text, or parts of type text, image_url, ...), tool_calls",
     lambda record: record.get("messages") is not None,
-    _read_messages,
     read_fields=("parallel_tool_calls",),
 )

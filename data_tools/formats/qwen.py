@@ -6,23 +6,13 @@ tells the format from ShareGPT, so a file without it is read by this rule if ``-
 
 from __future__ import annotations
 
-from typing import Any
-
-from .conversation import Message
-from .record_format import RecordFormat, listed_turns
-from .record_reader import RecordReader
-
-
-def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    return reader.read_turns(listed_turns(record, "conversations"))
-
+from .record_format import RecordFormat
 
 FORMAT = RecordFormat(
     "qwen",
     "conversations",
     "conversations with image(s) below data_path; the user's texts are stripped",
     lambda record: record.get("conversations") is not None and isinstance(record.get("data_path"), str),
-    _read_messages,
     read_fields=("data_path",),
     strip_user_text=True,
     media_folder_field="data_path",

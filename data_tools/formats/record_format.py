@@ -13,6 +13,21 @@ COMMON_FIELDS = ("id", "system", "image", "images", "video", "videos", "markers"
 WEIGHT_FIELDS = ("loss_weight", "sample_weight", "weight")
 
 
+def listed_turns(record: dict[str, Any], turns_field: str) -> list[Any]:
+    """The list of turns in a field. Raises RecordError if it is something else."""
+    turns = record.get(turns_field)
+    if not isinstance(turns, list) or not turns:
+        raise RecordError(
+            "no conversation", f"'{turns_field}' is not a list with at least one turn", turns_field
+        )
+    return turns
+
+
+def read_listed_turns(record: dict[str, Any], reader: RecordReader) -> list[Message]:
+    """Reads the list of turns in the format's field."""
+    return reader.read_turns(listed_turns(record, reader.turns_field))
+
+
 @dataclass(frozen=True)
 class RecordFormat:
     """One way to write a conversation.
@@ -25,7 +40,7 @@ class RecordFormat:
     """The field with the turns, or the one that says that there is a conversation."""
     description: str
     matches_record: Callable[[dict[str, Any]], bool]
-    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]]
+    read_messages: Callable[[dict[str, Any], RecordReader], list[Message]] = read_listed_turns
     """Raises RecordError if the turns are something else."""
     read_fields: tuple[str, ...] = ()
     """Fields of the record that it reads, beside those of every format."""
@@ -51,13 +66,3 @@ class RecordFormat:
             strip_user_text=self.strip_user_text,
             media_folder=media_folder or "",
         )
-
-
-def listed_turns(record: dict[str, Any], turns_field: str) -> list[Any]:
-    """The list of turns in a field. Raises RecordError if it is something else."""
-    turns = record.get(turns_field)
-    if not isinstance(turns, list) or not turns:
-        raise RecordError(
-            "no conversation", f"'{turns_field}' is not a list with at least one turn", turns_field
-        )
-    return turns

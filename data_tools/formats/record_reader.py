@@ -94,15 +94,14 @@ class RecordReader:
             self.unplaced_media[kind] += self.listed_references(record, f"{kind}s")
 
         # The record's own keys come first, but which of them have an effect is known only now.
-        media_ignored_keys = self.ignored_keys
-        self.ignored_keys = []
-        self.note_ignored_keys("records", record, *read_keys, *self.frame_rate_keys)
-        self.ignored_keys += media_ignored_keys
-
+        self.ignored_keys[:0] = unread_keys("records", record, *read_keys, *self.frame_rate_keys)
         self.listed_counts = {kind: len(refs) for kind, refs in self.unplaced_media.items()}
         if record.get("markers") not in (*EMPTY_VALUES, "text"):
-            detail = f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text"
-            raise RecordError("bad markers", detail, "markers")
+            raise RecordError(
+                "bad markers",
+                f"{shorten_value(record['markers'])} is unknown; valid: 'text', if the markers are text",
+                "markers",
+            )
         self.markers_are_text = record.get("markers") == "text"
         self.unlisted_markers: list[str] = []
         """Markers in the texts of a record that lists no media."""
@@ -198,12 +197,9 @@ class RecordReader:
         return messages
 
     def read_turn(self, turn: Any, turn_index: int) -> Message:
-        """Reads one turn.
+        """Reads one turn. Raises RecordError if it cannot be used.
 
         The message has the key ``call`` if the turn consists of calls written as text.
-
-        Raises:
-            RecordError: the turn cannot be used.
         """
         field_path = f"{self.turns_field}[{turn_index}]"
         if not isinstance(turn, dict):
@@ -217,56 +213,61 @@ class RecordReader:
         written_role = turn.get(role_field)
         canonical_role = ROLE_SPELLINGS.get(written_role) if isinstance(written_role, str) else None
         if canonical_role is None:
-            detail = (
+            raise RecordError(
+                "unknown role",
                 f"turn {turn_index + 1} has the unknown role "
-                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}"
+                f"{shorten_value(written_role)}; valid: {', '.join(ROLE_SPELLINGS)}",
+                f"{field_path}.{role_field}",
             )
-            raise RecordError("unknown role", detail, f"{field_path}.{role_field}")
 
         structure_keys = ROLE_TURN_KEYS.get(canonical_role, TURN_WEIGHT_KEYS)
         self.note_ignored_keys("turns", turn, role_field, content_field, *structure_keys)
-        message: Message = {
-            "role": "assistant" if canonical_role == "call" else canonical_role,
-            "content": "",
-        }
-        turn_content = turn.get(content_field)
-        if canonical_role == "call":  # the text is a call, perhaps after reasoning
-            tool_calls.refuse_second_calls(
-                turn, content_field, ("tool_calls", "function_call"), f"{field_path}."
-            )
-            reasoning_text, turn_calls = tool_calls.read_text_calls(
-                checked_text(turn_content, f"{field_path}.{content_field}"), field_path
-            )
-            message |= {"content": reasoning_text, "tool_calls": turn_calls, "call": True}
+        if canonical_role == "call":
+            message = self.read_call_turn(turn, content_field, field_path)
+        elif canonical_role == "assistant":
+            message = self.read_answer(turn, content_field, field_path)
         else:
-            turn_calls = []
-            if canonical_role == "assistant":
-                turn_calls = tool_calls.read_tool_calls(turn, f"{field_path}.")
-            if turn_content is None and turn_calls:  # as OpenAI writes a turn of calls only
-                turn_content = ""
-            self.read_content(message, turn_content, f"{field_path}.{content_field}")
-            if turn_calls:
-                message["tool_calls"] = [*message.get("tool_calls", []), *turn_calls]
-
-        if canonical_role in ("assistant", "call"):
-            self.add_turn_reasoning(message, turn, field_path)
-        if canonical_role == "call" and message["content"] and "reasoning_content" in message:
-            detail = f"the turn has reasoning in its {content_field!r} and beside it"
-            raise RecordError("two reasonings", detail, field_path)
-
+            message = self.read_content(
+                canonical_role, turn.get(content_field), f"{field_path}.{content_field}"
+            )
         apply_turn_weight(turn, message, f"{field_path}.")
         return message
 
-    def read_content(self, message: Message, turn_content: Any, field_path: str) -> None:
-        """Reads the content of a turn into its message."""
-        if message["role"] != "assistant":
+    def read_call_turn(self, turn: dict[str, Any], content_field: str, field_path: str) -> Message:
+        """Reads a turn whose text is a call, perhaps after reasoning."""
+        tool_calls.refuse_second_calls(turn, content_field, ("tool_calls", "function_call"), f"{field_path}.")
+        content_text = checked_text(turn.get(content_field), f"{field_path}.{content_field}")
+        reasoning_text, turn_calls = tool_calls.read_text_calls(content_text, field_path)
+        message = {"role": "assistant", "content": reasoning_text, "tool_calls": turn_calls, "call": True}
+        self.add_turn_reasoning(message, turn, field_path)
+        if reasoning_text and "reasoning_content" in message:
+            raise RecordError(
+                "two reasonings", f"the turn has reasoning in its {content_field!r} and beside it", field_path
+            )
+        return message
+
+    def read_answer(self, turn: dict[str, Any], content_field: str, field_path: str) -> Message:
+        """Reads an assistant's turn."""
+        turn_calls = tool_calls.read_tool_calls(turn, f"{field_path}.")
+        turn_content = turn.get(content_field)
+        if turn_content is None and turn_calls:  # as OpenAI writes a turn of calls only
+            turn_content = ""
+        message = self.read_content("assistant", turn_content, f"{field_path}.{content_field}")
+        if turn_calls:
+            message["tool_calls"] = [*message.get("tool_calls", []), *turn_calls]
+        self.add_turn_reasoning(message, turn, field_path)
+        return message
+
+    def read_content(self, role: str, turn_content: Any, field_path: str) -> Message:
+        """Reads the content of a turn into a message."""
+        message: Message = {"role": role, "content": ""}
+        if role != "assistant":
             self.refuse_audio_content(turn_content, field_path)
         if not isinstance(turn_content, list):
             content_text = checked_text(turn_content, field_path)
-            message["content"] = join_text_parts(
-                self.text_parts(content_text, strip_text=self.strip_user_text and message["role"] == "user")
-            )
-            return
+            strip_text = self.strip_user_text and role == "user"
+            message["content"] = join_text_parts(self.text_parts(content_text, strip_text))
+            return message
 
         parts: list[dict[str, Any]] = []
         for i, item in enumerate(turn_content):
@@ -274,14 +275,18 @@ class RecordReader:
                 part_type = part["type"]
                 if part_type in ("text", *MEDIA_KINDS):
                     parts.append(part)
-                elif message["role"] != "assistant":
-                    detail = f"a content part of type {part_type!r} in the {message['role']}'s turn"
-                    raise RecordError("unknown content part", detail, f"{field_path}[{i}]")
+                elif role != "assistant":
+                    raise RecordError(
+                        "unknown content part",
+                        f"a content part of type {part_type!r} in the {role}'s turn",
+                        f"{field_path}[{i}]",
+                    )
                 elif part_type == "reasoning":
                     message["reasoning_content"] = message.get("reasoning_content", "") + part["text"]
                 else:
                     message.setdefault("tool_calls", []).append(part["call"])
         message["content"] = join_text_parts(parts)
+        return message
 
     def add_turn_reasoning(self, message: Message, turn: dict[str, Any], field_path: str) -> None:
         """Reads the reasoning in the turn's own fields."""
@@ -346,10 +351,11 @@ class RecordReader:
         if isinstance(item, dict):
             refuse_listed_audio(item, f"{field_path}.")
         if part_type not in CONTENT_PART_TYPES:
-            detail = (
-                f"a content part of type {shorten_value(part_type)}; valid: {', '.join(CONTENT_PART_TYPES)}"
+            raise RecordError(
+                "unknown content part",
+                f"a content part of type {shorten_value(part_type)}; valid: {', '.join(CONTENT_PART_TYPES)}",
+                field_path,
             )
-            raise RecordError("unknown content part", detail, field_path)
 
         if part_type in ("text", "reasoning", "thinking", "tool_call"):
             return self.read_text_part(item, part_type, field_path)
@@ -369,46 +375,35 @@ class RecordReader:
     def read_media_part(self, item: dict[str, Any], part_type: str, field_path: str) -> list[dict[str, Any]]:
         media_kind = part_type.removesuffix("_url")
         other_kind = "video" if media_kind == "image" else "image"
-        if conflicting_key := next(
-            (
-                reference_key
-                for reference_key in (other_kind, f"{other_kind}_url")
-                if item.get(reference_key) not in EMPTY_VALUES
-            ),
-            None,
-        ):
-            detail = (
-                f"a content part of type {part_type!r} that also has {conflicting_key!r}; write two parts"
-            )
-            raise RecordError("two media in a part", detail, f"{field_path}.{conflicting_key}")
+        for conflicting_key in (other_kind, f"{other_kind}_url"):
+            if item.get(conflicting_key) not in EMPTY_VALUES:
+                raise RecordError(
+                    "two media in a part",
+                    f"a content part of type {part_type!r} that also has {conflicting_key!r}; "
+                    "write two parts",
+                    f"{field_path}.{conflicting_key}",
+                )
 
         reference_keys = (part_type, f"{media_kind}_url", media_kind, "url", "path", "value")
-        reference_key = next(
-            (reference_key for reference_key in reference_keys if item.get(reference_key) is not None), None
-        )
+        reference_key = next((key for key in reference_keys if item.get(key) is not None), None)
         media_value = item[reference_key] if reference_key else None
         ignored_value_keys: list[tuple[str, str]] = []
         if isinstance(media_value, dict) and "bytes" not in media_value:
             ignored_value_keys = unread_keys("content parts", media_value, "url")
             media_value = media_value.get("url")
-        if media_value is None and self.listed_counts[media_kind]:
-            self.ignored_keys += [
-                *unread_keys("content parts", item, "type", reference_key),
-                *ignored_value_keys,
-            ]
-            return [self.next_listed_medium(media_kind)]
 
+        rate_key = None
         media_field_path = f"{field_path}.{reference_key or media_kind}"
-        medium, rate_key = self.medium_reference(
-            media_kind, media_value, media_field_path, item, f"{field_path}."
-        )
-        self.ignored_keys += [
-            *unread_keys("content parts", item, "type", reference_key, rate_key),
-            *ignored_value_keys,
-        ]
-        self.media_references.append((media_kind, medium))
-        self.field_paths.append(media_field_path)
-        return [{"type": media_kind}]
+        is_listed = media_value is None and self.listed_counts[media_kind] > 0
+        if not is_listed:
+            medium, rate_key = self.medium_reference(
+                media_kind, media_value, media_field_path, item, f"{field_path}."
+            )
+            self.media_references.append((media_kind, medium))
+            self.field_paths.append(media_field_path)
+        self.note_ignored_keys("content parts", item, "type", reference_key, rate_key)
+        self.ignored_keys += ignored_value_keys
+        return [self.next_listed_medium(media_kind) if is_listed else {"type": media_kind}]
 
     def next_listed_medium(self, media_kind: str) -> dict[str, Any]:
         """Returns the next listed medium of a kind; :meth:`check_media_counts` reports a missing one,
@@ -468,6 +463,9 @@ def read_media_reference(media_value: Any, field_path: str) -> Any:
         return media_value
     if not isinstance(media_value, str) or not media_value:
         found_text = "an empty string" if media_value == "" else f"a {type(media_value).__name__}"
-        detail = f"a path, a data: URI or bytes are required, but this is {found_text}"
-        raise RecordError("bad media reference", detail, field_path)
+        raise RecordError(
+            "bad media reference",
+            f"a path, a data: URI or bytes are required, but this is {found_text}",
+            field_path,
+        )
     return media_value

@@ -6,21 +6,11 @@ or a list. LLaVA's own code moves a picture to the beginning of its turn; here i
 
 from __future__ import annotations
 
-from typing import Any
-
-from .conversation import Message
-from .record_format import RecordFormat, listed_turns
-from .record_reader import RecordReader
-
-
-def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message]:
-    return reader.read_turns(listed_turns(record, "conversations"))
-
+from .record_format import RecordFormat
 
 FORMAT = RecordFormat(
     "sharegpt",
     "conversations",
     "conversations with from and value, <image> in the text for entries of image(s) (LLaVA, LLaMA-Factory)",
     lambda record: record.get("conversations") is not None,
-    _read_messages,
 )

@@ -115,8 +115,11 @@ def read_tool_call(call: Any, field_path: str) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        detail = f"arguments must be an object, but these are {shorten_value(arguments)}"
-        raise RecordError("bad tool call", detail, f"{field_path}.arguments")
+        raise RecordError(
+            "bad tool call",
+            f"arguments must be an object, but these are {shorten_value(arguments)}",
+            f"{field_path}.arguments",
+        )
     checked_text(function["name"], f"{field_path}.name")
     check_plain_json(arguments, f"{field_path}.arguments", "bad tool call")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -162,8 +165,11 @@ def read_tool_calls(turn: dict[str, Any], field_prefix: str) -> list[dict[str, A
 
     calls = parse_json_text(calls, f"{field_prefix}tool_calls", "bad tool call")
     if not isinstance(calls, list):
-        detail = f"a list of calls is required, but this is {shorten_value(calls)}"
-        raise RecordError("bad tool call", detail, f"{field_prefix}tool_calls")
+        raise RecordError(
+            "bad tool call",
+            f"a list of calls is required, but this is {shorten_value(calls)}",
+            f"{field_prefix}tool_calls",
+        )
     return [read_tool_call(call, f"{field_prefix}tool_calls[{i}]") for i, call in enumerate(calls)]
 
 
@@ -174,8 +180,11 @@ def refuse_second_calls(
     empty_values: tuple[Any, ...] = (None, "", [], {}, "[]", "{}")
     second_field = next((key for key in other_fields if turn.get(key) not in empty_values), None)
     if second_field and turn.get(first_field) not in empty_values:
-        detail = f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one"
-        raise RecordError("bad tool call", detail, f"{field_prefix}{second_field}")
+        raise RecordError(
+            "bad tool call",
+            f"the turn has calls in {first_field!r} and in {second_field!r}; leave out one",
+            f"{field_prefix}{second_field}",
+        )
 
 
 def read_text_calls(turn_text: str, field_path: str) -> tuple[str, list[dict[str, Any]]]:

@@ -26,9 +26,7 @@ def _read_messages(record: dict[str, Any], reader: RecordReader) -> list[Message
             if text_key is None:
                 raise RecordError("bad turn", f"the {role}'s text is missing ({role_keys[0]!r})", field_path)
             read_keys.append(text_key)
-            message: Message = {"role": role, "content": ""}
-            reader.read_content(message, turn_pair[text_key], f"{field_path}.{text_key}")
-            messages.append(message)
+            messages.append(reader.read_content(role, turn_pair[text_key], f"{field_path}.{text_key}"))
         reader.note_ignored_keys("turns", turn_pair, *read_keys)
 
     return messages

@@ -31,80 +31,76 @@ def _check_parallel_sizes(config: TrainConfig, world_size: int) -> int:
     """Checks the sizes of process groups and the options that need them. Returns the data-parallel size."""
     parallel = config.parallel
     ranks_per_replica = parallel.replica_ranks
-    sizes = (
-        f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp}"
-        if parallel.cp > 1
-        else f"tp {parallel.tp} x pp {parallel.pp}"
-    )
+    sizes_text = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp})
     if world_size % ranks_per_replica:
-        change = (
+        fields = (
             "parallel.tp, parallel.cp or parallel.pp" if parallel.cp > 1 else "parallel.tp or parallel.pp"
         )
         raise RunConfigError(
-            f"parallel: {sizes} = {ranks_per_replica} ranks do not divide the world size {world_size};"
-            f" start a multiple of {ranks_per_replica} processes, or change {change}"
-        )
-    data_parallel_size = world_size // ranks_per_replica
-    stage_ranks = parallel.tp * parallel.cp * data_parallel_size
-    if stage_ranks % (parallel.ep * parallel.etp):
-        fitting_multiple = parallel.pp * math.lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
-        stage = (
-            f"tp {parallel.tp} x cp {parallel.cp} x dp {data_parallel_size}"
-            if parallel.cp > 1
-            else f"tp {parallel.tp} x dp {data_parallel_size}"
-        )
-        raise RunConfigError(
-            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {parallel.ep * parallel.etp} ranks do not"
-            f" divide the {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage});"
-            f" lower parallel.ep or etp, or start a multiple of {fitting_multiple} processes"
-        )
-    global_batch_size = config.global_batch_size
-    if global_batch_size < 1 or global_batch_size % data_parallel_size:
-        nearest_batch_sizes = dict.fromkeys(
-            batch_size
-            for batch_size in (
-                global_batch_size // data_parallel_size * data_parallel_size,
-                (global_batch_size // data_parallel_size + 1) * data_parallel_size,
-            )
-            if batch_size > 0
-        )
-        raise RunConfigError(
-            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size"
-            f" {data_parallel_size} ({pluralize(world_size, 'rank')} / ({sizes})); take"
-            f" {' or '.join(map(str, nearest_batch_sizes))}"
+            f"parallel: {sizes_text} = {ranks_per_replica} ranks do not divide the world size {world_size};"
+            f" start a multiple of {ranks_per_replica} processes, or change {fields}"
         )
 
-    if parallel.sequence_parallel and parallel.tp == 1:
-        raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
-    if parallel.sequence_parallel and config.data.seq_len % parallel.tp:
+    data_parallel_size = world_size // ranks_per_replica
+    _check_expert_parallel(config, data_parallel_size)
+    global_batch_size = config.global_batch_size
+    if global_batch_size < 1 or global_batch_size % data_parallel_size:
         raise RunConfigError(
-            f"data.seq_len {config.data.seq_len} must be a multiple of parallel.tp {parallel.tp} with"
-            " sequence_parallel"
+            f"global_batch_size {global_batch_size} must be a multiple of the data-parallel size"
+            f" {data_parallel_size} ({pluralize(world_size, 'rank')} / ({sizes_text})); take"
+            f" {_near_multiples(global_batch_size, data_parallel_size)}"
         )
-    if parallel.cp > 1:
-        _check_context_parallel(config)
-    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
-        raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
+    _check_row_sharing(config)
     if parallel.overlap_param_gather and not parallel.distributed_optimizer:
         raise RunConfigError("parallel.overlap_param_gather needs parallel.distributed_optimizer")
     return data_parallel_size
 
 
-def _check_context_parallel(config: TrainConfig) -> None:
-    """Checks that rows can be shared by context-parallel ranks."""
-    parallel, seq_len = config.parallel, config.data.seq_len
-    shard_count = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
-    if seq_len % shard_count:
-        sizes = f"parallel.cp {parallel.cp}"
-        if parallel.sequence_parallel:
-            sizes += f" x tp {parallel.tp} with sequence_parallel"
-        shorter_length = seq_len // shard_count * shard_count
-        near_lengths = [length for length in (shorter_length, shorter_length + shard_count) if length]
+def _check_expert_parallel(config: TrainConfig, data_parallel_size: int) -> None:
+    parallel = config.parallel
+    stage_ranks = parallel.tp * parallel.cp * data_parallel_size
+    expert_ranks = parallel.ep * parallel.etp
+    if stage_ranks % expert_ranks:
+        stage_text = _sizes_text({"tp": parallel.tp, "cp": parallel.cp, "dp": data_parallel_size})
         raise RunConfigError(
-            f"data.seq_len {seq_len} must be a multiple of {shard_count} ({sizes});"
-            f" take {' or '.join(map(str, near_lengths))}"
+            f"parallel: ep {parallel.ep} x etp {parallel.etp} = {expert_ranks} ranks do not"
+            f" divide the {pluralize(stage_ranks, 'rank')} of a pipeline stage ({stage_text});"
+            f" lower parallel.ep or etp, or start a multiple of"
+            f" {parallel.pp * math.lcm(parallel.tp * parallel.cp, expert_ranks)} processes"
         )
-    if config.eval.interval and config.eval.samples:
+
+
+def _sizes_text(sizes: dict[str, int]) -> str:
+    """Sizes as in ``tp 2 x pp 4``. Context parallelism is left out if it is not used."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "cp" or size > 1)
+
+
+def _near_multiples(number: int, divisor: int) -> str:
+    """The two multiples of ``divisor`` next to ``number``, if they are above 0."""
+    lower_multiple = number // divisor * divisor
+    return " or ".join(str(near) for near in (lower_multiple, lower_multiple + divisor) if near > 0)
+
+
+def _check_row_sharing(config: TrainConfig) -> None:
+    """Checks that the ranks of a stage can share a row."""
+    parallel, seq_len = config.parallel, config.data.seq_len
+    if parallel.sequence_parallel and parallel.tp == 1:
+        raise RunConfigError("parallel.sequence_parallel needs parallel.tp of at least 2")
+    if parallel.sequence_parallel and seq_len % parallel.tp:
+        raise RunConfigError(
+            f"data.seq_len {seq_len} must be a multiple of parallel.tp {parallel.tp} with sequence_parallel"
+        )
+    if parallel.tp_comm_overlap and not parallel.sequence_parallel:
+        raise RunConfigError("parallel.tp_comm_overlap needs parallel.sequence_parallel")
+
+    shard_count = parallel.cp * (parallel.tp if parallel.sequence_parallel else 1)
+    if parallel.cp > 1 and seq_len % shard_count:
+        tensor_text = f" x tp {parallel.tp} with sequence_parallel" if parallel.sequence_parallel else ""
+        raise RunConfigError(
+            f"data.seq_len {seq_len} must be a multiple of {shard_count} (parallel.cp"
+            f" {parallel.cp}{tensor_text}); take {_near_multiples(seq_len, shard_count)}"
+        )
+    if parallel.cp > 1 and config.eval.interval and config.eval.samples:
         raise RunConfigError(
             f"eval.samples {config.eval.samples}: answers are not generated with parallel.cp above 1; set"
             " eval.samples to 0 (the loss is still evaluated), and run megatron-vl generate on a checkpoint"
@@ -192,12 +188,10 @@ def _check_export(config: TrainConfig) -> None:
             f"checkpoint.export_hf {checkpoint.export_hf} needs checkpoint.dir: what is exported is a saved"
             " step"
         )
-
     if checkpoint.export_hf == "last":
         return
     if checkpoint.export_hf < 0:
         raise RunConfigError(f"checkpoint.export_hf {checkpoint.export_hf} must be at least 0, or last")
-
     if not checkpoint.interval or checkpoint.export_hf % checkpoint.interval:
         raise RunConfigError(
             f"checkpoint.export_hf {checkpoint.export_hf} must be a multiple of checkpoint.interval"
@@ -210,14 +204,12 @@ def _check_profile(config: TrainConfig, world_size: int) -> None:
     if not profile.steps:
         return
 
-    profile_steps = profile.steps
-    if len(profile_steps) != 2 or not 1 <= profile_steps[0] <= profile_steps[1] <= config.steps:
+    if len(profile.steps) != 2 or not 1 <= profile.steps[0] <= profile.steps[1] <= config.steps:
         raise RunConfigError(
-            f"profile.steps {profile_steps} must be the first and the last step to trace, as in [5, 7],"
+            f"profile.steps {profile.steps} must be the first and the last step to trace, as in [5, 7],"
             f" between 1 and steps {config.steps}"
         )
-    invalid_ranks = [rank for rank in profile.ranks if not 0 <= rank < world_size]
-    if invalid_ranks or not profile.ranks:
+    if not profile.ranks or not set(profile.ranks) <= set(range(world_size)):
         raise RunConfigError(
             f"profile.ranks {profile.ranks} must be ranks of this run, 0 to {world_size - 1}, at least one"
         )

@@ -37,14 +37,12 @@ def option(
         several: whether to make a list of all words that follow the option.
         must_exist: whether to refuse a path that does not exist.
     """
-    option_metadata = {
+    option_metadata: dict[str, Any] = {
         "minimum": minimum,
         "maximum": maximum,
         "exclusive_minimum": exclusive_minimum,
         "metavar": metavar,
         "shown_default": shown_default,
-    }
-    option_metadata |= {
         "positional": positional,
         "repeat": repeat,
         "several": several,

@@ -645,6 +645,18 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test="tests/data/test_row_loader.py::test_a_closed_loader_has_no_processes",
     ),
     DependencyFix(
+        fix_location="megatron_vl.data.source.tolerant_reader:ShardReader",
+        touched_names=(
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",
+            "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader._open_itarfile",
+        ),
+        fix_reason="Energon's open tar files keep a description of each member that was read.",
+        written_for=_ENERGON,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="Energon's reader does not grow with the samples that it reads",
+        guarding_test="tests/data/test_damage.py::test_reading_leaves_nothing_in_memory",
+    ),
+    DependencyFix(
         fix_location="megatron_vl.data.source.store_reading:StoreReader",
         touched_names=(
             "megatron.energon.flavors.webdataset.itar_reader.ShardInfosITarReader",

@@ -112,6 +112,17 @@ class UnusableSampleError(Exception):
         self.reason, self.sample_size = reason, sample_size
 
 
+def _refusal_of_error(error: Exception) -> UnusableSampleError:
+    """The reason for which a sample is left out whose encoding raised ``error``."""
+    if isinstance(error, UnusableSampleError):
+        return error
+    if isinstance(error, ChatTemplateError):
+        return UnusableSampleError(NOT_IN_CHAT_TEMPLATE, str(error))
+    if isinstance(error, SampleTimeoutError):
+        return UnusableSampleError("encoding takes too long", str(error))
+    return UnusableSampleError("cannot be encoded", f"{type(error).__name__}: {error}")
+
+
 @dataclasses.dataclass(kw_only=True)
 class RawSample(Sample):
     """A sample as the shard stores it: its JSON and the bytes of its media, not decoded."""
@@ -211,44 +222,42 @@ class RowEncoder:
             LoaderError: the data set was not written by this toolkit.
             FatalSampleError: too many consecutive samples are unusable.
         """
-        oversize = 0
         try:
             encoded_sample = self._encode_sample(raw_sample)
-        except UnusableSampleError as error:
-            refusal = (error.reason, str(error))
-            oversize = error.sample_size
-            if oversize:
-                self.smallest_oversized[error.reason] = min(
-                    oversize, self.smallest_oversized.get(error.reason, oversize)
-                )
-        except ChatTemplateError as error:
-            refusal = (NOT_IN_CHAT_TEMPLATE, str(error))
+        except MemoryError:
+            raise  # this says nothing about the sample
         except Exception as error:  # a sample from outside may cause any error
-            refusal = ("cannot be encoded", f"{type(error).__name__}: {error}")
+            refusal = _refusal_of_error(error)
         else:
             self.consecutive_refusals = 0
             self.smallest_oversized.clear()
             return encoded_sample
 
-        self.consecutive_refusals += 1
-        self.refusal_counts[refusal[0]] += 1
-        if self.consecutive_refusals >= self.max_consecutive_refusals:
-            most_common_reasons = self.refusal_counts.most_common()
-            reason_counts = ", ".join(f"{count} {reason}" for reason, count in most_common_reasons)
-            refusal_detail = " ".join(refusal[1].split())  # in one line, as the reader of the message expects
-            raise FatalSampleError(
-                f"{self.consecutive_refusals} samples in a row cannot be used ({reason_counts}); the last:"
-                f" {raw_sample.__key__}: {refusal_detail}{self._oversize_advice()}"
-            )
-
-        self._log_bad_sample(raw_sample, *refusal)
+        self._count_refusal(raw_sample, refusal)
+        self._log_bad_sample(raw_sample, refusal.reason, str(refusal))
         return EncodedSample.derive_from(
             raw_sample,
             shard_name=raw_sample.shard_name,
             source=_source_text(raw_sample.json_bytes),
-            refused=refusal,
-            refused_size=oversize,
+            refused=(refusal.reason, str(refusal)),
+            refused_size=refusal.sample_size,
         )
+
+    def _count_refusal(self, raw_sample: RawSample, refusal: UnusableSampleError) -> None:
+        """Counts an unusable sample. Raises FatalSampleError if too many came one after the other."""
+        if size := refusal.sample_size:
+            smallest_size = self.smallest_oversized.get(refusal.reason, size)
+            self.smallest_oversized[refusal.reason] = min(size, smallest_size)
+        self.consecutive_refusals += 1
+        self.refusal_counts[refusal.reason] += 1
+        if self.consecutive_refusals >= self.max_consecutive_refusals:
+            most_common_reasons = self.refusal_counts.most_common()
+            reason_counts = ", ".join(f"{count} {reason}" for reason, count in most_common_reasons)
+            refusal_detail = " ".join(str(refusal).split())  # in one line, as the message's reader expects
+            raise FatalSampleError(
+                f"{self.consecutive_refusals} samples in a row cannot be used ({reason_counts}); the last:"
+                f" {raw_sample.__key__}: {refusal_detail}{self._oversize_advice()}"
+            )
 
     def _encode_sample(self, raw_sample: RawSample) -> EncodedSample:
         if raw_sample.read_failure:
@@ -272,12 +281,9 @@ class RowEncoder:
 
         media_grids = [stored_media_grid(item, self.pixel_settings) for item in media_records]
         deadline = SampleDeadline(self.data_config.sample_timeout_s)
-        try:
-            token_ids, loss_mask = self.chat_encoder.encode(
-                conversation_record["messages"], media_grids, conversation_record.get("tools", ()), deadline
-            )
-        except SampleTimeoutError as error:
-            raise UnusableSampleError("encoding takes too long", str(error)) from error
+        token_ids, loss_mask = self.chat_encoder.encode(
+            conversation_record["messages"], media_grids, conversation_record.get("tools", ()), deadline
+        )
         encoded_sample = EncodedSample.derive_from(
             raw_sample,
             token_ids=token_ids,
@@ -560,38 +566,12 @@ def build_loader(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     row_encoder = _make_row_encoder(data_config, spec, hf_dir, split_facts)
     blend_sources, datasets = _load_datasets(data_config, split_facts, "train")
-    empty_sources = []
-    for source in blend_sources:
-        if source.sample_share and not source.sample_count:
-            empty_sources.append(source.source_name)
-    if empty_sources:
-        raise LoaderError(
-            f"{data_config.path}: {list_names(empty_sources)} has no samples; widen its subset, or leave it"
-            " out"
-        )
+    if empty_sources := [s.source_name for s in blend_sources if s.sample_share and not s.sample_count]:
+        advice = "widen its subset, or leave it out"
+        raise LoaderError(f"{data_config.path}: {list_names(empty_sources)} has no samples; {advice}")
     if len(blend_sources) > 1:
         row_encoder.source_names = tuple(source.source_name for source in blend_sources)
 
-    loader_identity = {
-        "version": STATE_VERSION,
-        "dataset": split_facts.dataset_identity,
-        "seed": data_config.seed,
-        "seq_len": data_config.seq_len,
-        "shuffle": data_config.shuffle,
-        **({"shuffle_block": data_config.shuffle_block} if data_config.shuffle else {}),
-        "pack": data_config.pack,
-        **({"packing_buffer": data_config.packing_buffer} if data_config.pack else {}),
-        "max_patches": data_config.max_patches,
-        # These determine the lengths of samples, and so the rows.
-        "pixels": [getattr(row_encoder.pixel_settings, name) for name in PIXEL_FIELDS],
-        "chat_template": zlib.crc32(row_encoder.chat_encoder.chat_template.encode()),
-        **video_rule(data_config, spec.vision.video_timestamps),
-        **(
-            dataclasses.asdict(row_encoder.chat_encoder.thinking_rule)
-            if row_encoder.chat_encoder.template_writes_thinking
-            else {}
-        ),
-    }
     planning_context = PlanningContext(
         datasets,
         blend_sources,
@@ -599,7 +579,35 @@ def build_loader(
         row_encoder,
         rows_per_step or dp_size,
     )
+    loader_identity = _loader_identity(data_config, row_encoder, split_facts)
     return RowLoader(planning_context, loader_identity, split_facts, dp_rank, dp_size, data_config)
+
+
+def _loader_identity(
+    data_config: DataConfig, row_encoder: RowEncoder, split_facts: SplitFacts
+) -> dict[str, Any]:
+    """The settings that determine the rows, as JSON values. A state is valid only with the same ones."""
+    chat_encoder = row_encoder.chat_encoder
+    loader_identity = {
+        "version": STATE_VERSION,
+        "dataset": split_facts.dataset_identity,
+        "seed": data_config.seed,
+        "seq_len": data_config.seq_len,
+        "shuffle": data_config.shuffle,
+        "pack": data_config.pack,
+        "max_patches": data_config.max_patches,
+        # These determine the lengths of samples, and so the rows.
+        "pixels": [getattr(row_encoder.pixel_settings, name) for name in PIXEL_FIELDS],
+        "chat_template": zlib.crc32(chat_encoder.chat_template.encode()),
+        **video_rule(data_config, row_encoder.spec.vision.video_timestamps),
+    }
+    if data_config.shuffle:
+        loader_identity["shuffle_block"] = data_config.shuffle_block
+    if data_config.pack:
+        loader_identity["packing_buffer"] = data_config.packing_buffer
+    if chat_encoder.template_writes_thinking:
+        loader_identity |= dataclasses.asdict(chat_encoder.thinking_rule)
+    return loader_identity
 
 
 def validation_rows(

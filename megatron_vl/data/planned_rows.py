@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 from megatron.energon.wrappers.gc_dataset import gc_init_worker
 from numpy.typing import NDArray
@@ -35,7 +34,7 @@ from megatron_vl.data.source.location import resolve_location
 from megatron_vl.data.source.sample_order import LANES, SampleOrder
 from megatron_vl.data.source.sample_sizes import SampleSizeCounter, SizesError, StoredSizes, open_stored_sizes
 from megatron_vl.data.source.store_reading import ReadAhead, ServedSamples, StoreReader, serve_samples
-from megatron_vl.data.source.tolerant_reader import TolerantReader, reconnect_stores
+from megatron_vl.data.source.tolerant_reader import ShardReader, TolerantReader, reconnect_stores
 from megatron_vl.data.state_json import LoaderStateError
 from megatron_vl.signals import shield_loader_worker
 
@@ -156,7 +155,7 @@ def open_sample_reader(dataset: Any, timeout_seconds: float, take: Callable[[int
     """
     if not dataset.path.is_local():
         return TolerantReader(StoreReader(dataset, take), timeout_seconds)
-    reader = ShardInfosITarReader(
+    reader = ShardReader(
         dataset.path, dataset.shards, sample_filter=dataset.sample_filter, itar_cache_size=MAX_OPEN_SHARDS
     )
     return TolerantReader(reader, timeout_seconds)
@@ -302,32 +301,9 @@ class BatchPlanner:
             LoaderStateError: the state is damaged.
         """
         try:
-            saved_keys = list(saved_state["keys"])
             draw_counts = dict(saved_state["drawn"])
             draws_set_aside = dict(saved_state["aside"])
-            saved_indices, draw_numbers = saved_state["waiting"].astype(np.int64)
-            if len(saved_indices) and min(saved_indices.min(), draw_numbers.min()) < 0:
-                raise ValueError("a negative number")
-
-            # Data sets may have other places in the blend now, or have left it.
-            index_of_saved = np.array([self._source_index(key) for key in saved_keys], np.int64)
-            current_indices = index_of_saved[saved_indices]
-            for saved_index, source_key in enumerate(saved_keys):
-                waiting_draws = draw_numbers[saved_indices == saved_index].tolist()
-                if index_of_saved[saved_index] < 0 and waiting_draws:
-                    draws_set_aside[source_key] = [*draws_set_aside.get(source_key, ()), *waiting_draws]
-
-            # What was set aside comes first, then what waits.
-            waiting_tables = []
-            for source_index, source_key in enumerate(self.sample_order.source_keys):
-                if self.sample_order.source_weights[source_index] > 0:
-                    returning_draws = np.array(draws_set_aside.pop(source_key, ()), np.int64)
-                    waiting_tables.append(
-                        np.stack([np.full_like(returning_draws, source_index), returning_draws])
-                    )
-            waiting_tables.append(np.stack([current_indices, draw_numbers])[:, current_indices >= 0])
-            source_indices, draw_numbers = np.concatenate(waiting_tables, axis=1)
-
+            source_indices, draw_numbers = self._restore_waiting(saved_state, draws_set_aside)
             total_draws = int(saved_state["total"])
             current_draws = [int(draw_counts.pop(key, 0)) for key in self.sample_order.source_keys]
         except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
@@ -340,6 +316,38 @@ class BatchPlanner:
         self._draws_of_removed = draw_counts
         self._draws_set_aside = draws_set_aside
         self._waiting_samples = self._with_sizes(source_indices, draw_numbers)
+
+    def _restore_waiting(
+        self, saved_state: dict[str, Any], draws_set_aside: dict[str, list[int]]
+    ) -> Integers:
+        """The data sets and numbers of the draws that wait, int64 [2, n]. Draws are set aside or come back.
+
+        Args:
+            draws_set_aside: as in the state; changed here.
+        """
+        saved_indices, draw_numbers = saved_state["waiting"].astype(np.int64)
+        if len(saved_indices) and min(saved_indices.min(), draw_numbers.min()) < 0:
+            raise ValueError("a negative number")
+
+        # Data sets may have other places in the blend now, or have left it.
+        saved_keys = list(saved_state["keys"])
+        index_of_saved = np.array([self._source_index(key) for key in saved_keys], np.int64)
+        current_indices = index_of_saved[saved_indices]
+        for saved_index, source_key in enumerate(saved_keys):
+            waiting_draws = draw_numbers[saved_indices == saved_index].tolist()
+            if index_of_saved[saved_index] < 0 and waiting_draws:
+                draws_set_aside[source_key] = [*draws_set_aside.get(source_key, ()), *waiting_draws]
+
+        # What was set aside comes first, then what waits.
+        waiting_tables = []
+        for source_index, source_key in enumerate(self.sample_order.source_keys):
+            if self.sample_order.source_weights[source_index] > 0:
+                returning_draws = np.array(draws_set_aside.pop(source_key, ()), np.int64)
+                waiting_tables.append(
+                    np.stack([np.full_like(returning_draws, source_index), returning_draws])
+                )
+        waiting_tables.append(np.stack([current_indices, draw_numbers])[:, current_indices >= 0])
+        return np.concatenate(waiting_tables, axis=1)
 
     def _source_index(self, source_key: str) -> int:
         """Number of a data set in the blend; -1 if nothing is drawn from it."""

@@ -95,10 +95,10 @@ class ReplicaDDP(DistributedDataParallel):
 
             for group in module_groups:
                 if group.param_gather_handle is not None or not group.param_gather_dispatched:
-                    skip_dispatch = (
-                        self.ddp_config.align_param_gather or self.overlap_param_gather_with_optimizer_step
+                    group.finish_param_sync(
+                        skip_next_bucket_dispatch=self.ddp_config.align_param_gather
+                        or self.overlap_param_gather_with_optimizer_step
                     )
-                    group.finish_param_sync(skip_next_bucket_dispatch=skip_dispatch)
 
         return hook
 

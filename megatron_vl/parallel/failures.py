@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from typing import Any
 from megatron_vl import host_memory, progress
 from megatron_vl.core_fixes.default_store import default_store
 from megatron_vl.errors import TRACEBACK_VARIABLE, describe_error, follows_lost_rank, traceback_helps
-from megatron_vl.parallel.heartbeat import Diagnosis, HeartbeatMonitor, RankProcess
+from megatron_vl.parallel.heartbeat import HeartbeatMonitor, RankProcess, RunFailure
 from megatron_vl.processes import kill_descendants
 
 _ALL_SEEN_TIMEOUT_S = 5.0
@@ -54,34 +54,6 @@ _STORE_TIMEOUT_S = 5.0
 """Seconds in which a diagnosis must reach the store. After that, a rank ends without the others."""
 _CAUSE_TIMEOUT_S = 5.0
 """Seconds that a rank which lost a peer waits for the peer's message."""
-
-
-@dataclass(frozen=True)
-class RunFailure:
-    """Why a training run ends."""
-
-    rank: int
-    """The rank that failed. The empty message of an orderly end also has a rank."""
-    message: str
-    has_traceback_hint: bool = False
-    """Whether to say how the traceback is shown."""
-    position_text: str = ""
-    """The rank's coordinates in the layout, its step, and its phase; empty before the layout is known."""
-    silent: tuple[int, ...] = ()
-    """Ranks that are dead or stopped."""
-    processes: tuple[RankProcess, ...] = ()
-    """Processes of the ranks that are dead, are stopped, or hang."""
-    has_died: bool = False
-    """Whether the rank ended without a message."""
-    is_hanging: bool = False
-    """Whether the rank is alive but makes no progress."""
-
-    @staticmethod
-    def from_diagnosis(diagnosis: Diagnosis) -> RunFailure:
-        v = diagnosis
-        return RunFailure(
-            v.rank, v.message, False, v.position_text, v.silent, v.processes, v.has_died, v.is_hanging
-        )
 
 
 class _FailureWatcher:
@@ -145,11 +117,10 @@ class _FailureWatcher:
         """The failure to report if the process that keeps the store (rank 0 or the launcher) is gone."""
         diagnosis = self.heartbeat_monitor.diagnosis
         if diagnosis is None:
-            return RunFailure(self.rank, _store_lost_message(), position_text=progress.describe_progress())
-        failure = RunFailure.from_diagnosis(diagnosis)
-        return dataclasses.replace(failure, message=f"{failure.message}; {_store_lost_message()}")
+            return RunFailure(self.rank, _store_lost_message(), progress.describe_progress())
+        return dataclasses.replace(diagnosis, message=f"{diagnosis.message}; {_store_lost_message()}")
 
-    def _publish_diagnosis(self, diagnosis: Diagnosis) -> None:
+    def _publish_diagnosis(self, diagnosis: RunFailure) -> None:
         """Publishes a diagnosis of the heartbeat monitor, so that all ranks end with it.
 
         It uses a separate connection, because other threads may be waiting in both existing ones. If the
@@ -160,16 +131,15 @@ class _FailureWatcher:
 
         def publish_in_thread() -> None:
             with contextlib.suppress(Exception):
-                self.publish_failure(default_store().clone(), RunFailure.from_diagnosis(diagnosis))
+                self.publish_failure(default_store().clone(), diagnosis)
                 is_published.set()
 
         threading.Thread(target=publish_in_thread, name="verdict", daemon=True).start()
         if is_published.wait(_STORE_TIMEOUT_S) or self.orderly_end.is_set():
             return  # the thread that waits for failures ends this process
-        run_failure = self._failure_without_store()
-        self.first_failure = run_failure
+        self.first_failure = self._failure_without_store()
         if self.exit_lock.acquire(blocking=False):
-            print_failure_once(run_failure)
+            print_failure_once(self.first_failure)
             self.exit_process(None)
 
     def wait_for_ranks(self, store: Any, meeting_point: str, wait_s: float) -> bool:
@@ -201,11 +171,9 @@ class _FailureWatcher:
         if first_failure is not None and first_failure.silent:
             self._kill_processes(first_failure.processes)
 
-        for other_thread in threading.enumerate():
-            if not other_thread.daemon and other_thread not in (
-                threading.main_thread(),
-                threading.current_thread(),
-            ):
+        awaited_threads = {*threading.enumerate()} - {threading.main_thread(), threading.current_thread()}
+        for other_thread in awaited_threads:
+            if not other_thread.daemon:
                 _join_thread(other_thread, deadline)
         if all_seen:
             self.wait_for_ranks(store, "done", max(_ALL_SEEN_TIMEOUT_S, deadline - time.monotonic()))
@@ -272,10 +240,9 @@ def watch_ranks(timeout_s: float = 0.0) -> None:
         _failure_watcher = _FailureWatcher(_watchers_started, timeout_s)
 
 
-def _end_single_rank(diagnosis: Diagnosis) -> None:
-    run_failure = RunFailure.from_diagnosis(diagnosis)
+def _end_single_rank(diagnosis: RunFailure) -> None:
     _print_main_stack()
-    print_failure_once(run_failure)
+    print_failure_once(diagnosis)
     kill_descendants()
     os._exit(1)
 
@@ -314,9 +281,11 @@ def report_failure(error: Exception) -> RunFailure:
     first one. If the error usually follows from the end of another rank, this function waits for that rank's
     failure.
     """
-    rank = int(os.environ.get("RANK", "0"))
     own_failure = RunFailure(
-        rank, describe_error(error), traceback_helps(error), position_text=progress.describe_progress()
+        int(os.environ.get("RANK", "0")),
+        describe_error(error),
+        progress.describe_progress(),
+        has_traceback_hint=traceback_helps(error),
     )
     if _failure_watcher is None:
         return own_failure
@@ -325,7 +294,7 @@ def report_failure(error: Exception) -> RunFailure:
 
     if follows_lost_rank(error) and first_failure_message(_CAUSE_TIMEOUT_S) is None:
         # The store may have ended with the rank that kept it.
-        _failure_watcher.heartbeat_monitor.wait_for_diagnosis(_CAUSE_TIMEOUT_S)
+        _failure_watcher.heartbeat_monitor.diagnosis_ready.wait(_CAUSE_TIMEOUT_S)
     _failure_watcher.exit_lock.acquire()  # does not return if the thread is already ending the process
     try:
         first_failure = _failure_watcher.publish_failure(default_store(), own_failure)
@@ -374,23 +343,8 @@ def print_failure_once(run_failure: RunFailure) -> None:
     """
     if run_failure.is_hanging and _failure_watcher is not None and run_failure.rank == _failure_watcher.rank:
         _print_main_stack()
-    first_line = run_failure.message.partition("\n")[0]
-    if run_failure.has_died or run_failure.silent:
-        # Without the store, the messages of ranks differ in numbers.
-        first_line = f"ranks {run_failure.silent}"
-
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
-        # torchrun makes a folder for this start, which contains one folder for each rank.
-        printed_marker = (
-            Path(error_file).parent.parent / f"told_{hashlib.sha256(first_line.encode()).hexdigest()[:16]}"
-        )
-        try:
-            printed_marker.open("x").close()
-        except FileExistsError:
-            return
-        except OSError:
-            pass  # it is better to print the message twice than not at all
+    if _is_printed_already(run_failure):
+        return
 
     position_text = f" ({run_failure.position_text})" if run_failure.position_text else ""
     is_local = any(process.is_local() for process in run_failure.processes)
@@ -408,15 +362,32 @@ def print_failure_once(run_failure: RunFailure) -> None:
     )
 
 
+def _is_printed_already(run_failure: RunFailure) -> bool:
+    """Whether another rank of this node has printed the message. From now on, it counts as printed."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return False
+
+    first_line = run_failure.message.partition("\n")[0]
+    if run_failure.has_died or run_failure.silent:
+        # Without the store, the messages of ranks differ in numbers.
+        first_line = f"ranks {run_failure.silent}"
+    message_hash = hashlib.sha256(first_line.encode()).hexdigest()[:16]
+    try:
+        # torchrun makes a folder for this start, which contains one folder for each rank.
+        (Path(error_file).parent.parent / f"told_{message_hash}").open("x").close()
+    except FileExistsError:
+        return True
+    except OSError:
+        pass  # it is better to print the message twice than not at all
+    return False
+
+
 def _print_main_stack() -> None:
     """Prints the stack of this rank's main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is not None:
         main_stack = traceback.extract_stack(frame)
-        innermost_from = len(main_stack) - 2
-        shown_frames = []
-        for frame_number, stack_frame in enumerate(main_stack):
-            if frame_number >= innermost_from or "megatron_vl" in stack_frame.filename:
-                shown_frames.append(stack_frame)
-        lines = "".join(traceback.format_list(shown_frames))
+        own_frames = [stack_frame for stack_frame in main_stack[:-2] if "megatron_vl" in stack_frame.filename]
+        lines = "".join(traceback.format_list([*own_frames, *main_stack[-2:]]))
         print(f"the stack of the main thread of the rank that hangs:\n{lines}", file=sys.stderr, flush=True)

@@ -86,6 +86,9 @@ class RankProcess:
                 with contextlib.suppress(psutil.Error):
                     killed_process.kill()
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host_name}"
+
     def system_state(self) -> str:
         """The system's name of the process's state, if it runs on this machine; otherwise empty."""
         if not self.is_local():
@@ -123,12 +126,17 @@ class Heartbeat:
     """When the line arrived, by this process's monotonic clock in seconds."""
 
     def to_line(self) -> bytes:
-        fields = {
-            "rank": self.rank,
-            "process": asdict(self.rank_process),
-            "progress": asdict(self.rank_progress),
-        }
-        return json.dumps(fields | {"debugged": self.is_debugged}).encode() + b"\n"
+        return (
+            json.dumps(
+                {
+                    "rank": self.rank,
+                    "process": asdict(self.rank_process),
+                    "progress": asdict(self.rank_progress),
+                }
+                | {"debugged": self.is_debugged}
+            ).encode()
+            + b"\n"
+        )
 
     @staticmethod
     def from_line(heartbeat_line: bytes) -> Heartbeat:
@@ -138,27 +146,34 @@ class Heartbeat:
             ValueError, KeyError, TypeError: ``heartbeat_line`` is not such a line.
         """
         fields = json.loads(heartbeat_line)
-        rank_process, rank_progress = RankProcess(**fields["process"]), RankProgress(**fields["progress"])
-        return Heartbeat(int(fields["rank"]), rank_process, rank_progress, bool(fields["debugged"]))
+        return Heartbeat(
+            int(fields["rank"]),
+            RankProcess(**fields["process"]),
+            RankProgress(**fields["progress"]),
+            bool(fields["debugged"]),
+        )
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Why the run ends."""
+class RunFailure:
+    """Why a training run ends."""
 
     rank: int
-    """The first of the ranks at fault."""
-    position_text: str
-    """The rank's coordinates in the layout, its step, and its phase."""
+    """The rank that failed, the first one if there are several. The empty message of an orderly end also has
+    a rank."""
     message: str
+    position_text: str = ""
+    """The rank's coordinates in the layout, its step, and its phase; empty before the layout is known."""
     silent: tuple[int, ...] = ()
     """Ranks that are dead or stopped. No rank needs to wait for them."""
     processes: tuple[RankProcess, ...] = ()
-    """The processes of the ranks at fault, as far as they are known."""
+    """Processes of the ranks that are dead, are stopped, or hang, as far as they are known."""
     has_died: bool = False
     """Whether the rank ended without a message."""
     is_hanging: bool = False
     """Whether the rank is alive but makes no progress."""
+    has_traceback_hint: bool = False
+    """Whether to say how the traceback is shown."""
 
 
 def heartbeat_interval_s(world_size: int, timeout_s: float) -> float:
@@ -184,7 +199,7 @@ class HeartbeatMonitor:
         on_diagnosis: called once, in the thread, with the diagnosis.
     """
 
-    def __init__(self, store_key: str, timeout_s: float, on_diagnosis: Callable[[Diagnosis], None]) -> None:
+    def __init__(self, store_key: str, timeout_s: float, on_diagnosis: Callable[[RunFailure], None]) -> None:
         import torch.distributed as dist
 
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -194,9 +209,10 @@ class HeartbeatMonitor:
         """Seconds without a line after which a rank is considered stopped."""
         self.rank_process = own_process()
         self.end_event = threading.Event()
-        self.diagnosis: Diagnosis | None = None
+        self.diagnosis: RunFailure | None = None
         self.diagnosis_ready = threading.Event()
         """Set when there is a diagnosis."""
+        self.progress_clock = _ProgressClock(timeout_s)
 
         thread_target: Callable[[], None]
         if self.world_size == 1:
@@ -219,29 +235,29 @@ class HeartbeatMonitor:
             self.rank, self.rank_process, dataclasses.replace(progress.current_progress), is_in_debugger()
         )
 
-    def report_diagnosis(self, diagnosis: Diagnosis | None) -> bool:
-        """Reports a diagnosis, if there is one and this rank has not ended. Returns whether it did so."""
-        if diagnosis is None or self.end_event.is_set():
-            return False
-        self.diagnosis = diagnosis
-        self.diagnosis_ready.set()
-        self.on_diagnosis(diagnosis)
-        return True
+    def report_diagnosis(self, diagnosis: RunFailure) -> None:
+        """Reports a diagnosis, unless this rank has ended."""
+        if not self.end_event.is_set():
+            self.diagnosis = diagnosis
+            self.diagnosis_ready.set()
+            self.on_diagnosis(diagnosis)
 
-    def wait_for_diagnosis(self, wait_s: float) -> None:
-        """Waits until there is a diagnosis, at most ``wait_s`` seconds."""
-        self.diagnosis_ready.wait(wait_s)
+    def seconds_idle(self, heartbeats: Iterable[Heartbeat]) -> float:
+        """Seconds since one of these ranks last made progress. Call it once per interval."""
+        return self.progress_clock.seconds_idle(heartbeats, self.interval_s + 1)
+
+    def report_hang(self, heartbeats: dict[int, Heartbeat], idle_s: float) -> bool:
+        """Reports a hang if ``idle_s`` seconds without progress are too many. Returns whether it did so."""
+        if not self.progress_clock.has_timed_out(idle_s, heartbeats.values()):
+            return False
+        self.report_diagnosis(diagnose_hang(heartbeats, idle_s, self.silence_limit_s, self.timeout_s))
+        return True
 
     def _watch_own_progress(self) -> None:
         """The thread of a run of one rank, which watches only its own progress."""
-        progress_clock = _ProgressClock(self.timeout_s)
         while not self.end_event.wait(self.interval_s):
             own_heartbeat = self.own_heartbeat()
-            seconds = progress_clock.seconds_idle([own_heartbeat], self.interval_s + 1)
-            if progress_clock.has_timed_out(seconds, [own_heartbeat]):
-                self.report_diagnosis(
-                    diagnose_hang({0: own_heartbeat}, seconds, self.silence_limit_s, self.timeout_s)
-                )
+            if self.report_hang({0: own_heartbeat}, self.seconds_idle([own_heartbeat])):
                 return
 
     def stop_monitor(self) -> None:
@@ -319,16 +335,13 @@ class _Rank0Listener:
     def listen_to_ranks(self) -> None:
         """Receives lines and sends this rank's own, until there is a diagnosis or the monitor ends."""
         heartbeat_monitor = self.heartbeat_monitor
-        progress_clock = _ProgressClock(heartbeat_monitor.timeout_s)
         selector = selectors.DefaultSelector()
         selector.register(self.server_socket, selectors.EVENT_READ)
         next_send = time.monotonic()
 
         while not heartbeat_monitor.end_event.is_set():
             # A second at most, so that the thread sees the end of the run soon.
-            for selector_key, _ in selector.select(
-                0.1 if self.lost_ranks else min(heartbeat_monitor.interval_s, 1.0)
-            ):
+            for selector_key, _ in selector.select(min(heartbeat_monitor.interval_s, 1.0)):
                 self._serve_socket(selector, selector_key.fileobj)
 
             # A connection that ended is certain, so it needs no timeout.
@@ -345,16 +358,8 @@ class _Rank0Listener:
             self._send_to_all(self.heartbeats[0].to_line())
 
             # One rank that makes progress is enough: the others may wait for it for a good reason.
-            idle_s = progress_clock.seconds_idle(self.heartbeats.values(), heartbeat_monitor.interval_s + 1)
-            if progress_clock.has_timed_out(idle_s, self.heartbeats.values()):
-                heartbeat_monitor.report_diagnosis(
-                    diagnose_hang(
-                        self.heartbeats,
-                        idle_s,
-                        heartbeat_monitor.silence_limit_s,
-                        heartbeat_monitor.timeout_s,
-                    )
-                )
+            idle_s = heartbeat_monitor.seconds_idle(self.heartbeats.values())
+            if heartbeat_monitor.report_hang(self.heartbeats, idle_s):
                 return
 
     def _serve_socket(self, selector: selectors.BaseSelector, ready_socket: Any) -> None:
@@ -416,37 +421,30 @@ class _RankReporter:
     def __init__(self, heartbeat_monitor: HeartbeatMonitor, server_port: int, auth_token: str) -> None:
         self.heartbeat_monitor, self.server_port, self.auth_token = heartbeat_monitor, server_port, auth_token
         self.rank_0_heartbeat: Heartbeat | None = None
-        self.unsent_bytes = b""
+        self.last_received = 0.0
+        """When anything last arrived from rank 0, by this process's monotonic clock in seconds."""
+        self.unsent_bytes = self.unread_bytes = b""
 
     def report_to_rank_0(self) -> None:
         """Sends lines and receives those of rank 0, until there is a diagnosis or the monitor ends."""
         heartbeat_monitor = self.heartbeat_monitor
-        progress_clock = _ProgressClock(heartbeat_monitor.timeout_s)
         rank_0_connection = self._connect_to_rank_0()
         if rank_0_connection is None:
             return
 
         rank_0_connection.setblocking(False)
-        next_send, last_received, receive_buffer = time.monotonic(), time.monotonic(), b""
+        next_send = self.last_received = time.monotonic()
         selector = selectors.DefaultSelector()
         selector.register(rank_0_connection, selectors.EVENT_READ)
 
         while not heartbeat_monitor.end_event.is_set():
-            ready_keys = selector.select(min(heartbeat_monitor.interval_s, 1.0))
-            if ready_keys:
-                received_bytes = _receive_bytes(rank_0_connection)
-                if received_bytes is None:
-                    # The last line says where rank 0 was.
-                    heartbeat_monitor.report_diagnosis(
-                        diagnose_dead_ranks([0], {0: self.rank_0_heartbeat} if self.rank_0_heartbeat else {})
-                    )
-                    return
-
-                last_received = time.monotonic()
-                *rank_0_lines, receive_buffer = (receive_buffer + received_bytes).split(b"\n")
-                for rank_0_line in rank_0_lines[-1:]:
-                    with contextlib.suppress(ValueError, KeyError, TypeError):
-                        self.rank_0_heartbeat = Heartbeat.from_line(rank_0_line)
+            if selector.select(min(heartbeat_monitor.interval_s, 1.0)) and not self._receive_lines(
+                rank_0_connection
+            ):
+                # The last line says where rank 0 was.
+                known_heartbeats = {0: self.rank_0_heartbeat} if self.rank_0_heartbeat else {}
+                heartbeat_monitor.report_diagnosis(diagnose_dead_ranks([0], known_heartbeats))
+                return
             if time.monotonic() < next_send:
                 continue
 
@@ -456,19 +454,24 @@ class _RankReporter:
 
             # As long as rank 0 sends lines, it decides: it knows the progress of all ranks.
             idle_s = min(
-                progress_clock.seconds_idle([own_heartbeat], heartbeat_monitor.interval_s + 1),
-                time.monotonic() - last_received,
+                heartbeat_monitor.seconds_idle([own_heartbeat]), time.monotonic() - self.last_received
             )
-            if self.rank_0_heartbeat is not None and progress_clock.has_timed_out(
-                idle_s, [own_heartbeat, self.rank_0_heartbeat]
+            if self.rank_0_heartbeat is not None and heartbeat_monitor.report_hang(
+                {0: self.rank_0_heartbeat, heartbeat_monitor.rank: own_heartbeat}, idle_s
             ):
-                heartbeats = {0: self.rank_0_heartbeat, heartbeat_monitor.rank: own_heartbeat}
-                heartbeat_monitor.report_diagnosis(
-                    diagnose_hang(
-                        heartbeats, idle_s, heartbeat_monitor.silence_limit_s, heartbeat_monitor.timeout_s
-                    )
-                )
                 return
+
+    def _receive_lines(self, rank_0_connection: socket.socket) -> bool:
+        """Keeps the latest heartbeat that has arrived. Returns False if the connection has ended."""
+        received_bytes = _receive_bytes(rank_0_connection)
+        if received_bytes is None:
+            return False
+
+        self.last_received = time.monotonic()
+        *rank_0_lines, self.unread_bytes = (self.unread_bytes + received_bytes).split(b"\n")
+        with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):
+            self.rank_0_heartbeat = Heartbeat.from_line(rank_0_lines[-1])
+        return True
 
     def _connect_to_rank_0(self) -> socket.socket | None:
         """The connection to rank 0; None, with a note, if rank 0 cannot be reached."""
@@ -511,28 +514,24 @@ def _receive_bytes(rank_connection: socket.socket) -> bytes | None:
         return None
 
 
-def diagnose_dead_ranks(dead_ranks: list[int], heartbeats: dict[int, Heartbeat]) -> Diagnosis:
+def diagnose_dead_ranks(dead_ranks: list[int], heartbeats: dict[int, Heartbeat]) -> RunFailure:
     """The diagnosis of ranks whose connections have ended."""
     dead_ranks = sorted(dead_ranks)
-    known_heartbeats = [heartbeats[rank] for rank in dead_ranks if rank in heartbeats]
     first_heartbeat = heartbeats.get(dead_ranks[0])
-    process_text = (
-        f"process {first_heartbeat.rank_process.pid} on {first_heartbeat.rank_process.host_name}"
-        if first_heartbeat
-        else "the process"
+    return RunFailure(
+        dead_ranks[0],
+        f"{first_heartbeat.rank_process if first_heartbeat else 'the process'} ended without a message: it"
+        f" was killed from outside (SIGKILL), or crashed in native code{_other_ranks_text(dead_ranks)}",
+        progress.describe_progress(first_heartbeat.rank_progress) if first_heartbeat else "",
+        tuple(dead_ranks),
+        tuple(heartbeats[rank].rank_process for rank in dead_ranks if rank in heartbeats),
+        has_died=True,
     )
-    message = (
-        f"{process_text} ended without a message: it was killed from outside (SIGKILL), or crashed in native"
-        f" code{_other_ranks_text(dead_ranks)}"
-    )
-    rank_processes = tuple(heartbeat.rank_process for heartbeat in known_heartbeats)
-    position_text = progress.describe_progress(first_heartbeat.rank_progress) if first_heartbeat else ""
-    return Diagnosis(dead_ranks[0], position_text, message, tuple(dead_ranks), rank_processes, has_died=True)
 
 
 def diagnose_hang(
     heartbeats: dict[int, Heartbeat], idle_s: float, silence_limit_s: float, timeout_s: float
-) -> Diagnosis:
+) -> RunFailure:
     """The diagnosis of a run in which no rank has made progress for ``idle_s``.
 
     Args:
@@ -540,89 +539,77 @@ def diagnose_hang(
         silence_limit_s: a rank whose latest heartbeat is older, in seconds, is considered stopped.
         timeout_s: ``failures.timeout_s``, for the message.
     """
-    current_time = time.monotonic()
-    silent_ranks = sorted(
-        rank
-        for rank, heartbeat in heartbeats.items()
-        if current_time - heartbeat.received_at > silence_limit_s
-    )
     limit_hint = f"If the run did not hang, raise failures.timeout_s ({timeout_s:g}; 0: no limit)"
+    heard_since = time.monotonic() - silence_limit_s
+    silent_ranks = sorted(
+        rank for rank, heartbeat in heartbeats.items() if heartbeat.received_at < heard_since
+    )
     if silent_ranks:
-        return _diagnose_silent_ranks(silent_ranks, heartbeats, current_time, limit_hint)
+        return _diagnose_silent_ranks(silent_ranks, heartbeats, limit_hint)
 
     # Ranks with the least progress are those that the others wait for.
-    def progress_order(rank: int) -> tuple[int, int, bool, bool]:
-        far_progress = heartbeats[rank].rank_progress
-        phase_order = (
-            progress.PHASES.index(far_progress.phase) if far_progress.phase in progress.PHASES else 0
-        )
-        return (
-            far_progress.step,
-            phase_order,
-            not far_progress.syncing_file,
-            far_progress.background_task != progress.WRITING_CHECKPOINT,
-        )
-
-    least_progress = min(map(progress_order, heartbeats))
-    slowest_ranks = sorted(rank for rank in heartbeats if progress_order(rank) == least_progress)
+    least_progress = min(map(_progress_order, heartbeats.values()))
+    slowest_ranks = sorted(
+        rank for rank, heartbeat in heartbeats.items() if _progress_order(heartbeat) == least_progress
+    )
+    blamed_ranks = slowest_ranks if len(slowest_ranks) < len(heartbeats) else []
     first_heartbeat = heartbeats[slowest_ranks[0]]
-    rank_progress = first_heartbeat.rank_progress
-    if len(slowest_ranks) == len(heartbeats):
-        same_phase_text = ", and all ranks are in the same phase" if len(heartbeats) > 1 else ""
-        waiting_text = f"no rank has made progress for {idle_s:.0f} s{same_phase_text}"
-    else:
-        waiting_text = (
+    return RunFailure(
+        slowest_ranks[0],
+        f"{_waiting_text(blamed_ranks, len(heartbeats), idle_s)} ({first_heartbeat.rank_process})."
+        f" {_phase_advice(first_heartbeat.rank_progress)}{limit_hint}",
+        progress.describe_progress(first_heartbeat.rank_progress),
+        processes=tuple(heartbeats[rank].rank_process for rank in blamed_ranks),
+        is_hanging=True,
+    )
+
+
+def _progress_order(heartbeat: Heartbeat) -> tuple[int, int, bool, bool]:
+    """A value that is the larger, the further a rank is."""
+    rank_progress = heartbeat.rank_progress
+    return (
+        rank_progress.step,
+        progress.PHASES.index(rank_progress.phase) if rank_progress.phase in progress.PHASES else 0,
+        not rank_progress.syncing_file,
+        rank_progress.background_task != progress.WRITING_CHECKPOINT,
+    )
+
+
+def _waiting_text(blamed_ranks: list[int], num_ranks: int, idle_s: float) -> str:
+    """Who has made no progress for ``idle_s`` seconds: the blamed ranks, or all if none is blamed."""
+    if blamed_ranks:
+        return (
             f"it has made no progress for {idle_s:.0f} s, and the others wait for"
-            f" it{_other_ranks_text(slowest_ranks)}"
+            f" it{_other_ranks_text(blamed_ranks)}"
         )
-    process_text = f"process {first_heartbeat.rank_process.pid} on {first_heartbeat.rank_process.host_name}"
+    same_phase_text = ", and all ranks are in the same phase" if num_ranks > 1 else ""
+    return f"no rank has made progress for {idle_s:.0f} s{same_phase_text}"
+
+
+def _phase_advice(rank_progress: RankProgress) -> str:
+    """What to look at if a rank hangs in this phase: sentences with a space after them, or nothing."""
     disk_text = (
         f"The disk has not confirmed {rank_progress.syncing_file} (fsync). "
         if rank_progress.syncing_file
         else ""
     )
-    message = (
-        f"{waiting_text} ({process_text})."
-        f" {disk_text}{_ADVICE_BY_PHASE.get(rank_progress.phase, '')}{limit_hint}"
-    )
-    rank_processes = (
-        tuple(heartbeats[rank].rank_process for rank in slowest_ranks)
-        if len(slowest_ranks) < len(heartbeats)
-        else ()
-    )
-    return Diagnosis(
-        slowest_ranks[0],
-        progress.describe_progress(rank_progress),
-        message,
-        processes=rank_processes,
-        is_hanging=True,
-    )
+    return disk_text + _ADVICE_BY_PHASE.get(rank_progress.phase, "")
 
 
 def _diagnose_silent_ranks(
-    silent_ranks: list[int], heartbeats: dict[int, Heartbeat], current_time: float, limit_hint: str
-) -> Diagnosis:
-    """The diagnosis of ranks that send no lines.
-
-    Args:
-        current_time: the monotonic clock of this process in seconds.
-        limit_hint: a sentence about the limit, for the message.
-    """
+    silent_ranks: list[int], heartbeats: dict[int, Heartbeat], limit_hint: str
+) -> RunFailure:
+    """The diagnosis of ranks that send no lines. Its message ends with ``limit_hint``."""
     first_heartbeat = heartbeats[silent_ranks[0]]
     process_state = first_heartbeat.rank_process.system_state()
     state_text = f"its state is {process_state!r}" if process_state else "it is stopped, or its node is lost"
-    message = (
-        f"no sign of life for {current_time - first_heartbeat.received_at:.0f} s: {state_text} (process"
-        f" {first_heartbeat.rank_process.pid} on"
-        f" {first_heartbeat.rank_process.host_name}){_other_ranks_text(silent_ranks)}. {limit_hint}"
-    )
-    rank_processes = tuple(heartbeats[rank].rank_process for rank in silent_ranks)
-    return Diagnosis(
+    return RunFailure(
         silent_ranks[0],
+        f"no sign of life for {time.monotonic() - first_heartbeat.received_at:.0f} s: {state_text}"
+        f" ({first_heartbeat.rank_process}){_other_ranks_text(silent_ranks)}. {limit_hint}",
         progress.describe_progress(first_heartbeat.rank_progress),
-        message,
         tuple(silent_ranks),
-        rank_processes,
+        tuple(heartbeats[rank].rank_process for rank in silent_ranks),
     )
 
 

@@ -137,41 +137,34 @@ def end_distributed() -> None:
 
 
 def make_grid(layout: Layout) -> ProcessGrid:
-    """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid.
-
-    Collective over all ranks.
-    """
+    """Initialises Megatron-core's groups for ``layout``, and returns this rank's grid. Collective."""
     from megatron.core import parallel_state as mpu
 
-    # Core has no group of a whole replica under context parallelism.
     _initialize_core_groups(layout)
-    cp = layout.cp
-    replica_group = _replica_group(layout) if cp > 1 else mpu.get_model_parallel_group()
+    # Core has no group of a whole replica under context parallelism.
+    replica_group = _replica_group(layout) if layout.cp > 1 else mpu.get_model_parallel_group()
     keep_replica_group(replica_group)
-    rank = dist.get_rank()
-    dp = mpu.get_data_parallel_world_size()
-
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         cp_rank=mpu.get_context_parallel_rank(),
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         dp_rank=mpu.get_data_parallel_rank(),
         tp=layout.tp,
-        cp=cp,
+        cp=layout.cp,
         pp=layout.pp,
-        dp=dp,
+        dp=mpu.get_data_parallel_world_size(),
         vpp=layout.vpp,
         sharding=layout.sharding,
         ep_rank=mpu.get_expert_model_parallel_rank(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
         edp_rank=mpu.get_expert_data_parallel_rank(),
-        rank=rank,
+        rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         replica_group=replica_group,
         replica_source_rank=min(dist.get_process_group_ranks(replica_group)),
         replica_gloo_group=_replica_gloo_group(layout) or replica_group,
         stage_group=mpu.get_tensor_and_context_parallel_group()
-        if cp > 1
+        if layout.cp > 1
         else mpu.get_tensor_model_parallel_group(),
         tp_group=mpu.get_tensor_model_parallel_group(),
         dp_group=mpu.get_data_parallel_group(),

@@ -18,42 +18,25 @@ from torch.overrides import TorchFunctionMode
 from megatron_vl.core_fixes.gloo_threads import use_one_gloo_worker
 
 
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
 class _CpuStream:
     """A stream on which every operation is finished when its call returns, as on the CPU."""
 
     cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    __init__ = wait_stream = wait_event = synchronize = _do_nothing
 
     def record_event(self, event: Any = None) -> Any:
         return event or _CpuEvent()
-
-    def synchronize(self) -> None:
-        pass
 
     def query(self) -> bool:
         return True
 
 
 class _CpuEvent:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    __init__ = record = wait = synchronize = _do_nothing
 
     def query(self) -> bool:
         return True
@@ -102,10 +85,6 @@ def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool =
 
 def _set_rng_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
-
-
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    return None
 
 
 _installed_mode: CudaOnCpu | None = None

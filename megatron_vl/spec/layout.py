@@ -9,7 +9,7 @@ layer. Both may have fewer decoder layers than the others, or none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +83,7 @@ class Layout:
 
     def megatron_layout_string(self) -> str:
         """The layout in Megatron-core's notation (``E`` embedding, ``t`` decoder layer, ``L`` loss)."""
-        entries = ["t" * layer_count for layer_count in self.layers_per_chunk]
-        entries[0] = "E" + entries[0]
-        entries[-1] = entries[-1] + "L"
-        return "|".join(entries)
+        return f"E{'|'.join('t' * layer_count for layer_count in self.layers_per_chunk)}L"
 
     def as_dict(self) -> dict[str, object]:
         """The layout as checkpoints store it. :func:`read_layout` reads it back."""
@@ -107,58 +104,52 @@ def make_layout(
     tp: int = 1,
     pp: int = 1,
     vpp: int = 1,
-    layers: list[int] | tuple[int, ...] | None = None,
+    layers: Sequence[int] | None = None,
     ep: int = 1,
     etp: int = 1,
     decoupled: bool = False,
     cp: int = 1,
 ) -> Layout:
-    """Makes a layout and checks that it fits the model.
+    """Makes a layout. Raises LayoutError if a number is impossible for this model.
 
     Args:
-        layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly. If
-            that leaves a remainder, the first entries get one layer fewer than the last ones, because the
-            first entry also holds the vision tower and the embedding. With ``decoupled``, the last entries
-            get one layer fewer, because the last one also holds the output layer.
+        layers: number of decoder layers of each of the ``pp * vpp`` entries. None spreads them evenly.
         decoupled: whether every rank holds the vision tower.
-
-    Raises:
-        LayoutError: a number is impossible for this model. The message says which, and what would be valid.
     """
-    parallel_sizes = {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp}
-    for size_name, parallel_size in parallel_sizes.items():
+    for size_name, parallel_size in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep, "etp": etp, "cp": cp}.items():
         if parallel_size < 1:
             raise LayoutError(f"{size_name}={parallel_size} must be at least 1")
-
     if vpp > 1 and pp == 1:
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
+
     check_sharding(spec, Sharding(tp, ep, etp))
     check_context_parallel(spec, tp, cp)
-
     num_layers = spec.language.num_layers
-    num_chunks = pp * vpp
-    if layers is None:
-        if num_layers < num_chunks:
-            raise LayoutError(
-                f"pp={pp} x vpp={vpp} gives {num_chunks} chunks for {num_layers} decoder layers; set layers"
-                " by hand to leave some empty"
-            )
-        # With a remainder, the last chunks get one layer more, because the first one also holds the tower. If
-        # every rank holds the tower, the first chunks do, because the last one also holds the output layer.
-        base_layers, remainder = divmod(num_layers, num_chunks)
-        larger, smaller = [base_layers + 1] * remainder, [base_layers] * (num_chunks - remainder)
-        layers = larger + smaller if decoupled else smaller + larger
-
-    if len(layers) != num_chunks:
+    layers = _even_layers(num_layers, pp, vpp, decoupled) if layers is None else layers
+    if len(layers) != pp * vpp:
         raise LayoutError(
-            f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {num_chunks}"
+            f"layers {list(layers)} has {len(layers)} entries; pp={pp} x vpp={vpp} needs {pp * vpp}"
         )
     if min(layers) < 0 or sum(layers) != num_layers:
         raise LayoutError(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
-
     return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp)
+
+
+def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:
+    """The number of layers of each entry if they are spread evenly."""
+    num_chunks = pp * vpp
+    if num_layers < num_chunks:
+        raise LayoutError(
+            f"pp={pp} x vpp={vpp} gives {num_chunks} chunks for {num_layers} decoder layers; set layers"
+            " by hand to leave some empty"
+        )
+    # With a remainder, the last chunks get one layer more, because the first one also holds the tower. If
+    # every rank holds the tower, the first chunks do, because the last one also holds the output layer.
+    base_layers, remainder = divmod(num_layers, num_chunks)
+    larger, smaller = [base_layers + 1] * remainder, [base_layers] * (num_chunks - remainder)
+    return larger + smaller if decoupled else smaller + larger
 
 
 def key_value_copies(key_value_heads: int, cp: int) -> int:
@@ -174,9 +165,9 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
     """
     if cp == 1:
         return
-    language = spec.language
-    most_ranks = language.num_heads // tp
-    if language.linear_attention is not None:
+    query_heads, key_value_heads = spec.language.num_heads // tp, max(1, spec.language.num_kv_heads // tp)
+    most_ranks = query_heads
+    if spec.language.linear_attention is not None:
         most_ranks = min(most_ranks, MAX_STATE_RANKS)
         if cp > MAX_STATE_RANKS:
             raise LayoutError(
@@ -184,18 +175,14 @@ def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
                 f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
             )
 
-    query_heads = language.num_heads // tp
-    key_value_heads = max(1, language.num_kv_heads // tp)
-
     def divides_heads(size: int) -> bool:
         return query_heads % math.lcm(key_value_heads, size) == 0
 
     if not divides_heads(cp):
-        valid_sizes = [str(size) for size in range(1, most_ranks + 1) if divides_heads(size)]
         raise LayoutError(
             f"cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
             f" {query_heads} query heads that tp={tp} leaves to it, with their key/value heads;"
-            f" cp may be {', '.join(valid_sizes)}"
+            f" cp may be {', '.join(map(str, filter(divides_heads, range(1, most_ranks + 1))))}"
         )
 
 
@@ -219,10 +206,9 @@ def read_layout(spec: ModelSpec, stored_layout: Mapping[str, Any]) -> Layout:
         KeyError: a field is missing.
         LayoutError: a field is impossible for this model.
     """
-    layout_sizes = {key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")}
     return make_layout(
         spec,
-        **layout_sizes,
+        **{key: stored_layout[key] for key in ("tp", "pp", "vpp", "layers", "ep", "etp")},
         cp=stored_layout.get("cp", 1),
         decoupled=stored_layout.get("vision") == "decoupled",
     )

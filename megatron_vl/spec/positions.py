@@ -78,10 +78,9 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
     Raises:
         PositionError: the placeholders do not match the grids in kind, order or number.
     """
-    merge_size = spec.vision.spatial_merge_size
     is_media = (token_ids == spec.image_token_id) | (token_ids == spec.video_token_id)
     media_positions = is_media.nonzero().flatten()
-    token_counts = [media_grid.num_tokens(merge_size) for media_grid in media_grids]
+    token_counts = [media_grid.num_tokens(spec.vision.spatial_merge_size) for media_grid in media_grids]
     if len(media_positions) != sum(token_counts):
         raise PositionError(
             f"the text holds {len(media_positions)} image and video placeholders; its media need"
@@ -89,21 +88,19 @@ def placeholder_positions(token_ids: Tensor, media_grids: Sequence[GridTHW], spe
         )
 
     first_positions = []
-    tokens_seen = 0
-    for medium_index, (media_grid, token_count) in enumerate(zip(media_grids, token_counts, strict=True)):
-        placeholder_run = media_positions[tokens_seen : tokens_seen + token_count]
+    runs_by_medium = zip(media_grids, media_positions.split(token_counts), strict=False)
+    for medium_number, (media_grid, placeholder_run) in enumerate(runs_by_medium, 1):
         placeholder_id = spec.image_token_id if media_grid.kind == "image" else spec.video_token_id
         if (
-            token_count == 0
-            or int(placeholder_run[-1] - placeholder_run[0]) != token_count - 1
+            len(placeholder_run) == 0
+            or int(placeholder_run[-1] - placeholder_run[0]) != len(placeholder_run) - 1
             or not bool((token_ids[placeholder_run] == placeholder_id).all())
         ):
             raise PositionError(
-                f"medium {medium_index + 1} ({media_grid.kind}) needs {token_count} {media_grid.kind}"
+                f"medium {medium_number} ({media_grid.kind}) needs {len(placeholder_run)} {media_grid.kind}"
                 " placeholders in one run; the text does not have them there"
             )
         first_positions.append(int(placeholder_run[0]))
-        tokens_seen += token_count
     return first_positions
 
 
@@ -116,19 +113,13 @@ def mrope_positions(
     """M-RoPE positions int64 [3, S] (time, height, width) of one sample, starting at 0.
 
     For text, all three positions are equal and increase by 1 per token. A medium at position ``p`` spans
-    ``p + (time, row, column)`` in merge units, and the text after it continues after the largest of these
-    positions. In Qwen2-VL, frame groups are 1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i *
-    second_per_grid * tokens_per_second)``. In Qwen3-VL, each group is a separate medium, with text between
-    them.
-
-    With the rule ``transformers_5_3``, text continues at ``p + max(rows, columns)``, which may lie within the
-    video. ``second_per_grid`` is first truncated to whole seconds. If a group covers less than a second, all
-    groups of a clip therefore have the same time.
+    ``p + (time, row, column)`` in merge units (see :func:`_merge_unit_positions`). The text after it
+    continues after the largest of these positions. With the rule ``transformers_5_3``, it continues at
+    ``p + max(rows, columns)``, which may lie within the video.
 
     Args:
         token_ids: int64 [S], with expanded placeholders.
         media_grids: the media of the sample in the order of the text.
-        spec: the model.
         video_positions: the rule. It makes no difference for images or for Qwen3-VL.
 
     Raises:
@@ -163,7 +154,13 @@ def mrope_positions(
 def _merge_unit_positions(
     media_grid: GridTHW, vision_spec: VisionSpec, video_positions: VideoPositions
 ) -> Tensor:
-    """int64 [3, tokens]: time, row and column of each merge unit, from 0."""
+    """int64 [3, tokens]: time, row and column of each merge unit, from 0.
+
+    In Qwen2-VL, frame groups are 1 apart in time. In Qwen2.5-VL, group ``i`` is at ``int(i * second_per_grid
+    * tokens_per_second)``. In Qwen3-VL, each group is a separate medium. With the rule ``transformers_5_3``,
+    ``second_per_grid`` is first truncated to whole seconds. If a group covers less than a second, all groups
+    of a clip therefore have the same time.
+    """
     time_positions = torch.arange(media_grid.t)
     if media_grid.kind == "video" and vision_spec.tokens_per_second:
         seconds = media_grid.second_per_grid
@@ -173,13 +170,10 @@ def _merge_unit_positions(
         group_seconds = time_positions * torch.tensor(seconds, dtype=torch.float32)
         time_positions = (group_seconds * vision_spec.tokens_per_second).long()
 
-    merge_size = vision_spec.spatial_merge_size
-    position_axes = (
-        time_positions,
-        torch.arange(media_grid.h // merge_size),
-        torch.arange(media_grid.w // merge_size),
-    )
-    return torch.stack(torch.meshgrid(*position_axes, indexing="ij")).reshape(3, -1)
+    row_positions = torch.arange(media_grid.h // vision_spec.spatial_merge_size)
+    column_positions = torch.arange(media_grid.w // vision_spec.spatial_merge_size)
+    axes = torch.meshgrid(time_positions, row_positions, column_positions, indexing="ij")
+    return torch.stack(axes).reshape(3, -1)
 
 
 def patch_positions(media_grid: GridTHW, merge_size: int) -> Tensor:
@@ -245,11 +239,9 @@ def window_order(media_grids: Sequence[GridTHW], vision_spec: VisionSpec) -> Win
 def _window_indices(unit_rows: int, unit_columns: int, window_side: int) -> tuple[Tensor, int]:
     """The window of each merge unit of a frame (int64 [rows * columns]) and the number of windows."""
     windows_across = -(-unit_columns // window_side)
-    windows_down = -(-unit_rows // window_side)
     window_row = torch.arange(unit_rows) // window_side
-    window_column = torch.arange(unit_columns) // window_side
-    window_index = window_row[:, None] * windows_across + window_column
-    return window_index.flatten(), windows_across * windows_down
+    window_index = window_row[:, None] * windows_across + (torch.arange(unit_columns) // window_side)
+    return window_index.flatten(), windows_across * -(-unit_rows // window_side)
 
 
 def _cumulative_lengths(lengths: Tensor) -> Tensor:

@@ -24,10 +24,10 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_vl.errors import UserError
-from megatron_vl.spec.families import LanguageSpec, ModelSpec
+from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 
 ParallelStyle = Literal["replicated", "column", "row", "gated", "sections"]
 """How a matrix is cut: not at all, along dim 0, along dim 1, along dim 0 of each of two stacked halves (gate,
@@ -110,78 +110,71 @@ class TensorInfo:
             return (self.num_experts // sharding.ep, *expert_info.shard_shape(Sharding(sharding.etp)))
         if self.parallel_style == "replicated":
             return self.shape
-        shard_axis = 1 if self.parallel_style == "row" else 0
         shard_shape = list(self.shape)
-        shard_shape[shard_axis] //= sharding.tensor_parallel_ways(self)
+        shard_shape[1 if self.parallel_style == "row" else 0] //= sharding.tensor_parallel_ways(self)
         return tuple(shard_shape)
 
 
 def tensor_table(spec: ModelSpec) -> dict[str, TensorInfo]:
     """All tensors of the model by canonical name, in model order. A tied output layer has no entry."""
-    tensor_infos = [*_vision_tensors(spec), *_language_tensors(spec)]
-    return {info.name: info for info in tensor_infos}
+    return {info.name: info for info in [*_vision_tensors(spec), *_language_tensors(spec)]}
 
 
 def _vision_tensors(spec: ModelSpec) -> list[TensorInfo]:
-    vision_spec = spec.vision
-    hidden_size = vision_spec.hidden_size
-    ffn_hidden_size = vision_spec.padded_ffn_hidden_size
-    merged_width = vision_spec.merge_unit * vision_spec.hidden_size
-    has_norm_bias = vision_spec.norm == "LayerNorm"
+    vision_spec, hidden_size = spec.vision, spec.vision.hidden_size
+    merged_width = vision_spec.merge_unit * hidden_size
     tensor_infos: list[TensorInfo] = []
 
-    def add_tensor(
-        tensor_name: str, shape: tuple[int, ...], parallel_style: ParallelStyle = "replicated"
-    ) -> None:
-        tensor_infos.append(TensorInfo(f"vision_model.{tensor_name}", shape, parallel_style, "vision"))
+    def add_tensor(name: str, shape: tuple[int, ...], style: ParallelStyle = "replicated") -> None:
+        tensor_infos.append(TensorInfo(f"vision_model.{name}", shape, style, "vision"))
 
-    def add_norm(prefix: str, separator: str = ".", norm_width: int = hidden_size) -> None:
-        add_tensor(f"{prefix}{separator}weight", (norm_width,))
-        if has_norm_bias:
-            add_tensor(f"{prefix}{separator}bias", (norm_width,))
+    def add_norm(prefix: str, norm_width: int) -> None:
+        add_tensor(f"{prefix}weight", (norm_width,))
+        if vision_spec.norm == "LayerNorm":
+            add_tensor(f"{prefix}bias", (norm_width,))
 
-    def add_merger(merger_name: str, norm_width: int) -> None:
-        add_norm(f"{merger_name}.norm", norm_width=norm_width)
-        add_tensor(f"{merger_name}.linear_fc1.weight", (merged_width, merged_width), "column")
-        add_tensor(f"{merger_name}.linear_fc1.bias", (merged_width,), "column")
-        add_tensor(f"{merger_name}.linear_fc2.weight", (vision_spec.out_hidden_size, merged_width), "row")
-        add_tensor(f"{merger_name}.linear_fc2.bias", (vision_spec.out_hidden_size,))
+    def add_linear(name: str, output_width: int, input_width: int, style: ParallelStyle) -> None:
+        add_tensor(f"{name}.weight", (output_width, input_width), style)
+        add_tensor(f"{name}.bias", (output_width,), "replicated" if style == "row" else style)
+
+    def add_merger(name: str, norm_width: int) -> None:
+        add_norm(f"{name}.norm.", norm_width)
+        add_linear(f"{name}.linear_fc1", merged_width, merged_width, "column")
+        add_linear(f"{name}.linear_fc2", vision_spec.out_hidden_size, merged_width, "row")
 
     add_tensor("patch_embed.proj.weight", (hidden_size, vision_spec.patch_dim))
     if vision_spec.patch_bias:
         add_tensor("patch_embed.proj.bias", (hidden_size,))
     if vision_spec.position_table_side:
         add_tensor("position_table.weight", (vision_spec.position_table_side**2, hidden_size))
-
-    fc1_rows = 2 * ffn_hidden_size if vision_spec.gated_mlp else ffn_hidden_size
-    fc1_style: ParallelStyle = "gated" if vision_spec.gated_mlp else "column"
     for layer_index in range(vision_spec.num_layers):
-        layer_prefix = f"decoder.layers.{layer_index}."
-        add_norm(f"{layer_prefix}self_attention.linear_qkv.layer_norm", "_")
-        add_tensor(
-            f"{layer_prefix}self_attention.linear_qkv.weight", (3 * hidden_size, hidden_size), "column"
-        )
-        add_tensor(f"{layer_prefix}self_attention.linear_qkv.bias", (3 * hidden_size,), "column")
-        add_tensor(f"{layer_prefix}self_attention.linear_proj.weight", (hidden_size, hidden_size), "row")
-        add_tensor(f"{layer_prefix}self_attention.linear_proj.bias", (hidden_size,))
-        add_norm(f"{layer_prefix}mlp.linear_fc1.layer_norm", "_")
-        add_tensor(f"{layer_prefix}mlp.linear_fc1.weight", (fc1_rows, hidden_size), fc1_style)
-        add_tensor(f"{layer_prefix}mlp.linear_fc1.bias", (fc1_rows,), fc1_style)
-        add_tensor(f"{layer_prefix}mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
-        add_tensor(f"{layer_prefix}mlp.linear_fc2.bias", (hidden_size,))
-
+        _add_vision_layer(vision_spec, f"decoder.layers.{layer_index}.", add_norm, add_linear)
     add_merger("merger", hidden_size)
     for merger_index in range(len(vision_spec.deepstack_layers)):
         add_merger(f"deepstack_mergers.{merger_index}", merged_width)
     return tensor_infos
 
 
+def _add_vision_layer(
+    vision_spec: VisionSpec, prefix: str, add_norm: Callable[..., None], add_linear: Callable[..., None]
+) -> None:
+    hidden_size, ffn_hidden_size = vision_spec.hidden_size, vision_spec.padded_ffn_hidden_size
+    add_norm(f"{prefix}self_attention.linear_qkv.layer_norm_", hidden_size)
+    add_linear(f"{prefix}self_attention.linear_qkv", 3 * hidden_size, hidden_size, "column")
+    add_linear(f"{prefix}self_attention.linear_proj", hidden_size, hidden_size, "row")
+    add_norm(f"{prefix}mlp.linear_fc1.layer_norm_", hidden_size)
+    if vision_spec.gated_mlp:
+        add_linear(f"{prefix}mlp.linear_fc1", 2 * ffn_hidden_size, hidden_size, "gated")
+    else:
+        add_linear(f"{prefix}mlp.linear_fc1", ffn_hidden_size, hidden_size, "column")
+    add_linear(f"{prefix}mlp.linear_fc2", hidden_size, ffn_hidden_size, "row")
+
+
 def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
     language_spec = spec.language
     hidden_size = language_spec.hidden_size
-    tensor_infos = [
-        TensorInfo(EMBEDDING_TENSOR, (language_spec.vocab_size, hidden_size), "column", "embedding")
-    ]
+    embedding_shape = (language_spec.vocab_size, hidden_size)
+    tensor_infos = [TensorInfo(EMBEDDING_TENSOR, embedding_shape, "column", "embedding")]
 
     for layer_index in range(language_spec.num_layers):
 
@@ -189,14 +182,11 @@ def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
             tensor_name: str,
             shape: tuple[int, ...],
             parallel_style: ParallelStyle = "replicated",
-            num_experts: int = 0,
-            section_rows: tuple[int, ...] = (),
             layer_index: int = layer_index,
+            **sizes: Any,
         ) -> None:
             full_name = f"language_model.decoder.layers.{layer_index}.{tensor_name}"
-            tensor_infos.append(
-                TensorInfo(full_name, shape, parallel_style, "layer", layer_index, num_experts, section_rows)
-            )
+            tensor_infos.append(TensorInfo(full_name, shape, parallel_style, "layer", layer_index, **sizes))
 
         if language_spec.has_linear_attention(layer_index):
             _linear_attention_tensors(language_spec, add_tensor)
@@ -206,18 +196,14 @@ def _language_tensors(spec: ModelSpec) -> list[TensorInfo]:
         if language_spec.has_experts(layer_index):
             _expert_tensors(language_spec, add_tensor)
         else:
-            ffn_hidden_size = language_spec.ffn_hidden_size
             add_tensor("mlp.linear_fc1.layer_norm_weight", (hidden_size,))
-            add_tensor("mlp.linear_fc1.weight", (2 * ffn_hidden_size, hidden_size), "gated")
-            add_tensor("mlp.linear_fc2.weight", (hidden_size, ffn_hidden_size), "row")
+            add_tensor("mlp.linear_fc1.weight", (2 * language_spec.ffn_hidden_size, hidden_size), "gated")
+            add_tensor("mlp.linear_fc2.weight", (hidden_size, language_spec.ffn_hidden_size), "row")
 
-    tensor_infos.append(
-        TensorInfo("language_model.decoder.final_layernorm.weight", (hidden_size,), "replicated", "head")
-    )
+    norm_name = "language_model.decoder.final_layernorm.weight"
+    tensor_infos.append(TensorInfo(norm_name, (hidden_size,), "replicated", "head"))
     if not language_spec.tied_embeddings:
-        tensor_infos.append(
-            TensorInfo(OUTPUT_TENSOR, (language_spec.vocab_size, hidden_size), "column", "head")
-        )
+        tensor_infos.append(TensorInfo(OUTPUT_TENSOR, embedding_shape, "column", "head"))
     return tensor_infos
 
 
@@ -249,10 +235,16 @@ def _expert_tensors(language_spec: LanguageSpec, add_tensor: Callable[..., None]
     add_tensor("pre_mlp_layernorm.weight", (hidden_size,))
     add_tensor("mlp.router.weight", (num_experts, hidden_size))
     add_tensor(
-        "mlp.experts.linear_fc1.weight", (num_experts, 2 * expert_ffn_size, hidden_size), "gated", num_experts
+        "mlp.experts.linear_fc1.weight",
+        (num_experts, 2 * expert_ffn_size, hidden_size),
+        "gated",
+        num_experts=num_experts,
     )
     add_tensor(
-        "mlp.experts.linear_fc2.weight", (num_experts, hidden_size, expert_ffn_size), "row", num_experts
+        "mlp.experts.linear_fc2.weight",
+        (num_experts, hidden_size, expert_ffn_size),
+        "row",
+        num_experts=num_experts,
     )
     if shared_ffn_size := language_spec.moe.shared_ffn_hidden_size:
         add_tensor("mlp.shared_experts.linear_fc1.weight", (2 * shared_ffn_size, hidden_size), "gated")
@@ -329,44 +321,29 @@ def check_tensor_parallel(spec: ModelSpec, tp_size: int) -> None:
     """Raises :class:`LayoutError` unless every dense tensor can be cut into ``tp_size`` parts."""
     language_spec, vision_spec = spec.language, spec.vision
     has_dense = not all(map(language_spec.has_experts, range(language_spec.num_layers)))
-    linear_spec = language_spec.linear_attention
     shared_ffn_size = language_spec.moe.shared_ffn_hidden_size if language_spec.moe else 0
+    merged_width = vision_spec.merge_unit * vision_spec.hidden_size
+    # 0 is divisible by any number.
+    linear_key_heads = language_spec.linear_attention.key_heads if language_spec.linear_attention else 0
     # With more ranks than key/value heads, core cuts a head's weight and gathers the projected head.
-    kv_fits = language_spec.num_kv_heads % tp_size == 0 or tp_size % language_spec.num_kv_heads == 0
+    kv_heads = language_spec.num_kv_heads if tp_size % language_spec.num_kv_heads else 0
 
-    divisibility_checks = [
-        (
-            language_spec.num_heads % tp_size == 0,
-            f"{language_spec.num_heads} attention heads of the language model",
+    cut_sizes = {
+        f"{language_spec.num_heads} attention heads of the language model": language_spec.num_heads,
+        f"{language_spec.num_kv_heads} key/value heads of the language model": kv_heads,
+        f"{linear_key_heads} key heads of linear attention": linear_key_heads,
+        f"{vision_spec.num_heads} attention heads of the vision tower": vision_spec.num_heads,
+        f"the language model's FFN width {language_spec.ffn_hidden_size}": (
+            language_spec.ffn_hidden_size if has_dense else 0
         ),
-        (kv_fits, f"{language_spec.num_kv_heads} key/value heads of the language model"),
-        (
-            linear_spec is None or linear_spec.key_heads % tp_size == 0,
-            f"{linear_spec and linear_spec.key_heads} key heads of linear attention",
-        ),
-        (
-            vision_spec.num_heads % tp_size == 0,
-            f"{vision_spec.num_heads} attention heads of the vision tower",
-        ),
-        (
-            language_spec.ffn_hidden_size % tp_size == 0 or not has_dense,
-            f"the language model's FFN width {language_spec.ffn_hidden_size}",
-        ),
-        (shared_ffn_size % tp_size == 0, f"the shared expert's FFN width {shared_ffn_size}"),
-        (language_spec.vocab_size % tp_size == 0, f"the vocabulary of {language_spec.vocab_size} tokens"),
-        (
-            vision_spec.merge_unit * vision_spec.hidden_size % tp_size == 0,
-            f"the merger's width {vision_spec.merge_unit * vision_spec.hidden_size}",
-        ),
-    ]
-
-    for is_divisible, dimension_text in divisibility_checks:
-        if not is_divisible:
-            head_counts = [language_spec.num_heads, vision_spec.num_heads]
-            if linear_spec is not None:
-                head_counts.append(linear_spec.key_heads)
-            common_divisor = math.gcd(*head_counts)
+        f"the shared expert's FFN width {shared_ffn_size}": shared_ffn_size,
+        f"the vocabulary of {language_spec.vocab_size} tokens": language_spec.vocab_size,
+        f"the merger's width {merged_width}": merged_width,
+    }
+    for size_text, cut_size in cut_sizes.items():
+        if cut_size % tp_size:
+            common_divisor = math.gcd(language_spec.num_heads, vision_spec.num_heads, linear_key_heads)
             valid_sizes = [size for size in (1, 2, 4, 8, 16) if common_divisor % size == 0]
             raise LayoutError(
-                f"tp={tp_size} does not divide {dimension_text}; the heads allow tp in {valid_sizes}"
+                f"tp={tp_size} does not divide {size_text}; the heads allow tp in {valid_sizes}"
             )

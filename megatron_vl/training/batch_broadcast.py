@@ -27,7 +27,12 @@ from megatron_vl.parallel.process_grid import ProcessGrid
 from megatron_vl.platform import Platform
 from megatron_vl.spec.families import VisionSpec
 from megatron_vl.training.out_of_memory import host_memory_message
-from megatron_vl.training.picture_scatter import PictureShares, frame_plane_bounds, scatter_pictures
+from megatron_vl.training.picture_scatter import (
+    PictureShares,
+    frame_plane_bounds,
+    pin_memory,
+    scatter_pictures,
+)
 from megatron_vl.training.row_shards import (
     RowSharding,
     complete_part,
@@ -144,10 +149,10 @@ class _SerializedRow:
 
     def copy_to(self, device: torch.device) -> _SerializedRow:
         """A copy on the device. The call does not wait if the buffers are in pinned memory."""
-        device_buffers = {
-            name: tensor.to(device, non_blocking=True) for name, tensor in self.flat_buffers.items()
-        }
-        return _SerializedRow(self.row_header, device_buffers)
+        return _SerializedRow(
+            self.row_header,
+            {name: tensor.to(device, non_blocking=True) for name, tensor in self.flat_buffers.items()},
+        )
 
 
 class BatchBroadcast:
@@ -199,55 +204,68 @@ class BatchBroadcast:
         # The owner starts its copies to the device here, so that they run beside the broadcasts.
         serialized_rows = [_serialize_row(row, self.row_sharding) for row in rows]
         uploaded_rows = [row.copy_to(self.platform.device) for row in serialized_rows]
-
-        # If a tower is spread over ranks, all of them must know which planes belong to which picture.
-        batch_header: list[Any] = [loader_error or [row.row_header for row in uploaded_rows], None]
         host_tensors: list[dict[str, Tensor]] = []
-        if (self.tower_is_decoupled or self.row_sharding) and not loader_error:
+        if self.tower_is_decoupled or self.row_sharding:
             host_tensors = [_unpack_tensors(row.row_header, row.flat_buffers) for row in serialized_rows]
-            batch_header[1] = []
-            for serialized_row, row_tensors in zip(serialized_rows, host_tensors, strict=True):
-                plane_index = row_tensors["plane_index"].numpy()
-                frame_lengths, _ = serialized_row.row_header["vision_lengths"]
-                batch_header[1].append(frame_plane_bounds(plane_index, frame_lengths))
+        row_headers, plane_bounds_by_row = self._share_headers(loader_error, serialized_rows, host_tensors)
+        tensors_by_row = self._share_tensors(uploaded_rows, row_headers)
+
+        device_rows = []
+        for row_number, (row_header, row_tensors) in enumerate(zip(row_headers, tensors_by_row, strict=True)):
+            # Under context parallelism, this rank keeps its part of the row.
+            if self.row_sharding is not None:
+                device_rows.append(self._shard_row(row_header, row_tensors, plane_bounds_by_row[row_number]))
+            else:
+                device_rows.append(self._whole_row(row_header, row_tensors))
+
+        # A tower that every rank holds encodes pictures of all rows, shared out by their cost.
+        if self.tower_is_decoupled:
+            self._scatter_pictures(device_rows, row_headers, plane_bounds_by_row, host_tensors, uploaded_rows)
+        return _step_batch(device_rows, row_headers, loader_wait_s)
+
+    def _share_tensors(
+        self, uploaded_rows: list[_SerializedRow], row_headers: list[dict[str, Any]]
+    ) -> list[dict[str, Tensor]]:
+        """Sends the buffers. Returns those tensors of each row that this rank gets, by name."""
+        received_buffers: dict[str, list[Tensor]] = {}
+        for buffer_name in filter(self._receives_buffer, _FLAT_BUFFERS):
+            received_buffers[buffer_name] = self._broadcast_buffer(buffer_name, uploaded_rows, row_headers)
+        tensors_by_row = []
+        for row_number, row_header in enumerate(row_headers):
+            row_buffers = {name: buffers[row_number] for name, buffers in received_buffers.items()}
+            tensors_by_row.append(_unpack_tensors(row_header, row_buffers))
+        return tensors_by_row
+
+    def _share_headers(
+        self,
+        loader_error: str,
+        serialized_rows: list[_SerializedRow],
+        host_tensors: list[dict[str, Tensor]],
+    ) -> tuple[list[dict[str, Any]], list[list[list[int]]]]:
+        """Sends the headers of the rows, and the planes of each picture if a tower is spread over ranks."""
+        plane_bounds_by_row = []
+        for serialized_row, row_tensors in zip(serialized_rows, host_tensors, strict=False):
+            frame_lengths, _ = serialized_row.row_header["vision_lengths"]
+            plane_bounds_by_row.append(frame_plane_bounds(row_tensors["plane_index"].numpy(), frame_lengths))
 
         # The header goes first: it says how large the buffers are, or that the loader failed.
+        row_headers = [row.row_header for row in serialized_rows]
+        batch_header: list[Any] = [loader_error or row_headers, plane_bounds_by_row]
         if self.grid.replica_ranks > 1:
             dist.broadcast_object_list(
                 batch_header, src=self.grid.replica_source_rank, group=self.grid.replica_gloo_group
             )
         if isinstance(batch_header[0], str):
             raise ReplicaLoaderError(batch_header[0])
-        row_headers: list[dict[str, Any]] = batch_header[0]
+        return batch_header[0], batch_header[1]
 
-        received_buffers: dict[str, list[Tensor]] = {}
-        for buffer_name in _FLAT_BUFFERS:
-            if self._receives_buffer(buffer_name):
-                received_buffers[buffer_name] = self._broadcast_buffer(
-                    buffer_name, uploaded_rows, row_headers
-                )
-
-        device_rows = []
-        for row_number, row_header in enumerate(row_headers):
-            row_tensors = _unpack_tensors(
-                row_header, {name: rows[row_number] for name, rows in received_buffers.items()}
-            )
-            # Under context parallelism, this rank keeps its part of the row.
-            if self.row_sharding is not None:
-                device_rows.append(self._shard_row(row_header, row_tensors, batch_header[1][row_number]))
-                continue
-
-            row = _device_row(row_header, row_tensors)
-            if self.tower_is_decoupled and self.grid.has_vision:
-                row.feature_index = row_tensors["feature_index"].long()
-            elif self.grid.has_vision:
-                row.vision_input, row.feature_index = _vision_input(row_header, row_tensors)
-            device_rows.append(row)
-
-        # A tower that every rank holds encodes pictures of all rows, shared out by their cost.
-        if self.tower_is_decoupled:
-            self._scatter_pictures(device_rows, row_headers, batch_header[1], host_tensors, uploaded_rows)
-        return _step_batch(device_rows, row_headers, loader_wait_s)
+    def _whole_row(self, row_header: dict[str, Any], row_tensors: dict[str, Tensor]) -> DeviceRow:
+        row = _device_row(row_header, row_tensors)
+        if self.tower_is_decoupled and self.grid.has_vision:
+            row.feature_index = row_tensors["feature_index"].long()
+        elif self.grid.has_vision:
+            row.vision_input, row.feature_index = _vision_input(row_header, row_tensors)
+        return row
 
     def _shard_row(
         self, row_header: dict[str, Any], row_tensors: dict[str, Tensor], plane_bounds: list[list[int]]
@@ -290,29 +308,23 @@ class BatchBroadcast:
         uploaded_rows: list[_SerializedRow],
     ) -> None:
         """Sends each rank its share of the pictures, and attaches it to the rows. Collective."""
-        grid = self.grid
+        grid, device = self.grid, self.platform.device
         assert self.vision_spec is not None
         vision_lengths = [row_header["vision_lengths"] for row_header in row_headers]
-        picture_shares = PictureShares(
-            self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks
-        )
         planes_by_row = []
         for uploaded_row in uploaded_rows:
             planes_shape = uploaded_row.row_header["shapes"]["planes"]
             planes_by_row.append(uploaded_row.flat_buffers["planes"].view(planes_shape))
         step_vision = scatter_pictures(
-            picture_shares,
+            PictureShares(self.vision_spec, vision_lengths, plane_bounds_by_row, grid.replica_ranks),
             grid.replica_group,
             rows,
             host_tensors,
             planes_by_row,
-            self.platform.device,
-            self.vision_spec,
+            device,
         )
         if self.row_sharding is not None:
-            self.row_sharding.route_step(
-                step_vision, row_headers, host_tensors, grid.cp_rank, self.platform.device
-            )
+            self.row_sharding.route_step(step_vision, row_headers, host_tensors, grid.cp_rank, device)
         for row in rows:
             row.step_vision = step_vision
 
@@ -322,8 +334,7 @@ class BatchBroadcast:
             return [], ""
         error_prefix = f"data-parallel rank {self.grid.dp_rank}: the loader failed"
         try:
-            rows = [self._next_row() for _ in range(self.num_micro_batches)]
-            return rows, ""
+            return [self._next_row() for _ in range(self.num_micro_batches)], ""
         except StopIteration:
             return [], f"{error_prefix}: the data set ended; training needs a repeating loader"
         except Exception as error:
@@ -348,11 +359,10 @@ class BatchBroadcast:
             return local_buffers
 
         buffer_sizes = [_buffer_numel(row_header, buffer_name) for row_header in row_headers]
-        device = self.platform.device
         joined_buffer = (
             torch.cat(local_buffers)
             if local_buffers
-            else torch.empty(sum(buffer_sizes), dtype=flat_buffer.dtype, device=device)
+            else torch.empty(sum(buffer_sizes), dtype=flat_buffer.dtype, device=self.platform.device)
         )
         process_group = grid.replica_group if flat_buffer.goes_to_whole_replica else grid.stage_group
         dist.broadcast(joined_buffer, src=grid.replica_source_rank, group=process_group)
@@ -363,27 +373,17 @@ def _step_batch(
     device_rows: list[DeviceRow], row_headers: list[dict[str, Any]], loader_wait_s: float
 ) -> StepBatch:
     """The rows of a step with their numbers, from the headers of the rows."""
-    item_counts: dict[str, int] = {}
-    dropped_samples: list[dict[str, Any]] = []
+    step_batch = StepBatch(device_rows, loader_wait_s=loader_wait_s)
     for row_header in row_headers:
-        dropped_samples += row_header["dropped"]
+        step_batch.segment_lengths.append(row_header["lengths"])
+        step_batch.vision_lengths.append(row_header["vision_lengths"])
+        step_batch.loss_tokens.append(row_header["loss_tokens"])
+        step_batch.sample_keys.append(row_header["keys"])
+        step_batch.source_loss_tokens.append(row_header["learnt"])
+        step_batch.dropped_samples += row_header["dropped"]
         for item_name, item_count in row_header["counts"].items():
-            item_counts[item_name] = item_counts.get(item_name, 0) + item_count
-
-    def list_entry(entry_name: str) -> list[Any]:
-        return [row_header[entry_name] for row_header in row_headers]
-
-    return StepBatch(
-        rows=device_rows,
-        item_counts=item_counts,
-        segment_lengths=list_entry("lengths"),
-        vision_lengths=list_entry("vision_lengths"),
-        loss_tokens=list_entry("loss_tokens"),
-        sample_keys=list_entry("keys"),
-        source_loss_tokens=list_entry("learnt"),
-        dropped_samples=dropped_samples,
-        loader_wait_s=loader_wait_s,
-    )
+            step_batch.item_counts[item_name] = step_batch.item_counts.get(item_name, 0) + item_count
+    return step_batch
 
 
 def _row_header(row: TrainingRow, tensor_shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -439,13 +439,10 @@ def _serialize_row(row: TrainingRow, row_sharding: RowSharding | None = None) ->
         flat_tensors = []
         for tensor_name in _TENSOR_NAMES[buffer_name]:
             flat_tensors.append(row_tensors[tensor_name].to(flat_buffer.dtype).flatten())
-        joined_tensor = torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
-        flat_buffers[buffer_name] = _pin_memory(joined_tensor)
+        flat_buffers[buffer_name] = pin_memory(
+            torch.cat(flat_tensors) if len(flat_tensors) > 1 else flat_tensors[0]
+        )
     return _SerializedRow(_row_header(row, tensor_shapes) | part_descriptions, flat_buffers)
-
-
-def _pin_memory(tensor: Tensor) -> Tensor:
-    return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
 def _buffer_numel(row_header: dict[str, Any], buffer_name: str) -> int:

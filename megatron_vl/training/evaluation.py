@@ -82,7 +82,6 @@ class Evaluator:
         self.reference_answers: list[EvaluationAnswer] = []
         self.tokenizer: Any = None
         self.stop_token_ids: list[int] = []
-
         failure_text, failure_cause = "", None
         if grid.owns_loader:
             try:
@@ -107,8 +106,9 @@ class Evaluator:
         from megatron_vl.data.sample.chat import ChatEncoder, read_stop_tokens
 
         eval_config, hf_dir = self.eval_config, self.hf_dir
-        split_rows = list(self._load_rows(spec, eval_config.rows, pack=self.data_config.pack))
-        self.eval_rows = self._rows_of_replica(split_rows)
+        self.eval_rows = self._rows_of_replica(
+            list(self._load_rows(spec, eval_config.rows, pack=self.data_config.pack))
+        )
         if eval_config.samples:
             self.tokenizer = ChatEncoder(hf_dir, spec).tokenizer
             self.stop_token_ids = read_stop_tokens(hf_dir, self.tokenizer)
@@ -120,8 +120,8 @@ class Evaluator:
         """The first ``max_rows`` rows of the split, equal on every replica."""
         from megatron_vl.data.loader import validation_rows
 
-        data = dataclasses.replace(self.data_config, pack=pack)
-        rows = validation_rows(data, spec, self.hf_dir, self.eval_config.split, self.split_facts)
+        data_config = dataclasses.replace(self.data_config, pack=pack)
+        rows = validation_rows(data_config, spec, self.hf_dir, self.eval_config.split, self.split_facts)
         return itertools.islice(rows, max_rows)
 
     def _rows_of_replica(self, rows: list[TrainingRow]) -> list[TrainingRow]:
@@ -186,9 +186,12 @@ class Evaluator:
         rows_at_once = self.rows_per_step
 
         for first_row in range(0, self.row_count, rows_at_once):
-            row_count = min(rows_at_once, self.row_count - first_row)
             step_batch = BatchBroadcast(
-                self.grid, self.platform, row_iterator, row_count, vision_spec=self.vision_spec
+                self.grid,
+                self.platform,
+                row_iterator,
+                min(rows_at_once, self.row_count - first_row),
+                vision_spec=self.vision_spec,
             ).next_batch()
             row_reports = run_schedule(
                 model_chunks, step_batch.rows, seq_len=self.data_config.seq_len, forward_only=True
@@ -200,13 +203,12 @@ class Evaluator:
 
     def _generate_answers(self, model_chunks: list[Any]) -> list[EvaluationAnswer]:
         eval_prompts = self.eval_prompts if self.grid.owns_loader else None
-        max_new_tokens = self.eval_config.max_new_tokens
         answer_tokens = generate_greedily(
             model_chunks,
             self.grid,
             self.platform,
             eval_prompts,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=self.eval_config.max_new_tokens,
             stop_token_ids=frozenset(self.stop_token_ids),
         )
         if self.grid.rank:

@@ -7,6 +7,7 @@ in training.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,58 +82,81 @@ def generate_greedily(
         stop_token_ids: tokens that end an answer.
 
     Returns:
-        The tokens of each prompt's answer, including the stop token that ended it. They are equal on all
-        ranks of a replica.
+        The tokens of each answer, with the stop token that ended it, equal on all ranks of a replica.
     """
-    # Only the rank that owns the loader has the prompts, so it sends their lengths to its replica.
-    shared_positions: list[Any] = [
-        [(p.prompt_length, p.next_position) for p in prompt_rows] if prompt_rows is not None else None
-    ]
     assert grid.cp == 1, "answers are not generated under context parallelism"
-    if grid.replica_ranks > 1:
-        dist.broadcast_object_list(
-            shared_positions, src=grid.replica_source_rank, group=grid.replica_gloo_group
-        )
-    prompt_lengths = [length for length, _ in shared_positions[0]]
-    next_positions = [position for _, position in shared_positions[0]]
-
-    row_iterator = iter([p.row for p in prompt_rows]) if prompt_rows is not None else None
+    prompt_lengths, next_positions = _share_prompt_lengths(grid, prompt_rows)
+    row_iterator = iter([prompt.row for prompt in prompt_rows]) if prompt_rows is not None else None
     kv_cache = KVCache(prompt_lengths, max_new_tokens)
     answer_tokens: list[list[int]] = [[] for _ in prompt_lengths]
+    active_prompts = list(range(len(prompt_lengths)))
 
     with inference_context(model_chunks), tp_overlap.pause_overlap(model_chunks):
-        # The first pass reads each prompt as one row, and fills the cache.
-        decode_requests = []
-        decoupled_tower = model_chunks[0].decoupled
-        vision_spec = None if decoupled_tower is None else decoupled_tower.vision
-        step_batch = BatchBroadcast(
-            grid, platform, row_iterator, len(prompt_lengths), vision_spec=vision_spec
-        ).next_batch()
-        for i, device_row in enumerate(step_batch.rows):
-            device_row.cache = CacheAccess(kv_cache, [i], is_prefill=True)
-            decode_requests.append(_DecodeRequest(device_row, [prompt_lengths[i] - 1]))
-        chosen_tokens = _next_tokens(model_chunks, grid, platform, decode_requests, len(prompt_lengths))
-
-        # Each further pass has the last token of every prompt that has not ended, in one row.
-        active_prompts = list(range(len(prompt_lengths)))
+        decode_requests = _prompt_requests(
+            model_chunks[0], grid, platform, row_iterator, prompt_lengths, kv_cache
+        )
         for new_token_count in range(max_new_tokens):
+            chosen_tokens = _next_tokens(model_chunks, grid, platform, decode_requests, len(active_prompts))
+            if new_token_count:
+                kv_cache.advance_lengths(active_prompts)
             for prompt_index, chosen_token in zip(active_prompts, chosen_tokens, strict=True):
                 answer_tokens[prompt_index].append(chosen_token)
+
+            # Each further pass has the last token of every prompt that has not ended, in one row.
             active_prompts = [p for p in active_prompts if answer_tokens[p][-1] not in stop_token_ids]
             if new_token_count + 1 == max_new_tokens or not _is_true_on_any_rank(
                 bool(active_prompts), platform
             ):
                 break
-
             token_positions = [
                 (answer_tokens[p][-1], next_positions[p] + new_token_count) for p in active_prompts
             ]
             device_row = _new_token_row(model_chunks[0], grid, platform, token_positions)
             device_row.cache = CacheAccess(kv_cache, active_prompts, is_prefill=False)
-            decode_request = _DecodeRequest(device_row, list(range(len(active_prompts))))
-            chosen_tokens = _next_tokens(model_chunks, grid, platform, [decode_request], len(active_prompts))
-            kv_cache.advance_lengths(active_prompts)
+            decode_requests = [_DecodeRequest(device_row, list(range(len(active_prompts))))]
     return answer_tokens
+
+
+def _share_prompt_lengths(
+    grid: ProcessGrid, prompt_rows: list[PromptRow] | None
+) -> tuple[list[int], list[int]]:
+    """The length of each prompt, and the position after it. Collective over a replica.
+
+    Only the rank that owns the loader has the prompts, so it sends these numbers.
+    """
+    shared_numbers: list[Any] = [None]
+    if prompt_rows is not None:
+        shared_numbers = [
+            (
+                [prompt.prompt_length for prompt in prompt_rows],
+                [prompt.next_position for prompt in prompt_rows],
+            )
+        ]
+    if grid.replica_ranks > 1:
+        dist.broadcast_object_list(
+            shared_numbers, src=grid.replica_source_rank, group=grid.replica_gloo_group
+        )
+    return shared_numbers[0]
+
+
+def _prompt_requests(
+    model_chunk: VisionLanguageModel,
+    grid: ProcessGrid,
+    platform: Platform,
+    row_iterator: Iterator[TrainingRow] | None,
+    prompt_lengths: list[int],
+    kv_cache: KVCache,
+) -> list[_DecodeRequest]:
+    """The requests of the first pass, which reads each prompt as one row and fills the cache."""
+    vision_spec = None if model_chunk.decoupled is None else model_chunk.decoupled.vision
+    step_batch = BatchBroadcast(
+        grid, platform, row_iterator, len(prompt_lengths), vision_spec=vision_spec
+    ).next_batch()
+    decode_requests = []
+    for i, device_row in enumerate(step_batch.rows):
+        device_row.cache = CacheAccess(kv_cache, [i], is_prefill=True)
+        decode_requests.append(_DecodeRequest(device_row, [prompt_lengths[i] - 1]))
+    return decode_requests
 
 
 def _is_true_on_any_rank(local_flag: bool, platform: Platform) -> bool:
@@ -180,27 +204,20 @@ def _next_tokens(
     decode_requests: list[_DecodeRequest],
     token_count: int,
 ) -> list[int]:
-    """The most likely successor of each requested token, on every rank of the replica.
-
-    Args:
-        token_count: number of requested tokens.
-    """
+    """The most likely successor of each of ``token_count`` requested tokens, on all ranks of a replica."""
     # The interleaved schedule needs a multiple of the number of stages. Results of this padding are not used.
     padded_requests = list(decode_requests)
     while grid.vpp > 1 and len(padded_requests) % grid.pp:
-        first_row = decode_requests[0].row
-        padded_requests.append(_DecodeRequest(DeviceRow(**{**vars(first_row), "cache": None}), []))
+        padded_requests.append(_DecodeRequest(dataclasses.replace(decode_requests[0].row, cache=None), []))
 
-    row_length = decode_requests[0].row.tokens.numel()
     chosen_by_request = run_schedule(
         model_chunks,
         padded_requests,
-        seq_len=row_length,
+        seq_len=decode_requests[0].row.tokens.numel(),
         forward_only=True,
         forward_step_func=partial(_argmax_forward_step, grid=grid),
         collect_non_loss_data=True,
     )
-
     chosen_tokens = (
         torch.cat(chosen_by_request)
         if chosen_by_request

@@ -11,9 +11,9 @@ from megatron_vl.errors import UserError
 from megatron_vl.parallel import failures
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
-from megatron_vl.training.batch_broadcast import BatchBroadcast
+from megatron_vl.training.batch_broadcast import BatchBroadcast, StepBatch
 from megatron_vl.training.metrics import MetricsLog, log_rank_0
-from megatron_vl.training.optimizer import set_learning_rates
+from megatron_vl.training.optimizer import PartLearningRates, set_learning_rates
 from megatron_vl.training.resume import checkpoint_metadata
 from megatron_vl.training.setup import TrainingRun, print_run_summary
 from megatron_vl.training.source_counts import SourceCounts
@@ -28,12 +28,11 @@ class TrainingStopped(UserError, RuntimeError):
 def run_steps(training_run: TrainingRun) -> None:
     """Runs the remaining steps of a run, and saves the last one. Collective.
 
-    Raises:
-        TrainingStopped, CheckpointError: the run cannot continue.
+    It raises TrainingStopped or CheckpointError if the run cannot continue.
     """
     config, last_step = training_run.config, training_run.resolved_run.last_step
     print_run_summary(training_run)
-    metrics_log = training_run.metrics_log = _open_metrics_log(training_run)
+    training_run.metrics_log = _open_metrics_log(training_run)
     batch_broadcast = _open_batch_broadcast(training_run)
     consecutive_skips: list[str] = []
     stop_requested = False
@@ -43,47 +42,13 @@ def run_steps(training_run: TrainingRun) -> None:
         evaluate_if_due(training_run)
 
     while training_run.completed_steps < last_step and not stop_requested:
-        progress.enter_phase(progress.LOADING_ROWS, training_run.completed_steps + 1)
-        training_run.step_profiler.begin_step(training_run.completed_steps + 1)
-        step_batch = batch_broadcast.next_batch()
-        learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
-
-        # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
-        checkpoint_saver = training_run.checkpoint_saver
-        step_result = train_step(
-            training_run.model_chunks,
-            training_run.optimizer,
-            step_batch.rows,
-            training_run.grid,
-            config.data.seq_len,
-            has_failed=checkpoint_saver is not None and checkpoint_saver.save_error() is not None,
-            stop_requested=bool(requested_stop_signal()),
-            local_source_counts=SourceCounts.from_rows(
-                step_batch.source_loss_tokens, len(training_run.blend_sources)
-            )
-            if training_run.blend_sources
-            else None,
-        )
-
-        # From here on, the step is done, whether or not its update was skipped.
-        training_run.completed_steps += 1
-        progress.note_step_done()
-        metrics_log.exclude_seconds(training_run.step_profiler.end_step(training_run.completed_steps))
-        metrics_log.add_step(step_batch, step_result.source_counts)
-
-        stop_requested = step_result.stop_requested
-        is_last_step = training_run.completed_steps == last_step or stop_requested
-        if step_result.skip_reason:
-            training_run.skipped_steps[step_result.skip_reason] += 1
-        consecutive_skips = [*consecutive_skips, step_result.skip_reason] if step_result.skip_reason else []
-
-        if training_run.completed_steps % config.log.interval == 0 or is_last_step or step_result.skip_reason:
-            metrics_log.log_step(
-                training_run.completed_steps, step_result, learning_rates, training_run.skipped_steps
-            )
+        step_result = _run_step(training_run, batch_broadcast)
+        stop_requested, skip_reason = step_result.stop_requested, step_result.skip_reason
+        consecutive_skips = [*consecutive_skips, skip_reason] if skip_reason else []
 
         # A run that cannot continue saves nothing more, so that its last checkpoint is a good one.
         _stop_if_unrecoverable(training_run, step_result, consecutive_skips)
+        is_last_step = training_run.completed_steps == last_step or stop_requested
         if config.checkpoint.dir and (
             is_last_step or _is_due(training_run.completed_steps, config.checkpoint.interval)
         ):
@@ -96,6 +61,66 @@ def run_steps(training_run: TrainingRun) -> None:
     _finish_run(training_run, stop_requested)
 
 
+def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
+    return BatchBroadcast(
+        training_run.grid,
+        training_run.platform,
+        training_run.data_loader,
+        training_run.config.global_batch_size // training_run.grid.dp,
+        vision_spec=training_run.spec.vision,
+    )
+
+
+def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> StepResult:
+    """Reads a batch, trains on it, and logs the step if its line is due. Collective."""
+    config, checkpoint_saver = training_run.config, training_run.checkpoint_saver
+    progress.enter_phase(progress.LOADING_ROWS, training_run.completed_steps + 1)
+    training_run.step_profiler.begin_step(training_run.completed_steps + 1)
+    step_batch = batch_broadcast.next_batch()
+    learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
+    num_sources = len(training_run.blend_sources)
+
+    # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
+    step_result = train_step(
+        training_run.model_chunks,
+        training_run.optimizer,
+        step_batch.rows,
+        training_run.grid,
+        config.data.seq_len,
+        has_failed=checkpoint_saver is not None and checkpoint_saver.save_error() is not None,
+        stop_requested=bool(requested_stop_signal()),
+        local_source_counts=SourceCounts.from_rows(step_batch.source_loss_tokens, num_sources)
+        if num_sources
+        else None,
+    )
+    _count_step(training_run, step_batch, step_result, learning_rates)
+    return step_result
+
+
+def _count_step(
+    training_run: TrainingRun,
+    step_batch: StepBatch,
+    step_result: StepResult,
+    learning_rates: PartLearningRates,
+) -> None:
+    """Counts a step, which is done whether or not its update was skipped, and logs it if that is due."""
+    metrics_log = training_run.metrics_log
+    assert metrics_log is not None
+    training_run.completed_steps += 1
+    progress.note_step_done()
+    metrics_log.exclude_seconds(training_run.step_profiler.end_step(training_run.completed_steps))
+    metrics_log.add_step(step_batch, step_result.source_counts)
+    if step_result.skip_reason:
+        training_run.skipped_steps[step_result.skip_reason] += 1
+
+    is_last_step = training_run.completed_steps == training_run.resolved_run.last_step
+    is_line_due = training_run.completed_steps % training_run.config.log.interval == 0
+    if is_line_due or is_last_step or step_result.stop_requested or step_result.skip_reason:
+        metrics_log.log_step(
+            training_run.completed_steps, step_result, learning_rates, training_run.skipped_steps
+        )
+
+
 def _open_metrics_log(training_run: TrainingRun) -> MetricsLog:
     metrics_log = MetricsLog(
         training_run.config,
@@ -106,18 +131,8 @@ def _open_metrics_log(training_run: TrainingRun) -> MetricsLog:
     )
     metrics_log.source_meter.load_state_dict(training_run.source_counts)
     if training_run.bad_samples is not None:
-        metrics_log.load_bad_sample_state(training_run.bad_samples)
+        metrics_log.bad_sample_meter.load_state_dict(training_run.bad_samples)
     return metrics_log
-
-
-def _open_batch_broadcast(training_run: TrainingRun) -> BatchBroadcast:
-    return BatchBroadcast(
-        training_run.grid,
-        training_run.platform,
-        training_run.data_loader,
-        training_run.config.global_batch_size // training_run.grid.dp,
-        vision_spec=training_run.spec.vision,
-    )
 
 
 def _is_due(step: int, interval: int) -> bool:
@@ -178,15 +193,13 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
     dist.barrier()  # no rank ends before rank 0 has named the checkpoint
     run_dir = training_run.config.checkpoint.dir
     if run_dir and training_run.grid.rank == 0:  # other nodes may see an older state of the folder
-        log_rank_0(training_run.grid, f"checkpoints in {run_dir}: {describe_checkpoints(Path(run_dir))}")
+        print(f"checkpoints in {run_dir}: {describe_checkpoints(Path(run_dir))}", flush=True)
     if stop_requested and training_run.completed_steps < training_run.resolved_run.last_step:
-        restart_hint = (
-            "start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"
-        )
         log_rank_0(
             training_run.grid,
             f"a signal stopped the run after step {training_run.completed_steps} of"
-            f" {training_run.config.steps}; {restart_hint}",
+            f" {training_run.config.steps}; "
+            + ("start it again to continue" if run_dir else "nothing is saved, as checkpoint.dir is empty"),
         )
     failures.stop_watching()
 
@@ -194,14 +207,15 @@ def _finish_run(training_run: TrainingRun, stop_requested: bool) -> None:
 def describe_checkpoints(run_dir: Path) -> str:
     """The checkpoints that led to the latest one and those of abandoned branches, or why they are unknown."""
     try:
-        current_checkpoints, abandoned_checkpoints = split_by_branch(run_dir)
+        current_steps, abandoned_steps = (
+            [saved.step for saved in checkpoints] for checkpoints in split_by_branch(run_dir)
+        )
     except (checkpoint.CheckpointError, OSError) as error:
         return str(error)
-    steps = str([saved.step for saved in current_checkpoints])
     return (
-        f"{steps}; of abandoned branches: {[saved.step for saved in abandoned_checkpoints]}"
-        if abandoned_checkpoints
-        else steps
+        f"{current_steps}; of abandoned branches: {abandoned_steps}"
+        if abandoned_steps
+        else f"{current_steps}"
     )
 
 
@@ -248,9 +262,8 @@ def skipped_steps_message(skip_reasons: list[str], step: int) -> str:
 
 def _save_failure_message(training_run: TrainingRun) -> str:
     """Why a checkpoint could not be written, as reported by the rank that failed."""
-    own_error = (
-        training_run.checkpoint_saver.save_error() if training_run.checkpoint_saver is not None else None
-    )
+    checkpoint_saver = training_run.checkpoint_saver
+    own_error = checkpoint_saver.save_error() if checkpoint_saver is not None else None
     if own_error is None and (reported_failure := failures.first_failure_message()):
         return reported_failure
     try:

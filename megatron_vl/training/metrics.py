@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -68,8 +67,9 @@ class MetricsLog:
         self.quarantined_ids: set[tuple[str, ...]] = set()
         self.bad_sample_meter = BadSampleMeter(config.data.max_bad_share)
         self.source_meter = SourceMeter(blend_sources)
-        device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-        self.device_peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+        self.device_peak_tflops = peak_tflops(
+            torch.cuda.get_device_name() if platform.name == "cuda" else "cpu", config.log.peak_tflops
+        )
         self.metrics_sinks: list[MetricsSink] = open_metrics_sinks(config) if grid.rank == 0 else []
 
     def add_step(self, step_batch: StepBatch, source_counts: SourceCounts | None = None) -> None:
@@ -85,10 +85,9 @@ class MetricsLog:
 
         step_metrics = self.step_metrics
         step_metrics.data_wait_s += step_batch.loader_wait_s
-        row_lengths = zip(
+        for segment_lengths, (frame_lengths, window_lengths), loss_tokens in zip(
             step_batch.segment_lengths, step_batch.vision_lengths, step_batch.loss_tokens, strict=True
-        )
-        for segment_lengths, (frame_lengths, window_lengths), loss_tokens in row_lengths:
+        ):
             step_metrics.num_real_tokens += sum(segment_lengths)
             vision_lengths = frame_lengths, window_lengths
             flops = row_flops(
@@ -115,25 +114,13 @@ class MetricsLog:
         learning_rates: PartLearningRates,
         skipped_steps: Mapping[str, int],
     ) -> dict[str, Any]:
-        """Prints the line of ``step`` (one-based) and returns its numbers. Collective.
-
-        Args:
-            learning_rates: learning rate of each part.
-            skipped_steps: the run's skipped steps so far, by reason.
-        """
-        current_time = time.perf_counter()
-        elapsed_s, self.interval_start = current_time - self.interval_start, current_time
+        """Prints the line of ``step`` (one-based) and returns its numbers. Collective."""
         self.step_metrics.memory_gib = self.platform.peak_memory_gib()
-        self.step_metrics.sending_ranks = int(
-            bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
-        )
-        global_metrics = self.step_metrics.reduce_over_ranks(self.platform.device)
+        has_lists = bool(self.drop_reasons or self.unsent_samples or self.sample_keys)
+        self.step_metrics.sending_ranks = int(has_lists)
+        speed_metrics, global_metrics = self._reduce_metrics()
         drop_reasons, drop_details = self._gather_sample_lists(step, global_metrics)
-
         source_metrics, source_summary = self.source_meter.take_line()
-
-        total_flops = global_metrics.language_flops + global_metrics.vision_flops
-        world_size = self.grid.world_size
         logged_metrics: dict[str, Any] = {
             "step": step,
             "loss": step_result.loss,
@@ -143,15 +130,7 @@ class MetricsLog:
             "lr": learning_rates["language"],
             **{f"lr/{part}": rate for part, rate in learning_rates.items()},
             **{f"skipped/{reason}": count for reason, count in skipped_steps.items()},
-            "step_s": elapsed_s / self.interval_steps,
-            "tokens_per_s_per_rank": global_metrics.num_real_tokens / elapsed_s / world_size,
-            "tflops_per_rank": total_flops / elapsed_s / world_size / 1e12,
-            "vision_flops_share": global_metrics.vision_flops / total_flops if total_flops else 0.0,
-            "mfu": total_flops / elapsed_s / world_size / 1e12 / self.device_peak_tflops
-            if self.device_peak_tflops
-            else None,
-            "memory_gib": global_metrics.memory_gib,
-            "data_wait_s": global_metrics.data_wait_s / self.interval_steps,
+            **speed_metrics,
             **self._expert_load_metric(step, step_result),
             "samples": global_metrics.samples,
             "images": global_metrics.images,
@@ -161,21 +140,34 @@ class MetricsLog:
         }
         self.bad_sample_meter.add_counts(global_metrics.samples, drop_reasons, drop_details)
         self._print_line(logged_metrics, source_summary, step_result.skip_reason)
-
-        self.interval_steps = 0
-        self.step_metrics = StepMetrics()
+        self.interval_steps, self.step_metrics = 0, StepMetrics()
         return logged_metrics
+
+    def _reduce_metrics(self) -> tuple[dict[str, Any], StepMetrics]:
+        """The speed since the last line, and the counts of all ranks. Collective."""
+        current_time = time.perf_counter()
+        elapsed_s, self.interval_start = current_time - self.interval_start, current_time
+        global_metrics = self.step_metrics.reduce_over_ranks(self.platform.device)
+        total_flops = global_metrics.language_flops + global_metrics.vision_flops
+        tflops_per_rank = total_flops / elapsed_s / self.grid.world_size / 1e12
+        speed_metrics = {
+            "step_s": elapsed_s / self.interval_steps,
+            "tokens_per_s_per_rank": global_metrics.num_real_tokens / elapsed_s / self.grid.world_size,
+            "tflops_per_rank": tflops_per_rank,
+            "vision_flops_share": global_metrics.vision_flops / total_flops if total_flops else 0.0,
+            "mfu": tflops_per_rank / self.device_peak_tflops if self.device_peak_tflops else None,
+            "memory_gib": global_metrics.memory_gib,
+            "data_wait_s": global_metrics.data_wait_s / self.interval_steps,
+        }
+        return speed_metrics, global_metrics
 
     def _gather_sample_lists(
         self, step: int, global_metrics: StepMetrics
     ) -> tuple[dict[str, int], dict[str, Any]]:
         """Sends the lists of samples from the loaders' owners to rank 0, which writes them. Collective.
 
-        The size of one line's lists is bounded for all ranks together. Samples beyond it are sent with the
-        next line.
-
-        Returns:
-            (number of unusable samples by reason, details of the listed ones by reason), equal on all ranks.
+        The size of one line's lists is bounded for all ranks together. Other samples wait for the next line.
+        Returns (number of unusable samples by reason, details of the listed ones by reason) on all ranks.
         """
         if not global_metrics.sending_ranks:
             return {}, {}
@@ -185,12 +177,10 @@ class MetricsLog:
             samples_to_send, self.unsent_samples = _split_by_size(
                 self.unsent_samples, MAX_LIST_BYTES // global_metrics.sending_ranks
             )
-            list_message = {
-                "reasons": dict(self.drop_reasons),
-                "dropped": samples_to_send,
-                "keys": self.sample_keys,
-            }
-            self.rank_0_gather.send_message(self.grid.dp_rank, list_message)
+            self.rank_0_gather.send_message(
+                self.grid.dp_rank,
+                {"reasons": dict(self.drop_reasons), "dropped": samples_to_send, "keys": self.sample_keys},
+            )
             self.drop_reasons, self.sample_keys = Counter(), []
 
         global_reasons: Counter[str] = Counter()
@@ -199,17 +189,14 @@ class MetricsLog:
             list_messages = self.rank_0_gather.receive_messages(global_metrics.sending_ranks)
             for list_message in list_messages:
                 global_reasons.update(list_message["reasons"])
-            listed_samples = [sample for list_message in list_messages for sample in list_message["dropped"]]
+                listed_samples += list_message["dropped"]
             self._write_quarantine(step, listed_samples)
             if self.lists_samples:
                 self._write_sample_keys(step, [list_message["keys"] for list_message in list_messages])
 
         if not global_metrics.dropped_samples:
             return {}, {}
-        drop_reasons, drop_details = self.rank_0_gather.share_answer(
-            [dict(global_reasons), details_by_reason(listed_samples)]
-        )
-        return drop_reasons, drop_details
+        return self.rank_0_gather.share_answer([dict(global_reasons), details_by_reason(listed_samples)])
 
     def _expert_load_metric(self, step: int, step_result: StepResult) -> dict[str, float]:
         """``expert_load``: tokens of the busiest expert divided by its layer's mean, in the worst layer.
@@ -253,18 +240,18 @@ class MetricsLog:
             name: sample for name, sample in samples_by_id.items() if name not in self.quarantined_ids
         }
         self.quarantined_ids.update(new_samples)
-        if new_samples and self.grid.rank == 0 and self.run_dir is not None:
+        if new_samples and self.run_dir is not None:
             with (self.run_dir / "quarantine.jsonl").open("a") as file:
                 file.writelines(
                     json.dumps({"step": step, **sample}) + "\n" for sample in new_samples.values()
                 )
 
-    def bad_sample_problem(self) -> str | None:
+    def bad_sample_problem(self) -> str:
         """Why the run must stop: more than ``data.max_bad_share`` of the samples could not be used.
 
-        None if it need not stop. Equal on all ranks.
+        Empty if it need not stop. Equal on all ranks.
         """
-        return self.bad_sample_meter.stop_reason() or None
+        return self.bad_sample_meter.stop_reason()
 
     def bad_sample_state(self) -> tuple[dict[str, Any], dict[str, int]]:
         """The counts to save in a checkpoint.
@@ -274,13 +261,9 @@ class MetricsLog:
         local_counts = {f"{DROPPED_PREFIX}{reason}": count for reason, count in self.drop_reasons.items()}
         return self.bad_sample_meter.state_dict(), {"samples": self.step_metrics.samples, **local_counts}
 
-    def load_bad_sample_state(self, meter_state: dict[str, Any]) -> None:
-        """Continues counting from a checkpoint. Call it on all ranks with the same state."""
-        self.bad_sample_meter.load_state_dict(meter_state)
-
     def _write_sample_keys(self, step: int, keys_by_rank: list[list[list[str]]]) -> None:
         """Writes one line per printed step: the samples of each row, rows of data-parallel rank 0 first."""
-        if self.grid.rank == 0 and self.run_dir is not None:
+        if self.run_dir is not None:
             with (self.run_dir / "samples.jsonl").open("a") as file:
                 file.write(
                     json.dumps({"step": step, "rows": [row for part in keys_by_rank for row in part]}) + "\n"
@@ -289,28 +272,23 @@ class MetricsLog:
     def _print_line(self, logged_metrics: dict[str, Any], source_summary: str, skip_reason: str) -> None:
         if self.grid.rank != 0:
             return
-        dropped_count = self.bad_sample_meter.bad_count
         speed_text = (
             f"MFU {logged_metrics['mfu']:6.1%} (vision {logged_metrics['vision_flops_share']:.0%})"
             if logged_metrics["mfu"] is not None
             else f"{logged_metrics['tflops_per_rank']:.3f} TFLOP/s"
         )
-        printed_line = (
+        line_parts = [
             f"step {logged_metrics['step']:>6}/{self.total_steps} | loss {logged_metrics['loss']:.6f} | grad"
             f" norm {logged_metrics['grad_norm']:.4f} | {_learning_rates_text(logged_metrics)} |"
             f" {logged_metrics['step_s'] * 1e3:.0f} ms | {logged_metrics['tokens_per_s_per_rank']:.0f}"
             f" tok/s/GPU | {speed_text} | {logged_metrics['memory_gib']:.1f} GiB | data wait"
-            f" {logged_metrics['data_wait_s'] * 1e3:.0f} ms"
-        )
-        printed_line += (
-            f" | busiest expert {logged_metrics['expert_load']:.2f}x"
-            if "expert_load" in logged_metrics
-            else ""
-        )
-        printed_line += f" | {source_summary}" if source_summary else ""
-        printed_line += f" | dropped {dropped_count}" if dropped_count else ""
-        printed_line += f" | SKIPPED: {SKIP_REASONS[skip_reason]}" if skip_reason else ""
-        print(printed_line, flush=True)
+            f" {logged_metrics['data_wait_s'] * 1e3:.0f} ms",
+            f"busiest expert {logged_metrics['expert_load']:.2f}x" if "expert_load" in logged_metrics else "",
+            source_summary,
+            f"dropped {self.bad_sample_meter.bad_count}" if self.bad_sample_meter.bad_count else "",
+            f"SKIPPED: {SKIP_REASONS[skip_reason]}" if skip_reason else "",
+        ]
+        print(" | ".join(filter(None, line_parts)), flush=True)
         for metrics_sink in self.metrics_sinks:
             metrics_sink.write_step(logged_metrics)
 
@@ -350,4 +328,3 @@ def log_rank_0(grid: ProcessGrid, message: str) -> None:
     """Prints on rank 0."""
     if grid.rank == 0:
         print(message, flush=True)
-        sys.stdout.flush()

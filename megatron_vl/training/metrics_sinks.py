@@ -103,8 +103,7 @@ def _without_nan(json_value: Any) -> Any:
 
 def _json_line(json_record: Mapping[str, Any]) -> str:
     """The numbers as a line of JSON, which has no NaN and no infinity: they become null."""
-    finite_record = _without_nan(json_record)
-    return json.dumps(finite_record, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_without_nan(json_record), ensure_ascii=False, allow_nan=False) + "\n"
 
 
 class TensorBoardSink(MetricsSink):
@@ -128,8 +127,11 @@ class TensorBoardSink(MetricsSink):
     def write_evaluation(self, step: int, validation_result: ValidationResult) -> None:
         self.summary_writer.add_scalar("validation_loss", validation_result.loss, step)
         for number, answer in enumerate(validation_result.answers):
-            text = "\n\n".join(f"**{name}**: {value}" for name, value in asdict(answer).items())
-            self.summary_writer.add_text(f"answer_{number}", text, step)
+            self.summary_writer.add_text(
+                f"answer_{number}",
+                "\n\n".join(f"**{name}**: {value}" for name, value in asdict(answer).items()),
+                step,
+            )
         self.summary_writer.flush()
 
     def close(self, has_failed: bool = False) -> None:
@@ -149,21 +151,19 @@ class WandbSink(MetricsSink):
     def __init__(self, config: TrainConfig) -> None:
         import wandb
 
-        wandb_config, run_dir = config.wandb, config.checkpoint.dir
         self.wandb_module = wandb
         self.is_disconnected = False
-
-        earlier_run_id = _earlier_wandb_run(config)
+        run_dir, earlier_run_id = config.checkpoint.dir, _earlier_wandb_run(config)
         finish_settings = (
             {} if "WANDB_FINISH_TIMEOUT" in os.environ else {"finish_timeout": WANDB_FINISH_TIMEOUT_S}
         )
         try:
             self.wandb_run = wandb.init(
-                project=wandb_config.project,
-                entity=wandb_config.entity or None,
-                name=wandb_config.name or (Path(run_dir).resolve().name if run_dir else None),
-                mode=wandb_config.mode,
-                dir=wandb_config.dir or run_dir or None,
+                project=config.wandb.project,
+                entity=config.wandb.entity or None,
+                name=config.wandb.name or (Path(run_dir).resolve().name if run_dir else None),
+                mode=config.wandb.mode,
+                dir=config.wandb.dir or run_dir or None,
                 id=earlier_run_id,
                 resume="allow",
                 config=asdict(config),
@@ -171,12 +171,7 @@ class WandbSink(MetricsSink):
                 # Forked loader workers inherit W&B's console capture, which raises there and drops samples.
                 settings=wandb.Settings(console="off", **finish_settings),
             )
-            # Its hooks on imports report to its service, which raises in forked loader workers too.
-            sys.meta_path[:] = [
-                path_finder
-                for path_finder in sys.meta_path
-                if not type(path_finder).__module__.startswith("wandb.")
-            ]
+            _remove_import_hooks()
             self.wandb_run.define_metric("step")
             self.wandb_run.define_metric("*", step_metric="step")
         except Exception as error:
@@ -184,8 +179,8 @@ class WandbSink(MetricsSink):
         if run_dir and not self.wandb_run.disabled:  # as by $WANDB_MODE
             run_record = {
                 "id": self.wandb_run.id,
-                "project": wandb_config.project,
-                "entity": wandb_config.entity,
+                "project": config.wandb.project,
+                "entity": config.wandb.entity,
             }
             write_json(Path(run_dir) / WANDB_RUN_FILE, run_record)
 
@@ -194,13 +189,10 @@ class WandbSink(MetricsSink):
 
     def write_expert_load(self, step: int, relative_loads: Mapping[int, Tensor]) -> None:
         def make_metrics() -> dict[str, Any]:
-            busiest_by_layer = {
-                _expert_load_tag(layer): float(share.max()) for layer, share in relative_loads.items()
-            }
             all_loads = torch.cat(list(relative_loads.values())).numpy()
             return {
                 "step": step,
-                **busiest_by_layer,
+                **{_expert_load_tag(layer): float(share.max()) for layer, share in relative_loads.items()},
                 "expert_load/all": self.wandb_module.Histogram(all_loads),
             }
 
@@ -211,8 +203,9 @@ class WandbSink(MetricsSink):
             evaluation_metrics: dict[str, Any] = {"step": step, "validation_loss": validation_result.loss}
             rows = [asdict(answer) for answer in validation_result.answers]
             if rows:
-                data = [[str(value) for value in row.values()] for row in rows]
-                evaluation_metrics["answers"] = self.wandb_module.Table(columns=list(rows[0]), data=data)
+                evaluation_metrics["answers"] = self.wandb_module.Table(
+                    columns=list(rows[0]), data=[[str(value) for value in row.values()] for row in rows]
+                )
             return evaluation_metrics
 
         self._log_metrics(make_metrics)
@@ -248,6 +241,13 @@ def _expert_load_tag(layer_number: int) -> str:
     return f"expert_load/layer_{layer_number:02d}"
 
 
+def _remove_import_hooks() -> None:
+    """Removes W&B's hooks on imports. They report to its service, which raises in forked loader workers."""
+    sys.meta_path[:] = [
+        path_finder for path_finder in sys.meta_path if not type(path_finder).__module__.startswith("wandb.")
+    ]
+
+
 def _earlier_wandb_run(config: TrainConfig) -> str | None:
     """Id of the W&B run that this run continues; None if it starts a new one.
 
@@ -259,10 +259,10 @@ def _earlier_wandb_run(config: TrainConfig) -> str | None:
         return None
     try:
         run_record = json.loads(run_file.read_text())
-        is_same_project = (
-            run_record["project"] == config.wandb.project and run_record["entity"] == config.wandb.entity
+        stored_project = run_record["project"], run_record["entity"]
+        return (
+            str(run_record["id"]) if (stored_project == (config.wandb.project, config.wandb.entity)) else None
         )
-        return str(run_record["id"]) if is_same_project else None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{run_file} is damaged ({error}); delete it to begin another W&B run") from error
 

@@ -16,11 +16,10 @@ from megatron_vl import host_memory
 from megatron_vl.data.planned_rows import PLANNER_ENDED_TEXT
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for_platform
-from megatron_vl.planning.memory import GPU_MEMORY_PARTS, StageMemory, stage_memories
+from megatron_vl.planning.memory import GIB, GPU_MEMORY_PARTS, StageMemory, stage_memories
 from megatron_vl.planning.memory_check import fitting_options_advice
 from megatron_vl.training.resolved_run import ResolvedRun
 
-GIB = 2**30
 FRAGMENTED_SHARE = 0.1
 """If more than this share of the GPU's memory is reserved but not in use, memory counts as fragmented."""
 
@@ -86,9 +85,10 @@ def host_memory_message(error: BaseException) -> str | None:
     )
     if not is_host_memory and not _HOST_OOM_PATTERN.search(error_text):
         return None
-    host_advice = _capitalize(host_memory.LOWER_HOST_MEMORY_ADVICE)
+    host_advice = host_memory.LOWER_HOST_MEMORY_ADVICE
     return (
-        f"out of host memory ({_first_line(error_text)}): {host_memory.memory_limits_text()}. {host_advice}"
+        f"out of host memory ({_first_line(error_text)}): {host_memory.memory_limits_text()}."
+        f" {host_advice[:1].upper()}{host_advice[1:]}"
     )
 
 
@@ -200,11 +200,10 @@ def _comparison_with_estimate(resolved_run: ResolvedRun, gpu_memory: GpuMemory) 
     reduced_calibration = dataclasses.replace(
         gpu_calibration, memory_gib=gpu_memory.total_gib - gpu_memory.other_processes_gib - unestimated_gib
     )
-    world_size = dp * layout.replica_ranks
     return [
         *estimate_sentences,
         fitting_options_advice(
-            config, spec, world_size, reduced_calibration, keep_parallel_sizes=True
+            config, spec, dp * layout.replica_ranks, reduced_calibration, keep_parallel_sizes=True
         ).removesuffix("."),
     ]
 
@@ -222,7 +221,3 @@ def _memory_parts_text(stage_memory: StageMemory) -> str:
 
 def _first_line(error_text: str) -> str:
     return " ".join(error_text.partition("\n")[0].split()) or "no more could be allocated"
-
-
-def _capitalize(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]

@@ -7,8 +7,6 @@ owner sends each rank one message of pixels and one of indices.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -63,17 +61,18 @@ class PictureShares:
         plane_bounds_by_row: list[list[list[int]]],
         num_ranks: int,
     ) -> None:
+        self.vision_spec = vision_spec
         self.frames = make_tower_frames(vision_lengths)
         self.plane_bounds = np.array(
             [pair for row in plane_bounds_by_row for pair in row], dtype=np.int64
         ).reshape(-1, 2)
         self.frame_cuts = split_by_cost(frame_flops(vision_spec, self.frames), num_ranks)
-        self.features_of_rank = self._merged_features(self.frame_cuts, vision_spec)
+        self.features_of_rank = self._merged_features(self.frame_cuts)
         self.row_cuts = np.searchsorted(self.frames.row_of_frame, np.arange(len(vision_lengths) + 1))
-        self.features_of_row = self._merged_features(self.row_cuts, vision_spec)
+        self.features_of_row = self._merged_features(self.row_cuts)
 
-    def _merged_features(self, frame_cuts: Array, vision_spec: VisionSpec) -> list[int]:
-        return (np.diff(self.frames.first_patch[frame_cuts]) // vision_spec.merge_unit).tolist()
+    def _merged_features(self, frame_cuts: Array) -> list[int]:
+        return (np.diff(self.frames.first_patch[frame_cuts]) // self.vision_spec.merge_unit).tolist()
 
     def frame_runs(self, rank: int) -> list[tuple[int, int, int]]:
         """A rank's frames by row: (row, first frame, one after the last frame), numbered over all rows."""
@@ -122,47 +121,22 @@ def scatter_pictures(
     host_tensors: list[dict[str, Tensor]],
     planes_by_row: list[Tensor],
     device: torch.device,
-    vision_spec: VisionSpec,
 ) -> StepVision:
-    """Sends each rank of a replica its share of the pictures. Collective over the group.
-
-    Args:
-        replica_group: the replica; its first rank has the pictures.
-        rows: the rows of the step on this rank.
-        host_tensors: on the first rank, the tensors of each row on the host.
-        planes_by_row: on the first rank, the planes of each row on the device.
-    """
-    num_ranks, rank = replica_group.size(), replica_group.rank()
-    rank_shares = [picture_shares.share_of_rank(share_rank) for share_rank in range(num_ranks)]
-    rank_frames, plane_bounds, _ = rank_shares[rank]
+    """Sends each rank of a replica its share of the first rank's pictures. Collective."""
+    vision_spec, num_ranks = picture_shares.vision_spec, replica_group.size()
     plane_width = vision_spec.in_channels * vision_spec.patch_size**2
-    ints_per_patch = vision_spec.temporal_patch_size + 4
-
     plane_pixels = torch.empty(0, plane_width, dtype=torch.uint8, device=device)
     patch_ints = torch.empty(0, dtype=torch.int32)
-    if rank == 0 and len(picture_shares.frames.patches_per_frame):
+    if replica_group.rank() == 0 and len(picture_shares.frames.patches_per_frame):
         plane_pixels, patch_ints = _concatenated_shares(
             picture_shares, num_ranks, host_tensors, planes_by_row
         )
 
-    patches_per_rank = [int(part.patches_per_frame.sum()) for part, _, _ in rank_shares]
-    if sum(patches_per_rank):
-        plane_pixels = exchange_with_first(
-            plane_pixels, [count for _, _, count in rank_shares], replica_group, should_gather=False
-        )
-        # All integers of a patch are in one message, because its latency costs more than its bytes.
-        patch_ints = exchange_with_first(
-            patch_ints.to(device, non_blocking=True),
-            [ints_per_patch * patch_count for patch_count in patches_per_rank],
-            replica_group,
-            should_gather=False,
-        )
-
-    int_widths = [vision_spec.temporal_patch_size, 2, 2]
-    ints_by_field = patch_ints.to(device).split([patches_per_rank[rank] * size for size in int_widths])
-    plane_index, position_hw, frame_hw = (
-        part.view(-1, size) for part, size in zip(ints_by_field, int_widths, strict=True)
+    rank_shares = [picture_shares.share_of_rank(rank) for rank in range(num_ranks)]
+    plane_pixels, ints_by_field = _exchange_shares(
+        rank_shares, plane_pixels, patch_ints.to(device, non_blocking=True), vision_spec, replica_group
     )
+    rank_frames, plane_bounds, _ = rank_shares[replica_group.rank()]
     return StepVision(
         device_rows=rows,
         features_per_rank=picture_shares.features_of_rank,
@@ -170,21 +144,47 @@ def scatter_pictures(
         local_frames=rank_frames,
         plane_bounds=plane_bounds,
         planes=plane_pixels,
-        plane_index=plane_index,
-        position_hw=position_hw,
-        frame_hw=frame_hw,
+        plane_index=ints_by_field["plane_index"],
+        position_hw=ints_by_field["position_hw"],
+        frame_hw=ints_by_field["frame_hw"],
         frame_cu_seqlens=cumulative(rank_frames.patches_per_frame, device),
         window_cu_seqlens=cumulative(rank_frames.patches_per_window, device),
     )
 
 
+def _exchange_shares(
+    rank_shares: list[tuple[TowerFrames, Array, int]],
+    plane_pixels: Tensor,
+    patch_ints: Tensor,
+    vision_spec: VisionSpec,
+    replica_group: dist.ProcessGroup,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's pixels, and its integers by field, of those of all ranks that the first rank has."""
+    int_widths = dict(zip(PATCH_INT_FIELDS, (vision_spec.temporal_patch_size, 2, 2), strict=True))
+    patches_per_rank = [int(frames.patches_per_frame.sum()) for frames, _, _ in rank_shares]
+    if sum(patches_per_rank):
+        plane_counts = [plane_count for _, _, plane_count in rank_shares]
+        plane_pixels = exchange_with_first(plane_pixels, plane_counts, replica_group, should_gather=False)
+        # All integers of a patch are in one message, because its latency costs more than its bytes.
+        int_counts = [sum(int_widths.values()) * patch_count for patch_count in patches_per_rank]
+        patch_ints = exchange_with_first(patch_ints, int_counts, replica_group, should_gather=False)
+
+    own_patches = patches_per_rank[replica_group.rank()]
+    field_ints = patch_ints.split([own_patches * int_width for int_width in int_widths.values()])
+    ints_by_field = {}
+    for (field_name, int_width), flat_ints in zip(int_widths.items(), field_ints, strict=True):
+        ints_by_field[field_name] = flat_ints.view(-1, int_width)
+    return plane_pixels, ints_by_field
+
+
 def cumulative(sizes: Array, device: torch.device) -> Tensor:
     """int32 [N + 1] on the device: the bounds of segments of the given sizes."""
     bounds = torch.from_numpy(cumulative_starts(sizes).astype(np.int32))
-    return _pin_memory(bounds).to(device, non_blocking=True)
+    return pin_memory(bounds).to(device, non_blocking=True)
 
 
-def _pin_memory(tensor: Tensor) -> Tensor:
+def pin_memory(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, from which copies to the GPU wait for nothing; itself without a GPU."""
     return tensor.pin_memory() if torch.cuda.is_available() else tensor
 
 
@@ -204,7 +204,7 @@ def _concatenated_shares(
         for frame_run in picture_shares.frame_runs(rank):
             first_plane, plane_end = picture_shares.plane_range(frame_run)
             patch_slice = picture_shares.patch_slice(frame_run)
-            row_tensors: dict[str, Any] = host_tensors[frame_run[0]]
+            row_tensors = host_tensors[frame_run[0]]
             rank_ints["plane_index"].append(
                 row_tensors["plane_index"][patch_slice] - first_plane + plane_count
             )
@@ -215,4 +215,4 @@ def _concatenated_shares(
         patch_ints += [part.flatten() for name in PATCH_INT_FIELDS for part in rank_ints[name]]
 
     joined_pixels = torch.cat(plane_pixels) if len(plane_pixels) > 1 else plane_pixels[0]
-    return joined_pixels, _pin_memory(torch.cat(patch_ints))
+    return joined_pixels, pin_memory(torch.cat(patch_ints))

@@ -43,35 +43,28 @@ def check_host_memory(
     Raises:
         RunConfigError: it does not. The message says how much there is, and which share would fit.
     """
-    requested_share = config.optimizer.offload_fraction
-    if gpu_gib is None or requested_share == 0:
+    offload_share = config.optimizer.offload_fraction
+    if gpu_gib is None or offload_share == 0:
         return
-
-    offload_share = (
-        least_offload_fraction(config, spec, layout, dp, gpu_gib)
-        if requested_share == "auto"
-        else requested_share
-    )
-    if offload_share is None or requested_share == "auto" and not config.failures.check_memory:
-        return  # the run takes what host memory allows
-
-    settled_config = with_offload_fraction(config, offload_share)
-    needed_gib = (
-        max(stage.host_bytes for stage in stage_memories(settled_config, spec, layout, dp)) / host_memory.GIB
-    )
-    if needed_gib <= host_gib:
-        return
-
+    share_text = f"{offload_share}"
     remedy_text = "less would not fit the GPU: take more GPUs or more recompute"
-    if requested_share != "auto":
+    if offload_share == "auto":
+        least_share = least_offload_fraction(config, spec, layout, dp, gpu_gib)
+        if least_share is None or not config.failures.check_memory:
+            return  # the run takes what host memory allows
+        offload_share, share_text = least_share, f"auto ({least_share:g})"
+    else:
         remedy_text = f"lower it to {largest_offload_fraction(config, spec, layout, dp, host_gib):g}"
-    share_text = f"auto ({offload_share:g})" if requested_share == "auto" else f"{requested_share}"
+
+    stage_memory_list = stage_memories(with_offload_fraction(config, offload_share), spec, layout, dp)
+    needed_gib = max(stage.host_bytes for stage in stage_memory_list) / host_memory.GIB
     node_ranks = host_memory.num_ranks_on_node()
-    raise RunConfigError(
-        f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory for"
-        f" {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
-        f" {remedy_text}, or start fewer ranks per node"
-    )
+    if needed_gib > host_gib:
+        raise RunConfigError(
+            f"optimizer.offload_fraction {share_text} needs {node_ranks * needed_gib:.1f} GiB of host memory"
+            f" for {pluralize(node_ranks, 'rank')} of a node, which has {node_ranks * host_gib:.1f} GiB left;"
+            f" {remedy_text}, or start fewer ranks per node"
+        )
 
 
 def check_inputs(config: TrainConfig, *, model_only: bool = False) -> None:
@@ -424,10 +417,9 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
         is_resumed: whether weights come from the run's own checkpoint.
     """
     remark_texts = []
-    checkpoint_config = config.checkpoint
-    if not checkpoint_config.dir:
+    if not config.checkpoint.dir:
         remark_texts.append("checkpoint.dir is empty: no checkpoint of this run is saved")
-    elif not checkpoint_config.interval:
+    elif not config.checkpoint.interval:
         remark_texts.append(
             f"checkpoint.interval is 0: the only checkpoint is that of the last step ({config.steps}), so a"
             " run that fails earlier loses everything. Set an interval, for instance --checkpoint.interval"
@@ -440,26 +432,25 @@ def config_remarks(config: TrainConfig, on_cpu: bool, is_resumed: bool = False) 
             f"profile.steps {traced_steps} traces {traced_steps[1] - traced_steps[0] + 1} steps, which needs"
             " much memory and disk space on each traced rank; three to five steps are usually enough"
         )
-
     if not config.model.checkpoint and not is_resumed:
         remark_texts.append("model.checkpoint is empty: weights are random")
-
-    is_frozen = {"vision": config.model.freeze_vision, "merger": config.model.freeze_merger}
-    for model_part, part_rate in (
-        ("vision", config.optimizer.vision_lr),
-        ("merger", config.optimizer.merger_lr),
-    ):
-        if is_frozen[model_part] and part_rate is not None:
-            remark_texts.append(
-                f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
-                " keeps those weights unchanged"
-            )
-        elif part_rate == 0:
-            remark_texts.append(
-                f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
-                f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
-            )
-
+    remark_texts += _rate_remarks("vision", config.optimizer.vision_lr, config.model.freeze_vision)
+    remark_texts += _rate_remarks("merger", config.optimizer.merger_lr, config.model.freeze_merger)
     if on_cpu and config.dtype == "bfloat16":
         remark_texts.append("dtype bfloat16 is slow and less exact on cpu; give --dtype float32")
     return remark_texts
+
+
+def _rate_remarks(model_part: str, part_rate: float | None, is_frozen: bool) -> list[str]:
+    """Notes on the learning rate of a part of the model."""
+    if is_frozen and part_rate is not None:
+        return [
+            f"optimizer.{model_part}_lr {part_rate:g} has no effect, because model.freeze_{model_part}"
+            " keeps those weights unchanged"
+        ]
+    if part_rate == 0:
+        return [
+            f"optimizer.{model_part}_lr 0 keeps those weights unchanged, but still computes their"
+            f" gradients and stores their moments; --model.freeze_{model_part} true saves both"
+        ]
+    return []

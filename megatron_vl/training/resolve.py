@@ -17,6 +17,7 @@ from megatron_vl.core_fixes.register import check_core_version
 from megatron_vl.data.source.dataset_description import SplitFacts, read_description
 from megatron_vl.data.source.location import resolve_location
 from megatron_vl.planning.gpus import calibration_for_platform, read_local_calibration
+from megatron_vl.planning.layout_search import with_split
 from megatron_vl.planning.memory_check import check_memory
 from megatron_vl.planning.offload_fraction import resolve_offload_fraction
 from megatron_vl.planning.run_layout import run_layout, split_source
@@ -28,6 +29,7 @@ from megatron_vl.training.resolved_run import ResolvedRun, RunStart
 from megatron_vl.weights.run_folder import (
     DataRestart,
     SavedCheckpoint,
+    StartPoint,
     StepMissingError,
     choose_start_point,
     read_signed_json,
@@ -63,7 +65,44 @@ def resolve_run(
         UserError: the run is impossible. The message names the field, path or number, and what to change.
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
-    # Cheap checks come first, so that a mistake in a field is reported within a second.
+    dp, spec = _check_fields(config, world_size, show_only)
+    calibration = calibration_for_platform(config.platform)
+    if machine_memory is None:
+        machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
+
+    # A resumed run keeps the split with which its checkpoint was saved.
+    run_start = _find_run_start(config, dp)
+    saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
+    layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
+    layer_split_origin = split_source(config, saved_layout, calibration)
+
+    # These checks see the user's own fields, because their advice names options that differ from them.
+    memory_note = ""
+    if config.platform != "cpu" and not show_only and (gpu_calibration := read_local_calibration()):
+        memory_note = check_memory(config, spec, layout, world_size, gpu_calibration)
+    preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
+
+    # From here on, the config has the split and the offloaded share as numbers.
+    settled_config = resolve_offload_fraction(
+        with_split(config, layout) if layout.pp > 1 else config,
+        spec,
+        layout,
+        dp,
+        machine_memory.gpu_gib,
+        machine_memory.host_gib,
+    )
+    resolved_run = ResolvedRun(settled_config, spec, layout, dp, layer_split_origin, run_start, {}, ())
+    if show_only:
+        return resolved_run
+    return _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
+
+
+def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tuple[int, ModelSpec]:
+    """Makes the cheap checks, so that a mistake in a field is reported within a second.
+
+    Returns:
+        (data-parallel size, model).
+    """
     check_core_version()
     dp = validate_config(config, world_size)
     preflight.check_inputs(config, model_only=show_only)
@@ -75,37 +114,7 @@ def resolve_run(
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"
         )
-
-    # A resumed run keeps the split with which its checkpoint was saved.
-    run_start = _find_run_start(config, dp)
-    saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
-    calibration = calibration_for_platform(config.platform)
-    layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
-    layer_split_origin = split_source(config, saved_layout, calibration)
-    if machine_memory is None:
-        machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
-
-    # These checks see the user's own fields, because their advice names options that differ from them.
-    gpu_calibration = None if config.platform == "cpu" or show_only else read_local_calibration()
-    memory_note = (
-        "" if gpu_calibration is None else check_memory(config, spec, layout, world_size, gpu_calibration)
-    )
-    preflight.check_host_memory(config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib)
-
-    # From here on, the config has the split and the offloaded share as numbers.
-    if layout.pp > 1:
-        parallel_config = dataclasses.replace(config.parallel, layers=list(layout.layers_per_chunk))
-        config = dataclasses.replace(config, parallel=parallel_config)
-    config = resolve_offload_fraction(
-        config, spec, layout, dp, machine_memory.gpu_gib, machine_memory.host_gib
-    )
-
-    resolved_run = ResolvedRun(config, spec, layout, dp, layer_split_origin, run_start, {}, ())
-    return (
-        resolved_run
-        if show_only
-        else _with_checked_inputs(resolved_run, memory_note, on_cpu=machine_memory.gpu_gib is None)
-    )
+    return dp, spec
 
 
 def _with_checked_inputs(resolved_run: ResolvedRun, memory_note: str, on_cpu: bool) -> ResolvedRun:
@@ -165,8 +174,10 @@ def read_split_facts(config: TrainConfig) -> dict[str, SplitFacts]:
     from megatron_vl.data.source.sample_sizes import find_datasets_without_sizes  # it imports torch
 
     dataset_description = read_description(resolve_location(config.data.path))
-    split_names = {"train", config.eval.split} if config.eval.interval else {"train"}
-    facts_by_split = {split: dataset_description.split_facts(split) for split in sorted(split_names)}
+    facts_by_split = {
+        split: dataset_description.split_facts(split)
+        for split in sorted({"train", config.eval.split} if config.eval.interval else {"train"})
+    }
     unsized_datasets = find_datasets_without_sizes(dataset_description, config.model.hf, config.data)
     facts_by_split["train"] = dataclasses.replace(
         facts_by_split["train"],
@@ -191,7 +202,7 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
     checkpoint_config = config.checkpoint
     run_dir = Path(checkpoint_config.dir) if checkpoint_config.dir and checkpoint_config.resume else None
     try:
-        start_choice = choose_start_point(
+        start_point = choose_start_point(
             run_dir, checkpoint_config.step, checkpoint_config.branch, checkpoint_config.attempt
         )
     except StepMissingError as error:
@@ -199,37 +210,41 @@ def _find_run_start(config: TrainConfig, dp: int) -> RunStart:
             raise
         raise RunConfigError(str(error)) from error
 
-    source_checkpoint, lineage = start_choice.source_checkpoint, start_choice.lineage
+    # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that overrides
+    # it does not make the next start restart the data again.
     if not checkpoint_config.restart_data:
-        # The record of an earlier restart is kept. So if the run's YAML sets restart_data, a start that
-        # overrides it does not make the next start restart the data again.
-        return RunStart(source_checkpoint, lineage, False, start_choice.user_messages)
-    if source_checkpoint is None:
-        lineage = dataclasses.replace(lineage, data_restart=DataRestart(0, checkpoint_config.attempt))
-        return RunStart(None, lineage, False, start_choice.user_messages)
+        return RunStart(start_point.source_checkpoint, start_point.lineage, False, start_point.user_messages)
+    return _restart_data(config, dp, start_point)
 
-    earlier_restart = source_checkpoint.lineage.data_restart
-    current_metadata = preflight.data_order_metadata(config, dp)
+
+def _restart_data(config: TrainConfig, dp: int, start_point: StartPoint) -> RunStart:
+    """The start of a run with ``checkpoint.restart_data``."""
+    source_checkpoint, attempt = start_point.source_checkpoint, config.checkpoint.attempt
+    earlier_restart = source_checkpoint.lineage.data_restart if source_checkpoint is not None else None
     if (
-        earlier_restart is not None
-        and earlier_restart.attempt >= checkpoint_config.attempt
-        and _reads_same_data(source_checkpoint, current_metadata)
+        source_checkpoint is not None
+        and earlier_restart is not None
+        and earlier_restart.attempt >= attempt
+        and _reads_same_data(source_checkpoint, preflight.data_order_metadata(config, dp))
     ):
         restart_note = (
             f"checkpoint.restart_data: this checkpoint records that the data set was read from its start at"
             f" step {earlier_restart.step}; the run continues in it. To read it from its start once more,"
             f" give --checkpoint.attempt {earlier_restart.attempt + 1}"
         )
-        return RunStart(source_checkpoint, lineage, False, (*start_choice.user_messages, restart_note))
+        return RunStart(
+            source_checkpoint, start_point.lineage, False, (*start_point.user_messages, restart_note)
+        )
 
+    step = 0 if source_checkpoint is None else source_checkpoint.step
+    lineage = dataclasses.replace(start_point.lineage, data_restart=DataRestart(step, attempt))
+    if source_checkpoint is None:
+        return RunStart(None, lineage, False, start_point.user_messages)
     restart_note = (
-        f"checkpoint.restart_data: the data set is read from its start at step {source_checkpoint.step}; once"
+        f"checkpoint.restart_data: the data set is read from its start at step {step}; once"
         " this run has saved, a start with the same option continues in it"
     )
-    lineage = dataclasses.replace(
-        lineage, data_restart=DataRestart(source_checkpoint.step, checkpoint_config.attempt)
-    )
-    return RunStart(source_checkpoint, lineage, True, (*start_choice.user_messages, restart_note))
+    return RunStart(source_checkpoint, lineage, True, (*start_point.user_messages, restart_note))
 
 
 def _reads_same_data(source_checkpoint: SavedCheckpoint, current_metadata: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ indices of loss tokens and features are computed for each part before they are s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import Array, cumulative_starts
 from megatron_vl.spec.families import VisionSpec
-from megatron_vl.training.picture_scatter import PictureShares, cumulative
+from megatron_vl.training.picture_scatter import PictureShares, cumulative, pin_memory
 
 
 @dataclass(frozen=True)
@@ -43,23 +44,20 @@ class RowSharding:
     def describe_parts(self, row: TrainingRow, row_tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Describes the parts of a row for its header, and replaces tensors by those of its parts.
 
-        ``loss_index`` and ``feature_index`` become the indices of all parts, one after another, each counted
-        from the first token of its part. ``feature_order`` becomes the order in which each rank sends the
-        features that it has.
-
-        Args:
-            row_tensors: the tensors of the row by name.
+        ``loss_index`` and ``feature_index`` become the indices of all parts, counted from the first token of
+        their part. ``feature_order`` becomes the order in which each rank sends the features that it has.
         """
         part_length = row.seq_len // self.context_size
         segment_bounds = row.cu_seqlens.tolist()
         parts = [self._part_segments(segment_bounds, rank) for rank in range(self.context_size)]
 
         # A part without an index has logits for all of its tokens.
-        index_by_part = [loss_index(part_mask) for part_mask in row.loss_mask.split(part_length)]
-        for part, part_index in zip(parts, index_by_part, strict=True):
+        known_indices = [row.tokens.new_empty(0)]
+        for part, part_mask in zip(parts, row.loss_mask.split(part_length), strict=True):
+            part_index = loss_index(part_mask)
             part["loss_tokens"] = 0 if part_index is None else len(part_index)
-        known_indices = [part_index for part_index in index_by_part if part_index is not None]
-        row_tensors["loss_index"] = torch.cat(known_indices) if known_indices else row.tokens.new_empty(0)
+            known_indices += [] if part_index is None else [part_index]
+        row_tensors["loss_index"] = torch.cat(known_indices)
 
         # features_by_pair[i, j]: how many features rank i has for the tokens of part j.
         placeholders = row.vision.feature_index.numpy()
@@ -68,15 +66,13 @@ class RowSharding:
         )  # NumPy sorts short integers by radix
         feature_bounds = self._feature_bounds(row)
         rank_of_feature = np.repeat(np.arange(self.context_size), np.diff(feature_bounds))
-        features_by_pair = np.bincount(
-            rank_of_feature * self.context_size + part_of_feature, minlength=self.context_size**2
-        ).reshape(self.context_size, self.context_size)
+        features_by_pair = np.zeros((self.context_size, self.context_size), dtype=np.int64)
+        np.add.at(features_by_pair, (rank_of_feature, part_of_feature), 1)
 
         # Each rank sends its features in the order of the parts that they go to.
-        send_orders = [
-            np.argsort(part_of_feature[first:end], kind="stable")
-            for first, end in zip(feature_bounds[:-1], feature_bounds[1:], strict=True)
-        ]
+        send_orders = []
+        for first, end in itertools.pairwise(feature_bounds):
+            send_orders.append(np.argsort(part_of_feature[first:end], kind="stable"))
         row_tensors["feature_order"] = torch.from_numpy(np.concatenate(send_orders))
         index_in_part = placeholders[np.argsort(part_of_feature, kind="stable")] % part_length
         row_tensors["feature_index"] = torch.from_numpy(index_in_part)
@@ -132,8 +128,7 @@ class RowSharding:
             for order, cuts, row_start in zip(row_orders, row_cuts, row_starts[:-1], strict=True):
                 ordered_features.append(order[cuts[part] : cuts[part + 1]] + row_start)
         part_order = torch.from_numpy(np.concatenate(ordered_features))
-        part_order = part_order.pin_memory() if torch.cuda.is_available() else part_order
-        step_vision.part_order = part_order.to(device, non_blocking=True)
+        step_vision.part_order = pin_memory(part_order).to(device, non_blocking=True)
 
     def picture_shares(
         self, vision_lengths: tuple[list[int], list[int]], plane_bounds: list[list[int]] | None = None
@@ -174,8 +169,9 @@ def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> Devi
 
     segment_bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + part_length) - start
     row_shard = RowShard(Segments(segment_bounds, part["longest"]), part["route"])
-    real_tokens = min(max(row.num_real_tokens - start, 0), part_length)
-    return dataclasses.replace(row, shard=row_shard, num_real_tokens=real_tokens)
+    return dataclasses.replace(
+        row, shard=row_shard, num_real_tokens=min(max(row.num_real_tokens - start, 0), part_length)
+    )
 
 
 def cut_feature_index(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int) -> Tensor:
@@ -201,10 +197,6 @@ def cut_pictures(
     """
     picture_shares = row_sharding.picture_shares(row_header["vision_lengths"], plane_bounds)
     rank_frames, _, _ = picture_shares.share_of_rank(rank)
-    features_by_pair = np.array(row_header["features"])
-    order_start = int(features_by_pair[:rank].sum())
-    feature_count = int(features_by_pair[rank].sum())
-
     frame_runs = picture_shares.frame_runs(rank)
     if frame_runs:
         first_plane, plane_end = picture_shares.plane_range(frame_runs[0])
@@ -215,21 +207,27 @@ def cut_pictures(
         first_plane, plane_end, patch_slice = 0, plane_bounds[0][1], slice(0, merge_unit)
         frame_sizes = window_sizes = np.array([merge_unit])
 
-    plane_index = row_tensors["plane_index"][patch_slice]
-    device = plane_index.device
+    device = row_tensors["planes"].device
     vision_input = VisionInput(
         planes=row_tensors["planes"][first_plane:plane_end],
-        plane_index=plane_index - first_plane if first_plane else plane_index,
+        plane_index=row_tensors["plane_index"][patch_slice] - first_plane,
         position_hw=row_tensors["position_hw"][patch_slice],
         frame_hw=row_tensors["frame_hw"][patch_slice],
         full_segments=Segments(cumulative(frame_sizes, device), int(frame_sizes.max())),
         window_segments=Segments(cumulative(window_sizes, device), int(window_sizes.max())),
     )
+    return vision_input, _feature_route(row_header, row_tensors, rank, encodes=bool(frame_runs))
 
-    feature_route = FeatureRoute(
-        encodes=bool(frame_runs),
-        send_order=row_tensors["feature_order"][order_start : order_start + feature_count].long(),
+
+def _feature_route(
+    row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int, encodes: bool
+) -> FeatureRoute:
+    features_by_pair = np.array(row_header["features"])
+    order_start = int(features_by_pair[:rank].sum())
+    order_end = order_start + int(features_by_pair[rank].sum())
+    return FeatureRoute(
+        encodes=encodes,
+        send_order=row_tensors["feature_order"][order_start:order_end].long(),
         sent=features_by_pair[rank].tolist(),
         received=features_by_pair[:, rank].tolist(),
     )
-    return vision_input, feature_route

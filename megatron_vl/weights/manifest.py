@@ -107,8 +107,11 @@ def write_expert_file(
 
     Otherwise, it is the same as :func:`write_rank_file`.
     """
-    path = Path(weights_dir) / expert_file_name(ep_rank, etp_rank, pp_rank)
-    return _write_tensor_file(path, expert_tensors, {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank})
+    return _write_tensor_file(
+        Path(weights_dir) / expert_file_name(ep_rank, etp_rank, pp_rank),
+        expert_tensors,
+        {"ep": ep_rank, "etp": etp_rank, "pp": pp_rank},
+    )
 
 
 def _write_tensor_file(
@@ -122,11 +125,8 @@ def _write_tensor_file(
             )
 
     file_path.parent.mkdir(parents=True, exist_ok=True)
-    file_header = make_safetensors_header(
-        {tensor_name: (tensor.dtype, tensor.shape) for tensor_name, tensor in tensors_by_name.items()},
-        {"format": "pt"},
-    )
-    tensor_writer = TensorWriter(file_path, file_header)
+    tensor_types = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors_by_name.items()}
+    tensor_writer = TensorWriter(file_path, make_safetensors_header(tensor_types, {"format": "pt"}))
     written_tensors = {}
 
     try:
@@ -136,11 +136,8 @@ def _write_tensor_file(
                 tensor_matrix[region.row : region.row_end]
                 for region in row_regions(tensor.shape, tensor.element_size())
             )
-            written_tensors[tensor_name] = (
-                tensor.dtype,
-                tensor.shape,
-                tensor_writer.write_tensor(tensor_name, chunks),
-            )
+            digest = tensor_writer.write_tensor(tensor_name, chunks)
+            written_tensors[tensor_name] = (*tensor_types[tensor_name], digest)
     except BaseException:
         tensor_writer.abort()
         raise
@@ -161,10 +158,8 @@ def write_manifest(
 
     Args:
         layout: None for unsplit weights.
-        rank_entries: the results of :func:`write_rank_file` and :func:`write_expert_file` on all ranks, in
-            any order.
-        weights_origin: facts about the origin of the weights. A reader compares ``step`` with the name of the
-            folder.
+        rank_entries: results of :func:`write_rank_file` and :func:`write_expert_file` on all ranks.
+        weights_origin: their origin. A reader compares its ``step`` with the name of the folder.
         lora: for the factors of adapters, the adapters; None for a whole model.
 
     Returns:
@@ -172,7 +167,6 @@ def write_manifest(
 
     Raises:
         WeightsError: a tensor is missing, unexpected, or of a wrong shape, or its parts have different types.
-            The message names it.
     """
     if not spec.hf_config or read_spec(spec.hf_config) != spec:
         raise WeightsError(
@@ -180,16 +174,6 @@ def write_manifest(
         )
 
     lora = lora or LoraConfig()
-    tensor_entries = _check_entries(trained_table(spec, lora), layout, rank_entries)
-
-    # Sorted, so that the manifest does not depend on the order in which ranks finish.
-    file_entries = {}
-    for rank_entry in sorted(rank_entries, key=lambda entry: entry["file"]):
-        file_entries[rank_entry["file"]] = {
-            **{rank: rank_entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in rank_entry},
-            "tensors": {name: tensor["sha256"] for name, tensor in rank_entry["tensors"].items()},
-        }
-
     manifest = {
         "format": WEIGHTS_FORMAT,
         "version": MANIFEST_VERSION,
@@ -201,13 +185,25 @@ def write_manifest(
         "lora": dataclasses.asdict(dataclasses.replace(lora, adapter="")) if lora.rank else None,
         # The reader needs no other file to know the model.
         "hf_config": spec.hf_config,
-        "tensors": tensor_entries,
-        "files": file_entries,
+        "tensors": _check_entries(trained_table(spec, lora), layout, rank_entries),
+        "files": _file_digests(rank_entries),
     }
     manifest["digest"] = manifest_digest(manifest)
     # The folder counts as weights from here on, so this file must be written as a whole or not at all.
     durable_files.write_file(Path(weights_dir) / MANIFEST_FILE, json.dumps(manifest, indent=1).encode())
     return str(manifest["digest"])
+
+
+def _file_digests(rank_entries: Sequence[dict]) -> dict[str, dict[str, Any]]:
+    """File -> its ranks and the SHA-256 of its tensors."""
+    digests_by_file = {}
+    # Sorted, so that the manifest does not depend on the order in which ranks finish.
+    for rank_entry in sorted(rank_entries, key=lambda entry: entry["file"]):
+        digests_by_file[rank_entry["file"]] = {
+            **{rank: rank_entry[rank] for rank in ("tp", "ep", "etp", "pp") if rank in rank_entry},
+            "tensors": {name: tensor["sha256"] for name, tensor in rank_entry["tensors"].items()},
+        }
+    return digests_by_file
 
 
 def shard_index_in_file(
@@ -237,8 +233,31 @@ def _check_entries(
     Returns:
         The manifest's tensor table.
     """
-    sharding = layout.sharding if layout else UNSHARDED
-    stored_entries: dict[tuple[int, int, str], dict[str, Any]] = {}
+    stored_entries = _entries_by_shard(tensor_infos, layout, rank_entries)
+    manifest_tensors = {}
+    for tensor_name, tensor_info in tensor_infos.items():
+        manifest_tensors[tensor_name] = {
+            "dtype": _take_dtype(stored_entries, tensor_info, layout),
+            "shape": list(tensor_info.shape),
+            "split": tensor_info.parallel_style,
+        }
+
+    if stored_entries:
+        shard_index, pipeline_stage, tensor_name = next(iter(stored_entries))
+        raise WeightsError(
+            f"tensor {tensor_name!r} does not belong on part {shard_index} of pipeline rank {pipeline_stage}"
+        )
+    return manifest_tensors
+
+
+_StoredEntries = dict[tuple[int, int, str], dict[str, Any]]
+"""(part, pipeline rank, tensor) -> its entry."""
+
+
+def _entries_by_shard(
+    tensor_infos: Mapping[str, TensorInfo], layout: Layout | None, rank_entries: Sequence[dict]
+) -> _StoredEntries:
+    stored_entries: _StoredEntries = {}
     for rank_entry in rank_entries:
         for tensor_name, tensor_entry in rank_entry["tensors"].items():
             shard_index = shard_index_in_file(tensor_infos.get(tensor_name), rank_entry, layout)
@@ -249,52 +268,40 @@ def _check_entries(
                     f"tensor {tensor_name!r} exists twice, the second time in {rank_entry['file']}"
                 )
             stored_entries[shard_index, rank_entry["pp"], tensor_name] = tensor_entry
+    return stored_entries
 
-    manifest_tensors = {}
-    for tensor_name, tensor_info in tensor_infos.items():
-        pipeline_stage = layout.owning_pipeline_rank(tensor_info) if layout else 0
-        shard_shape = list(tensor_info.shard_shape(sharding))
-        shard_entries = []
-        for shard_index in range(sharding.num_shards(tensor_info)):
-            if (shard_index, pipeline_stage, tensor_name) not in stored_entries:
-                raise WeightsError(
-                    f"tensor {tensor_name!r} is missing on "
-                    f"{describe_rank(tensor_info, shard_index, sharding)}, pipeline rank {pipeline_stage}"
-                )
-            tensor_entry = stored_entries.pop((shard_index, pipeline_stage, tensor_name))
-            if tensor_entry["shape"] != shard_shape:
-                rank_text = describe_rank(tensor_info, shard_index, sharding)
-                raise WeightsError(
-                    f"tensor {tensor_name!r} has shape {tensor_entry['shape']} "
-                    f"on {rank_text}; it should be {shard_shape}"
-                )
-            shard_entries.append(tensor_entry)
 
-        if len({tensor_entry["dtype"] for tensor_entry in shard_entries}) > 1:
-            raise WeightsError(f"tensor {tensor_name!r} has different types on its ranks")
-        if (
-            tensor_info.parallel_style == "replicated"
-            and not tensor_info.num_experts
-            and len({tensor_entry["sha256"] for tensor_entry in shard_entries}) > 1
-        ):
-            warnings.warn(
-                f"replicated tensor {tensor_name!r} differs between tensor ranks; rank 0's is used",
-                stacklevel=3,
+def _take_dtype(stored_entries: _StoredEntries, tensor_info: TensorInfo, layout: Layout | None) -> str:
+    """Removes the entries of a tensor's parts, and returns the type that they have in common."""
+    sharding = layout.sharding if layout else UNSHARDED
+    pipeline_stage = layout.owning_pipeline_rank(tensor_info) if layout else 0
+    shard_shape = list(tensor_info.shard_shape(sharding))
+    dtypes, digests = set(), set()
+    for shard_index in range(sharding.num_shards(tensor_info)):
+        tensor_entry = stored_entries.pop((shard_index, pipeline_stage, tensor_info.name), None)
+        rank_text = describe_rank(tensor_info, shard_index, sharding)
+        if tensor_entry is None:
+            raise WeightsError(
+                f"tensor {tensor_info.name!r} is missing on {rank_text}, pipeline rank {pipeline_stage}"
             )
+        if tensor_entry["shape"] != shard_shape:
+            raise WeightsError(
+                f"tensor {tensor_info.name!r} has shape {tensor_entry['shape']} "
+                f"on {rank_text}; it should be {shard_shape}"
+            )
+        dtypes.add(tensor_entry["dtype"])
+        digests.add(tensor_entry["sha256"])
 
-        manifest_tensors[tensor_name] = {
-            "dtype": shard_entries[0]["dtype"],
-            "shape": list(tensor_info.shape),
-            "split": tensor_info.parallel_style,
-        }
-
-    if stored_entries:
-        shard_index, pipeline_stage, tensor_name = next(iter(stored_entries))
-        raise WeightsError(
-            f"tensor {tensor_name!r} does not belong on part {shard_index} of pipeline rank {pipeline_stage}"
+    if len(dtypes) > 1:
+        raise WeightsError(f"tensor {tensor_info.name!r} has different types on its ranks")
+    # Each expert-parallel rank has other experts.
+    is_replicated = tensor_info.parallel_style == "replicated" and not tensor_info.num_experts
+    if is_replicated and len(digests) > 1:
+        warnings.warn(
+            f"replicated tensor {tensor_info.name!r} differs between tensor ranks; rank 0's is used",
+            stacklevel=4,
         )
-
-    return manifest_tensors
+    return dtypes.pop()
 
 
 def read_manifest(manifest_path: Path) -> dict[str, Any]:
@@ -340,21 +347,18 @@ def check_tensor_table(
     manifest_path: Path, manifest: dict[str, Any], expected_infos: Mapping[str, TensorInfo]
 ) -> None:
     """Raises :class:`WeightsError` unless the manifest's tensors are those of its config."""
-    expected_tensors = {}
-    for name, info in expected_infos.items():
-        expected_tensors[name] = {"shape": list(info.shape), "split": info.parallel_style}
-
-    manifest_tensors = {}
-    for name, tensor_entry in manifest["tensors"].items():
-        manifest_tensors[name] = {"shape": tensor_entry["shape"], "split": tensor_entry["split"]}
-
-    for name in sorted(expected_tensors.keys() | manifest_tensors.keys()):
-        if expected_tensors.get(name) != manifest_tensors.get(name):
+    manifest_tensors = manifest["tensors"]
+    for name in sorted(expected_infos.keys() | manifest_tensors.keys()):
+        expected_tensor = stored_tensor = None
+        if info := expected_infos.get(name):
+            expected_tensor = {"shape": list(info.shape), "split": info.parallel_style}
+        if name in manifest_tensors:
+            stored_tensor = {key: manifest_tensors[name][key] for key in ("shape", "split")}
+        if expected_tensor != stored_tensor:
             raise WeightsError(
-                f"{manifest_path}: tensor {name!r} is {manifest_tensors.get(name)}; "
-                f"its config says {expected_tensors.get(name)}"
+                f"{manifest_path}: tensor {name!r} is {stored_tensor}; its config says {expected_tensor}"
             )
-        if manifest["tensors"][name]["dtype"] not in DTYPE_BY_NAME:
+        if manifest_tensors[name]["dtype"] not in DTYPE_BY_NAME:
             raise WeightsError(
-                f"{manifest_path}: tensor {name!r} has type {manifest['tensors'][name]['dtype']!r}"
+                f"{manifest_path}: tensor {name!r} has type {manifest_tensors[name]['dtype']!r}"
             )

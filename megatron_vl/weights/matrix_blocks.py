@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -47,37 +48,38 @@ def gather_region(
 ) -> Tensor:
     """Reads a region of a matrix that consists of ``blocks``. Elements that no block covers are zero.
 
-    Args:
-        read_part: returns a region of a part as a matrix.
-
-    Returns:
-        ``[rows, cols]`` of ``dtype``. It is not a copy if one block covers the region and has that type.
+    ``read_part`` returns a region of a part as a matrix. The result ``[rows, cols]`` of ``dtype`` is not a
+    copy if one block covers the region and has that type.
     """
     gathered: Tensor | None = None
     for block in blocks:
-        first_row = max(region.row, block.row)
-        end_row = min(region.row_end, block.row + block.rows)
-        first_col = max(region.col, block.col)
-        end_col = min(region.col_end, block.col + block.cols)
-        if first_row >= end_row or first_col >= end_col:
+        shared_region = MatrixRegion(
+            max(region.row, block.row),
+            min(region.row_end, block.row + block.rows),
+            max(region.col, block.col),
+            min(region.col_end, block.col + block.cols),
+        )
+        if shared_region.is_empty:
             continue
 
         # A region inside one block of the right type is a view of the part. No memory is filled for it.
-        block_region = MatrixRegion(first_row, end_row, first_col, end_col)
-        block_data = _read_block(block, block_region, read_part)
-        if block_region == region and block_data.dtype == dtype and not block.is_transposed:
+        block_data = _read_block(block, shared_region, read_part)
+        if shared_region == region and block_data.dtype == dtype and not block.is_transposed:
             return block_data
 
         if gathered is None:
-            gathered = torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
+            gathered = _zero_matrix(region, dtype)
         target_view = gathered[
-            first_row - region.row : end_row - region.row, first_col - region.col : end_col - region.col
+            shared_region.row - region.row : shared_region.row_end - region.row,
+            shared_region.col - region.col : shared_region.col_end - region.col,
         ]
         _copy_matrix(block_data, target_view, block.is_transposed)
 
-    if gathered is None:  # the whole region is padding
-        return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
-    return gathered
+    return _zero_matrix(region, dtype) if gathered is None else gathered  # all zero: it is padding
+
+
+def _zero_matrix(region: MatrixRegion, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(region.row_end - region.row, region.col_end - region.col, dtype=dtype)
 
 
 def _copy_matrix(source_matrix: Tensor, target_matrix: Tensor, is_transposed: bool) -> None:
@@ -93,32 +95,28 @@ def _read_block(
     """Reads a region, given in the whole matrix and within ``block``, from the part."""
     if block.is_transposed:
         row_offset, col_offset = block.part_row - block.col, block.part_col - block.row
-        transposed_region = MatrixRegion(
+        part_region = MatrixRegion(
             region.col + row_offset,
             region.col_end + row_offset,
             region.row + col_offset,
             region.row_end + col_offset,
         )
-        return read_part(block.part_id, transposed_region).t()
+        return read_part(block.part_id, part_region).t()
+
     row_offset, col_offset = block.part_row - block.row, block.part_col - block.col
-    return read_part(
-        block.part_id,
-        MatrixRegion(
-            region.row + row_offset,
-            region.row_end + row_offset,
-            region.col + col_offset,
-            region.col_end + col_offset,
-        ),
+    part_region = MatrixRegion(
+        region.row + row_offset,
+        region.row_end + row_offset,
+        region.col + col_offset,
+        region.col_end + col_offset,
     )
+    return read_part(block.part_id, part_region)
 
 
 @lru_cache(maxsize=256)  # called for every region; a tensor of many experts has many blocks
 def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlock, ...]:
-    """The blocks that make up the full matrix of a tensor.
-
-    :attr:`MatrixBlock.part_id` is the number of a part (see
-    :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`). A replicated tensor is read from part 0.
-    """
+    """The blocks that make up the full matrix of a tensor. Their ids are numbers of parts
+    (:meth:`~megatron_vl.spec.tensors.Sharding.shard_index`). A replicated tensor is read from part 0."""
     row_count, col_count = matrix_shape(tensor_info.shape)
     if tensor_info.num_experts:
         return tuple(_expert_blocks(tensor_info, sharding))
@@ -132,27 +130,21 @@ def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlo
             MatrixBlock(shard_index, row_count, shard_cols, col=shard_index * shard_cols)
             for shard_index in range(shard_count)
         )
-    if tensor_info.parallel_style == "column":
-        shard_rows = row_count // shard_count
-        return tuple(
-            MatrixBlock(shard_index, shard_rows, col_count, row=shard_index * shard_rows)
-            for shard_index in range(shard_count)
-        )
 
     blocks = []
     first_row = shard_row = 0
     for section_rows in _section_rows(tensor_info, row_count):
         shard_rows = section_rows // shard_count
-        blocks += [
-            MatrixBlock(
-                shard_index,
-                shard_rows,
-                col_count,
-                row=first_row + shard_index * shard_rows,
-                part_row=shard_row,
+        for shard_index in range(shard_count):
+            blocks.append(
+                MatrixBlock(
+                    shard_index,
+                    shard_rows,
+                    col_count,
+                    row=first_row + shard_index * shard_rows,
+                    part_row=shard_row,
+                )
             )
-            for shard_index in range(shard_count)
-        ]
         first_row += section_rows
         shard_row += shard_rows
     return tuple(blocks)
@@ -160,11 +152,9 @@ def shard_blocks(tensor_info: TensorInfo, sharding: Sharding) -> tuple[MatrixBlo
 
 def _section_rows(tensor_info: TensorInfo, row_count: int) -> tuple[int, ...]:
     """Number of rows of each section. Each section is cut separately."""
-    return (
-        (row_count // 2, row_count // 2)
-        if tensor_info.parallel_style == "gated"
-        else tensor_info.section_rows
-    )
+    if tensor_info.parallel_style == "gated":
+        return (row_count // 2, row_count // 2)
+    return tensor_info.section_rows or (row_count,)
 
 
 def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBlock]:
@@ -197,17 +187,18 @@ def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBl
     return joined_blocks
 
 
-def blocks_of_shard(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> list[MatrixBlock]:
+@lru_cache(maxsize=256)
+def blocks_of_shard(tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> tuple[MatrixBlock, ...]:
     """The blocks of the full matrix that make up one part: the inverse of :func:`shard_blocks`."""
     # All tensor-parallel ranks hold a replicated tensor, and shard_blocks names only the first one's part.
     part_id = shard_index
     if tensor_info.parallel_style == "replicated":
         part_id = shard_index // sharding.etp * sharding.etp if tensor_info.num_experts else 0
-    source_blocks: list[MatrixBlock] = []
-    for block in shard_blocks(tensor_info, sharding):
-        if block.part_id == part_id:
-            source_blocks.append(block.inverse_block(tensor_info.name))
-    return source_blocks
+    return tuple(
+        block.inverse_block(tensor_info.name)
+        for block in shard_blocks(tensor_info, sharding)
+        if block.part_id == part_id
+    )
 
 
 def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sharding: Sharding) -> Tensor:
@@ -244,14 +235,11 @@ def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, shardi
         return torch.stack(joined_experts)
     if tensor_info.parallel_style == "replicated" or sharding.tensor_parallel_ways(tensor_info) == 1:
         return shard_tensors[0]
-    if tensor_info.parallel_style in ("gated", "sections"):
-        full_rows = len(shard_tensors) * shard_tensors[0].shape[0]
-        section_sizes = [rows // sharding.tp for rows in _section_rows(tensor_info, full_rows)]
+    if tensor_info.parallel_style == "row":
+        return torch.cat(list(shard_tensors), dim=1)
 
-        # Each section of the full tensor consists of that section of all parts.
-        sections_by_shard = [shard_tensor.split(section_sizes) for shard_tensor in shard_tensors]
-        joined_sections: list[Tensor] = []
-        for shard_sections in zip(*sections_by_shard, strict=True):
-            joined_sections += shard_sections
-        return torch.cat(joined_sections)
-    return torch.cat(list(shard_tensors), dim=1 if tensor_info.parallel_style == "row" else 0)
+    # Each section of the full tensor consists of that section of all parts.
+    full_rows = len(shard_tensors) * shard_tensors[0].shape[0]
+    section_sizes = [rows // sharding.tp for rows in _section_rows(tensor_info, full_rows)]
+    sections_by_shard = [shard_tensor.split(section_sizes) for shard_tensor in shard_tensors]
+    return torch.cat(list(itertools.chain.from_iterable(zip(*sections_by_shard, strict=True))))

@@ -69,6 +69,10 @@ class RollBack:
     """The branch of the checkpoint that the run was rolled back to."""
     attempt: int
 
+    def fulfils(self, step: int, branch: str, attempt: int) -> bool:
+        """Whether this roll-back has carried out a request (see :func:`choose_start_point`)."""
+        return self.step == step and branch in ("", self.branch) and attempt <= self.attempt
+
 
 @dataclass(frozen=True)
 class DataRestart:
@@ -123,6 +127,10 @@ class SavedCheckpoint:
     def checkpoint_point(self) -> CheckpointPoint:
         return CheckpointPoint(self.lineage.branch, self.step)
 
+    def was_trained_from(self, other: SavedCheckpoint) -> bool:
+        """Whether ``other`` is this checkpoint or one that led to it."""
+        return self.lineage.contains_checkpoint(self.step, other.checkpoint_point)
+
 
 # --- Folders and files --------------------------------------------------------------------------------------
 
@@ -145,8 +153,7 @@ def step_of_dir(dir_path: Path) -> int | None:
 def aside_path(checkpoint: SavedCheckpoint) -> Path:
     """An unused path for a checkpoint whose step is saved again on another branch."""
     step_dir = step_dir_path(checkpoint.path.parent, checkpoint.step)
-    lineage = checkpoint.lineage
-    base_name = f"{step_dir.name}.branch_{lineage.branch}.{lineage.serial}"
+    base_name = f"{step_dir.name}.branch_{checkpoint.lineage.branch}.{checkpoint.lineage.serial}"
     unused_path = checkpoint.path.with_name(base_name)
     copy_number = 1
     while unused_path.exists():
@@ -170,30 +177,24 @@ def lineage_from_json(json_fields: Any) -> Lineage:
     Raises:
         ValueError, KeyError, TypeError: ``json_fields`` is not a lineage.
     """
-
-    def point(point_fields: Any) -> CheckpointPoint:
-        return CheckpointPoint(_checked_branch(point_fields["branch"]), _checked_count(point_fields["step"]))
-
-    def rollback(rollback_values: Any) -> RollBack:
-        return RollBack(
-            _checked_count(rollback_values["step"]),
-            _checked_branch(rollback_values["branch"]),
-            _checked_count(rollback_values["attempt"]),
-        )
-
-    parent_fields = json_fields["parent"]
-    rollback_fields = json_fields["rollback"]
-    restart_fields = json_fields["data_restart"]
+    parent, rollback, data_restart = (json_fields[name] for name in ("parent", "rollback", "data_restart"))
     return Lineage(
         _checked_count(json_fields["serial"]),
         _checked_branch(json_fields["branch"]),
-        None if parent_fields is None else point(parent_fields),
-        tuple(point(fork) for fork in json_fields["forks"]),
-        None if rollback_fields is None else rollback(rollback_fields),
-        None
-        if restart_fields is None
-        else DataRestart(_checked_count(restart_fields["step"]), _checked_count(restart_fields["attempt"])),
+        None if parent is None else _read_record(CheckpointPoint, parent),
+        tuple(_read_record(CheckpointPoint, fork) for fork in json_fields["forks"]),
+        None if rollback is None else _read_record(RollBack, rollback),
+        None if data_restart is None else _read_record(DataRestart, data_restart),
     )
+
+
+def _read_record[T](record_type: type[T], stored_fields: Any) -> T:
+    """One of the records of a lineage. All its fields are counts, except ``branch``."""
+    field_values = {}
+    for record_field in dataclasses.fields(record_type):  # type: ignore[arg-type]
+        check_value = _checked_branch if record_field.name == "branch" else _checked_count
+        field_values[record_field.name] = check_value(stored_fields[record_field.name])
+    return record_type(**field_values)
 
 
 def _checked_count(stored_count: Any) -> int:
@@ -278,37 +279,30 @@ def find_latest_checkpoint(checkpoint_dir: Path) -> SavedCheckpoint | None:
     """
     latest_fields = _read_latest_file(checkpoint_dir / LATEST_FILE)
     checkpoints = saved_checkpoints(checkpoint_dir) if checkpoint_dir.is_dir() else []
-    if not checkpoints and latest_fields is None:
-        return None
-
     if latest_fields is not None and not any(
         _is_named_checkpoint(saved, latest_fields) for saved in checkpoints
     ):
-        has_step = any(saved.step == latest_fields["step"] for saved in checkpoints)
         problem_text = "there is no such step_ folder"
-        if has_step:
+        if any(saved.step == latest_fields["step"] for saved in checkpoints):
             problem_text = f"its folder holds an earlier save than number {latest_fields['serial']}"
         raise StepMissingError(
             f"{checkpoint_dir / LATEST_FILE} names step {latest_fields['step']}, but {problem_text}; fetch "
             f"it, set checkpoint.step, or remove {LATEST_FILE} to use the newest checkpoint that exists"
         )
 
-    return checkpoints[-1]
+    return checkpoints[-1] if checkpoints else None
 
 
 def split_by_branch(checkpoint_dir: Path) -> tuple[list[SavedCheckpoint], list[SavedCheckpoint]]:
     """The checkpoints that led to the latest one, sorted by step, and those that roll-backs abandoned."""
     newest_checkpoint = find_latest_checkpoint(checkpoint_dir)
-    checkpoints = saved_checkpoints(checkpoint_dir)
     if newest_checkpoint is None:
         return [], []
 
     branch_checkpoints: list[SavedCheckpoint] = []
     abandoned_checkpoints: list[SavedCheckpoint] = []
-    for checkpoint in checkpoints:
-        is_ancestor = newest_checkpoint.lineage.contains_checkpoint(
-            newest_checkpoint.step, checkpoint.checkpoint_point
-        )
+    for checkpoint in saved_checkpoints(checkpoint_dir):
+        is_ancestor = newest_checkpoint.was_trained_from(checkpoint)
         (branch_checkpoints if is_ancestor else abandoned_checkpoints).append(checkpoint)
     return sorted(branch_checkpoints, key=lambda saved: saved.step), abandoned_checkpoints
 
@@ -327,9 +321,9 @@ def _read_latest_file(file_path: Path) -> dict[str, Any] | None:
 
 def _is_named_checkpoint(checkpoint: SavedCheckpoint, latest_fields: dict[str, Any]) -> bool:
     """Whether a checkpoint is the one that ``latest.json`` names, or a later save of its step."""
-    has_numbers = type(latest_fields["step"]) is int and type(latest_fields["serial"]) is int
     return (
-        has_numbers
+        type(latest_fields["step"]) is int
+        and type(latest_fields["serial"]) is int
         and checkpoint.step == latest_fields["step"]
         and checkpoint.lineage.serial >= latest_fields["serial"]
     )
@@ -368,37 +362,37 @@ def choose_start_point(
         StepMissingError: there is no such checkpoint. The message lists the existing ones.
         CheckpointError: the latest checkpoint is not known (:func:`find_latest_checkpoint`).
     """
-    if checkpoint_dir is None:
+    if checkpoint_dir is not None and step is not None:
+        return _roll_back(checkpoint_dir, step, branch, attempt)
+    newest_checkpoint = find_latest_checkpoint(checkpoint_dir) if checkpoint_dir is not None else None
+    if newest_checkpoint is None:
         return StartPoint(None, Lineage(branch=make_branch_name()))
+    return StartPoint(newest_checkpoint, _continued_lineage(newest_checkpoint))
 
-    if step is None:
-        newest_checkpoint = find_latest_checkpoint(checkpoint_dir)
-        if newest_checkpoint is None:
-            return StartPoint(None, Lineage(branch=make_branch_name()))
-        return StartPoint(newest_checkpoint, _continued_lineage(newest_checkpoint))
 
+def _roll_back(checkpoint_dir: Path, step: int, branch: str, attempt: int) -> StartPoint:
+    """:func:`choose_start_point` for a run that goes back to a step."""
     checkpoints = saved_checkpoints(checkpoint_dir)
-    newest_checkpoint = _latest_for_rollback(checkpoint_dir, checkpoints)
+    try:
+        newest_checkpoint = find_latest_checkpoint(checkpoint_dir)
+    except CheckpointError:
+        # A folder that has lost its latest checkpoint can still be rolled back, which repairs the folder.
+        newest_checkpoint = checkpoints[-1] if checkpoints else None
+
     # A job that is queued again repeats its command. It must not roll back a second time.
     done_rollback = newest_checkpoint.lineage.rollback if newest_checkpoint is not None else None
-    if (
-        newest_checkpoint is not None
-        and done_rollback is not None
-        and _is_done_rollback(done_rollback, step, branch, attempt)
-    ):
+    if newest_checkpoint and done_rollback and done_rollback.fulfils(step, branch, attempt):
         user_message = _done_rollback_line(newest_checkpoint, done_rollback, checkpoints)
         return StartPoint(newest_checkpoint, _continued_lineage(newest_checkpoint), (user_message,))
 
     # A new branch begins. It takes effect with its first save.
     source_checkpoint = _find_checkpoint(checkpoint_dir, checkpoints, newest_checkpoint, step, branch)
-    forks = (*source_checkpoint.lineage.forks, source_checkpoint.checkpoint_point)
-    rollback = RollBack(step, source_checkpoint.lineage.branch, attempt)
     lineage = Lineage(
         0,
         make_branch_name(),
         source_checkpoint.checkpoint_point,
-        forks,
-        rollback,
+        (*source_checkpoint.lineage.forks, source_checkpoint.checkpoint_point),
+        RollBack(step, source_checkpoint.lineage.branch, attempt),
         source_checkpoint.lineage.data_restart,
     )
     return StartPoint(source_checkpoint, lineage, (_rollback_line(source_checkpoint, newest_checkpoint),))
@@ -409,25 +403,6 @@ def _continued_lineage(checkpoint: SavedCheckpoint) -> Lineage:
     return dataclasses.replace(checkpoint.lineage, parent=checkpoint.checkpoint_point)
 
 
-def _latest_for_rollback(checkpoint_dir: Path, checkpoints: list[SavedCheckpoint]) -> SavedCheckpoint | None:
-    """The latest checkpoint, as far as it is known.
-
-    A folder that has lost it can still be rolled back, which repairs the folder.
-    """
-    try:
-        return find_latest_checkpoint(checkpoint_dir)
-    except CheckpointError:
-        return checkpoints[-1] if checkpoints else None
-
-
-def _is_done_rollback(done_rollback: RollBack, step: int, branch: str, attempt: int) -> bool:
-    return (
-        done_rollback.step == step
-        and branch in ("", done_rollback.branch)
-        and attempt <= done_rollback.attempt
-    )
-
-
 def _done_rollback_line(
     newest_checkpoint: SavedCheckpoint, done_rollback: RollBack, checkpoints: list[SavedCheckpoint]
 ) -> str:
@@ -436,8 +411,9 @@ def _done_rollback_line(
         f"before, and its branch {newest_checkpoint.lineage.branch} is saved "
         f"up to step {newest_checkpoint.step}; the run continues from there"
     )
-    source_point = CheckpointPoint(done_rollback.branch, done_rollback.step)
-    if source_point not in [saved.checkpoint_point for saved in checkpoints]:
+    if CheckpointPoint(done_rollback.branch, done_rollback.step) not in [
+        saved.checkpoint_point for saved in checkpoints
+    ]:
         return f"{line}. Step {done_rollback.step} itself no longer exists (checkpoint.keep)"
     return (
         f"{line}. To go back to step {done_rollback.step} once more, "
@@ -452,24 +428,18 @@ def _find_checkpoint(
     step: int,
     branch: str,
 ) -> SavedCheckpoint:
-    matching_checkpoints = []
-    for saved in checkpoints:
-        if saved.step == step and branch in ("", saved.lineage.branch):
-            matching_checkpoints.append(saved)
-
+    matching_checkpoints = [
+        saved for saved in checkpoints if saved.step == step and branch in ("", saved.lineage.branch)
+    ]
     if not matching_checkpoints:
         requested_text = f"checkpoint.step {step}" + (f" of checkpoint.branch {branch}" if branch else "")
         steps = ", ".join(map(str, sorted({saved.step for saved in checkpoints}))) or "none"
         raise StepMissingError(f"{requested_text} is not in {checkpoint_dir}; existing steps: {steps}")
 
-    branch_checkpoints = []
-    for saved in matching_checkpoints:
-        if newest_checkpoint is not None and newest_checkpoint.lineage.contains_checkpoint(
-            newest_checkpoint.step, saved.checkpoint_point
-        ):
-            branch_checkpoints.append(saved)
-
-    return (branch_checkpoints or matching_checkpoints)[-1]
+    for saved in reversed(matching_checkpoints):
+        if newest_checkpoint is not None and newest_checkpoint.was_trained_from(saved):
+            return saved
+    return matching_checkpoints[-1]
 
 
 def _rollback_line(source_checkpoint: SavedCheckpoint, newest_checkpoint: SavedCheckpoint | None) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import mmap
 import os
 import sys
@@ -62,6 +63,10 @@ class MatrixRegion(NamedTuple):
     col: int
     col_end: int
 
+    @property
+    def is_empty(self) -> bool:
+        return self.row >= self.row_end or self.col >= self.col_end
+
 
 def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
     """The shape of a tensor as a matrix: dim 0 by all others. A vector is one column, a scalar one element.
@@ -73,13 +78,11 @@ def matrix_shape(tensor_shape: Sequence[int]) -> tuple[int, int]:
         return 1, 1
     if len(tensor_shape) == 3:
         return tensor_shape[0] * tensor_shape[1], tensor_shape[2]
-    column_count = 1
-    for dim_size in tensor_shape[1:]:
-        column_count *= dim_size
-    return tensor_shape[0], column_count
+    return tensor_shape[0], math.prod(tensor_shape[1:])
 
 
 def whole_matrix_region(tensor_shape: Sequence[int]) -> MatrixRegion:
+    """The region of a whole tensor, seen as a matrix."""
     rows, col_count = matrix_shape(tensor_shape)
     return MatrixRegion(0, rows, 0, col_count)
 
@@ -126,9 +129,12 @@ class TensorReader:
         # The map is private and writable, because torch needs a writable buffer. It reserves no memory,
         # because a file may be larger than the memory. Nothing writes to it.
         with open(file_path, "rb") as opened_file:
-            map_flags = mmap.MAP_PRIVATE | MAP_NORESERVE
-            map_protection = mmap.PROT_READ | mmap.PROT_WRITE
-            self._memory_map = mmap.mmap(opened_file.fileno(), 0, map_flags, map_protection)
+            self._memory_map = mmap.mmap(
+                opened_file.fileno(),
+                0,
+                mmap.MAP_PRIVATE | MAP_NORESERVE,
+                mmap.PROT_READ | mmap.PROT_WRITE,
+            )
 
         self._mapped_bytes = torch.frombuffer(self._memory_map, dtype=torch.uint8)
         self._used_bytes = 0
@@ -145,13 +151,13 @@ class TensorReader:
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         """The type of a tensor. Raises :class:`WeightsError` if weights cannot have this type."""
-        if self.dtype_code(tensor_name) not in DTYPE_BY_CODE:
-            valid_codes = ", ".join(DTYPE_BY_CODE)
+        type_code = self.dtype_code(tensor_name)
+        if type_code not in DTYPE_BY_CODE:
             raise WeightsError(
-                f"{self.path}: tensor {tensor_name!r} has type "
-                f"{self.dtype_code(tensor_name)}; weights may be {valid_codes}, not quantised"
+                f"{self.path}: tensor {tensor_name!r} has type {type_code}; weights may be"
+                f" {', '.join(DTYPE_BY_CODE)}, not quantised"
             )
-        return DTYPE_BY_CODE[self.dtype_code(tensor_name)]
+        return DTYPE_BY_CODE[type_code]
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region ``[rows, cols]`` of a tensor as a matrix. It is a view of the file: do not write to it.
@@ -159,12 +165,12 @@ class TensorReader:
         Raises:
             WeightsError: tensors of this type cannot be read.
         """
-        if self.dtype_code(tensor_name) not in DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE:
+        dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE).get(self.dtype_code(tensor_name))
+        if dtype is None:
             raise WeightsError(
                 f"{self.path}: tensor {tensor_name!r} has type "
                 f"{self.dtype_code(tensor_name)}, which this program does not read"
             )
-        dtype = (DTYPE_BY_CODE | OTHER_DTYPE_BY_CODE)[self.dtype_code(tensor_name)]
         col_count = matrix_shape(self.shape(tensor_name))[1]
         tensor_start = self._data_start + self._header_entries[tensor_name]["data_offsets"][0]
         region_start = tensor_start + region.row * col_count * dtype.itemsize
@@ -206,8 +212,9 @@ class TensorReader:
 
     def read_tensor(self, tensor_name: str) -> Tensor:
         """A copy of a whole tensor."""
-        tensor_shape = self.shape(tensor_name)
-        return self.read_region(tensor_name, whole_matrix_region(tensor_shape)).clone().reshape(tensor_shape)
+        row_count, col_count = matrix_shape(self.shape(tensor_name))
+        whole_region = MatrixRegion(0, row_count, 0, col_count)
+        return self.read_region(tensor_name, whole_region).clone().reshape(self.shape(tensor_name))
 
 
 def make_safetensors_header(
@@ -245,10 +252,9 @@ def read_safetensors_header(file_path: Path) -> bytes:
         length_field = opened_file.read(8)
         header_size = int.from_bytes(length_field, "little")
         # A damaged length must not make this read a whole checkpoint.
-        is_plausible = len(length_field) == 8 and header_size <= 100_000_000
-        header_text = opened_file.read(header_size) if is_plausible else b""
+        header_text = opened_file.read(header_size) if header_size <= 100_000_000 else b""
 
-    if not header_text or len(header_text) != header_size:
+    if len(length_field) < 8 or not header_text or len(header_text) != header_size:
         raise WeightsError(f"{file_path} is not a whole safetensors file; fetch or write it again")
     return length_field + header_text
 
@@ -328,8 +334,9 @@ class TensorWriter:
         hasher = hashlib.sha256()
         file_offset, end_offset = self._tensor_offsets[tensor_name]
         while file_offset < end_offset:
-            read_size = min(CHUNK_BYTES, end_offset - file_offset)
-            read_bytes = os.pread(self._file_descriptor, read_size, file_offset)
+            read_bytes = os.pread(
+                self._file_descriptor, min(CHUNK_BYTES, end_offset - file_offset), file_offset
+            )
             if not read_bytes:  # the file was truncated
                 break
             hasher.update(read_bytes)

@@ -51,7 +51,9 @@ def weights_video_rule(weights_dir: Path, manifest: Mapping[str, Any], spec: Mod
         manifest: their manifest. Its ``origin`` names the rule of stand-alone weights.
     """
     step = weights_dir.parent
-    if (step / "run.json").is_file() and (trained_rule := trained_video_rule(step, spec)):
+    # A step of a run whose run.json is missing has its loader states still.
+    is_step = (step / "run.json").is_file() or (step / "loader").is_dir()
+    if is_step and (trained_rule := trained_video_rule(step, spec)):
         return trained_rule
     return _rule_from_facts(manifest.get("origin"), spec)
 
@@ -61,7 +63,7 @@ def exported_video_rule(hf_dir: Path, spec: ModelSpec) -> dict[str, str]:
 
     It is empty if no ``megatron_vl.json`` names a rule, as in a released model's folder.
     """
-    return _read_rule(hf_dir / EXPORT_FACTS_FILE, spec)
+    return _rule_from_facts(_read_json_object(hf_dir / EXPORT_FACTS_FILE), spec)
 
 
 def video_rule_entry(trained_rule: dict[str, str]) -> dict[str, Any]:
@@ -72,10 +74,6 @@ def video_rule_entry(trained_rule: dict[str, str]) -> dict[str, Any]:
 def _rule_field_name(spec: ModelSpec) -> str:
     """The one field that applies to the model's family."""
     return next(iter(video_rule(DataConfig(), spec.vision.video_timestamps)))
-
-
-def _read_rule(facts_path: Path, spec: ModelSpec) -> dict[str, str]:
-    return _rule_from_facts(_read_json_object(facts_path), spec)
 
 
 def _rule_from_facts(stored_facts: Any, spec: ModelSpec) -> dict[str, str]:

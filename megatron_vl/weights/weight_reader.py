@@ -6,6 +6,7 @@ import hashlib
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,18 +64,8 @@ def find_weights_dir(given_path: str | Path) -> Path:
         raise FileNotFoundError(str(error)) from error
     except run_folder.CheckpointError as error:
         raise WeightsError(str(error)) from error
-
     if latest_checkpoint is None:
-        problem_text = (
-            f"holds no weights: looked for {MANIFEST_FILE}, "
-            f"weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
-        )
-        if (given_path / "config.json").is_file():
-            problem_text = (
-                "is a Hugging Face folder, not a folder of Megatron weights; write one with"
-                f" `megatron-vl convert --hf {given_path} --out DIR`"
-            )
-        raise FileNotFoundError(f"{given_path} {problem_text}")
+        raise FileNotFoundError(f"{given_path} {_no_weights_text(given_path)}")
 
     weights_dir = latest_checkpoint.path / "weights"
     if not (weights_dir / MANIFEST_FILE).is_file():
@@ -82,8 +73,18 @@ def find_weights_dir(given_path: str | Path) -> Path:
             f"{weights_dir / MANIFEST_FILE} is missing, although step "
             f"{latest_checkpoint.step} is the latest of {given_path}"
         )
-
     return weights_dir
+
+
+def _no_weights_text(given_path: Path) -> str:
+    if (given_path / "config.json").is_file():
+        return (
+            "is a Hugging Face folder, not a folder of Megatron weights; write one with"
+            f" `megatron-vl convert --hf {given_path} --out DIR`"
+        )
+    return (
+        f"holds no weights: looked for {MANIFEST_FILE}, weights/{MANIFEST_FILE} and {run_folder.LATEST_FILE}"
+    )
 
 
 class WeightReader:
@@ -152,59 +153,56 @@ class WeightReader:
                 raise WeightsError(f"{self.path / file_name} is missing, although {MANIFEST_FILE} names it")
 
             for tensor_name in file_entry["tensors"]:
-                if (
-                    tensor_name not in self.tensor_infos
-                    or self._pipeline_stage(tensor_name) != file_entry["pp"]
-                ):
+                shard_index = self._shard_index(tensor_name, file_entry)
+                if shard_index is None:
                     raise WeightsError(
                         f"{manifest_path}: tensor {tensor_name!r} does not "
                         f"belong in {file_name}, pipeline rank {file_entry['pp']}"
                     )
-                shard_index = shard_index_in_file(self.tensor_infos[tensor_name], file_entry, self.layout)
-                if shard_index is None:
-                    raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} does not belong in {file_name}"
-                    )
                 if file_by_shard.setdefault((shard_index, tensor_name), file_name) != file_name:
+                    rank_text = describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)
                     raise WeightsError(
-                        f"{manifest_path}: tensor {tensor_name!r} of "
-                        f"{describe_rank(self.tensor_infos[tensor_name], shard_index, self.sharding)} "
-                        "is in two files"
+                        f"{manifest_path}: tensor {tensor_name!r} of {rank_text} is in two files"
                     )
 
+        self._check_all_shards(file_by_shard)
+        return file_by_shard
+
+    def _shard_index(self, tensor_name: str, file_entry: dict[str, Any]) -> int | None:
+        """The part of a tensor that a file holds; None: the tensor does not belong there."""
+        tensor_info = self.tensor_infos.get(tensor_name)
+        if tensor_info is None:
+            return None
+        pipeline_stage = self.layout.owning_pipeline_rank(tensor_info) if self.layout else 0
+        if pipeline_stage != file_entry["pp"]:
+            return None
+        return shard_index_in_file(tensor_info, file_entry, self.layout)
+
+    def _check_all_shards(self, file_by_shard: dict[tuple[int, str], str]) -> None:
+        """Checks that every part has a file, and that all files belong to ranks of the layout."""
+        shard_count = 0
         for tensor_name, tensor_info in self.tensor_infos.items():
             for shard_index in range(self.sharding.num_shards(tensor_info)):
+                shard_count += 1
                 if (shard_index, tensor_name) not in file_by_shard:
                     raise WeightsError(
-                        f"{manifest_path}: no file holds tensor "
+                        f"{self.path / MANIFEST_FILE}: no file holds tensor "
                         f"{tensor_name!r} ({tensor_info.parallel_style}) of "
                         f"{describe_rank(tensor_info, shard_index, self.sharding)}"
                     )
-
-        # Every part has a file, so more files than parts belong to ranks that the layout does not have.
-        shard_count = sum(self.sharding.num_shards(info) for info in self.tensor_infos.values())
         if len(file_by_shard) != shard_count:
             raise WeightsError(
-                f"{manifest_path} names files of more ranks than its layout {self.sharding} has"
+                f"{self.path / MANIFEST_FILE} names files of more ranks than its layout {self.sharding} has"
             )
-        return file_by_shard
-
-    def _pipeline_stage(self, tensor_name: str) -> int:
-        """The pipeline rank that holds a tensor."""
-        return self.layout.owning_pipeline_rank(self.tensor_infos[tensor_name]) if self.layout else 0
 
     def _check_step(self) -> None:
         """Checks that the step in the weights' origin, if there is one, is the step of their folder."""
         step = (self.manifest.get("origin") or {}).get("step")
-        folder = self.path.parent
-        if (
-            step is not None
-            and self.path.name == "weights"
-            and run_folder.step_of_dir(folder) not in (None, step)
-        ):
+        folder_step = run_folder.step_of_dir(self.path.parent) if self.path.name == "weights" else None
+        if step is not None and folder_step not in (None, step):
             raise WeightsError(
                 f"{self.path / MANIFEST_FILE}: the weights belong "
-                f"to step {step}, but they are in {folder.name}"
+                f"to step {step}, but they are in {self.path.parent.name}"
             )
 
     def tensor_names(self) -> list[str]:
@@ -267,9 +265,10 @@ class WeightReader:
         Raises:
             WeightsError: the tensor is damaged.
         """
-        tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
-        for shard_index in {block.part_id for block in tensor_blocks}:
-            self._open_shard(int(shard_index), tensor_name)
+        for shard_index in {
+            int(block.part_id) for block in shard_blocks(self.tensor_infos[tensor_name], self.sharding)
+        }:
+            self._open_shard(shard_index, tensor_name)
 
     def fingerprint(self) -> dict[str, str]:
         """A value that changes if any of these weights changes."""
@@ -289,15 +288,12 @@ class WeightReader:
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of the full tensor as a matrix. It may be a view of a file: do not write to it."""
+
+        def read_part(shard_index: str | int, part_region: MatrixRegion) -> Tensor:
+            return self._open_shard(int(shard_index), tensor_name).read_region(tensor_name, part_region)
+
         tensor_blocks = shard_blocks(self.tensor_infos[tensor_name], self.sharding)
-        return gather_region(
-            tensor_blocks,
-            region,
-            lambda shard_index, shard_region: self._open_shard(int(shard_index), tensor_name).read_region(
-                tensor_name, shard_region
-            ),
-            self.dtype(tensor_name),
-        )
+        return gather_region(tensor_blocks, region, read_part, self.dtype(tensor_name))
 
     def read_shard(
         self,
@@ -306,26 +302,20 @@ class WeightReader:
         sharding: Sharding = UNSHARDED,
         expert_index: int | None = None,
     ) -> Tensor:
-        """Reads a copy of one part of a tensor, whatever layout is on disk.
+        """Reads a copy of a part of a tensor, whatever layout is on disk, in ``info.shard_shape(sharding)``.
 
         Args:
-            shard_index: number of the part, below ``sharding.num_shards(info)`` (see
-                :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`).
+            shard_index: number of the part (see :meth:`~megatron_vl.spec.tensors.Sharding.shard_index`).
             sharding: how to cut the model. By default, the part is the full tensor.
-            expert_index: for an expert tensor, the index within the part of the only expert to return,
-                without the leading dimension; None: all experts of the part.
-
-        Returns:
-            The part, of the stored type, in the shape of ``info.shard_shape(sharding)``.
+            expert_index: index within the part of the only expert to return, without the leading dimension;
+                None: all experts of the part.
 
         Raises:
-            LayoutError: the model cannot be cut in this way.
-            WeightsError: the stored tensor is damaged.
+            LayoutError, WeightsError: the model cannot be cut in this way; the stored tensor is damaged.
         """
         check_sharding(self.spec, sharding)
-        tensor_info = self.tensor_infos[tensor_name]
         dtype = self.dtype(tensor_name)
-        shard_shape = tensor_info.shard_shape(sharding)
+        shard_shape = self.tensor_infos[tensor_name].shard_shape(sharding)
 
         # As a matrix, a stack [E, rows, cols] has E * rows rows, so an expert is a range of rows.
         first_row = 0
@@ -333,28 +323,32 @@ class WeightReader:
             first_row = range(shard_shape[0])[expert_index] * shard_shape[1]
             shard_shape = shard_shape[1:]
 
+        # Region by region, so that only a few megabytes are in memory besides the result.
+        shard_tensor = torch.empty(matrix_shape(shard_shape), dtype=dtype)
+        for region in row_regions(shard_shape, dtype.itemsize):
+            source_region = region._replace(row=region.row + first_row, row_end=region.row_end + first_row)
+            shard_tensor[region.row : region.row_end] = self._read_shard_region(
+                tensor_name, shard_index, sharding, source_region
+            )
+        return shard_tensor.view(shard_shape)
+
+    def _read_shard_region(
+        self, tensor_name: str, shard_index: int, sharding: Sharding, region: MatrixRegion
+    ) -> Tensor:
+        """A region of one part, as a matrix."""
         # A part that is stored in the same cut needs no other file and no rearrangement.
+        tensor_info = self.tensor_infos[tensor_name]
         if tensor_info.num_experts:
             has_stored_sharding = sharding[1:3] == self.sharding[1:3]
         else:
             stored_ways = self.sharding.tensor_parallel_ways(tensor_info)
             has_stored_sharding = sharding.tensor_parallel_ways(tensor_info) == stored_ways
+        if has_stored_sharding:
+            return self._open_shard(shard_index, tensor_name).read_region(tensor_name, region)
 
-        source_blocks = blocks_of_shard(tensor_info, shard_index, sharding)
-        # Region by region, so that only a few megabytes are in memory besides the result.
-        shard_tensor = torch.empty(matrix_shape(shard_shape), dtype=dtype)
-        for region in row_regions(shard_shape, dtype.itemsize):
-            source_region = region._replace(row=region.row + first_row, row_end=region.row_end + first_row)
-            if has_stored_sharding:
-                region_data = self._open_shard(shard_index, tensor_name).read_region(
-                    tensor_name, source_region
-                )
-            else:
-                region_data = gather_region(
-                    source_blocks,
-                    source_region,
-                    lambda _, full: self.read_region(tensor_name, full),
-                    dtype,
-                )
-            shard_tensor[region.row : region.row_end] = region_data
-        return shard_tensor.view(shard_shape)
+        return gather_region(
+            blocks_of_shard(tensor_info, shard_index, sharding),
+            region,
+            lambda _, full_region: self.read_region(tensor_name, full_region),
+            self.dtype(tensor_name),
+        )

@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import shutil
+import tarfile
+import tracemalloc
 from collections import Counter
 from itertools import islice
 from pathlib import Path
@@ -24,12 +26,13 @@ from megatron_vl.data.source.bad_samples import (
     DroppedSample,
     details_by_reason,
 )
-from megatron_vl.data.source.tolerant_reader import append_crc32, is_crc32_wrong
+from megatron_vl.data.source.tolerant_reader import BROKEN_FIELD, append_crc32, is_crc32_wrong
 from megatron_vl.spec.families import read_spec
 from tests.tiny import tiny_checkpoint
 
 from . import mixtures
 from .datasets import converted, mixed_records, open_loader
+from .media import encoded, write
 
 COUNT = 24
 
@@ -429,3 +432,45 @@ def test_a_process_that_may_open_no_more_files_loses_no_sample(dataset, timeout)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for file in spare:
             file.close()
+
+
+@pytest.mark.parametrize("timeout", [0.0, 60.0])
+def test_too_little_memory_is_no_damage(tmp_path, timeout):
+    write(tmp_path / "media/a.jpg", encoded(56, 56, "jpeg") + bytes(256 << 20))
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A wave."}]
+    out, _ = converted(tmp_path, [{"image": "a.jpg", "conversations": turns}])
+    rows = loader(out, sample_timeout_s=timeout)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + (128 << 20), hard))
+        with pytest.raises(MemoryError):
+            next(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_a_member_that_claims_more_than_its_shard_is_damage(dataset):
+    shard = dataset / "train-000000.tar"
+    with tarfile.open(shard) as tar:
+        member = tar.next()
+    member.size = 1 << 50
+    with shard.open("r+b") as file:
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+    used, dropped = epoch(dataset)
+    assert set(dropped.values()) == {("shard damaged", "train-000000.tar")}
+    assert len(used) + len(dropped) == COUNT
+
+
+def test_reading_leaves_nothing_in_memory(dataset):
+    reader = loader(dataset)._planning_context.sized_sources[0].open_reader(0.0, None)
+    traced = []
+    tracemalloc.start()
+    try:
+        for _ in range(3):
+            for number in range(1000):
+                assert BROKEN_FIELD not in reader[number % COUNT]
+            traced.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert traced[2] - traced[1] < 50_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -47,6 +48,7 @@ def test_rows_dealt_by_hand():
     """5 | 4, then 3 to the second and 2 to the first, then 1 and 1: 8 patches each."""
     assert rank_of_rows(ints(5, 4, 3, 2, 1, 1), 2).tolist() == [[0, 3, 4], [1, 2, 5]]
     assert rank_of_rows(ints(0, 0, 0, 0), 2).tolist() == [[0, 2], [1, 3]]
+    assert rank_of_rows(ints(3, 5), 1).tolist() == [[1, 0]] and rank_of_rows(ints(3), 1).tolist() == [[0]]
     # The first rank has rows 0 and 3, which become 0 and 1. The samples of row 1 are in row 2 then.
     assert assign_rows_to_ranks(ints(0, 1, 1, 2, 3), ints(4, 2, 1, 2, 1), 4, 2).tolist() == [0, 2, 2, 3, 1]
 
@@ -57,6 +59,23 @@ def test_rows_exchanged_by_hand():
     dealt = rank_of_rows(ints(5, 4, 4, 2, 2, 0), 2)
     assert sorted(dealt.ravel().tolist()) == [*range(6)]
     assert sorted(ints(5, 4, 4, 2, 2, 0)[dealt].sum(axis=1).tolist()) == [8, 9]
+    # The largest first would give 13 and 11. No exchange of two rows helps: all others go together.
+    patches = ints(7, 5, 3, 3, 3, 3, 0, 0)
+    dealt = rank_of_rows(patches, 2)
+    assert sorted(map(sorted, patches[dealt].tolist())) == [[0, 0, 5, 7], [3, 3, 3, 3]]
+
+
+def test_rows_of_long_texts_are_dealt_evenly():
+    """Two rows of five have less than half as many patches as others."""
+    chance = np.random.default_rng(1)
+    patches = np.where(
+        chance.random(256) < 0.4, chance.integers(0, 600, 256), chance.integers(800, 2000, 256)
+    )
+    by_rank = patches[rank_of_rows(patches, 64)].sum(axis=1)
+    assert np.abs(by_rank / by_rank.mean() - 1).max() < 0.008
+    # Ranks with more rows deal some of them again in each round.
+    by_rank = patches[rank_of_rows(patches, 16)].sum(axis=1)
+    assert np.abs(by_rank / by_rank.mean() - 1).max() < 0.001
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000])
@@ -152,6 +171,34 @@ def test_samples_come_once_an_epoch_budgets_are_kept_and_ranks_have_equal_patche
             spreads.append(spread(dealt))
     assert max(spreads) < 0.05
     assert np.mean(fills) > 0.995
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_million_samples_are_used_once_in_an_epoch(block):
+    """Over two epochs, by the rows that ranks take. The number of ranks changes every 20 steps."""
+    count, rows = 1_000_000, 1024
+    tokens, patches = mixed_sizes(count)
+    used = np.zeros(count, np.int64)
+    state: dict[str, Any] = {}
+    for ranks in itertools.cycle((1, 2, 4, 8)):
+        order = SampleOrder(
+            [count], [1.0], 5, is_shuffled=True, shard_sizes=[np.full(1000, 1000)], block_size=block
+        )
+        plan = BatchPlanner(order, lambda _, index: (tokens[index], patches[index]), rows, SEQ_LEN, 0)
+        if state:
+            plan.restore_state(state)
+        for _ in range(20):
+            for rank_rows in dealt_to(plan.next_batch(), ranks):
+                np.add.at(used, [place.index for row in rank_rows for place in row], 1)
+        state = plan.planner_state()
+        if order.total_draws >= 2 * count:
+            break
+
+    np.add.at(used, plan._waiting_samples[2], 1)
+    epochs, rest = divmod(order.total_draws, count)
+    assert epochs == 2
+    assert np.bincount(used).tolist() == [0, 0, count - rest, rest]
 
 
 def test_ranks_exchange_whole_rows(monkeypatch):

@@ -199,6 +199,26 @@ def test_a_rank_plans_each_step_once_and_ahead(dataset, tmp_path, monkeypatch):
     assert set(plans.read_text().split()) == {of_planner}
 
 
+@pytest.mark.full
+def test_memory_of_the_loaders_processes_stays_the_same(tmp_path):
+    """Over 80,000 samples, after 20,000 that fill pools and caches. It grew by 1 kB a sample."""
+    records = [record for i, record in enumerate(mixed_records(tmp_path / "media", 200)) if i % 5 in (0, 1)]
+    out, _ = converted(tmp_path, records)
+    index_datasets(data_config(out), read_spec(hf()), hf(), num_workers=1)
+
+    with closing(Run(out, 1, workers=1, seq_len=2048).loaders[0]) as loader:
+        next(loader)
+        processes = psutil.Process().children()
+        held: list[list[int]] = []
+        for samples in (20_000, 80_000):
+            while samples > 0:
+                samples -= len(next(loader).sample_keys)
+            held.append([process.memory_full_info().uss for process in processes])
+    assert len(processes) == 2
+    for before, after in zip(*held, strict=True):
+        assert after - before < 8 << 20
+
+
 def test_a_planner_that_was_killed_ends_the_run(dataset):
     with closing(Run(dataset, 1, workers=2).loaders[0]) as loader:
         next(loader)

@@ -273,7 +273,7 @@ class Mutator:
 
         if not place:
             return None
-        if self.draw.random_tensor() < 0.2:
+        if self.draw.random() < 0.2:
             del parent[key]
         else:
             parent[key] = self.other(node)

@@ -100,8 +100,11 @@ def test_a_rule_that_damage_has_made_unknown_is_not_left_out(exported, tmp_path:
     (made.step / "loader").mkdir()
     identity = {"identity": {"video_prompt": "transformers_5_10"}}
     (made.step / "loader" / "dp_00000.json").write_text(json.dumps(identity))
-    export_weights(made.folder / "run", made.hf, tmp_path / "out")
-    assert exported_video_rule(tmp_path / "out", read_spec(made.hf)) == {"video_prompt": "transformers_5_10"}
+    for name in ("changed", "missing"):
+        export_weights(made.folder / "run", made.hf, tmp_path / name)
+        rule = exported_video_rule(tmp_path / name, read_spec(made.hf))
+        assert rule == {"video_prompt": "transformers_5_10"}
+        (made.step / "run.json").unlink(missing_ok=True)
 
 
 @both_rules

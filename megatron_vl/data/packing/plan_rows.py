@@ -10,6 +10,9 @@ ones keep their order, because sums of floats and unstable sorts differ between 
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import combinations
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,6 +47,8 @@ BLOCK = 512
 """Number of rows that choose together, so that their choices fit into the processor's cache."""
 MAX_EXCHANGE_ROUNDS = 16
 """Number of rounds in which ranks exchange rows."""
+ROWS_DEALT_AGAIN = 4
+"""Largest number of rows of each of two ranks that they deal again; there are 35 ways to part eight rows."""
 UNREACHABLE_PATCHES = 1 << 30
 """More patches than any row has, and a higher cost than that of any choice."""
 
@@ -355,7 +360,7 @@ def rank_of_rows(patch_counts: Integers, rank_count: int) -> Integers:
 
 
 def _exchange_rows(rows_by_rank: Integers, patch_counts: Integers, round_index: int) -> None:
-    """Exchanges rows between pairs of ranks whose sums come nearer to each other by that.
+    """Deals rows of pairs of ranks again if their sums come nearer to each other by that.
 
     Each pair has a rank of the fuller half and one of the emptier half.
 
@@ -370,18 +375,33 @@ def _exchange_rows(rows_by_rank: Integers, patch_counts: Integers, round_index: 
     fuller_ranks = rank_order[::-1][:half_count]
     gap = patches_by_rank[fuller_ranks] - patches_by_rank[emptier_ranks]
 
-    fuller_patches = patch_counts[rows_by_rank[fuller_ranks]]
-    emptier_patches = patch_counts[rows_by_rank[emptier_ranks]]
-    moved_patches = fuller_patches[:, :, None] - emptier_patches[:, None, :]
+    # Ranks with many rows deal some of them, which other rounds follow with others.
     rows_per_rank = rows_by_rank.shape[1]
-    gap_after = np.abs(gap[:, None, None] - 2 * moved_patches).reshape(half_count, rows_per_rank**2)
-    best_pair = gap_after.argmin(axis=1)
+    dealt_count = min(ROWS_DEALT_AGAIN, rows_per_rank)
+    columns = (round_index + np.arange(dealt_count)) % rows_per_rank
+    rank_pairs = np.stack([fuller_ranks, emptier_ranks], axis=1)
+    pair_rows = rows_by_rank[rank_pairs[:, :, None], columns].reshape(half_count, 2 * dealt_count)
+    pair_patches = patch_counts[pair_rows]
 
-    is_better = gap_after[np.arange(half_count), best_pair] < gap
-    fuller = fuller_ranks[is_better]
-    emptier = emptier_ranks[is_better]
-    given, taken = np.divmod(best_pair[is_better], rows_per_rank)
-    rows_by_rank[fuller, given], rows_by_rank[emptier, taken] = (
-        rows_by_rank[emptier, taken],
-        rows_by_rank[fuller, given],
-    )
+    # The first way to deal leaves all rows where they are.
+    row_orders = _ways_to_halve(2 * dealt_count)
+    stays_fuller = np.zeros_like(row_orders)
+    np.put_along_axis(stays_fuller, row_orders[:, :dealt_count], 1, axis=1)
+    patches_of_fuller = pair_patches @ stays_fuller.T
+    gap_after = np.abs(gap[:, None] - 2 * (patches_of_fuller[:, :1] - patches_of_fuller))
+    best_order = row_orders[gap_after.argmin(axis=1)]
+    new_rows = np.take_along_axis(pair_rows, best_order, axis=1)
+    rows_by_rank[rank_pairs[:, :, None], columns] = new_rows.reshape(half_count, 2, dealt_count)
+
+
+@cache
+def _ways_to_halve(count: int) -> Integers:
+    """All orders of ``count`` things, int64 [ways, count], that differ in which half a thing is in.
+
+    The first thing is always in the first half, because two halves may change places.
+    """
+    ways = []
+    for others in combinations(range(1, count), count // 2 - 1):
+        first_half = (0, *others)
+        ways.append([*first_half, *(i for i in range(count) if i not in first_half)])
+    return np.array(ways, np.int64)

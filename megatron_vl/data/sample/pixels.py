@@ -317,16 +317,34 @@ def resized_image_size(
             " long as wide"
         )
 
-    new_height = round(image_height / size_factor) * size_factor
-    new_width = round(image_width / size_factor) * size_factor
-    if new_height * new_width > max_pixels:
-        scale_divisor = math.sqrt(image_height * image_width / max_pixels)
-        new_height = max(size_factor, math.floor(image_height / scale_divisor / size_factor) * size_factor)
-        new_width = max(size_factor, math.floor(image_width / scale_divisor / size_factor) * size_factor)
-    elif new_height * new_width < min_pixels:
-        scale_divisor = math.sqrt(min_pixels / (image_height * image_width))
-        new_height = math.ceil(image_height * scale_divisor / size_factor) * size_factor
-        new_width = math.ceil(image_width * scale_divisor / size_factor) * size_factor
+    return _fit_area(image_height, image_width, size_factor, (min_pixels, max_pixels))
+
+
+def _fit_area(
+    height: int,
+    width: int,
+    size_factor: int,
+    area_limits: tuple[int, int],
+    frame_count: int = 1,
+    counted_frames: int = 1,
+) -> tuple[int, int]:
+    """Multiples of ``size_factor`` near to ``height`` and ``width``, so that the area is within the limits.
+
+    Args:
+        area_limits: smallest and largest number of pixels of all frames together.
+        frame_count, counted_frames: number of frames, and the number that is compared with the limits.
+    """
+    min_pixels, max_pixels = area_limits
+    new_height = round(height / size_factor) * size_factor
+    new_width = round(width / size_factor) * size_factor
+    if counted_frames * new_height * new_width > max_pixels:
+        scale_divisor = math.sqrt(frame_count * height * width / max_pixels)
+        new_height = max(size_factor, math.floor(height / scale_divisor / size_factor) * size_factor)
+        new_width = max(size_factor, math.floor(width / scale_divisor / size_factor) * size_factor)
+    elif counted_frames * new_height * new_width < min_pixels:
+        scale_factor = math.sqrt(min_pixels / (frame_count * height * width))
+        new_height = math.ceil(height * scale_factor / size_factor) * size_factor
+        new_width = math.ceil(width * scale_factor / size_factor) * size_factor
     return new_height, new_width
 
 
@@ -354,19 +372,11 @@ def resized_video_size(
             " as wide"
         )
 
-    new_height = round(frame_height / size_factor) * size_factor
-    new_width = round(frame_width / size_factor) * size_factor
     temporal_patch_size = pixel_settings.temporal_patch_size
-    total_pixels = round(frame_count / temporal_patch_size) * temporal_patch_size * new_height * new_width
-    if total_pixels > max_pixels:
-        scale_divisor = math.sqrt(frame_count * frame_height * frame_width / max_pixels)
-        new_height = max(size_factor, math.floor(frame_height / scale_divisor / size_factor) * size_factor)
-        new_width = max(size_factor, math.floor(frame_width / scale_divisor / size_factor) * size_factor)
-    elif total_pixels < min_pixels:
-        scale_divisor = math.sqrt(min_pixels / (frame_count * frame_height * frame_width))
-        new_height = math.ceil(frame_height * scale_divisor / size_factor) * size_factor
-        new_width = math.ceil(frame_width * scale_divisor / size_factor) * size_factor
-    return new_height, new_width
+    counted_frames = round(frame_count / temporal_patch_size) * temporal_patch_size
+    return _fit_area(
+        frame_height, frame_width, size_factor, (min_pixels, max_pixels), frame_count, counted_frames
+    )
 
 
 def image_grid(image_height: int, image_width: int, pixel_settings: PixelSettings) -> GridTHW:
@@ -407,7 +417,6 @@ def video_grid(video_info: VideoInfo, pixel_settings: PixelSettings) -> GridTHW:
     # HF passes this number on as a float32 tensor: round it in the same way.
     sampled_fps = frame_count / video_info.frame_count * video_info.fps
     seconds_per_group = torch.tensor(temporal_patch_size / sampled_fps, dtype=torch.float32).item()
-
     timestamps = []
     for first_frame in range(0, len(timed_frames), temporal_patch_size):
         first_time = timed_frames[first_frame] / video_info.fps

@@ -13,18 +13,41 @@ import queue
 import threading
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron.energon.epathlib import EPath
 from megatron.energon.errors import FatalSampleError
-from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader
+from megatron.energon.flavors.webdataset.itar import CachedItarOffsetReader, ITarFile
 from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
 from megatron.energon.metadataset.loader_interface import LoadedDataset
 
 BROKEN_FIELD = "__broken__"
 """Field of a crude sample that could not be read; its value is (reason, detail)."""
 CRC_FIELD = b', "crc32": '
+
+
+class ShardReader(ShardInfosITarReader):
+    """Energon's reader for shards that are read for a long time and may be damaged.
+
+    An open ``TarFile`` keeps a description of each member that it has read, about 1 kB for each sample.
+    Here it forgets them.
+    """
+
+    @contextmanager
+    def _open_itarfile(self, tar_file_id: int) -> Iterator[ITarFile]:
+        with super()._open_itarfile(tar_file_id) as tar_file:
+            try:
+                yield tar_file
+            except MemoryError as error:
+                # A damaged header can claim any size, which is no lack of memory.
+                shard_bytes = self.tar_filepaths[tar_file_id].size()
+                if any(member.size > shard_bytes for member in tar_file.members):
+                    raise ValueError("a member is larger than its shard") from error
+                raise
+            finally:
+                tar_file.members.clear()
 
 
 class StalledReadError(Exception):
@@ -36,6 +59,9 @@ class TolerantReader:
 
     Args:
         timeout_seconds: seconds to wait for a sample; 0: no limit.
+
+    Raises:
+        MemoryError: memory was too small to read a sample. The sample is not to blame.
     """
 
     def __init__(self, shard_reader: Any, timeout_seconds: float = 0.0) -> None:
@@ -51,7 +77,7 @@ class TolerantReader:
     def __getitem__(self, sample_index: int) -> dict[str, Any] | None:
         try:
             return self._read_freeing_files(sample_index)
-        except FatalSampleError:
+        except (FatalSampleError, MemoryError):
             raise
         except StalledReadError as error:
             failure_reason = "reading takes too long"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from megatron_vl.errors import UserError
@@ -237,35 +238,30 @@ class ModelSpec:
 
         DeepStack keeps the levels that still have a layer on both sides.
         """
-        model_spec = self
-        if num_vision_layers is not None:
-            model_spec = dataclasses.replace(
-                model_spec, vision=dataclasses.replace(model_spec.vision, num_layers=num_vision_layers)
-            )
+        vision, language = self.vision, self.language
         if num_language_layers is not None:
-            moe_spec = model_spec.language.moe
-            if moe_spec:
-                dense_layers = tuple(i for i in moe_spec.dense_layers if i < num_language_layers)
-                moe_spec = dataclasses.replace(moe_spec, dense_layers=dense_layers)
-            linear_attention = model_spec.language.linear_attention
-            if linear_attention:
-                linear_layers = tuple(i for i in linear_attention.linear_layers if i < num_language_layers)
-                linear_attention = dataclasses.replace(linear_attention, linear_layers=linear_layers)
-            language_spec = dataclasses.replace(
-                model_spec.language,
-                num_layers=num_language_layers,
-                moe=moe_spec,
-                linear_attention=linear_attention,
-            )
-            model_spec = dataclasses.replace(model_spec, language=language_spec)
 
-        deepstack_layers = tuple(
-            i for i in model_spec.vision.deepstack_layers if i < model_spec.vision.num_layers
+            def kept_layers(layer_numbers: tuple[int, ...]) -> tuple[int, ...]:
+                return tuple(layer for layer in layer_numbers if layer < num_language_layers)
+
+            language = dataclasses.replace(
+                language,
+                num_layers=num_language_layers,
+                moe=language.moe
+                and dataclasses.replace(language.moe, dense_layers=kept_layers(language.moe.dense_layers)),
+                linear_attention=language.linear_attention
+                and dataclasses.replace(
+                    language.linear_attention,
+                    linear_layers=kept_layers(language.linear_attention.linear_layers),
+                ),
+            )
+
+        num_layers = vision.num_layers if num_vision_layers is None else num_vision_layers
+        deepstack_layers = tuple(layer for layer in vision.deepstack_layers if layer < num_layers)
+        vision = dataclasses.replace(
+            vision, num_layers=num_layers, deepstack_layers=deepstack_layers[: language.num_layers]
         )
-        deepstack_layers = deepstack_layers[: model_spec.language.num_layers]
-        return dataclasses.replace(
-            model_spec, vision=dataclasses.replace(model_spec.vision, deepstack_layers=deepstack_layers)
-        )
+        return dataclasses.replace(self, vision=vision, language=language)
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -305,11 +301,10 @@ def read_language_spec(
     """Reads the language model's fields. They may be flat or nested, with old or new rope names.
 
     Args:
-        norm_eps, rope_theta: the family's defaults for a file without these fields.
-        head_dim: the family's default; None: ``hidden_size`` divided by the number of heads.
+        norm_eps, rope_theta, head_dim: the family's defaults. ``head_dim`` None: ``hidden_size`` divided by
+            the number of heads.
         tied_embeddings: whether the output layer shares the embedding's weight; None: read it from either
             level.
-        rotary_fraction: fraction of a head that RoPE rotates.
         has_dense_layers: whether the family has dense layers. If not, their FFN width is 0.
 
     Raises:
@@ -317,37 +312,38 @@ def read_language_spec(
 
     Reference: ``Qwen2VLTextConfig`` / ``Qwen2_5_VLTextConfig`` / ``Qwen3VLTextConfig`` of transformers.
     """
-    text_fields = text_config(config)
-    # If a file has both names, transformers uses the older one.
-    rope_fields = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
+    text_fields, rope_fields = text_config(config), read_rope_fields(config)
     _check_text_fields(text_fields, rope_fields)
+    required_field = partial(require_field, text_fields, section_name=TEXT_FIELDS_PLACE)
 
-    hidden_size = require_field(text_fields, "hidden_size", TEXT_FIELDS_PLACE)
-    num_heads = require_field(text_fields, "num_attention_heads", TEXT_FIELDS_PLACE)
+    num_heads = required_field("num_attention_heads")
     if "num_key_value_heads" not in text_fields:  # null means one for each attention head
-        require_field(text_fields, "num_key_value_heads", TEXT_FIELDS_PLACE)
-    head_dim = text_fields.get("head_dim", head_dim) or hidden_size // num_heads
-    mrope_section = _read_mrope_section(rope_fields, head_dim, rotary_fraction)
+        required_field("num_key_value_heads")
+    head_dim = text_fields.get("head_dim", head_dim) or required_field("hidden_size") // num_heads
     if tied_embeddings is None:
         tied_embeddings = bool(config.get("tie_word_embeddings") or text_fields.get("tie_word_embeddings"))
 
     return LanguageSpec(
-        hidden_size=hidden_size,
-        num_layers=require_field(text_fields, "num_hidden_layers", TEXT_FIELDS_PLACE),
-        ffn_hidden_size=require_field(text_fields, "intermediate_size", TEXT_FIELDS_PLACE)
-        if has_dense_layers
-        else 0,
+        hidden_size=required_field("hidden_size"),
+        num_layers=required_field("num_hidden_layers"),
+        ffn_hidden_size=required_field("intermediate_size") if has_dense_layers else 0,
         num_heads=num_heads,
         num_kv_heads=text_fields["num_key_value_heads"] or num_heads,
         head_dim=head_dim,
-        vocab_size=require_field(text_fields, "vocab_size", TEXT_FIELDS_PLACE),
+        vocab_size=required_field("vocab_size"),
         norm_eps=text_fields.get("rms_norm_eps", norm_eps),
         rope_theta=float(rope_fields.get("rope_theta", text_fields.get("rope_theta", rope_theta))),
-        mrope_section=mrope_section,
+        mrope_section=_read_mrope_section(rope_fields, head_dim, rotary_fraction),
         tied_embeddings=tied_embeddings,
         mrope_interleaved=bool(rope_fields.get("mrope_interleaved", False)),
         rotary_fraction=rotary_fraction,
     )
+
+
+def read_rope_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields of rotary positions. If a file has both names, transformers uses the older one."""
+    text_fields = text_config(config)
+    return text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
 
 
 def _check_text_fields(text_fields: dict[str, Any], rope_fields: dict[str, Any]) -> None:
@@ -409,6 +405,24 @@ def assemble_model_spec(
             f"config.json: the vision tower's features have width {vision_spec.out_hidden_size}, "
             f"but the language model needs {language_spec.hidden_size}"
         )
+    _check_vision_spec(vision_spec)
+    if len(vision_spec.deepstack_layers) > language_spec.num_layers:
+        raise ConfigError(
+            f"config.json: {len(vision_spec.deepstack_layers)} DeepStack layers need as many decoder layers;"
+            f" there are {language_spec.num_layers}"
+        )
+    return ModelSpec(
+        family=family,
+        vision=vision_spec,
+        language=language_spec,
+        **{name: config.get(name, token) for name, token in default_tokens.items()},
+        initializer_range=text_config(config).get("initializer_range", 0.02),
+        hf_config=config,
+    )
+
+
+def _check_vision_spec(vision_spec: VisionSpec) -> None:
+    """Raises ConfigError for vision fields that contradict each other."""
     if vision_spec.hidden_size % vision_spec.num_heads:
         raise ConfigError(
             f"config.json: vision width {vision_spec.hidden_size} is not divisible by {vision_spec.num_heads}"
@@ -418,25 +432,9 @@ def assemble_model_spec(
         raise ConfigError(
             f"config.json: vision head dimension {vision_spec.head_dim} must be a multiple of 4 for 2D RoPE"
         )
-
-    deepstack_layers = vision_spec.deepstack_layers
-    are_ascending = list(deepstack_layers) == sorted(set(deepstack_layers))
-    if not are_ascending or any(not 0 <= layer < vision_spec.num_layers for layer in deepstack_layers):
+    deepstack_layers = list(vision_spec.deepstack_layers)
+    if deepstack_layers != sorted({*range(vision_spec.num_layers)}.intersection(deepstack_layers)):
         raise ConfigError(
-            f"config.json: DeepStack layers {list(deepstack_layers)} (deepstack_visual_indexes; default 8,"
+            f"config.json: DeepStack layers {deepstack_layers} (deepstack_visual_indexes; default 8,"
             f" 16, 24) must ascend and be below {vision_spec.num_layers}, the number of vision layers"
         )
-    if len(deepstack_layers) > language_spec.num_layers:
-        raise ConfigError(
-            f"config.json: {len(deepstack_layers)} DeepStack layers need as many decoder layers; there are"
-            f" {language_spec.num_layers}"
-        )
-
-    return ModelSpec(
-        family=family,
-        vision=vision_spec,
-        language=language_spec,
-        **{name: config.get(name, token) for name, token in default_tokens.items()},
-        initializer_range=text_config(config).get("initializer_range", 0.02),
-        hf_config=config,
-    )

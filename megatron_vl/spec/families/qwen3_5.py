@@ -22,6 +22,7 @@ from megatron_vl.spec.families.base import (
     VisionSpec,
     assemble_model_spec,
     read_language_spec,
+    read_rope_fields,
     require_field,
 )
 from megatron_vl.spec.families.qwen3_vl import read_vision_spec as read_qwen3_vl_vision
@@ -68,16 +69,12 @@ def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> 
         ConfigError: a field is missing, or its value is not supported.
     """
     text_fields = require_field(config, "text_config", "config.json")
-    for field_name, supported_value in (("attention_bias", False), ("attn_output_gate", True)):
-        if bool(text_fields.get(field_name, supported_value)) is not supported_value:
-            value_text = str(not supported_value).lower()
-            valid_text = str(supported_value).lower()
-            raise ConfigError(
-                f"config.json: {field_name}={value_text} is not supported; set it to {valid_text}"
-            )
+    if text_fields.get("attention_bias"):
+        raise ConfigError("config.json: attention_bias=true is not supported; set it to false")
+    if not text_fields.get("attn_output_gate", True):
+        raise ConfigError("config.json: attn_output_gate=false is not supported; set it to true")
 
-    rope_fields = text_fields.get("rope_scaling") or text_fields.get("rope_parameters") or {}
-    rotary_fraction = rope_fields.get("partial_rotary_factor", text_fields.get("partial_rotary_factor", 0.25))
+    text_fraction = text_fields.get("partial_rotary_factor", 0.25)
     language_spec = read_language_spec(
         config,
         norm_eps=1e-6,
@@ -85,16 +82,14 @@ def read_text_spec(config: dict[str, Any], *, has_dense_layers: bool = True) -> 
         head_dim=256,
         # transformers reads only the top level of the file and ignores this field of the text config.
         tied_embeddings=bool(config.get("tie_word_embeddings")),
-        rotary_fraction=float(rotary_fraction),
+        rotary_fraction=float(read_rope_fields(config).get("partial_rotary_factor", text_fraction)),
         has_dense_layers=has_dense_layers,
     )
-
     return dataclasses.replace(
         language_spec,
         qkv_bias=False,
         qk_norm=True,
-        # transformers has only the interleaved order, whatever the config says.
-        mrope_interleaved=True,
+        mrope_interleaved=True,  # transformers has only this order, whatever the config says
         output_gate=True,
         zero_centered_norms=True,
         linear_attention=read_linear_attention(text_fields, language_spec.num_layers),
@@ -107,6 +102,26 @@ def read_linear_attention(text_fields: dict[str, Any], num_layers: int) -> Linea
     Raises:
         ConfigError: a layer has an unknown type, or the numbers of heads do not fit each other.
     """
+    layer_types = _read_layer_types(text_fields, num_layers)
+    linear_layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == LINEAR_LAYER_TYPE)
+    head_sizes = {
+        "key_heads": text_fields.get("linear_num_key_heads", 16),
+        "value_heads": text_fields.get("linear_num_value_heads", 32),
+        "key_dim": text_fields.get("linear_key_head_dim", 128),
+        "value_dim": text_fields.get("linear_value_head_dim", 128),
+        "conv_width": text_fields.get("linear_conv_kernel_dim", 4),
+    }
+    if min(head_sizes.values()) < 1 or head_sizes["value_heads"] % head_sizes["key_heads"]:
+        raise ConfigError(
+            f"config.json: linear_num_value_heads {head_sizes['value_heads']} must be a multiple of"
+            f" linear_num_key_heads {head_sizes['key_heads']}, and all sizes of linear attention must"
+            f" be at least 1 ({TEXT_FIELDS_PLACE})"
+        )
+    return LinearAttentionSpec(**head_sizes, linear_layers=linear_layers)
+
+
+def _read_layer_types(text_fields: dict[str, Any], num_layers: int) -> list[str]:
+    """The type of each layer: every fourth layer has full attention, unless the config says otherwise."""
     layer_types = text_fields.get("layer_types")
     if layer_types is None:
         full_attention_interval = text_fields.get("full_attention_interval", 4)
@@ -114,36 +129,13 @@ def read_linear_attention(text_fields: dict[str, Any], num_layers: int) -> Linea
             raise ConfigError(
                 f"config.json: full_attention_interval {full_attention_interval} must be at least 1"
             )
-        layer_types = []
-        for layer_index in range(num_layers):
-            is_linear = (layer_index + 1) % full_attention_interval
-            layer_types.append(LINEAR_LAYER_TYPE if is_linear else FULL_LAYER_TYPE)
+        layer_types = [LINEAR_LAYER_TYPE] * num_layers
+        layer_types[full_attention_interval - 1 :: full_attention_interval] = [FULL_LAYER_TYPE] * (
+            num_layers // full_attention_interval
+        )
     if len(layer_types) != num_layers or set(layer_types) - {LINEAR_LAYER_TYPE, FULL_LAYER_TYPE}:
         raise ConfigError(
             f"config.json: layer_types must name {LINEAR_LAYER_TYPE!r} or {FULL_LAYER_TYPE!r} for each of the"
             f" {num_layers} layers"
         )
-
-    linear_layers = tuple(i for i, layer_type in enumerate(layer_types) if layer_type == LINEAR_LAYER_TYPE)
-    linear_attention_spec = LinearAttentionSpec(
-        key_heads=text_fields.get("linear_num_key_heads", 16),
-        value_heads=text_fields.get("linear_num_value_heads", 32),
-        key_dim=text_fields.get("linear_key_head_dim", 128),
-        value_dim=text_fields.get("linear_value_head_dim", 128),
-        conv_width=text_fields.get("linear_conv_kernel_dim", 4),
-        linear_layers=linear_layers,
-    )
-    head_sizes = (
-        linear_attention_spec.key_heads,
-        linear_attention_spec.value_heads,
-        linear_attention_spec.key_dim,
-        linear_attention_spec.value_dim,
-        linear_attention_spec.conv_width,
-    )
-    if min(head_sizes) < 1 or linear_attention_spec.value_heads % linear_attention_spec.key_heads:
-        raise ConfigError(
-            f"config.json: linear_num_value_heads {linear_attention_spec.value_heads} must be a multiple of"
-            f" linear_num_key_heads {linear_attention_spec.key_heads}, and all sizes of linear attention must"
-            f" be at least 1 ({TEXT_FIELDS_PLACE})"
-        )
-    return linear_attention_spec
+    return layer_types

@@ -30,11 +30,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_vision_spec(config: dict[str, Any]) -> VisionSpec:
-    """Reads the vision tower's fields.
-
-    Raises:
-        ConfigError: a field is missing, or its value is not supported.
-    """
+    """Reads the vision tower's fields. Raises ConfigError if one is missing or not supported."""
     vision_fields = require_field(config, "vision_config", "config.json")
     num_position_embeddings = require_field(vision_fields, "num_position_embeddings", "vision_config")
     hidden_act = vision_fields.get("hidden_act", "gelu_pytorch_tanh")
@@ -79,13 +75,15 @@ def read_text_spec(config: dict[str, Any], head_dim: int | None = 128) -> Langua
     Raises:
         ConfigError: a field is missing, or its value is not supported.
     """
-    text_fields = require_field(config, "text_config", "config.json")
-    if text_fields.get("attention_bias"):
+    if require_field(config, "text_config", "config.json").get("attention_bias"):
         raise ConfigError("config.json: attention_bias=true is not supported; set it to false")
     # transformers reads only the top level of the file and ignores this field of the text config.
-    tied_embeddings = bool(config.get("tie_word_embeddings"))
     language_spec = read_language_spec(
-        config, norm_eps=1e-6, rope_theta=5e5, head_dim=head_dim, tied_embeddings=tied_embeddings
+        config,
+        norm_eps=1e-6,
+        rope_theta=5e5,
+        head_dim=head_dim,
+        tied_embeddings=bool(config.get("tie_word_embeddings")),
     )
     # transformers has only the interleaved order, whatever the config says.
     return dataclasses.replace(language_spec, qkv_bias=False, qk_norm=True, mrope_interleaved=True)

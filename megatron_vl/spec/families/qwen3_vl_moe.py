@@ -18,6 +18,7 @@ The reference is ``transformers.models.qwen3_vl_moe`` (arXiv 2511.21631) of tran
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from megatron_vl.spec.families.base import (
@@ -45,11 +46,9 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
         ConfigError: a field is missing, or its value is not supported.
     """
     text_fields = text_config(config)
-    section_name = TEXT_FIELDS_PLACE
-    num_experts = text_fields.get("num_local_experts") or require_field(
-        text_fields, "num_experts", section_name
-    )
-    top_k = require_field(text_fields, "num_experts_per_tok", section_name)
+    required_field = partial(require_field, text_fields, section_name=TEXT_FIELDS_PLACE)
+    num_experts = text_fields.get("num_local_experts") or required_field("num_experts")
+    top_k = required_field("num_experts_per_tok")
     if not 1 <= top_k <= num_experts:
         raise ConfigError(
             f"config.json: num_experts_per_tok {top_k} must be between 1 and num_experts {num_experts}"
@@ -57,24 +56,21 @@ def read_moe_spec(config: dict[str, Any]) -> MoeSpec:
     if not text_fields.get("norm_topk_prob", True):
         raise ConfigError("config.json: norm_topk_prob=false is not supported; set it to true")
 
-    layer_range = range(require_field(text_fields, "num_hidden_layers", section_name))
     sparse_step = text_fields.get("decoder_sparse_step", 1)
     if sparse_step < 1:
         raise ConfigError(f"config.json: decoder_sparse_step {sparse_step} must be at least 1")
-    mlp_only_layers = text_fields.get("mlp_only_layers") or ()
     dense_layers = []
-    for layer_index in layer_range:
-        if layer_index in mlp_only_layers or (layer_index + 1) % sparse_step:
+    for layer_index in range(required_field("num_hidden_layers")):
+        if layer_index in (text_fields.get("mlp_only_layers") or ()) or (layer_index + 1) % sparse_step:
             dense_layers.append(layer_index)
 
+    router_logits = text_fields.get("output_router_logits", config.get("output_router_logits", False))
     return MoeSpec(
         num_experts=num_experts,
         top_k=top_k,
-        ffn_hidden_size=require_field(text_fields, "moe_intermediate_size", section_name),
+        ffn_hidden_size=required_field("moe_intermediate_size"),
         norm_topk_prob=True,
         aux_loss_coef=float(text_fields.get("router_aux_loss_coef", 0.001)),
         dense_layers=tuple(dense_layers),
-        output_router_logits=bool(
-            text_fields.get("output_router_logits", config.get("output_router_logits", False))
-        ),
+        output_router_logits=bool(router_logits),
     )

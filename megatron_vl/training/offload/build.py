@@ -93,14 +93,16 @@ def move_state_to_chunks(
         MemoryError: the host has too little memory that can be pinned.
     """
     parameter_plans = _plan_parameters(optimizer, offload_fraction, moments_dtype)
-    if not any(plan.all_parameters for plan in parameter_plans):
+    chunked_parameters: list[ChunkedParameter] = []
+    for plan in parameter_plans:
+        chunked_parameters += plan.all_parameters
+    if not chunked_parameters:
         return None
 
     # A master weight is the model's bf16 weight and 16 bits in the chunk, so its own storage is freed first.
-    for plan in parameter_plans:
-        for parameter in plan.all_parameters:
-            if parameter.model_weight is not None:
-                parameter.main_param.untyped_storage().resize_(0)
+    for parameter in chunked_parameters:
+        if parameter.model_weight is not None:
+            parameter.main_param.untyped_storage().resize_(0)
     torch.cuda.empty_cache()
 
     # All optimizers of the chain share one streamer, in which each owns a range of chunk numbers.
@@ -113,7 +115,6 @@ def move_state_to_chunks(
     allocate_host_chunks(streamed_chunks, is_pinned=platform.name == "cuda")
     chunk_streamer = ChunkStreamer(streamed_chunks, platform.device, platform.memory_usage)
 
-    parameters_by_id: dict[int, ChunkedParameter] = {}
     for plan, chunk_numbers in zip(parameter_plans, numbers_by_plan, strict=True):
         device_chunks = lay_out_chunks(plan.device_parameters, chunk_bytes, moments_dtype)
         allocate_device_chunks(device_chunks, platform.device)
@@ -122,10 +123,11 @@ def move_state_to_chunks(
             adam_optimizer, plan.all_parameters, device_chunks, chunk_streamer, chunk_numbers
         )
         _skip_in_core_copy(plan.sub_optimizer, plan.all_parameters)
-        for parameter in plan.all_parameters:
-            parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
-            parameters_by_id[id(parameter.main_param)] = parameter
 
+    parameters_by_id: dict[int, ChunkedParameter] = {}
+    for parameter in chunked_parameters:
+        parameter.wait_for_host_state = chunk_streamer.wait_for_host_state
+        parameters_by_id[id(parameter.main_param)] = parameter
     optimizer.chunked_state = ChunkedOptimizerState(parameters_by_id, chunk_streamer)
     return optimizer.chunked_state
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,24 +68,12 @@ class ChunkedStep:
                 unchunked_params.append([p for p in group_params if id(p) not in self._chunked_ids])
             self._step_optimizer(param_groups, unchunked_params, step_counts)
 
-            step_coefficients = self._step_coefficients()
+            update_chunk = partial(self._update_chunk, param_groups, step_counts, self._step_coefficients())
             for state_chunk in self.device_chunks:
-                self._update_chunk(
-                    param_groups,
-                    step_counts,
-                    step_coefficients,
-                    state_chunk,
-                    state_chunk.state_views(state_chunk.home_buffer),
-                )
+                update_chunk(state_chunk, state_chunk.state_views(state_chunk.home_buffer))
             for chunk_number in self.chunk_numbers:
                 with self.chunk_streamer.chunk_on_device(chunk_number) as chunk_state:
-                    self._update_chunk(
-                        param_groups,
-                        step_counts,
-                        step_coefficients,
-                        self.chunk_streamer.state_chunks[chunk_number],
-                        chunk_state,
-                    )
+                    update_chunk(self.chunk_streamer.state_chunks[chunk_number], chunk_state)
         finally:
             # Each step of the optimizer has put only the updated tensors into its groups.
             self.adam_optimizer.param_groups = param_groups
@@ -166,38 +155,21 @@ class ChunkedStep:
         master_scratch = torch.empty(
             state_chunk.num_elements if state_chunk.has_split_master else 0, device=chunk_state.exp_avg.device
         )
-        group_numbers = {id(group): number for number, group in enumerate(param_groups)}
-        masters_by_group: list[list[Tensor]] = [[] for _ in param_groups]
+        masters_by_group: dict[int, list[Tensor]] = {id(group): [] for group in param_groups}
         master_weights = []
         for chunk_slice in state_chunk.chunk_slices:
-            chunked_parameter, slice_state = chunk_slice.parameter, chunk_slice.slice_of_state(chunk_state)
-            if chunked_parameter.model_weight is None:
-                master_weight = chunk_slice.slice_of_shard(chunked_parameter.main_param)
-            else:
-                master_weight = master_scratch[
-                    chunk_slice.chunk_offset : chunk_slice.chunk_offset + chunk_slice.end - chunk_slice.start
-                ]
-                join_master(
-                    chunk_slice.slice_of_shard(chunked_parameter.model_weight),
-                    slice_state.low_bits,
-                    slice_state.exp_avg_sq,
-                    master_weight,
-                )
-
-            assert chunked_parameter.main_param.grad is not None
-            master_weight.grad = chunk_slice.slice_of_shard(chunked_parameter.main_param.grad)
-            self.adam_optimizer.state[master_weight] = {
-                "exp_avg": slice_state.exp_avg,
-                "exp_avg_sq": slice_state.exp_avg_sq,
-            }
+            parameter, slice_state = chunk_slice.parameter, chunk_slice.slice_of_state(chunk_state)
+            master_weight = _join_slice(chunk_slice, slice_state, master_scratch)
+            assert parameter.main_param.grad is not None
+            master_weight.grad = chunk_slice.slice_of_shard(parameter.main_param.grad)
+            adam_state = {"exp_avg": slice_state.exp_avg, "exp_avg_sq": slice_state.exp_avg_sq}
             if not self.has_group_counts:
-                self.adam_optimizer.state[master_weight]["step"] = torch.tensor(
-                    float(chunked_parameter.step_count)
-                )
-            masters_by_group[group_numbers[id(chunked_parameter.param_group)]].append(master_weight)
+                adam_state["step"] = torch.tensor(float(parameter.step_count))
+            self.adam_optimizer.state[master_weight] = adam_state
+            masters_by_group[id(parameter.param_group)].append(master_weight)
             master_weights.append(master_weight)
 
-        self._step_optimizer(param_groups, masters_by_group, step_counts)
+        self._step_optimizer(param_groups, list(masters_by_group.values()), step_counts)
         for chunk_slice, master_weight in zip(state_chunk.chunk_slices, master_weights, strict=True):
             del self.adam_optimizer.state[master_weight]
             if chunk_slice.parameter.model_weight is not None:
@@ -208,6 +180,22 @@ class ChunkedStep:
                     slice_state.low_bits,
                     slice_state.exp_avg_sq,
                 )
+
+
+def _join_slice(chunk_slice: ChunkSlice, slice_state: AdamStateViews, master_scratch: Tensor) -> Tensor:
+    """The master weight of a slice: part of the fp32 weight, or its halves joined in the scratch."""
+    parameter = chunk_slice.parameter
+    if parameter.model_weight is None:
+        return chunk_slice.slice_of_shard(parameter.main_param)
+    scratch_end = chunk_slice.chunk_offset + chunk_slice.end - chunk_slice.start
+    master_weight = master_scratch[chunk_slice.chunk_offset : scratch_end]
+    join_master(
+        chunk_slice.slice_of_shard(parameter.model_weight),
+        slice_state.low_bits,
+        slice_state.exp_avg_sq,
+        master_weight,
+    )
+    return master_weight
 
 
 def make_parameter_slice(chunk_slice: ChunkSlice, step_coefficients: StepCoefficients) -> ParameterSlice:

@@ -52,8 +52,12 @@ def run_near_gpu() -> Iterator[None]:
             f":{device_properties.pci_device_id:02x}.0"
         )
         numa_node = int(Path(f"/sys/bus/pci/devices/{pci_address}/numa_node").read_text())
-        cpu_list = Path(f"/sys/devices/system/node/node{numa_node}/cpulist").read_text()
-        os.sched_setaffinity(0, parse_cpu_list(cpu_list) & previous_affinity or previous_affinity)
+        os.sched_setaffinity(
+            0,
+            parse_cpu_list(Path(f"/sys/devices/system/node/node{numa_node}/cpulist").read_text())
+            & previous_affinity
+            or previous_affinity,
+        )
     except (OSError, ValueError, AttributeError):
         pass  # one node, or a container that hides it
     try:

@@ -109,9 +109,6 @@ class AdamStateViews:
     low_bits: Tensor
     """Lower half of the master weights, int16 [N]; empty if the model's weights are fp32."""
 
-    def slice_range(self, start: int, end: int) -> AdamStateViews:
-        return AdamStateViews(self.exp_avg[start:end], self.exp_avg_sq[start:end], self.low_bits[start:end])
-
 
 @dataclass(frozen=True, eq=False)
 class ChunkSlice:
@@ -125,7 +122,10 @@ class ChunkSlice:
 
     def slice_of_state(self, chunk_state: AdamStateViews) -> AdamStateViews:
         """The part of the chunk's state that belongs to these elements."""
-        return chunk_state.slice_range(self.chunk_offset, self.chunk_offset + self.end - self.start)
+        elements = slice(self.chunk_offset, self.chunk_offset + self.end - self.start)
+        return AdamStateViews(
+            chunk_state.exp_avg[elements], chunk_state.exp_avg_sq[elements], chunk_state.low_bits[elements]
+        )
 
     def slice_of_shard(self, shard_tensor: Tensor) -> Tensor:
         """These elements of a tensor in the shape of the parameter's shard."""
@@ -177,33 +177,25 @@ def lay_out_chunks(
     """
     state_chunks: list[StateChunk] = []
     for has_split_master in (True, False):
-        max_elements = (
-            chunk_bytes
-            // bytes_per_element(has_split_master, moments_dtype)
-            // SLICE_ALIGNMENT
-            * SLICE_ALIGNMENT
-        )
+        element_bytes = bytes_per_element(has_split_master, moments_dtype)
+        max_elements = chunk_bytes // element_bytes // SLICE_ALIGNMENT * SLICE_ALIGNMENT
+        free_elements = 0
         for parameter in parameters:
             if (parameter.model_weight is not None) != has_split_master:
                 continue
-            slice_start = 0
-            while slice_start < parameter.main_param.numel():
-                if (
-                    not state_chunks
-                    or state_chunks[-1].has_split_master != has_split_master
-                    or state_chunks[-1].num_elements == max_elements
-                ):
+            slice_start, num_elements = 0, parameter.main_param.numel()
+            while slice_start < num_elements:
+                if not free_elements:
                     state_chunks.append(StateChunk(has_split_master, moments_dtype))
+                    free_elements = max_elements
                 state_chunk = state_chunks[-1]
-                slice_end = min(
-                    parameter.main_param.numel(), slice_start + max_elements - state_chunk.num_elements
-                )
+                slice_end = min(num_elements, slice_start + free_elements)
                 chunk_slice = ChunkSlice(
                     parameter, slice_start, slice_end, state_chunk, state_chunk.num_elements
                 )
                 state_chunk.chunk_slices.append(chunk_slice)
                 parameter.chunk_slices.append(chunk_slice)
                 state_chunk.num_elements += -(-(slice_end - slice_start) // SLICE_ALIGNMENT) * SLICE_ALIGNMENT
+                free_elements = max_elements - state_chunk.num_elements
                 slice_start = slice_end
-
     return state_chunks
