@@ -468,12 +468,13 @@ def export_weights(
             HF cannot store.
         FileExistsError: ``output_dir`` holds something that is not to be replaced.
     """
-    hf_checkpoint = HfCheckpoint(hf)
     source: WeightReader | MergedWeights
     if merges_adapter:
+        hf_checkpoint = HfCheckpoint(hf)
         source = MergedWeights(hf_checkpoint, open_adapters(checkpoint, hf_checkpoint))
     else:
         source = WeightReader(checkpoint)
+        hf_checkpoint = HfCheckpoint(hf)
         _check_same_model(source, hf_checkpoint)
     workers = workers or default_worker_count()
 
