@@ -19,7 +19,7 @@ from converters.peft_folder import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_ta
 from megatron_vl.errors import UserError
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.tensor_files import MatrixRegion, matrix_shape
-from toolkit.hf_loading import load_hf_model
+from toolkit.hf_loading import SAFE_LOADING_ARGUMENTS, load_hf_model
 
 RANDOM_B_SCALE = 0.1
 """Size of what adapters add, relative to what their matrices compute. New adapters would add nothing."""
@@ -57,7 +57,7 @@ def add_random_adapter(model: torch.nn.Module, spec: ModelSpec, rank: int, adapt
                 parameter.data.copy_(random_values)
         peft_model.save_pretrained(adapter_dir)
         return peft_model
-    return peft.PeftModel.from_pretrained(model, adapter_dir, is_trainable=True)
+    return peft.PeftModel.from_pretrained(model, adapter_dir, is_trainable=True, **SAFE_LOADING_ARGUMENTS)
 
 
 def adapter_gradients(peft_model: Any, spec: ModelSpec, adapter_dir: Path) -> dict[str, Tensor]:
@@ -94,7 +94,8 @@ def merge_error(hf_dir: Path, adapter_dir: Path) -> float:
     hf_checkpoint = HfCheckpoint(hf_dir)
     merged_weights = MergedWeights(hf_checkpoint, PeftAdapters(adapter_dir, hf_checkpoint.spec))
     base_model = load_hf_model(hf_dir, torch.float32)
-    peft_model = import_peft().PeftModel.from_pretrained(base_model, adapter_dir)
+    peft_class = import_peft().PeftModel
+    peft_model = peft_class.from_pretrained(base_model, adapter_dir, **SAFE_LOADING_ARGUMENTS)
     expected_weights = peft_model.merge_and_unload().state_dict()
     conversion_rules = rules_by_name(hf_checkpoint.spec)
 

@@ -23,9 +23,10 @@ class _GroupedFactor(PlannedLinear, nn.Module):
         # The kernel adds gradients to main_grad, as for the experts' own weights.
         self.fuse_wgrad_accumulation = True
         for expert, initial_value in enumerate(initial_values):
-            parameter = nn.Parameter(initial_value)
+            self.register_parameter(f"weight{expert}", nn.Parameter(initial_value))
+        # Core reduces the gradients of experts over other ranks than those of dense parameters.
+        for parameter in self.parameters():
             parameter.allreduce = not is_expert_parallel  # type: ignore[attr-defined]
-            self.register_parameter(f"weight{expert}", parameter)
 
 
 class GroupedAdapter(nn.Module):
