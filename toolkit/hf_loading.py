@@ -74,15 +74,14 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     check_hf_folder(hf_dir)
     if device_map is None:
         use_torch_for_linear_attention(read_spec(hf_dir))
-    model = AutoModelForImageTextToText.from_pretrained(
+    return AutoModelForImageTextToText.from_pretrained(
         hf_dir,
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,
         device_map=device_map,
         **SAFE_LOADING_ARGUMENTS,
-    )
-    return model.eval()
+    ).eval()
 
 
 def use_torch_for_linear_attention(spec: ModelSpec) -> None:
@@ -172,10 +171,10 @@ def _media_grids(
     """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
     grid_sizes = [] if grid_thw is None else grid_thw.tolist()
     grid_seconds = [1.0] * len(grid_sizes) if seconds_per_grid is None else list(map(float, seconds_per_grid))
-    media_grids: list[GridTHW] = []
-    for (t, h, w), seconds in zip(grid_sizes, grid_seconds, strict=True):
-        media_grids.append(GridTHW(t, h, w, media_kind, seconds))
-    return media_grids
+    return [
+        GridTHW(t, h, w, media_kind, seconds)
+        for (t, h, w), seconds in zip(grid_sizes, grid_seconds, strict=True)
+    ]
 
 
 def _grids_in_text_order(

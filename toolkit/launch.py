@@ -61,11 +61,10 @@ def run_group(
 
     captured_output = subprocess.PIPE if show == "nothing" else None
     command_line = [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)]
-    stdout = sys.stderr if show == "errors" else captured_output
     return subprocess.run(
         command_line,
         env=rank_environment,
-        stdout=stdout,
+        stdout=sys.stderr if show == "errors" else captured_output,
         stderr=captured_output,
         text=True,
         timeout=timeout,

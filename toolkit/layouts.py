@@ -55,12 +55,11 @@ class LayoutSpec:
     @property
     def layout_arguments(self) -> dict[str, Any]:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
-        layers = list(self.layers) if self.layers is not None else None
         return {
             "tp": self.tp,
             "pp": self.pp,
             "vpp": self.vpp,
-            "layers": layers,
+            "layers": list(self.layers) if self.layers is not None else None,
             "ep": self.ep,
             "etp": self.etp,
             "cp": self.cp,

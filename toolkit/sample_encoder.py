@@ -123,6 +123,5 @@ def read_samples(samples_path: Path) -> list[TokenizedSample]:
                 media_items.append(MediaItem(media_grid, samples_file.get_tensor(f"{i}.{j}.planes")))
 
             token_ids = samples_file.get_tensor(f"{i}.token_ids")
-            loss_mask = samples_file.get_tensor(f"{i}.loss_mask")
-            samples.append(TokenizedSample(token_ids, loss_mask, media_items))
+            samples.append(TokenizedSample(token_ids, samples_file.get_tensor(f"{i}.loss_mask"), media_items))
     return samples

@@ -323,9 +323,8 @@ def train_bpe(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes]
     )
-    byte_alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe_trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=byte_alphabet, show_progress=False
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(training_texts, bpe_trainer)
     bpe_model = json.loads(tokenizer.to_str())["model"]

@@ -290,8 +290,7 @@ def memory_figures(bench_model: BenchModel, steady_bytes: int) -> dict[str, Any]
 
     memory_by_rank = report.gather_to_all(local_memory)
     fullest_memory = max(memory_by_rank, key=lambda rank_memory: rank_memory["peak_gib"])
-    peak_gib_by_rank = [rank_memory["peak_gib"] for rank_memory in memory_by_rank]
-    return fullest_memory | {"peak_gib_by_rank": peak_gib_by_rank}
+    return fullest_memory | {"peak_gib_by_rank": [rank_memory["peak_gib"] for rank_memory in memory_by_rank]}
 
 
 def measure_parts(

@@ -261,27 +261,30 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
         f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]
 
-    memory_texts = []
-    for part in MEMORY_PARTS:
-        if memory_figures.get(f"{part}_gib") is not None:
-            memory_texts.append(f"{part} {memory_figures[f'{part}_gib']:.1f}")
+    memory_texts = [
+        f"{part} {memory_figures[f'{part}_gib']:.1f}"
+        for part in MEMORY_PARTS
+        if memory_figures.get(f"{part}_gib") is not None
+    ]
     if memory_texts:
         text_lines.append("    memory (GiB): " + ", ".join(memory_texts))
 
     if workload_figures.get("parts"):
-        part_texts = []
-        for part, part_figures in workload_figures["parts"].items():
-            part_texts.append(f"{part} {part_figures['mean_s'] * 1e3:.1f}")
+        part_texts = [
+            f"{part} {part_figures['mean_s'] * 1e3:.1f}"
+            for part, part_figures in workload_figures["parts"].items()
+        ]
         text_lines.append("    ms per step, mean over ranks: " + ", ".join(part_texts))
         text_lines.append(
             "    collectives in one profiled step, including waiting: "
             + _communication_text(workload_figures["communication"])
         )
         if any(workload_figures["efficiency"].values()):
-            half_texts = []
-            for half, share in workload_figures["efficiency"].items():
-                if share is not None:
-                    half_texts.append(f"{half} {share:.1%}")
+            half_texts = [
+                f"{half} {share:.1%}"
+                for half, share in workload_figures["efficiency"].items()
+                if share is not None
+            ]
             text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
         straggling_figures = workload_figures["straggling"]
         text_lines.append(
@@ -293,11 +296,14 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
 
 
 def _communication_text(communication_figures: dict[str, dict[str, float]]) -> str:
-    communication_texts = []
-    for key, text in (("communication_s", "total"), ("communication_exposed_s", "with nothing else running")):
-        if key in communication_figures:
-            communication_texts.append(f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}")
-    return ", ".join(communication_texts)
+    return ", ".join(
+        f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}"
+        for key, text in (
+            ("communication_s", "total"),
+            ("communication_exposed_s", "with nothing else running"),
+        )
+        if key in communication_figures
+    )
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

@@ -225,8 +225,7 @@ def split_into_parts(span_seconds: dict[str, float], data_wait: float) -> dict[s
     for direction in ("forward", "backward"):
         vision_seconds = span_seconds.get(f"vision {direction}", 0.0)
         chunk_seconds = span_seconds.get(f"chunk {direction}", 0.0)
-        tower_seconds = span_seconds.get(f"tower {direction}", 0.0)
-        part_seconds[f"vision {direction}"] = vision_seconds + tower_seconds
+        part_seconds[f"vision {direction}"] = vision_seconds + (span_seconds.get(f"tower {direction}", 0.0))
         part_seconds[f"language {direction}"] = chunk_seconds - vision_seconds
     for name in ("vision recompute", "vision exchange", "gradient finalisation", "optimizer"):
         part_seconds[name] = span_seconds.get(name, 0.0)

@@ -126,8 +126,7 @@ class DemoRun:
         Raises:
             UserError: the command fails, and ``may_fail`` does not allow that.
         """
-        process = self.start_command(*command)
-        exit_code = process.wait()
+        exit_code = self.start_command(*command).wait()
         if exit_code and not may_fail:
             raise UserError(f"the command above ended with exit code {exit_code}; its output says why")
         return exit_code
@@ -288,10 +287,9 @@ def check_round_trip(demo: DemoRun) -> None:
 
     exit_code = demo.run_command("megatron-vl", "verify", demo.hf_dir, hf_again_dir, may_fail=True)
     num_tensors = sum(1 for _ in _tensor_shapes(demo.hf_dir))
-    result_text = f"{num_tensors} tensors identical" if exit_code == 0 else "tensors differ, see above"
     demo.record_check(
         f"Hugging Face -> TP{tp_size} x PP{pp_size} (layers {layers}) -> Hugging Face returns every bit",
-        result_text,
+        f"{num_tensors} tensors identical" if exit_code == 0 else "tensors differ, see above",
         exit_code == 0,
     )
 
@@ -359,13 +357,12 @@ def check_training(demo: DemoRun) -> None:
         default=float("inf"),
     )
     first_step = min(losses_after)
-    result_text = (
-        f"resumed at step {first_step}; {len(repeated_steps)} "
-        f"repeated steps differ by at most {largest_difference:.1e}"
-    )
     demo.record_check(
         "A killed run resumes from its checkpoint and repeats its losses",
-        result_text,
+        (
+            f"resumed at step {first_step}; {len(repeated_steps)} "
+            f"repeated steps differ by at most {largest_difference:.1e}"
+        ),
         first_step == demo.save_step + 1
         and largest_difference < (1e-6 if demo.machine.is_deterministic else 0.1),
     )

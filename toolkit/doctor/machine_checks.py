@@ -60,10 +60,9 @@ def check_machine(checkpoint_dir: Path, with_nccl: bool = False) -> list[Finding
 
 def _check_python() -> Finding:
     version_text = f"{sys.version.split()[0]} ({sys.executable})"
-    is_supported = sys.version_info >= (3, 12)
     return (
         ok_finding("python", version_text)
-        if is_supported
+        if sys.version_info >= (3, 12)
         else broken_finding("python", version_text, "use Python 3.12 or later; Megatron-core needs it")
     )
 
@@ -97,10 +96,10 @@ def _check_requirements() -> Iterator[Finding]:
 
     if not has_mismatch:
         shown_names = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
-        shown_versions = [
-            f"{name} {version_by_name[name]}" for name in shown_names if name in version_by_name
-        ]
-        yield ok_finding("packages", ", ".join(shown_versions))
+        yield ok_finding(
+            "packages",
+            ", ".join(f"{name} {version_by_name[name]}" for name in shown_names if name in version_by_name),
+        )
 
 
 def installed_version(distribution_name: str) -> str | None:

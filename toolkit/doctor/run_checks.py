@@ -84,9 +84,10 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
         if is_run:
             problems = verify_checkpoint(verified_dir)
         else:
-            problems = []
-            for difference in verify_checkpoint_hashes(verified_dir).differences:
-                problems.append(f"{difference.name} {difference.how}")
+            problems = [
+                f"{difference.name} {difference.how}"
+                for difference in verify_checkpoint_hashes(verified_dir).differences
+            ]
     except (ValueError, OSError, RuntimeError) as error:
         return broken_finding(
             "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
@@ -281,13 +282,12 @@ def _estimate_speed(prediction: RunPrediction) -> Finding:
 def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     max_positions = text_config(spec.hf_config).get("max_position_embeddings")
     if max_positions and config.data.seq_len > max_positions:
-        text = (
-            f"data.seq_len {config.data.seq_len} exceeds the "
-            f"{max_positions} positions that the model supports"
-        )
         return note_finding(
             "positions",
-            text,
+            (
+                f"data.seq_len {config.data.seq_len} exceeds the "
+                f"{max_positions} positions that the model supports"
+            ),
             f"the model will not understand longer samples; lower data.seq_len to {max_positions}",
         )
     return ok_finding(

@@ -489,8 +489,7 @@ class _AnswerProgress:
         self.last_shown_time = current_time
         counts = {}
         for role, folder_name in self.answer_folders.items():
-            answer_files = (self.work_dir / folder_name).glob("answers_*.jsonl")
-            counts[role] = sum(map(_count_lines, answer_files))
+            counts[role] = sum(map(_count_lines, (self.work_dir / folder_name).glob("answers_*.jsonl")))
         num_answers = sum(counts.values())
         count_path = self.work_dir / QUESTION_COUNT_FILE
         num_questions = int(count_path.read_text() or 0) if count_path.is_file() else 0

@@ -23,9 +23,9 @@ def generate(options: GenerateOptions) -> int:
             raise FileNotFoundError(f"{input_path} is not a file")
 
     if options.prompt_file:
-        media_roots = []
-        for input_path in options.prompt_file:
-            media_roots.append((options.media_root or input_path.parent).resolve())
+        media_roots = [
+            (options.media_root or input_path.parent).resolve() for input_path in options.prompt_file
+        ]
 
         conversations = read_prompt_files(list(zip(options.prompt_file, media_roots, strict=True)))
     else:

@@ -61,13 +61,12 @@ def make_plan(options: PlanOptions) -> PlanResult:
     """
     config = _read_config(options)
     spec = read_spec(config.model.hf)
-    row_statistics = _row_statistics(options, config, spec)
     search_request = SearchRequest(
         config,
         spec,
         options.gpus,
         _chosen_calibration(options),
-        row_statistics,
+        _row_statistics(options, config, spec),
         Network(options.gpus_per_node),
         result_count=options.keep,
     )

@@ -38,9 +38,8 @@ def draw_timeline(prediction: RunPrediction, picture_path: Path) -> None:
             linewidth=0.4,
         )
         if len(timeline.pass_spans) <= MAX_NUMBERED_PASSES:
-            bar_center = (pass_span.start_seconds + pass_span.end_seconds) / 2
             axes.text(
-                bar_center,
+                (pass_span.start_seconds + pass_span.end_seconds) / 2,
                 pass_span.pipeline_stage,
                 str(pass_span.pipeline_pass.micro_batch),
                 ha="center",

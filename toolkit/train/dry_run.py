@@ -56,8 +56,6 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     prediction = predict_layout(config, spec, world_size, layout, calibration=gpu_calibration)
     stage_memories = [stage.stage_memory for stage in prediction.stage_plans]
     needed_gib = peak_stage_gib(stage_memories) + RESERVE_GIB
-    fitting_gpus = [name for name, gib in gib_by_gpu.items() if needed_gib <= gib]
-
     return {
         "family": spec.family,
         "platform": config.platform,
@@ -74,7 +72,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "schedule": _schedule_facts(layout, micro_batches),
         "memory_gib": [stage.as_json() for stage in stage_memories],
         "peak_gib": round(peak_stage_gib(stage_memories), 1),
-        "fits": fitting_gpus,
+        "fits": [name for name, gib in gib_by_gpu.items() if needed_gib <= gib],
         "moments_dtype": config.optimizer.moments_dtype,
         "offload_fraction": config.optimizer.offload_fraction,
         "least_offload_fraction": least_offload_shares,

@@ -42,10 +42,9 @@ class LayoutOptions(CommandOptions):
     @property
     def layout_arguments(self) -> dict[str, Any] | None:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`; None when no layout is given."""
-        given_sizes = {}
-        for name in (*SIZE_FIELDS, "layers"):
-            if getattr(self, name) is not None:
-                given_sizes[name] = getattr(self, name)
+        given_sizes = {
+            name: getattr(self, name) for name in (*SIZE_FIELDS, "layers") if getattr(self, name) is not None
+        }
 
         if self.config is None:
             return ONE_RANK | given_sizes if given_sizes else None
