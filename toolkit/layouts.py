@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,21 @@ def parse_layout(layout_text: str) -> LayoutSpec:
     return LayoutSpec(
         layout_text.strip(), **parallel_sizes, sequence_parallel="sp" in part_names, layers=layers_per_chunk
     )
+
+
+def layout_sizes_text(layout_sizes: Mapping[str, Any]) -> str:
+    """The sizes of a layout in one line; context and expert parallelism only where they are used.
+
+    Args:
+        layout_sizes: tp, pp, vpp, dp, ep, etp and, if it is more than 1, cp.
+    """
+    names = [
+        name for name in ("tp", "cp", "pp", "vpp", "dp") if layout_sizes.get(name, 1) > 1 or name != "cp"
+    ]
+    layout_text = " x ".join(f"{name} {layout_sizes[name]}" for name in names)
+    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
+        layout_text += f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
+    return layout_text
 
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:

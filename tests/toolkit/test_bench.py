@@ -189,9 +189,7 @@ def test_straggling_compares_ranks_of_one_stage() -> None:
     def rank(*compute: float) -> list[dict[str, float]]:
         return [dict.fromkeys(step_parts.STEP_PARTS, 0.0) | {"language forward": c} for c in compute]
 
-    figures = step_parts.summarize_parts(
-        [rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [(0, 0), (0, 1), (1, 0), (1, 1)]
-    )
+    figures = step_parts.summarize_parts([rank(3, 1), rank(1, 3), rank(10, 10), rank(10, 10)], [0, 0, 1, 1])
     assert figures["straggling"]["max_over_mean"] == pytest.approx(1.5)
 
 

@@ -108,8 +108,8 @@ class KernelTimer:
         return (time.perf_counter() - start) / call_count
 
     def random_tensor(self, *tensor_shape: int, requires_grad: bool = False) -> Tensor:
-        return torch.randn(*tensor_shape, device=self.platform.device, dtype=self.dtype).requires_grad_(
-            requires_grad
+        return torch.randn(
+            *tensor_shape, device=self.platform.device, dtype=self.dtype, requires_grad=requires_grad
         )
 
     def product_rates(self) -> tuple[float, float]:
@@ -142,71 +142,55 @@ class KernelTimer:
     def attention_rates(self) -> tuple[float, float]:
         """TFLOP/s of the language model's attention over long documents, and the length with half of that."""
         language_spec = self.spec.language
-        backend_name = choose_backend(
-            self.config.model.language_attention,
-            platform=self.platform.name,
-            head_dim=language_spec.head_dim,
-            causal=True,
-            dtype=self.dtype,
-        )
-
         attention_tflops = []
         for length in self.work_sizes.document_lengths:
             attention_tflops.append(
                 self._attention_rate(
-                    backend_name, language_spec.num_heads, language_spec.head_dim, length, causal=True
+                    self.config.model.language_attention,
+                    language_spec.num_heads,
+                    language_spec.head_dim,
+                    length,
+                    causal=True,
                 )
             )
-
         return fit_saturating_rate(self.work_sizes.document_lengths, attention_tflops)
 
     def tower_attention_rate(self) -> float:
         """TFLOP/s of full attention in the tower."""
         vision_spec = self.spec.vision
-        head_dim = vision_spec.hidden_size // vision_spec.num_heads
-        name = choose_backend(
-            self.config.model.vision_attention,
-            platform=self.platform.name,
-            head_dim=head_dim,
-            causal=False,
-            dtype=self.dtype,
-        )
         return self._attention_rate(
-            name, vision_spec.num_heads, head_dim, self.work_sizes.document_lengths[1], causal=False
+            self.config.model.vision_attention,
+            vision_spec.num_heads,
+            vision_spec.hidden_size // vision_spec.num_heads,
+            self.work_sizes.document_lengths[1],
+            causal=False,
         )
 
     def _attention_rate(
-        self, backend_name: str, num_heads: int, head_dim: int, document_length: int, *, causal: bool
+        self, asked_backend: str, num_heads: int, head_dim: int, document_length: int, *, causal: bool
     ) -> float:
         """Useful TFLOP/s of the forward and backward pass over documents of one length."""
+        backend_name = choose_backend(
+            asked_backend, platform=self.platform.name, head_dim=head_dim, causal=causal, dtype=self.dtype
+        )
+        attention_backend = make_backend(backend_name)
         document_count = max(1, 2 * self.work_sizes.token_count // document_length)
         cu_seqlens = (
             torch.arange(document_count + 1, dtype=torch.int32, device=self.platform.device) * document_length
         )
-        attention_backend = make_backend(backend_name)
-        query, key, value = (
-            self.random_tensor(document_count * document_length, num_heads, head_dim, requires_grad=True)
-            for _ in range(3)
-        )
-        output_gradient = self.random_tensor(document_count * document_length, num_heads, head_dim)
+        segments = Segments(cu_seqlens, document_length)
+        tensor_shape = (document_count * document_length, num_heads, head_dim)
+        query, key, value = (self.random_tensor(*tensor_shape, requires_grad=True) for _ in range(3))
+        output_gradient = self.random_tensor(*tensor_shape)
 
         def run_attention() -> None:
-            attention_output = attention_backend(
-                query, key, value, Segments(cu_seqlens, document_length), causal
-            )
+            attention_output = attention_backend(query, key, value, segments, causal)
             torch.autograd.grad(attention_output, (query, key, value), output_gradient)
 
         # As in the cost model, a backward pass counts as 2.5 forward passes, and in the tower as 2.
         flops_factor = 3.5 * 2 if causal else 3 * 4
-        return (
-            flops_factor
-            * num_heads
-            * head_dim
-            * document_count
-            * document_length**2
-            / self.mean_seconds(run_attention)
-            / 1e12
-        )
+        flops = flops_factor * num_heads * head_dim * document_count * document_length**2
+        return flops / self.mean_seconds(run_attention) / 1e12
 
     def update_costs(self) -> tuple[float, float]:
         """Picoseconds per parameter of an AdamW update, and of clearing and scaling a gradient."""
@@ -215,14 +199,9 @@ class KernelTimer:
         gradient = torch.zeros_like(weight)
         weight.backward(gradient)
         adam_optimizer = torch.optim.AdamW([weight], lr=1e-4, fused=True)
-
-        def clear_gradient() -> None:
-            gradient.zero_()
-            gradient.mul_(1.5)
-
-        return self.mean_seconds(adam_optimizer.step) / parameter_count * 1e12, self.mean_seconds(
-            clear_gradient
-        ) / parameter_count * 1e12
+        adam_seconds = self.mean_seconds(adam_optimizer.step)
+        clear_seconds = self.mean_seconds(lambda: gradient.zero_().mul_(1.5))
+        return adam_seconds / parameter_count * 1e12, clear_seconds / parameter_count * 1e12
 
     def host_copy_rate(self) -> float:
         """GB/s in each direction between device and pinned host memory, with copies both ways at once.
@@ -231,10 +210,7 @@ class KernelTimer:
         """
         byte_count = self.work_sizes.element_count
         if self.platform.name == "cpu":
-            source_buffer, target_buffer = (
-                torch.empty(byte_count, dtype=torch.uint8),
-                torch.empty(byte_count, dtype=torch.uint8),
-            )
+            source_buffer, target_buffer = (torch.empty(byte_count, dtype=torch.uint8) for _ in range(2))
             return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
         host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -301,8 +277,34 @@ def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> C
     """Measures the rates of single kernels. The slowest rank counts for most of them. Collective."""
     accelerator_name = device_name(platform)
     previous_rates = previous_calibration(accelerator_name)
-    kernel_timer = KernelTimer(platform, spec, options.config)
+    kernel_rates = _kernel_rates(KernelTimer(platform, spec, options.config))
+    kernel_rates["expert_tflops"] = (
+        previous_rates.expert_tflops * kernel_rates["product_tflops"] / previous_rates.product_tflops
+    )
 
+    gpu_kind = parse_gpu_kind(accelerator_name)
+    data_sheet = DATA_SHEETS.get(gpu_kind)
+    if platform.name == "cuda":
+        torch.cuda.empty_cache()
+    return dataclasses.replace(
+        previous_rates,
+        **kernel_rates,
+        gpu=gpu_kind,
+        memory_gib=platform.total_memory_gib() or psutil.virtual_memory().total / 2**30,
+        peak_tflops=options.config.log.peak_tflops
+        or (data_sheet.peak_tflops if data_sheet else kernel_rates["product_tflops"]),
+        measured=True,
+        provenance=(
+            f"Measured by `megatron-vl bench --calibrate` on {dist.get_world_size()} x "
+            f"{accelerator_name}, torch {torch.__version__}, {options.config.dtype}: "
+            f"{', '.join(sorted(set(kernel_rates) - {'expert_tflops'}))}.",
+            f"All other fields: {previous_rates.source}; expert_tflops in proportion to product_tflops.",
+        ),
+    )
+
+
+def _kernel_rates(kernel_timer: KernelTimer) -> dict[str, Any]:
+    """The measured fields of a calibration, the same on all ranks. Collective."""
     product_tflops, product_width = kernel_timer.product_rates()
     attention_tflops, attention_length = kernel_timer.attention_rates()
     adam_picoseconds, clear_picoseconds = kernel_timer.update_costs()
@@ -313,48 +315,17 @@ def measure_kernels(options: BenchRun, spec: ModelSpec, platform: Platform) -> C
         "tower_attention_tflops": kernel_timer.tower_attention_rate(),
         "host_copy_gb_s": kernel_timer.host_copy_rate(),
     }
-
     rates_by_rank = report.gather_to_all(local_rates)
-    slowest_rates = {field: min(rank[field] for rank in rates_by_rank) for field in local_rates}
-    slowest_rates |= {
+    kernel_rates = {field: min(rank[field] for rank in rates_by_rank) for field in local_rates} | {
         "product_width": product_width,
         "attention_length": attention_length,
         "optimizer_ps": adam_picoseconds,
         "gradient_ps": clear_picoseconds,
     }
-    slowest_rates["expert_tflops"] = (
-        previous_rates.expert_tflops * slowest_rates["product_tflops"] / previous_rates.product_tflops
-    )
-    world_size = dist.get_world_size()
-    if world_size > 1:
-        collective_gb_s, collective_latency = kernel_timer.collective_rates()
-        slowest_rates |= {
-            "nvlink_gb_s": collective_gb_s,
-            "collective_s": collective_latency,
-            "send_gb_s": kernel_timer.send_rate(),
-        }
-    slowest_rates = report.gather_to_all(slowest_rates)[0]
-
-    gpu_kind = parse_gpu_kind(accelerator_name)
-    data_sheet = DATA_SHEETS.get(gpu_kind)
-    if platform.name == "cuda":
-        torch.cuda.empty_cache()
-    provenance_lines = [
-        f"Measured by `megatron-vl bench --calibrate` on {world_size} x "
-        f"{accelerator_name}, torch {torch.__version__}, {options.config.dtype}: "
-        f"{', '.join(sorted(set(slowest_rates) - {'expert_tflops'}))}.",
-        f"All other fields: {previous_rates.source}; expert_tflops in proportion to product_tflops.",
-    ]
-    return dataclasses.replace(
-        previous_rates,
-        **slowest_rates,
-        gpu=gpu_kind,
-        memory_gib=platform.total_memory_gib() or psutil.virtual_memory().total / 2**30,
-        peak_tflops=options.config.log.peak_tflops
-        or (data_sheet.peak_tflops if data_sheet else slowest_rates["product_tflops"]),
-        measured=True,
-        provenance=tuple(provenance_lines),
-    )
+    if dist.get_world_size() > 1:
+        kernel_rates["nvlink_gb_s"], kernel_rates["collective_s"] = kernel_timer.collective_rates()
+        kernel_rates["send_gb_s"] = kernel_timer.send_rate()
+    return report.gather_to_all(kernel_rates)[0]
 
 
 def device_name(platform: Platform) -> str:
@@ -381,71 +352,72 @@ def finish_calibration(
     Returns:
         The rates and their file, the factor (None if no factor fits), and predicted and measured steps.
     """
-    statistics_by_workload = {name: row_statistics(options, spec, name) for name in figures_by_workload}
     measured_steps = {name: figures["step_s"] for name, figures in figures_by_workload.items()}
-
-    def predict_steps(candidate_rates: Calibration) -> dict[str, float]:
-        world_size = layout.replica_ranks * _data_parallel_size(options, layout)
-
-        step_predictions: dict[str, float] = {}
-        for name, row_statistics in statistics_by_workload.items():
-            step_predictions[name] = predict_layout(
-                options.config,
-                spec,
-                world_size,
-                layout,
-                row_statistics=row_statistics,
-                calibration=candidate_rates,
-            ).step_seconds
-        return step_predictions
-
-    unscaled_steps = predict_steps(kernel_calibration)
-    rate_factor = fit_speed_factor(
-        kernel_calibration,
-        lambda candidate_rates: list(predict_steps(candidate_rates).values()),
-        list(measured_steps.values()),
+    predict_steps = _step_predictor(options, spec, layout, list(figures_by_workload))
+    rate_factor: float | None = fit_speed_factor(
+        kernel_calibration, predict_steps, [*measured_steps.values()]
     )
-    factor_is_valid = LARGEST_SPEEDUP**-0.99 < rate_factor < LARGEST_SPEEDUP**0.99
-    if not factor_is_valid:
-        rate_factor = 1.0
-    scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor)
-    predicted_steps = predict_steps(scaled_calibration)
-    step_texts = [f"{name} {1e3 * seconds:,.0f}" for name, seconds in measured_steps.items()]
-    measured_text = f"{spec.family}, {', '.join(step_texts)} ms"
-    if factor_is_valid:
-        scaling_note = (
-            f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match"
-            f" measured steps on average ({measured_text})."
-        )
-    else:
-        scaling_note = (
-            f"No factor explains the measured steps ({measured_text}), so the rates were not scaled."
-        )
+    if not LARGEST_SPEEDUP**-0.99 < rate_factor < LARGEST_SPEEDUP**0.99:
+        rate_factor = None
+
+    scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor or 1.0)
+    scaling_note = _scaling_note(rate_factor, spec, measured_steps)
     scaled_calibration = dataclasses.replace(
         scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)
     )
-    calibration_path = (
-        Path(options.calibration) if options.calibration else stored_calibration_path(scaled_calibration.gpu)
-    )
+    calibration_path = Path(options.calibration or stored_calibration_path(scaled_calibration.gpu))
     write_calibration(calibration_path, scaled_calibration)
     return {
         "file": str(calibration_path),
         "gpu": scaled_calibration.gpu,
-        "factor": rate_factor if factor_is_valid else None,
+        "factor": rate_factor,
         "steps_s": {
-            name: {
-                "measured": measured_steps[name],
-                "kernels_alone": unscaled_steps[name],
-                "predicted": predicted_steps[name],
-            }
-            for name in measured_steps
+            name: {"measured": measured, "kernels_alone": kernels_alone, "predicted": predicted}
+            for (name, measured), kernels_alone, predicted in zip(
+                measured_steps.items(),
+                predict_steps(kernel_calibration),
+                predict_steps(scaled_calibration),
+                strict=True,
+            )
         },
         "rates": scaled_calibration.as_json(),
     }
 
 
-def _data_parallel_size(options: BenchRun, layout: Layout) -> int:
-    return dist.get_world_size() // layout.replica_ranks
+def _step_predictor(
+    options: BenchRun, spec: ModelSpec, layout: Layout, workloads: list[str]
+) -> Callable[[Calibration], list[float]]:
+    """A function that predicts the seconds of a step of each workload from rates."""
+    statistics_by_workload = [row_statistics(options, spec, workload) for workload in workloads]
+    data_parallel_size = dist.get_world_size() // layout.replica_ranks
+
+    def predict_steps(candidate_rates: Calibration) -> list[float]:
+        step_predictions: list[float] = []
+        for workload_statistics in statistics_by_workload:
+            run_prediction = predict_layout(
+                options.config,
+                spec,
+                layout.replica_ranks * data_parallel_size,
+                layout,
+                row_statistics=workload_statistics,
+                calibration=candidate_rates,
+            )
+            step_predictions.append(run_prediction.step_seconds)
+        return step_predictions
+
+    return predict_steps
+
+
+def _scaling_note(rate_factor: float | None, spec: ModelSpec, measured_steps: dict[str, float]) -> str:
+    """What the file of a calibration says about its third step."""
+    step_texts = [f"{name} {1e3 * seconds:,.0f}" for name, seconds in measured_steps.items()]
+    measured_text = f"{spec.family}, {', '.join(step_texts)} ms"
+    if rate_factor is None:
+        return f"No factor explains the measured steps ({measured_text}), so the rates were not scaled."
+    return (
+        f"Then all compute rates were multiplied by {rate_factor:.3f}, so that predicted steps match"
+        f" measured steps on average ({measured_text})."
+    )
 
 
 def row_statistics(options: BenchRun, spec: ModelSpec, workload: str) -> RowStatistics:

@@ -11,7 +11,8 @@ import dataclasses
 import gc
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +54,7 @@ class BenchModel:
     ddp_chunks: list[DistributedDataParallel]
     optimizer: ChainedOptimizer
     memory_gib: dict[str, float]
-    """GiB of the weights and gradients; empty on CPU."""
+    """GiB of the weights and gradients; 0 on CPU."""
     step_number: int = 0
 
 
@@ -70,8 +71,7 @@ def run_benchmark(options: BenchRun) -> None:
     grid = make_grid(layout)
     bench_model = build_bench_model(options, spec, platform, grid, layout)
 
-    device_name = torch.cuda.get_device_name() if platform.name == "cuda" else "cpu"
-    gpu_peak_tflops = peak_tflops(device_name, config.log.peak_tflops)
+    gpu_peak_tflops = peak_tflops(calibrate.device_name(platform), config.log.peak_tflops)
     micro_batches = config.global_batch_size // grid.dp
     figures_by_workload = {}
     for workload in options.workloads:
@@ -81,7 +81,7 @@ def run_benchmark(options: BenchRun) -> None:
 
     bench_figures = {
         "system": "megatron-vl",
-        "machine": report.describe_machine(options, platform.device, gpu_peak_tflops),
+        "machine": report.describe_machine(calibrate.device_name(platform), gpu_peak_tflops),
         "model": report.describe_model(options, spec),
         "notes": [_layout_note(bench_model)],
         "config": dataclasses.asdict(config),
@@ -107,7 +107,6 @@ def build_bench_model(
         host_memory.available_gib_per_rank(),
     )
 
-    memory_gib = {}
     bytes_before = allocated_bytes(platform)
     model_chunks = build_model(config, spec, layout, platform, grid, pixel_norm=HALF_PIXEL_NORM).model_chunks
     if options.even_routing:
@@ -116,12 +115,11 @@ def build_bench_model(
 
     bytes_with_weights = allocated_bytes(platform)
     ddp_chunks = wrap_in_ddp(config, model_chunks)
-    if platform.name == "cuda":
-        # The distributed optimizer moves the weights into buffers of DDP, so only the gradients are added.
-        memory_gib = {
-            "weights": (bytes_with_weights - bytes_before) / GIB,
-            "gradients": (allocated_bytes(platform) - bytes_with_weights) / GIB,
-        }
+    # The distributed optimizer moves the weights into buffers of DDP, so only the gradients are added.
+    memory_gib = {
+        "weights": (bytes_with_weights - bytes_before) / GIB,
+        "gradients": (allocated_bytes(platform) - bytes_with_weights) / GIB,
+    }
     optimizer = build_optimizer(config, platform, ddp_chunks)
     return BenchModel(options, spec, platform, grid, ddp_chunks, optimizer, memory_gib)
 
@@ -145,61 +143,28 @@ def measure_workload(
         micro_batches: rows of this replica in a step.
         gpu_peak_tflops: TFLOP/s of one accelerator; 0 if unknown.
     """
-    bench_run, platform = bench_model.bench_run, bench_model.platform
+    bench_run, grid = bench_model.bench_run, bench_model.grid
     row_loader = make_loader(bench_model, workload, micro_batches)
     batch_broadcast = BatchBroadcast(
-        bench_model.grid,
-        platform,
-        row_loader,
-        micro_batches,
-        vision_spec=bench_model.spec.vision,
+        grid, bench_model.platform, row_loader, micro_batches, vision_spec=bench_model.spec.vision
     )
-
-    # Kernels are compiled and memory is allocated in the first steps, which are not timed.
-    for _ in range(bench_run.warm_up):
-        run_one_step(bench_model, batch_broadcast)
-    if chunked_optimizer := chunked_state(bench_model.optimizer):
-        # The buffers of copies that are still under way would count as allocated.
-        chunked_optimizer.wait_for_host_state()
-    steady_bytes = allocated_bytes(platform)
-    if platform.name == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-    step_end_times = []
-    step_result = None
-    fed_steps: list[StepBatch] = []
-    dist.barrier()
-    platform.synchronize()
-    start_time = time.perf_counter()
-    for _ in range(bench_run.timed):
-        step_result, step_data = run_one_step(bench_model, batch_broadcast)
-        # The step has read its loss from the device, so the clock read after it includes all of the step.
-        step_end_times.append(time.perf_counter())
-        fed_steps.append(_without_tensors(step_data))
-
-    platform.synchronize()
-    step_end_times[-1] = time.perf_counter()
+    steady_bytes = _warm_up(bench_model, batch_broadcast)
+    step_seconds, fed_steps, loss = _time_steps(bench_model, batch_broadcast)
 
     # FLOPs are counted after the clock has stopped.
-    work_counts = report.WorkCounts()
+    local_work = report.WorkCounts()
     data_wait_seconds = 0.0
-    if bench_model.grid.owns_loader:
+    if grid.owns_loader:
         for step_data in fed_steps:
             data_wait_seconds += step_data.loader_wait_s
-            count_work(work_counts, bench_model, step_data)
+            count_work(local_work, bench_model, step_data)
 
-    assert step_result is not None
-    total_work = sum(report.gather_to_all(work_counts), start=report.WorkCounts())
-    step_seconds = [end - begin for begin, end in itertools.pairwise([start_time, *step_end_times])]
-    workload_figures = report.speed_figures(
-        total_work, step_seconds, bench_model.grid.world_size, gpu_peak_tflops
-    )
-    workload_figures |= {
-        "loss": step_result.loss,
+    total_work = sum(report.gather_to_all(local_work), start=report.WorkCounts())
+    workload_figures = report.speed_figures(total_work, step_seconds, grid.world_size, gpu_peak_tflops) | {
+        "loss": loss,
         "data_wait_s": max(report.gather_to_all(data_wait_seconds)) / bench_run.timed,
         "memory": memory_figures(bench_model, steady_bytes),
     }
-
     if bench_run.part_steps:
         workload_figures |= measure_parts(bench_model, batch_broadcast, gpu_peak_tflops)
     if row_loader is not None and hasattr(row_loader, "close"):
@@ -207,9 +172,45 @@ def measure_workload(
     return workload_figures
 
 
-def run_one_step(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> tuple[StepResult, StepBatch]:
-    """Runs one step as the training loop does."""
-    step_data = batch_broadcast.next_batch()
+def _warm_up(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> int:
+    """Runs the untimed steps, in which kernels are compiled. Returns the bytes that then stay allocated."""
+    for _ in range(bench_model.bench_run.warm_up):
+        run_one_step(bench_model, batch_broadcast)
+    if chunked_optimizer := chunked_state(bench_model.optimizer):
+        # The buffers of copies that are still under way would count as allocated.
+        chunked_optimizer.wait_for_host_state()
+    steady_bytes = allocated_bytes(bench_model.platform)
+    if bench_model.platform.name == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return steady_bytes
+
+
+def _time_steps(
+    bench_model: BenchModel, batch_broadcast: BatchBroadcast
+) -> tuple[list[float], list[StepBatch], float]:
+    """Runs the timed steps. Returns their seconds, their batches without the rows, and the last loss."""
+    fed_steps: list[StepBatch] = []
+    dist.barrier()
+    bench_model.platform.synchronize()
+    clock_times = [time.perf_counter()]
+    for _ in range(bench_model.bench_run.timed):
+        step_result, step_data = run_one_step(bench_model, batch_broadcast)
+        # The step has read its loss from the device, so the clock read after it includes all of the step.
+        clock_times.append(time.perf_counter())
+        # The memory of the rows is freed.
+        fed_steps.append(dataclasses.replace(step_data, rows=[]))
+
+    bench_model.platform.synchronize()
+    clock_times[-1] = time.perf_counter()
+    return [end - begin for begin, end in itertools.pairwise(clock_times)], fed_steps, step_result.loss
+
+
+def run_one_step(
+    bench_model: BenchModel, batch_broadcast: BatchBroadcast, feed_span: AbstractContextManager | None = None
+) -> tuple[StepResult, StepBatch]:
+    """Runs one step as the training loop does, and brings its rows to the device within ``feed_span``."""
+    with feed_span or nullcontext():
+        step_data = batch_broadcast.next_batch()
     set_learning_rates(bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number)
     step_result = train_step(
         bench_model.ddp_chunks,
@@ -220,11 +221,6 @@ def run_one_step(bench_model: BenchModel, batch_broadcast: BatchBroadcast) -> tu
     )
     bench_model.step_number += 1
     return step_result, step_data
-
-
-def _without_tensors(step_data: StepBatch) -> StepBatch:
-    """The facts about a step, without the rows, whose memory is freed."""
-    return dataclasses.replace(step_data, rows=[])
 
 
 def count_work(work_counts: report.WorkCounts, bench_model: BenchModel, step_data: StepBatch) -> None:
@@ -253,7 +249,6 @@ def make_loader(bench_model: BenchModel, workload: str, micro_batches: int) -> I
     """
     if not bench_model.grid.owns_loader:
         return None
-    bench_run = bench_model.bench_run
     config = bench_model.bench_run.config
     if workload == "data":
         from megatron_vl.data.loader import build_loader
@@ -261,7 +256,7 @@ def make_loader(bench_model: BenchModel, workload: str, micro_batches: int) -> I
         return build_loader(
             config.data,
             bench_model.spec,
-            bench_run.hf,
+            bench_model.bench_run.hf,
             dp_rank=bench_model.grid.dp_rank,
             dp_size=bench_model.grid.dp,
         )
@@ -271,6 +266,7 @@ def make_loader(bench_model: BenchModel, workload: str, micro_batches: int) -> I
         with_images=workload == "images",
         seed=17 + bench_model.grid.dp_rank,
     )
+    bench_run = bench_model.bench_run
     row_count = bench_run.distinct_rows or bench_run.steps_per_workload * micro_batches
     return itertools.cycle([pin_row(row) for row in itertools.islice(drawn_rows, row_count)])
 
@@ -304,69 +300,38 @@ def measure_parts(
         for _ in range(bench_model.bench_run.part_steps):
             dist.barrier()
             with span_timer.time_step():
-                with span_timer.time_span("feed"):
-                    step_data = batch_broadcast.next_batch()
-                set_learning_rates(
-                    bench_model.optimizer, bench_model.bench_run.config, bench_model.step_number
-                )
-                train_step(
-                    bench_model.ddp_chunks,
-                    bench_model.optimizer,
-                    step_data.rows,
-                    bench_model.grid,
-                    bench_model.bench_run.config.data.seq_len,
-                )
-                bench_model.step_number += 1
+                _, step_data = run_one_step(bench_model, batch_broadcast, span_timer.time_span("feed"))
             data_wait_seconds.append(step_data.loader_wait_s if bench_model.grid.owns_loader else 0.0)
             if bench_model.grid.owns_loader:
                 count_work(work_counts, bench_model, step_data)
-
     bench_model.platform.synchronize()
 
-    local_parts = []
-    for step, wait in zip(span_timer.seconds_by_step(), data_wait_seconds, strict=True):
-        local_parts.append(step_parts.split_into_parts(step, wait))
-
-    rank_coordinates = (bench_model.grid.pp_rank, bench_model.grid.dp_rank)
-    gathered_facts = report.gather_to_all((local_parts, rank_coordinates, work_counts.model_flops))
-    parts_by_rank, coordinates_by_rank, flops_by_rank = map(list, zip(*gathered_facts, strict=True))
-    part_figures = step_parts.summarize_parts(parts_by_rank, coordinates_by_rank)
+    local_parts = list(map(step_parts.split_into_parts, span_timer.seconds_by_step(), data_wait_seconds))
+    local_facts = (local_parts, bench_model.grid.pp_rank, work_counts.model_flops)
+    parts_by_rank, stage_by_rank, flops_by_rank = zip(*report.gather_to_all(local_facts), strict=True)
+    part_figures = step_parts.summarize_parts(parts_by_rank, stage_by_rank)
     part_figures["efficiency"] = compute_efficiency(parts_by_rank, flops_by_rank, gpu_peak_tflops)
 
     # The profiler slows a step down, so this step is not among the timed ones.
-    communication_by_rank = report.gather_to_all(
-        step_parts.profile_communication(
-            bench_model.platform, lambda: _discard_result(run_one_step(bench_model, batch_broadcast))
-        )
+    local_communication = step_parts.profile_communication(
+        bench_model.platform, lambda: run_one_step(bench_model, batch_broadcast)
     )
-    part_figures["communication"] = {}
-    for name in communication_by_rank[0]:
-        seconds_by_rank = [rank_communication[name] for rank_communication in communication_by_rank]
-        part_figures["communication"][name] = {
-            "mean_s": sum(seconds_by_rank) / len(seconds_by_rank),
-            "max_s": max(seconds_by_rank),
-        }
+    part_figures["communication"] = step_parts.mean_and_max(report.gather_to_all(local_communication))
     return part_figures
 
 
-def _discard_result(_result: Any) -> None:
-    """Ignores the result of a step."""
-
-
 def compute_efficiency(
-    parts_by_rank: list[list[dict[str, float]]], flops_by_rank: list[Any], gpu_peak_tflops: float
+    parts_by_rank: Sequence[list[dict[str, float]]], flops_by_rank: Sequence[Any], gpu_peak_tflops: float
 ) -> dict[str, float | None]:
     """The share of the peak that each half of the model reaches in its own time, summed over ranks."""
+    all_steps = list(itertools.chain.from_iterable(parts_by_rank))
     efficiency_by_half: dict[str, float | None] = {}
     for model_half in ("language", "vision"):
-        all_steps = [step for rank in parts_by_rank for step in rank]
         seconds = sum(step[f"{model_half} forward"] + step[f"{model_half} backward"] for step in all_steps)
         total_flops = sum(getattr(rank_flops, model_half) for rank_flops in flops_by_rank)
-        efficiency_by_half[model_half] = (
-            total_flops / seconds / 1e12 / gpu_peak_tflops
-            if gpu_peak_tflops and seconds and total_flops
-            else None
-        )
+        efficiency_by_half[model_half] = None
+        if gpu_peak_tflops and seconds and total_flops:
+            efficiency_by_half[model_half] = total_flops / seconds / 1e12 / gpu_peak_tflops
     return efficiency_by_half
 
 

@@ -63,37 +63,38 @@ class WorkCounts:
             whole_head: whether the system computes the output layer for every token.
             decoupled: whether every rank holds the vision tower, which then runs forward twice.
         """
+        row_lengths = (document_lengths, frame_lengths, window_lengths)
+        row_tokens = sum(document_lengths)
         self.row_count += 1
-        self.token_count += sum(document_lengths)
+        self.token_count += row_tokens
         self.sample_count += len(document_lengths)
         self.patches_by_row.append(sum(frame_lengths))
         self.loss_token_count += loss_tokens
-        needed_flops = row_flops(
-            spec, model_config, document_lengths, frame_lengths, window_lengths, loss_tokens
-        )
-        all_token_flops = row_flops(
-            spec, model_config, document_lengths, frame_lengths, window_lengths, sum(document_lengths)
-        )
-        self.model_flops = self.model_flops + needed_flops
-        self.model_flops_all_tokens = self.model_flops_all_tokens + all_token_flops
-        recomputed_flops = recompute_flops(
-            spec, model_config, recompute_config, document_lengths, frame_lengths, window_lengths, decoupled
-        )
-        forward_and_backward_flops = all_token_flops if whole_head else needed_flops
-        self.executed_flops = self.executed_flops + forward_and_backward_flops + recomputed_flops
+
+        needed_flops = row_flops(spec, model_config, *row_lengths, loss_tokens)
+        all_token_flops = row_flops(spec, model_config, *row_lengths, row_tokens)
+        recomputed_flops = recompute_flops(spec, model_config, recompute_config, *row_lengths, decoupled)
+        self.model_flops += needed_flops
+        self.model_flops_all_tokens += all_token_flops
+        self.executed_flops += all_token_flops if whole_head else needed_flops
+        self.executed_flops += recomputed_flops
 
     def __add__(self, other: WorkCounts) -> WorkCounts:
-        return WorkCounts(
-            self.row_count + other.row_count,
-            self.token_count + other.token_count,
-            self.sample_count + other.sample_count,
-            self.image_count + other.image_count,
-            self.patches_by_row + other.patches_by_row,
-            self.loss_token_count + other.loss_token_count,
-            self.model_flops + other.model_flops,
-            self.model_flops_all_tokens + other.model_flops_all_tokens,
-            self.executed_flops + other.executed_flops,
-        )
+        return WorkCounts(*(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "rows": self.row_count,
+            "samples": self.sample_count,
+            "images": self.image_count,
+            "tokens_per_row": self.token_count / self.row_count,
+            "loss_tokens_per_row": self.loss_token_count / self.row_count,
+            "patches_per_row": {
+                "min": min(self.patches_by_row),
+                "mean": sum(self.patches_by_row) / self.row_count,
+                "max": max(self.patches_by_row),
+            },
+        }
 
 
 def gather_to_all(local_object: Any) -> list[Any]:
@@ -115,6 +116,7 @@ def speed_figures(
         gpu_peak_tflops: TFLOP/s of one accelerator; 0 if unknown (MFU is then null).
     """
     total_seconds = sum(step_seconds)
+    model_flops = work_counts.model_flops
 
     def per_rank(flops: float) -> float:
         return flops / total_seconds / world_size / 1e12
@@ -128,38 +130,25 @@ def speed_figures(
         "step_s_max": max(step_seconds),
         "tokens_per_s_per_gpu": work_counts.token_count / total_seconds / world_size,
         "images_per_s": work_counts.image_count / total_seconds,
-        "tflops_per_gpu": per_rank(work_counts.model_flops.total),
-        "mfu": share_of_peak(work_counts.model_flops.total),
-        "mfu_language": share_of_peak(work_counts.model_flops.language),
-        "mfu_vision": share_of_peak(work_counts.model_flops.vision),
+        "tflops_per_gpu": per_rank(model_flops.total),
+        "mfu": share_of_peak(model_flops.total),
+        "mfu_language": share_of_peak(model_flops.language),
+        "mfu_vision": share_of_peak(model_flops.vision),
         "mfu_all_tokens": share_of_peak(work_counts.model_flops_all_tokens.total),
         "hfu": share_of_peak(work_counts.executed_flops.total),
-        "vision_flops_share": work_counts.model_flops.vision / work_counts.model_flops.total
-        if work_counts.model_flops.total
-        else 0.0,
-        "work": {
-            "rows": work_counts.row_count,
-            "samples": work_counts.sample_count,
-            "images": work_counts.image_count,
-            "tokens_per_row": work_counts.token_count / work_counts.row_count,
-            "loss_tokens_per_row": work_counts.loss_token_count / work_counts.row_count,
-            "patches_per_row": {
-                "min": min(work_counts.patches_by_row),
-                "mean": sum(work_counts.patches_by_row) / work_counts.row_count,
-                "max": max(work_counts.patches_by_row),
-            },
-        },
+        "vision_flops_share": model_flops.vision / model_flops.total if model_flops.total else 0.0,
+        "work": work_counts.as_json(),
     }
 
 
-def describe_machine(options: BenchRun, device: torch.device, gpu_peak_tflops: float) -> dict[str, Any]:
+def describe_machine(device_name: str, gpu_peak_tflops: float) -> dict[str, Any]:
     """The machine and the versions with which the figures were measured."""
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "device": device_name,
         "gpus": dist.get_world_size(),
         "peak_tflops": gpu_peak_tflops or None,
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if device.type == "cuda" else None,
+        "cuda": torch.version.cuda if device_name != "cpu" else None,
     }
 
 
@@ -260,7 +249,6 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
         f"{speed_text}, {workload_figures['step_s'] * 1e3:.0f} ms per step, "
         f"{memory_figures['peak_gib']:.1f} GiB, loss {workload_figures['loss']:.4f}"
     ]
-
     memory_texts = [
         f"{part} {memory_figures[f'{part}_gib']:.1f}"
         for part in MEMORY_PARTS
@@ -268,30 +256,30 @@ def _workload_lines(workload_name: str, workload_figures: dict[str, Any]) -> lis
     ]
     if memory_texts:
         text_lines.append("    memory (GiB): " + ", ".join(memory_texts))
+    return text_lines + (_part_lines(workload_figures) if workload_figures.get("parts") else [])
 
-    if workload_figures.get("parts"):
-        part_texts = [
-            f"{part} {part_figures['mean_s'] * 1e3:.1f}"
-            for part, part_figures in workload_figures["parts"].items()
-        ]
-        text_lines.append("    ms per step, mean over ranks: " + ", ".join(part_texts))
-        text_lines.append(
-            "    collectives in one profiled step, including waiting: "
-            + _communication_text(workload_figures["communication"])
-        )
-        if any(workload_figures["efficiency"].values()):
-            half_texts = [
-                f"{half} {share:.1%}"
-                for half, share in workload_figures["efficiency"].items()
-                if share is not None
-            ]
-            text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
-        straggling_figures = workload_figures["straggling"]
-        text_lines.append(
-            f"    compute of the slowest data-parallel rank {straggling_figures['max_over_mean']:.3f} of "
-            f"the mean; idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
-        )
 
+def _part_lines(workload_figures: dict[str, Any]) -> list[str]:
+    """The lines about the parts of a step."""
+    part_texts = [
+        f"{part} {part_figures['mean_s'] * 1e3:.1f}"
+        for part, part_figures in workload_figures["parts"].items()
+    ]
+    text_lines = [
+        "    ms per step, mean over ranks: " + ", ".join(part_texts),
+        "    collectives in one profiled step, including waiting: "
+        + _communication_text(workload_figures["communication"]),
+    ]
+    half_texts = [
+        f"{half} {share:.1%}" for half, share in workload_figures["efficiency"].items() if share is not None
+    ]
+    if half_texts:
+        text_lines.append("    share of the peak while it runs: " + ", ".join(half_texts))
+    text_lines.append(
+        "    compute of the slowest data-parallel rank "
+        f"{workload_figures['straggling']['max_over_mean']:.3f} of the mean; "
+        f"idle pipeline stages {workload_figures['pipeline_idle_share']:.1%} of the step"
+    )
     return text_lines
 
 

@@ -22,7 +22,8 @@ The parts of a rank's step do not overlap:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,12 +108,11 @@ class SpanTimer:
 
     def seconds_by_step(self) -> list[dict[str, float]]:
         """The total time of each name in each step. The device must have finished."""
-        step_seconds = []
+        step_seconds: list[dict[str, float]] = []
         for step_spans in self.spans_by_step:
-            seconds_by_span: dict[str, float] = {}
+            seconds_by_span: dict[str, float] = defaultdict(float)
             for name, start, end in step_spans:
-                span_seconds = start.elapsed_time(end) / 1e3 if self.uses_cuda else end - start
-                seconds_by_span[name] = seconds_by_span.get(name, 0.0) + span_seconds
+                seconds_by_span[name] += start.elapsed_time(end) / 1e3 if self.uses_cuda else end - start
             step_seconds.append(seconds_by_span)
         return step_seconds
 
@@ -132,19 +132,32 @@ def timing_hooks(
                 span_timer, vision_tower, "vision", last_grad_parameter=next(trained_parameters, None)
             )
 
-    decoupled_tower = ddp_chunks[0].module.decoupled
-    decoupled_spans = DECOUPLED_SPANS if decoupled_tower is not None else {}
+    first_module = ddp_chunks[0].module
+    decoupled_spans = DECOUPLED_SPANS if first_module.decoupled is not None else {}
     for method_name, span_name in decoupled_spans.items():
-        timed_method = span_timer.time_calls(span_name, getattr(decoupled_tower, method_name))
-        setattr(decoupled_tower, method_name, timed_method)
+        timed_method = span_timer.time_calls(span_name, getattr(first_module.decoupled, method_name))
+        setattr(first_module.decoupled, method_name, timed_method)
 
-    core_config = ddp_chunks[0].module.config
-    finalize_grads = core_config.finalize_model_grads_func
+    finalize_grads = first_module.config.finalize_model_grads_func
+    timed_finalize = span_timer.time_calls("gradient finalisation", finalize_grads)
+    first_module.config.finalize_model_grads_func = timed_finalize
+    _time_optimizer(span_timer, optimizer)
+    try:
+        yield
+    finally:
+        first_module.config.finalize_model_grads_func = finalize_grads
+        del optimizer.prepare_grads, optimizer.step_with_ready_grads
+        for hook_handle in hook_handles:
+            hook_handle.remove()
+        for method_name in decoupled_spans:
+            delattr(first_module.decoupled, method_name)
 
-    def timed_finalize(*args: Any, **kwargs: Any) -> None:
-        with span_timer.time_span("gradient finalisation"):
-            finalize_grads(*args, **kwargs)
 
+def _time_optimizer(span_timer: SpanTimer, optimizer: ChainedOptimizer) -> None:
+    """Makes one span of preparing the gradients and the update.
+
+    Only this instance is changed. Deleting the attributes restores the methods of the class.
+    """
     prepare_grads, step_optimizer = optimizer.prepare_grads, optimizer.step_with_ready_grads
 
     def timed_prepare(*args: Any, **kwargs: Any) -> Any:
@@ -156,19 +169,8 @@ def timing_hooks(
         span_timer.end_span("optimizer")
         return step_result
 
-    core_config.finalize_model_grads_func = timed_finalize
-    # Only this instance is changed. Deleting the attributes restores the methods of the class.
     optimizer.prepare_grads = timed_prepare
     optimizer.step_with_ready_grads = timed_step
-    try:
-        yield
-    finally:
-        core_config.finalize_model_grads_func = finalize_grads
-        del optimizer.prepare_grads, optimizer.step_with_ready_grads
-        for hook_handle in hook_handles:
-            hook_handle.remove()
-        for method_name in decoupled_spans:
-            delattr(decoupled_tower, method_name)
 
 
 def _hook_module(
@@ -179,23 +181,20 @@ def _hook_module(
 ) -> list[Any]:
     """Marks the spans ``PREFIX forward`` and ``PREFIX backward`` of a module.
 
-    The backward span begins when the gradient of an output arrives.
-
-    Args:
-        span_prefix: the PREFIX.
-        last_grad_parameter: the module's first parameter, whose gradient comes last and ends the backward
-            span; None: it ends with the whole backward pass.
+    The backward span begins when the gradient of an output arrives. It ends with the gradient of
+    ``last_grad_parameter``, the module's first parameter; without one, with the whole backward pass.
     """
     forward_span, backward_span = f"{span_prefix} forward", f"{span_prefix} backward"
+
+    def end_backward(*_: Any) -> None:
+        span_timer.end_span(backward_span)
 
     def begin_backward(output_grad: torch.Tensor) -> None:
         if backward_span in span_timer._open_spans:  # another output of the same module
             return
         span_timer.begin_span(backward_span)
         if last_grad_parameter is None:
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: span_timer.end_span(backward_span)
-            )
+            torch.autograd.Variable._execution_engine.queue_callback(end_backward)
 
     def end_forward(_module: Any, _args: Any, module_output: Any) -> None:
         span_timer.end_span(forward_span)
@@ -203,16 +202,12 @@ def _hook_module(
             if tensor.requires_grad:
                 tensor.register_hook(begin_backward)
 
-    hook_handles = [
+    hook_handles: list[Any] = [
         module.register_forward_pre_hook(lambda *_: span_timer.begin_span(forward_span)),
         module.register_forward_hook(end_forward),
     ]
     if last_grad_parameter is not None:
-        hook_handles.append(
-            last_grad_parameter.register_post_accumulate_grad_hook(
-                lambda _: span_timer.end_span(backward_span)
-            )
-        )
+        hook_handles.append(last_grad_parameter.register_post_accumulate_grad_hook(end_backward))
     return hook_handles
 
 
@@ -233,7 +228,7 @@ def split_into_parts(span_seconds: dict[str, float], data_wait: float) -> dict[s
     return {name: part_seconds[name] for name in STEP_PARTS}
 
 
-def profile_communication(platform: Platform, run_step: Callable[[], None]) -> dict[str, float]:
+def profile_communication(platform: Platform, run_step: Callable[[], Any]) -> dict[str, float]:
     """Seconds of the collectives in one profiled step and, on CUDA, the part during which nothing else ran.
 
     A collective lasts until the slowest rank has joined it, so these figures include waiting.
@@ -265,80 +260,69 @@ def profile_communication(platform: Platform, run_step: Callable[[], None]) -> d
 def covered_time(time_spans: list[tuple[int, int]]) -> int:
     """The time that the spans cover together, with overlaps counted once."""
     total_time = 0
-    covered_until = None
+    covered_until = min(time_spans, default=(0, 0))[0]
     for start, end in sorted(time_spans):
-        if covered_until is None or start > covered_until:
-            total_time += end - start
-            covered_until = end
-        elif end > covered_until:
-            total_time += end - covered_until
-            covered_until = end
+        total_time += max(0, end - max(start, covered_until))
+        covered_until = max(end, covered_until)
     return total_time
 
 
 def summarize_parts(
-    parts_by_rank: list[list[dict[str, float]]], rank_coordinates: list[tuple[int, int]]
+    parts_by_rank: Sequence[list[dict[str, float]]], stage_by_rank: Sequence[int]
 ) -> dict[str, Any]:
     """Summarises the parts of all ranks.
 
-    Straggling compares the data-parallel ranks of one stage step by step, because the slowest of them
-    determines the time of each step.
-
     Args:
         parts_by_rank: the parts of each step, for each rank.
-        rank_coordinates: (pipeline stage, data-parallel rank) of each rank.
+        stage_by_rank: the pipeline stage of each rank.
     """
-    step_count = len(parts_by_rank[0])
-    mean_parts_by_rank = []
-    for rank_steps in parts_by_rank:
-        mean_parts_by_rank.append(_mean_parts(rank_steps))
-
-    part_figures = {}
-    for name in STEP_PARTS:
-        seconds_by_rank = [rank_means[name] for rank_means in mean_parts_by_rank]
-        part_figures[name] = {
-            "mean_s": sum(seconds_by_rank) / len(seconds_by_rank),
-            "max_s": max(seconds_by_rank),
-        }
-
+    mean_parts_by_rank = list(map(_mean_parts, parts_by_rank))
     ranks_by_stage: dict[int, list[int]] = {}
-    for rank, (pipeline_stage, _) in enumerate(rank_coordinates):
+    for rank, pipeline_stage in enumerate(stage_by_rank):
         ranks_by_stage.setdefault(pipeline_stage, []).append(rank)
 
-    straggling_by_stage = []
-    for stage_ranks in ranks_by_stage.values():
-        slowest_seconds = mean_seconds = 0.0
-        for i in range(step_count):
-            compute_by_rank = []
-            for rank in stage_ranks:
-                compute_by_rank.append(sum(parts_by_rank[rank][i][name] for name in COMPUTE_PARTS))
-            slowest_seconds += max(compute_by_rank)
-            mean_seconds += sum(compute_by_rank) / len(compute_by_rank)
-        straggling_by_stage.append(
-            (slowest_seconds / mean_seconds, slowest_seconds / step_count, mean_seconds / step_count)
-        )
-
-    parts_by_stage = []
+    parts_by_stage, straggling_by_stage = [], []
     for _, stage_ranks in sorted(ranks_by_stage.items()):
         parts_by_stage.append(_mean_parts([mean_parts_by_rank[rank] for rank in stage_ranks]))
+        straggling_by_stage.append(_straggling([parts_by_rank[rank] for rank in stage_ranks]))
 
-    max_over_mean, compute_max, compute_mean = max(straggling_by_stage)
     pipeline_idle_share = 0.0
     if len(ranks_by_stage) > 1:
         total_seconds = sum(sum(rank_means.values()) for rank_means in mean_parts_by_rank)
-        idle_seconds = sum(rank_means["idle"] for rank_means in mean_parts_by_rank)
-        pipeline_idle_share = idle_seconds / total_seconds
-
+        pipeline_idle_share = sum(rank_means["idle"] for rank_means in mean_parts_by_rank) / total_seconds
     return {
-        "parts": part_figures,
+        "parts": mean_and_max(mean_parts_by_rank),
         "parts_by_stage": parts_by_stage,
-        "straggling": {
-            "max_over_mean": max_over_mean,
-            "compute_max_s": compute_max,
-            "compute_mean_s": compute_mean,
-        },
+        "straggling": max(straggling_by_stage, key=lambda figures: tuple(figures.values())),
         "pipeline_idle_share": pipeline_idle_share,
     }
+
+
+def _straggling(stage_parts: list[list[dict[str, float]]]) -> dict[str, float]:
+    """Compares the compute of the data-parallel ranks of one stage.
+
+    This is done step by step, because the slowest of them determines the time of each step.
+    """
+    step_count = len(stage_parts[0])
+    slowest_seconds = mean_seconds = 0.0
+    for step_by_rank in zip(*stage_parts, strict=True):
+        compute_by_rank = [sum(parts[name] for name in COMPUTE_PARTS) for parts in step_by_rank]
+        slowest_seconds += max(compute_by_rank)
+        mean_seconds += sum(compute_by_rank) / len(compute_by_rank)
+    return {
+        "max_over_mean": slowest_seconds / mean_seconds,
+        "compute_max_s": slowest_seconds / step_count,
+        "compute_mean_s": mean_seconds / step_count,
+    }
+
+
+def mean_and_max(seconds_by_rank: list[dict[str, float]]) -> dict[str, dict[str, float]]:
+    """The mean and the largest value over ranks of each entry."""
+    figures_by_name = {}
+    for name in seconds_by_rank[0]:
+        rank_values = [rank_seconds[name] for rank_seconds in seconds_by_rank]
+        figures_by_name[name] = {"mean_s": sum(rank_values) / len(rank_values), "max_s": max(rank_values)}
+    return figures_by_name
 
 
 def _mean_parts(all_parts: list[dict[str, float]]) -> dict[str, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 from megatron_vl.planning.layout_search import (
@@ -16,20 +15,14 @@ from megatron_vl.planning.layout_search import (
 from megatron_vl.planning.memory import GIB, RESERVE_GIB
 from megatron_vl.planning.predict import RunPrediction
 from megatron_vl.plurals import pluralize
-from toolkit.memory_table import TABLE_WIDTH, memory_table
+from toolkit.memory_table import memory_table, wide_console
 
 from .plan_result import PlanResult
 
 
 def print_plan(plan_result: PlanResult) -> None:
     """Prints the rows, the best layout with its stages, memory and speed, and the other layouts."""
-    from rich.console import Console
-
-    console = Console(highlight=False, file=sys.stdout)
-    wide_console = Console(
-        width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout, soft_wrap=False
-    )
-
+    console = wide_console()
     search_request, best_prediction = plan_result.search_request, plan_result.best_prediction
     calibration = search_request.calibration
     print(
@@ -39,13 +32,13 @@ def print_plan(plan_result: PlanResult) -> None:
     )
     for text_line in (*_row_lines(plan_result), *_layout_lines(best_prediction)):
         print(text_line)
-    wide_console.print(_stage_table(best_prediction))
+    console.print(_stage_table(best_prediction))
     stage_memories = [stage.stage_memory.as_json() for stage in best_prediction.stage_plans]
-    wide_console.print(memory_table(stage_memories, "Memory of a GPU in GiB"))
+    console.print(memory_table(stage_memories, "Memory of a GPU in GiB"))
     for text_line in _speed_lines(best_prediction):
         print(text_line)
     if plan_result.search_result is not None:
-        wide_console.print(_comparison_table(plan_result))
+        console.print(_comparison_table(plan_result))
         for rejected_layout in plan_result.search_result.rejected_layouts[:3]:
             print(f"does not fit: {rejected_layout.text} ({rejected_layout.why})")
     if not best_prediction.fits_memory:

@@ -8,7 +8,7 @@ import sys
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.errors import UsageError
 from megatron_vl.training.preflight import check_inputs
-from toolkit.launch import free_port
+from toolkit.launch import single_rank_variables
 
 from .launch_environment import LaunchEnvironment, read_launch_environment
 from .options import TrainOptions
@@ -55,7 +55,7 @@ def train(options: TrainOptions) -> int:
     from megatron_vl.train import main
 
     is_rank = launch_environment.is_rank
-    os.environ.update(launch_environment.rank_variables if is_rank else _single_rank_variables())
+    os.environ.update(launch_environment.rank_variables if is_rank else single_rank_variables())
     return main(options.fields)
 
 
@@ -85,12 +85,6 @@ def _read_config(run_words: list[str]) -> TrainConfig:
         return parse_config(run_words)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
-
-
-def _single_rank_variables() -> dict[str, str]:
-    """The variables that torchrun would set for a single rank."""
-    rank_variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def _local_gpu_count() -> int:

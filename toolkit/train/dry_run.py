@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_vl.config import TrainConfig
 from megatron_vl.errors import UserError
 from megatron_vl.planning.gpus import calibration_for_platform
-from megatron_vl.planning.memory import GPU_MEMORY_GIB, RESERVE_GIB, peak_stage_gib, warmup_forward_passes
+from megatron_vl.planning.memory import (
+    GPU_MEMORY_GIB,
+    RESERVE_GIB,
+    StageMemory,
+    peak_stage_gib,
+    warmup_forward_passes,
+)
 from megatron_vl.planning.offload_fraction import least_offload_fraction
 from megatron_vl.planning.predict import RunPrediction, predict_layout
 from megatron_vl.planning.run_layout import rates_apply
@@ -22,8 +27,10 @@ from megatron_vl.plurals import pluralize
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.training.resolve import resolve_run
+from megatron_vl.training.resolved_run import ResolvedRun
 from toolkit.doctor.machine_checks import query_gpus
-from toolkit.memory_table import TABLE_WIDTH, memory_table
+from toolkit.layouts import layout_sizes_text
+from toolkit.memory_table import memory_table, wide_console
 
 
 def show_dry_run(config: TrainConfig, ranks_per_node: int | None, nnodes: int, as_json: bool) -> None:
@@ -44,41 +51,44 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """
     resolved_run = resolve_run(config, world_size, show_only=True)
     config, spec, layout = resolved_run.config, resolved_run.spec, resolved_run.layout
-    data_parallel_size = resolved_run.dp
-    micro_batches = config.global_batch_size // data_parallel_size
     gpu_calibration = calibration_for_platform(config.platform)
-    gib_by_gpu = {} if config.platform == "cpu" else GPU_MEMORY_GIB
-
-    least_offload_shares = {}
-    for name, gib in gib_by_gpu.items():
-        least_offload_shares[name] = least_offload_fraction(config, spec, layout, data_parallel_size, gib)
-
     prediction = predict_layout(config, spec, world_size, layout, calibration=gpu_calibration)
-    stage_memories = [stage.stage_memory for stage in prediction.stage_plans]
-    needed_gib = peak_stage_gib(stage_memories) + RESERVE_GIB
     return {
         "family": spec.family,
         "platform": config.platform,
         "ranks": world_size,
         "layout": {
             **layout.as_dict(),
-            "dp": data_parallel_size,
+            "dp": resolved_run.dp,
             "sequence_parallel": config.parallel.sequence_parallel,
         },
         "stages": [_stage_contents(spec, layout, stage) for stage in range(layout.pp)],
         "rows_per_step": config.global_batch_size,
         "tokens_per_step": config.global_batch_size * config.data.seq_len,
         "pass": _data_pass(config, spec),
-        "schedule": _schedule_facts(layout, micro_batches),
-        "memory_gib": [stage.as_json() for stage in stage_memories],
-        "peak_gib": round(peak_stage_gib(stage_memories), 1),
-        "fits": [name for name, gib in gib_by_gpu.items() if needed_gib <= gib],
+        "schedule": _schedule_facts(layout, config.global_batch_size // resolved_run.dp),
+        **_memory_facts(resolved_run, [stage.stage_memory for stage in prediction.stage_plans]),
         "moments_dtype": config.optimizer.moments_dtype,
         "offload_fraction": config.optimizer.offload_fraction,
-        "least_offload_fraction": least_offload_shares,
-        "host_gib_per_rank": round(max(stage.host_bytes for stage in stage_memories) / 2**30, 1),
         "split": resolved_run.layer_split_origin,
         "speed": _speed_facts(prediction) if rates_apply(config, gpu_calibration) else None,
+    }
+
+
+def _memory_facts(resolved_run: ResolvedRun, stage_memories: list[StageMemory]) -> dict[str, Any]:
+    """The memory of each stage, the kinds of GPU that it fits, and what smaller ones must offload."""
+    config, spec, layout = resolved_run.config, resolved_run.spec, resolved_run.layout
+    gib_by_gpu = {} if config.platform == "cpu" else GPU_MEMORY_GIB
+    peak_gib = peak_stage_gib(stage_memories)
+    least_offload_shares = {}
+    for name, gib in gib_by_gpu.items():
+        least_offload_shares[name] = least_offload_fraction(config, spec, layout, resolved_run.dp, gib)
+    return {
+        "memory_gib": [stage.as_json() for stage in stage_memories],
+        "peak_gib": round(peak_gib, 1),
+        "fits": [name for name, gib in gib_by_gpu.items() if peak_gib + RESERVE_GIB <= gib],
+        "least_offload_fraction": least_offload_shares,
+        "host_gib_per_rank": round(max(stage.host_bytes for stage in stage_memories) / 2**30, 1),
     }
 
 
@@ -185,20 +195,10 @@ def _print_offload(run_facts: dict[str, Any]) -> None:
 
 
 def _print_facts(run_facts: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    layout_sizes, schedule = run_facts["layout"], run_facts["schedule"]
-    experts_note = ""
-    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
-        experts_note = f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
-    context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
+    layout_sizes = run_facts["layout"]
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
-    print(
-        f"layout: tp {layout_sizes['tp']}{context} x pp {layout_sizes['pp']} x vpp "
-        f"{layout_sizes['vpp']} x dp {layout_sizes['dp']}{experts_note}{sequence_note}"
-    )
-
+    print(f"layout: {layout_sizes_text(layout_sizes)}{sequence_note}")
     for pipeline_stage, stage_contents in enumerate(run_facts["stages"]):
         print(f"  stage {pipeline_stage}: {', '.join(stage_contents)}")
 
@@ -206,27 +206,9 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
         print(f"  split {layout_sizes['layers']}: {SPLIT_ORIGINS[run_facts['split']]}")
     print(f"step: {pluralize(run_facts['rows_per_step'], 'row')}, {run_facts['tokens_per_step']:,} tokens")
     _print_pass(run_facts)
-    micro_batch_text = f"{pluralize(schedule['micro_batches'], 'micro-batch')} on each data-parallel rank"
-    print(f"schedule: {schedule['kind']}, {micro_batch_text}")
-    if layout_sizes["pp"] > 1:
-        for pipeline_stage, (warm_up_count, steady_count) in enumerate(
-            zip(schedule["warm_up"], schedule["steady"], strict=True)
-        ):
-            print(
-                f"  stage {pipeline_stage}: {warm_up_count} forward, "
-                f"{steady_count} x (forward, backward), {warm_up_count} backward"
-            )
-        speed_facts = run_facts["speed"]
-        bubble_note = (
-            f"{speed_facts['bubble']:.1%} of the pipeline's time (estimate); " if speed_facts else ""
-        )
-        print(f"  idle: {bubble_note}{schedule['idle_share']:.1%} if all stages took equally long")
-
-    stage_table = memory_table(
-        run_facts["memory_gib"], "Memory per GPU of each pipeline stage in GiB (estimate)"
-    )
-    console = Console(highlight=False, file=sys.stdout)
-    Console(width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout).print(stage_table)
+    _print_schedule(run_facts)
+    table_title = "Memory per GPU of each pipeline stage in GiB (estimate)"
+    wide_console().print(memory_table(run_facts["memory_gib"], table_title))
     _print_fits(run_facts)
     if speed_facts := run_facts["speed"]:
         print(
@@ -234,6 +216,23 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
             f" {speed_facts['tokens_per_second']:,} tokens/s at {speed_facts['mfu']:.0%} MFU,"
             f" {speed_facts['hours_per_billion_tokens']} hours per billion tokens ({speed_facts['rates']})"
         )
+
+
+def _print_schedule(run_facts: dict[str, Any]) -> None:
+    """Prints the passes of each stage, and how long the stages wait."""
+    schedule, speed_facts = run_facts["schedule"], run_facts["speed"]
+    micro_batch_text = f"{pluralize(schedule['micro_batches'], 'micro-batch')} on each data-parallel rank"
+    print(f"schedule: {schedule['kind']}, {micro_batch_text}")
+    if run_facts["layout"]["pp"] == 1:
+        return
+    passes_by_stage = zip(schedule["warm_up"], schedule["steady"], strict=True)
+    for pipeline_stage, (warm_up_count, steady_count) in enumerate(passes_by_stage):
+        print(
+            f"  stage {pipeline_stage}: {warm_up_count} forward, "
+            f"{steady_count} x (forward, backward), {warm_up_count} backward"
+        )
+    bubble_note = f"{speed_facts['bubble']:.1%} of the pipeline's time (estimate); " if speed_facts else ""
+    print(f"  idle: {bubble_note}{schedule['idle_share']:.1%} if all stages took equally long")
 
 
 def _print_fits(run_facts: dict[str, Any]) -> None:

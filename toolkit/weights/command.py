@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,8 @@ def convert(options: ConvertOptions) -> int:
     """Converts Hugging Face weights to Megatron weights."""
     from converters.convert import convert_weights
 
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
     return _run_conversion(
-        options,
-        lambda: convert_weights(options.hf, options.out, options.layout_arguments, **conversion_options),
+        options, partial(convert_weights, options.hf, options.out, options.layout_arguments)
     )
 
 
@@ -37,10 +36,9 @@ def split(options: SplitOptions) -> int:
     """Writes Megatron weights in another layout; without a layout, as a single file."""
     from converters.convert import reshard_weights
 
-    layout = options.layout_arguments or ONE_RANK
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
     return _run_conversion(
-        options, lambda: reshard_weights(options.checkpoint, options.out, layout, **conversion_options)
+        options,
+        partial(reshard_weights, options.checkpoint, options.out, options.layout_arguments or ONE_RANK),
     )
 
 
@@ -48,26 +46,20 @@ def merge(options: MergeOptions) -> int:
     """Merges Megatron weights into unsplit ones."""
     from converters.convert import reshard_weights
 
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
-    return _run_conversion(
-        options, lambda: reshard_weights(options.checkpoint, options.out, None, **conversion_options)
-    )
+    return _run_conversion(options, partial(reshard_weights, options.checkpoint, options.out, None))
 
 
 def export(options: ExportOptions) -> int:
     """Exports Megatron weights to a Hugging Face folder."""
     from converters.convert import export_weights
 
-    conversion_options: dict[str, Any] = {"workers": options.workers, "force": options.force}
     return _run_conversion(
-        options,
-        lambda: export_weights(options.checkpoint, options.hf, options.out, **conversion_options),
-        original_dir=options.hf,
+        options, partial(export_weights, options.checkpoint, options.hf, options.out), original_dir=options.hf
     )
 
 
 def _run_conversion(
-    options: WeightOutputOptions, run_conversion: Callable[[], Any], original_dir: Path | None = None
+    options: WeightOutputOptions, run_conversion: Callable[..., Any], original_dir: Path | None = None
 ) -> int:
     """Runs a conversion and prints a report of what was written.
 
@@ -81,7 +73,7 @@ def _run_conversion(
     from megatron_vl.weights.manifest import JOURNAL_FILE
 
     try:
-        conversion_report = run_conversion()
+        conversion_report = run_conversion(workers=options.workers, force=options.force)
     except OSError as error:
         if isinstance(error, FileExistsError) or not (options.out / JOURNAL_FILE).is_file():
             raise
