@@ -108,10 +108,11 @@ def layout_sizes_text(layout_sizes: Mapping[str, Any]) -> str:
     Args:
         layout_sizes: tp, pp, vpp, dp, ep, etp and, if it is more than 1, cp.
     """
-    names = [
-        name for name in ("tp", "cp", "pp", "vpp", "dp") if layout_sizes.get(name, 1) > 1 or name != "cp"
-    ]
-    layout_text = " x ".join(f"{name} {layout_sizes[name]}" for name in names)
+    context_text = f" x cp {layout_sizes['cp']}" if layout_sizes.get("cp", 1) > 1 else ""
+    layout_text = (
+        f"tp {layout_sizes['tp']}{context_text} x pp {layout_sizes['pp']} x "
+        f"vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"
+    )
     if layout_sizes["ep"] * layout_sizes["etp"] > 1:
         layout_text += f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
     return layout_text

@@ -40,10 +40,9 @@ class SampleEncoder:
     def __init__(self, hf_dir: str | Path, data_config: DataConfig | None = None) -> None:
         self.spec = read_spec(hf_dir)
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
-        data_config = data_config or DataConfig()
-        self.chat_encoder = ChatEncoder(
-            hf_dir, self.spec, data_config.video_prompt, ThinkingRule.from_data_config(data_config)
-        )
+        self.data_config = data_config or DataConfig()
+        thinking_rule = ThinkingRule.from_data_config(self.data_config)
+        self.chat_encoder = ChatEncoder(hf_dir, self.spec, self.data_config.video_prompt, thinking_rule)
 
     def encode_sample(
         self,

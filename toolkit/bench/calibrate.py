@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,8 @@ class KernelTimer:
         """
         byte_count = self.work_sizes.element_count
         if self.platform.name == "cpu":
-            source_buffer, target_buffer = (torch.empty(byte_count, dtype=torch.uint8) for _ in range(2))
+            source_buffer = torch.empty(byte_count, dtype=torch.uint8)
+            target_buffer = torch.empty_like(source_buffer)
             return byte_count / self.mean_seconds(lambda: target_buffer.copy_(source_buffer)) / 1e9
 
         host_buffers = [torch.empty(byte_count, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -361,25 +363,25 @@ def finish_calibration(
         rate_factor = None
 
     scaled_calibration = scale_compute_rates(kernel_calibration, rate_factor or 1.0)
-    scaling_note = _scaling_note(rate_factor, spec, measured_steps)
-    scaled_calibration = dataclasses.replace(
-        scaled_calibration, provenance=(*scaled_calibration.provenance, scaling_note)
-    )
+    provenance = (*scaled_calibration.provenance, _scaling_note(rate_factor, spec, measured_steps))
+    scaled_calibration = dataclasses.replace(scaled_calibration, provenance=provenance)
     calibration_path = Path(options.calibration or stored_calibration_path(scaled_calibration.gpu))
     write_calibration(calibration_path, scaled_calibration)
+    kernels_alone = predict_steps(kernel_calibration)
+    predicted_steps = predict_steps(scaled_calibration)
+    step_facts = {}
+    for i, (name, measured) in enumerate(measured_steps.items()):
+        step_times = {
+            "measured": measured,
+            "kernels_alone": kernels_alone[i],
+            "predicted": predicted_steps[i],
+        }
+        step_facts[name] = step_times
     return {
         "file": str(calibration_path),
         "gpu": scaled_calibration.gpu,
         "factor": rate_factor,
-        "steps_s": {
-            name: {"measured": measured, "kernels_alone": kernels_alone, "predicted": predicted}
-            for (name, measured), kernels_alone, predicted in zip(
-                measured_steps.items(),
-                predict_steps(kernel_calibration),
-                predict_steps(scaled_calibration),
-                strict=True,
-            )
-        },
+        "steps_s": step_facts,
         "rates": scaled_calibration.as_json(),
     }
 
@@ -388,7 +390,7 @@ def _step_predictor(
     options: BenchRun, spec: ModelSpec, layout: Layout, workloads: list[str]
 ) -> Callable[[Calibration], list[float]]:
     """A function that predicts the seconds of a step of each workload from rates."""
-    statistics_by_workload = [row_statistics(options, spec, workload) for workload in workloads]
+    statistics_by_workload = list(map(partial(row_statistics, options, spec), workloads))
     data_parallel_size = dist.get_world_size() // layout.replica_ranks
 
     def predict_steps(candidate_rates: Calibration) -> list[float]:

@@ -284,14 +284,11 @@ def _part_lines(workload_figures: dict[str, Any]) -> list[str]:
 
 
 def _communication_text(communication_figures: dict[str, dict[str, float]]) -> str:
-    return ", ".join(
-        f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}"
-        for key, text in (
-            ("communication_s", "total"),
-            ("communication_exposed_s", "with nothing else running"),
-        )
-        if key in communication_figures
-    )
+    communication_texts = []
+    for key, text in (("communication_s", "total"), ("communication_exposed_s", "with nothing else running")):
+        if key in communication_figures:
+            communication_texts.append(f"{communication_figures[key]['mean_s'] * 1e3:.1f} ms {text}")
+    return ", ".join(communication_texts)
 
 
 MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations")

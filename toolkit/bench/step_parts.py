@@ -276,16 +276,16 @@ def summarize_parts(
         parts_by_rank: the parts of each step, for each rank.
         stage_by_rank: the pipeline stage of each rank.
     """
-    mean_parts_by_rank = list(map(_mean_parts, parts_by_rank))
-    ranks_by_stage: dict[int, list[int]] = {}
-    for rank, pipeline_stage in enumerate(stage_by_rank):
-        ranks_by_stage.setdefault(pipeline_stage, []).append(rank)
+    ranks_by_stage: dict[int, list[list[dict[str, float]]]] = defaultdict(list)
+    for pipeline_stage, rank_parts in zip(stage_by_rank, parts_by_rank, strict=True):
+        ranks_by_stage[pipeline_stage].append(rank_parts)
 
     parts_by_stage, straggling_by_stage = [], []
     for _, stage_ranks in sorted(ranks_by_stage.items()):
-        parts_by_stage.append(_mean_parts([mean_parts_by_rank[rank] for rank in stage_ranks]))
-        straggling_by_stage.append(_straggling([parts_by_rank[rank] for rank in stage_ranks]))
+        parts_by_stage.append(_mean_parts(list(map(_mean_parts, stage_ranks))))
+        straggling_by_stage.append(_straggling(stage_ranks))
 
+    mean_parts_by_rank = list(map(_mean_parts, parts_by_rank))
     pipeline_idle_share = 0.0
     if len(ranks_by_stage) > 1:
         total_seconds = sum(sum(rank_means.values()) for rank_means in mean_parts_by_rank)
@@ -306,7 +306,9 @@ def _straggling(stage_parts: list[list[dict[str, float]]]) -> dict[str, float]:
     step_count = len(stage_parts[0])
     slowest_seconds = mean_seconds = 0.0
     for step_by_rank in zip(*stage_parts, strict=True):
-        compute_by_rank = [sum(parts[name] for name in COMPUTE_PARTS) for parts in step_by_rank]
+        compute_by_rank = []
+        for rank_parts in step_by_rank:
+            compute_by_rank.append(sum(rank_parts[name] for name in COMPUTE_PARTS))
         slowest_seconds += max(compute_by_rank)
         mean_seconds += sum(compute_by_rank) / len(compute_by_rank)
     return {

@@ -26,7 +26,7 @@ from toolkit.launch import last_output_lines, run_group
 from toolkit.sample_encoder import SampleEncoder, write_samples
 from toolkit.trained_video_rules import resolve_video_rules
 
-from .worker import GenerateJob, write_generate_job
+from .worker import GenerateJob
 
 ANSWER_TOKENS, THINKING_TOKENS = 128, 2048
 """Default largest number of tokens of an answer, without and with thinking."""
@@ -75,92 +75,96 @@ def run_generate(
         UserError, FileNotFoundError: the processes failed, or the request is impossible.
     """
     weight_reader = WeightReader(request.checkpoint_dir)
-    spec = weight_reader.spec
-    # Videos must be presented as in the training of these weights.
+    sample_encoder = _open_encoder(request, weight_reader, print_line)
+    layout = make_layout(weight_reader.spec, **request.layout_arguments)
+    samples = _encode_prompts(sample_encoder, request.conversations, request.think)
+    token_limit = THINKING_TOKENS if any(map(sample_encoder.begins_by_thinking, samples)) else ANSWER_TOKENS
+    generate_job = GenerateJob(
+        hf=str(request.hf_dir),
+        checkpoint=str(request.checkpoint_dir),
+        layout=request.layout_arguments,
+        max_new_tokens=request.max_new_tokens or token_limit,
+        stop=read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer),
+        dtype=request.dtype,
+        platform=request.platform,
+        batch=request.batch_size,
+        video_positions=sample_encoder.data_config.video_positions,
+    )
+    world_size = layout.replica_ranks * layout.min_data_parallel_size
+    processes_text = f"{world_size} process{'es' if world_size > 1 else ''}"
+    print_line(f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {processes_text}")
+    answer_token_ids = _run_job(generate_job, world_size, samples)
+    return _read_answers(answer_token_ids, samples, sample_encoder, generate_job, print_line)
+
+
+def _open_encoder(
+    request: GenerateRequest, weight_reader: WeightReader, print_line: Callable[[str], None]
+) -> SampleEncoder:
+    """The encoder of the prompts. It presents videos as in the training of the weights."""
     video_rules = checkpoint_video_rules(weight_reader, request.hf_dir, request.asked_rules, print_line)
-    data_config = dataclasses.replace(request.data_config, **video_rules)
-    sample_encoder = SampleEncoder(request.hf_dir, data_config)
-    if spec.different_fields(sample_encoder.spec):
+    sample_encoder = SampleEncoder(request.hf_dir, dataclasses.replace(request.data_config, **video_rules))
+    if weight_reader.spec.different_fields(sample_encoder.spec):
         raise UserError(
             f"--checkpoint {request.checkpoint_dir} holds a different model than --hf {request.hf_dir}"
         )
+    return sample_encoder
 
-    layout = make_layout(spec, **request.layout_arguments)
-    samples = _encode_prompts(sample_encoder, request.conversations, request.think)
-    opens_thinking = [sample_encoder.begins_by_thinking(sample) for sample in samples]
-    token_limit = request.max_new_tokens or (THINKING_TOKENS if any(opens_thinking) else ANSWER_TOKENS)
-    stop_token_ids = read_stop_tokens(request.hf_dir, sample_encoder.chat_encoder.tokenizer)
 
-    # The processes get token ids and pixels through files. They know nothing of prompts and texts.
+def _run_job(generate_job: GenerateJob, world_size: int, samples: list[TokenizedSample]) -> list[list[int]]:
+    """Runs the processes of a job. Returns the token ids of each answer, in the order of the prompts.
+
+    The processes get token ids and pixels through files. They know nothing of prompts and texts.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
-        work_dir = Path(temporary_dir)
-        write_samples(samples, work_dir / "samples.safetensors")
-        generate_job = GenerateJob(
-            hf=str(request.hf_dir),
-            checkpoint=str(request.checkpoint_dir),
-            samples=str(work_dir / "samples.safetensors"),
-            layout=request.layout_arguments,
-            max_new_tokens=token_limit,
-            stop=stop_token_ids,
-            dtype=request.dtype,
-            platform=request.platform,
-            batch=request.batch_size,
-            video_positions=data_config.video_positions,
+        job_path, samples_path, answers_path = (
+            Path(temporary_dir, name) for name in ("job.json", "samples.safetensors", "answers.json")
         )
-
-        world_size = layout.replica_ranks * layout.min_data_parallel_size
-        print_line(
-            f"{len(samples)} prompts of {sum(map(len, samples))} tokens, {world_size} "
-            f"process{'es' if world_size > 1 else ''}"
+        job_path.write_text(json.dumps(dataclasses.asdict(generate_job)))
+        write_samples(samples, samples_path)
+        completed_process = run_group(
+            "toolkit.generate.worker",
+            [job_path, samples_path, answers_path],
+            world_size,
+            on_cpu=generate_job.platform == "cpu",
         )
-        answer_token_ids = _run_job(generate_job, world_size, work_dir)
+        if completed_process.returncode:
+            raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
+        return json.loads(answers_path.read_text())
 
-    # The first token that the model generates may already be inside a block of thinking.
+
+def _read_answers(
+    answer_token_ids: list[list[int]],
+    samples: list[TokenizedSample],
+    sample_encoder: SampleEncoder,
+    generate_job: GenerateJob,
+    print_line: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """The result of :func:`run_generate`. Prints a line about each answer that is empty or cut."""
     answer_records = []
-    for token_ids, sample, starts_thinking in zip(answer_token_ids, samples, opens_thinking, strict=True):
+    for token_ids, sample in zip(answer_token_ids, samples, strict=True):
         decoded_text = sample_encoder.chat_encoder.tokenizer.decode(token_ids, skip_special_tokens=True)
-        split_answer = split_thinking(decoded_text, starts_thinking)
-        is_finished = token_ids[-1] in stop_token_ids
-        answer_records.append(
-            {
-                "text": split_answer.answer_text,
-                "thinking": split_answer.thinking_text,
-                "tokens": token_ids,
-                "prompt_tokens": len(sample),
-                "finished": is_finished,
-            }
-        )
-        if not split_answer.is_block_closed:  # all of it is thinking
-            print_line(_empty_answer_message(len(answer_records), token_limit, is_finished))
-        elif not is_finished:
+        # The first token that the model generates may already be inside a block of thinking.
+        split_answer = split_thinking(decoded_text, sample_encoder.begins_by_thinking(sample))
+        is_finished = token_ids[-1] in generate_job.stop
+        answer_record = {
+            "text": split_answer.answer_text,
+            "thinking": split_answer.thinking_text,
+            "tokens": token_ids,
+            "prompt_tokens": len(sample),
+            "finished": is_finished,
+        }
+        answer_records.append(answer_record)
+        answer_name, token_limit = f"answer {len(answer_records)}", generate_job.max_new_tokens
+        if split_answer.is_block_closed and not is_finished:
+            print_line(f"{answer_name} was cut after {token_limit} tokens; raise --max-new-tokens")
+        elif not split_answer.is_block_closed and is_finished:
+            print_line(f"{answer_name} is empty: the model ended its turn while it was thinking")
+        elif not split_answer.is_block_closed:
             print_line(
-                f"answer {len(answer_records)} was cut after {token_limit} tokens; raise --max-new-tokens"
+                f"{answer_name} is empty: the model was still thinking after {token_limit} tokens;"
+                " raise --max-new-tokens, or give --thinking off"
             )
     return answer_records
-
-
-def _run_job(generate_job: GenerateJob, world_size: int, work_dir: Path) -> list[list[int]]:
-    """Runs the processes of a job. Returns the token ids of each answer, in the order of the prompts."""
-    write_generate_job(generate_job, work_dir / "job.json")
-    completed_process = run_group(
-        "toolkit.generate.worker",
-        [work_dir / "job.json", work_dir / "answers.json"],
-        world_size,
-        on_cpu=generate_job.platform == "cpu",
-    )
-    if completed_process.returncode:
-        raise UserError(f"the processes failed:\n{last_output_lines(completed_process)}")
-    return json.loads((work_dir / "answers.json").read_text())
-
-
-def _empty_answer_message(answer_number: int, token_limit: int, is_finished: bool) -> str:
-    """Explains why an answer is empty."""
-    if is_finished:
-        return f"answer {answer_number} is empty: the model ended its turn while it was thinking"
-    return (
-        f"answer {answer_number} is empty: the model was still thinking after {token_limit} tokens;"
-        " raise --max-new-tokens, or give --thinking off"
-    )
 
 
 def checkpoint_video_rules(

@@ -5,64 +5,58 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toolkit.platform_choice import choose_platform
 
 from .options import GenerateOptions
+
+if TYPE_CHECKING:
+    from .answers import SourcedConversation
 
 
 def generate(options: GenerateOptions) -> int:
     """Answers the prompts and prints the answers. Returns the exit code."""
     from megatron_vl.config import DataConfig
 
-    from .answers import GenerateRequest, make_conversation, read_prompt_files, run_generate
+    from .answers import GenerateRequest, run_generate
 
     for input_path in (*options.image, *options.video, *options.prompt_file):
         if not input_path.is_file():
             raise FileNotFoundError(f"{input_path} is not a file")
-
-    if options.prompt_file:
-        media_roots = [
-            (options.media_root or input_path.parent).resolve() for input_path in options.prompt_file
-        ]
-
-        conversations = read_prompt_files(list(zip(options.prompt_file, media_roots, strict=True)))
-    else:
-        conversations = [(make_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
-
     platform = choose_platform(options.platform)
+    layout_arguments = {name: getattr(options, name) for name in ("tp", "pp", "layers", "ep", "etp")}
     generate_request = GenerateRequest(
         hf_dir=options.hf,
         checkpoint_dir=options.checkpoint,
-        conversations=conversations,
-        layout_arguments={
-            "tp": options.tp,
-            "pp": options.pp,
-            "layers": options.layers,
-            "ep": options.ep,
-            "etp": options.etp,
-        },
+        conversations=_read_conversations(options),
+        layout_arguments=layout_arguments,
         max_new_tokens=options.max_new_tokens,
         think={"on": True, "off": False, None: None}[options.thinking],
         dtype=options.dtype or ("bfloat16" if platform == "cuda" else "float32"),
         platform=platform,
         batch_size=options.batch,
-        data_config=DataConfig(
-            video_fps=options.video_fps,
-            video_max_frames=options.video_max_frames,
-        ),
+        data_config=DataConfig(video_fps=options.video_fps, video_max_frames=options.video_max_frames),
         asked_rules=options.asked_rules(),
     )
 
     answers = run_generate(generate_request, lambda text_line: print(text_line, file=sys.stderr))
     if options.json:
         print(json.dumps(answers, indent=2, ensure_ascii=False))
-        return 0
-
-    for text_line in answer_lines(answers, options.show_thinking):
-        print(text_line)
+    else:
+        print("\n".join(answer_lines(answers, options.show_thinking)))
     return 0
+
+
+def _read_conversations(options: GenerateOptions) -> list[SourcedConversation]:
+    from .answers import make_conversation, read_prompt_files
+
+    if not options.prompt_file:
+        return [(make_conversation(options.prompt[0], options.image, options.video), Path("/"), "")]
+    prompt_files = []
+    for prompt_file in options.prompt_file:
+        prompt_files.append((prompt_file, (options.media_root or prompt_file.parent).resolve()))
+    return read_prompt_files(prompt_files)
 
 
 def answer_lines(answers: list[dict[str, Any]], show_thinking: bool) -> list[str]:

@@ -1,14 +1,13 @@
 """The program of each process of a generation.
 
-    torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json OUT.json
+    torchrun --nproc-per-node 4 -m toolkit.generate.worker JOB.json PROMPTS.safetensors OUT.json
 
-``JOB.json`` holds the fields of :class:`GenerateJob`. The list of new tokens of each prompt is written to
-``OUT.json``.
+``JOB.json`` holds the fields of :class:`GenerateJob`. :func:`toolkit.sample_encoder.write_samples` wrote the
+prompts. The list of new tokens of each prompt is written to ``OUT.json``.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -39,8 +38,6 @@ class GenerateJob:
 
     hf: str
     checkpoint: str
-    samples: str
-    """File of prompts written by :func:`toolkit.sample_encoder.write_samples`."""
     layout: dict[str, Any]
     """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
     max_new_tokens: int
@@ -55,9 +52,9 @@ class GenerateJob:
 
 def main(argv: list[str]) -> int:
     generate_job = GenerateJob(**json.loads(Path(argv[0]).read_text()))
-    answers = generate_answers(generate_job, read_samples(Path(generate_job.samples)))
+    answers = generate_answers(generate_job, read_samples(Path(argv[1])))
     if dist.get_rank() == 0:
-        Path(argv[1]).write_text(json.dumps(answers))
+        Path(argv[2]).write_text(json.dumps(answers))
     end_distributed()
     return 0
 
@@ -69,31 +66,19 @@ def generate_answers(generate_job: GenerateJob, samples: list[TokenizedSample]) 
     layout = make_layout(spec, **generate_job.layout)
     init_distributed(platform)
     grid = make_grid(layout)
-    # The fused GPU kernels do not support float32.
-    attention_backend: Any = "sdpa" if generate_job.dtype == "float32" else "auto"
-    config = TrainConfig(
-        model=ModelConfig(
-            hf=generate_job.hf, vision_attention=attention_backend, language_attention=attention_backend
-        ),
-        # In a model with experts, each rank routes its own tokens.
-        parallel=ParallelConfig(
-            **generate_job.layout, sequence_parallel=layout.tp > 1 and spec.language.moe is not None
-        ),
-        dtype=generate_job.dtype,  # type: ignore[arg-type]
-    )
-
-    weight_reader = WeightReader(generate_job.checkpoint)
+    config, weight_reader = _job_config(generate_job, spec), WeightReader(generate_job.checkpoint)
     model_chunks = build_model(config, spec, layout, platform, grid, weight_reader=weight_reader).model_chunks
+
     answers: list[list[int]] = []
     for batch_start in range(0, len(samples), generate_job.batch):
         batch_samples = samples[batch_start : batch_start + generate_job.batch]
         # If experts are spread over more ranks than a replica has, every replica answers an equal number
         # of prompts.
         padded_batch = batch_samples + batch_samples[-1:] * (-len(batch_samples) % grid.dp)
-        replica_samples = padded_batch[grid.dp_rank :: grid.dp]
-        packed_prompts = (
-            pack_prompts(replica_samples, spec, generate_job.video_positions) if grid.owns_loader else None
-        )
+        packed_prompts = None
+        if grid.owns_loader:
+            replica_samples = padded_batch[grid.dp_rank :: grid.dp]
+            packed_prompts = pack_prompts(replica_samples, spec, generate_job.video_positions)
         replica_answers = generate_greedily(
             model_chunks,
             grid,
@@ -103,8 +88,21 @@ def generate_answers(generate_job: GenerateJob, samples: list[TokenizedSample]) 
             stop_token_ids=frozenset(generate_job.stop),
         )
         answers += _gather_answers(replica_answers, grid)[: len(batch_samples)]
-
     return answers
+
+
+def _job_config(generate_job: GenerateJob, spec: ModelSpec) -> TrainConfig:
+    # The fused GPU kernels do not support float32.
+    attention_backend: Any = "sdpa" if generate_job.dtype == "float32" else "auto"
+    # In a model with experts, each rank routes its own tokens.
+    sequence_parallel = generate_job.layout.get("tp", 1) > 1 and spec.language.moe is not None
+    return TrainConfig(
+        model=ModelConfig(
+            hf=generate_job.hf, vision_attention=attention_backend, language_attention=attention_backend
+        ),
+        parallel=ParallelConfig(**generate_job.layout, sequence_parallel=sequence_parallel),
+        dtype=generate_job.dtype,  # type: ignore[arg-type]
+    )
 
 
 def _gather_answers(replica_answers: list[list[int]], grid: ProcessGrid) -> list[list[int]]:
@@ -133,10 +131,6 @@ def pack_prompts(
         packed_row = pack_row([sample], spec, row_length, video_positions=video_positions)
         prompt_rows.append(PromptRow(packed_row, len(sample)))
     return prompt_rows
-
-
-def write_generate_job(generate_job: GenerateJob, job_path: Path) -> None:
-    job_path.write_text(json.dumps(dataclasses.asdict(generate_job)))
 
 
 if __name__ == "__main__":
