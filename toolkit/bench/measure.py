@@ -150,7 +150,6 @@ def measure_workload(
     )
     steady_bytes = _warm_up(bench_model, batch_broadcast)
     step_seconds, fed_steps, loss = _time_steps(bench_model, batch_broadcast)
-
     # FLOPs are counted after the clock has stopped.
     local_work = report.WorkCounts()
     data_wait_seconds = 0.0

@@ -23,12 +23,11 @@ def draw_timeline(prediction: RunPrediction, picture_path: Path) -> None:
     from matplotlib import pyplot
 
     timeline = prediction.timeline()
-    vpp = prediction.layout.vpp
     figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.5 * timeline.stage_count))
     color_maps = {True: pyplot.get_cmap(FORWARD_COLORS), False: pyplot.get_cmap(BACKWARD_COLORS)}
     for pass_span in timeline.pass_spans:
-        color_shade = 0.35 + 0.4 * (pass_span.pipeline_pass.chunk_index + 1) / vpp
-        axes.barh(
+        color_shade = 0.35 + 0.4 * (pass_span.pipeline_pass.chunk_index + 1) / prediction.layout.vpp
+        bar = axes.barh(
             pass_span.pipeline_stage,
             pass_span.end_seconds - pass_span.start_seconds,
             left=pass_span.start_seconds,
@@ -38,14 +37,7 @@ def draw_timeline(prediction: RunPrediction, picture_path: Path) -> None:
             linewidth=0.4,
         )
         if len(timeline.pass_spans) <= MAX_NUMBERED_PASSES:
-            axes.text(
-                (pass_span.start_seconds + pass_span.end_seconds) / 2,
-                pass_span.pipeline_stage,
-                str(pass_span.pipeline_pass.micro_batch),
-                ha="center",
-                va="center",
-                fontsize=7,
-            )
+            axes.bar_label(bar, [pass_span.pipeline_pass.micro_batch], label_type="center", fontsize=7)
     axes.set_yticks(range(timeline.stage_count), [f"stage {i}" for i in range(timeline.stage_count)])
     axes.invert_yaxis()
     axes.set_xlabel("seconds (blue: forward, orange: backward; darker: later chunk; number: micro-batch)")
