@@ -51,12 +51,11 @@ def versions() -> str:
     from megatron_vl import __version__
     from toolkit.doctor.machine_checks import TE_DISTRIBUTIONS, installed_version
 
-    transformer_engine = next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None)
     version_by_package = {
         PROGRAM_NAME: __version__,
         "megatron-core": installed_version("megatron-core"),
         "torch": installed_version("torch"),
-        "transformer-engine": transformer_engine,
+        "transformer-engine": next(filter(None, map(installed_version, TE_DISTRIBUTIONS)), None),
     }
     return "\n".join(f"{name} {version or 'not installed'}" for name, version in version_by_package.items())
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +75,14 @@ def load_hf_model(hf_dir: str | Path, dtype: torch.dtype, device_map: str | None
     check_hf_folder(hf_dir)
     if device_map is None:
         use_torch_for_linear_attention(read_spec(hf_dir))
-    model = AutoModelForImageTextToText.from_pretrained(
+    return AutoModelForImageTextToText.from_pretrained(
         hf_dir,
         dtype=dtype,
         attn_implementation="sdpa",
         use_safetensors=True,
         device_map=device_map,
         **SAFE_LOADING_ARGUMENTS,
-    )
-    return model.eval()
+    ).eval()
 
 
 def use_torch_for_linear_attention(spec: ModelSpec) -> None:
@@ -128,42 +128,41 @@ def follow_video_positions(model: Any, spec: ModelSpec, video_positions: VideoPo
     Args:
         model: a ``...ForConditionalGeneration`` of ``spec``; it is changed and returned.
     """
-
-    def get_rope_index(
-        input_ids: Tensor,
-        mm_token_type_ids: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        second_per_grid_ts: Iterable[Any] | None = None,
-        attention_mask: Tensor | None = None,
-        **unused: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """The positions, int64 [3, B, S], and a new token's position minus its index, int64 [B, 1]."""
-        image_grids = iter(_media_grids("image", image_grid_thw, None))
-        video_grids = iter(_media_grids("video", video_grid_thw, second_per_grid_ts))
-        position_ids = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
-        rope_deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
-
-        for sample_index, row_token_ids in enumerate(input_ids.cpu()):
-            is_real_token = torch.ones_like(row_token_ids).bool()
-            if attention_mask is not None:
-                is_real_token = attention_mask[sample_index].cpu().bool()
-            real_token_ids = row_token_ids[is_real_token]
-
-            row_position_ids = mrope_positions(
-                real_token_ids,
-                _grids_in_text_order(real_token_ids, image_grids, video_grids, spec),
-                spec,
-                video_positions,
-            )
-            position_ids[:, sample_index, is_real_token] = row_position_ids
-            rope_deltas[sample_index] = row_position_ids[:, -1].max() + 1 - len(real_token_ids)
-
-        return position_ids.to(input_ids.device), rope_deltas.to(input_ids.device)
-
     if not spec.vision.video_timestamps:
-        model.model.get_rope_index = get_rope_index
+        model.model.get_rope_index = partial(_rope_index, spec, video_positions)
     return model
+
+
+def _rope_index(
+    spec: ModelSpec,
+    video_positions: VideoPositions,
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor | None = None,
+    image_grid_thw: Tensor | None = None,
+    video_grid_thw: Tensor | None = None,
+    second_per_grid_ts: Iterable[Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **unused: Any,
+) -> tuple[Tensor, Tensor]:
+    """The positions, int64 [3, B, S], and a new token's position minus its index, int64 [B, 1]."""
+    image_grids = iter(_media_grids("image", image_grid_thw, None))
+    video_grids = iter(_media_grids("video", video_grid_thw, second_per_grid_ts))
+    position_ids = torch.zeros((3, *input_ids.shape), dtype=torch.int64)
+    rope_deltas = torch.zeros(len(input_ids), 1, dtype=torch.int64)
+    real_token_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+
+    for sample_index, is_real_token in enumerate(real_token_mask.cpu().bool()):
+        real_token_ids = input_ids[sample_index].cpu()[is_real_token]
+        row_position_ids = mrope_positions(
+            real_token_ids,
+            _grids_in_text_order(real_token_ids, image_grids, video_grids, spec),
+            spec,
+            video_positions,
+        )
+        position_ids[:, sample_index, is_real_token] = row_position_ids
+        rope_deltas[sample_index] = row_position_ids[:, -1].max() + 1 - len(real_token_ids)
+
+    return position_ids.to(input_ids.device), rope_deltas.to(input_ids.device)
 
 
 def _media_grids(
@@ -172,10 +171,10 @@ def _media_grids(
     """All media of one kind, from the processor's ``*_grid_thw`` [N, 3] and ``second_per_grid_ts`` [N]."""
     grid_sizes = [] if grid_thw is None else grid_thw.tolist()
     grid_seconds = [1.0] * len(grid_sizes) if seconds_per_grid is None else list(map(float, seconds_per_grid))
-    media_grids: list[GridTHW] = []
-    for (t, h, w), seconds in zip(grid_sizes, grid_seconds, strict=True):
-        media_grids.append(GridTHW(t, h, w, media_kind, seconds))
-    return media_grids
+    return [
+        GridTHW(t, h, w, media_kind, seconds)
+        for (t, h, w), seconds in zip(grid_sizes, grid_seconds, strict=True)
+    ]
 
 
 def _grids_in_text_order(

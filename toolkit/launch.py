@@ -22,55 +22,41 @@ def run_group(
     timeout: float | None = None,
     on_cpu: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs ``python -m module arguments`` in ``world_size`` processes on this machine and waits for them to
-    end.
+    """Runs ``python -m module arguments`` in processes on this machine and waits for them to end.
 
     Args:
         show: where the output of the processes goes. ``nothing``: into the result; ``all``: to the output of
             this process; ``errors``: all of it to standard error, because this process needs standard output.
         environment: variables of the processes. Variables that the user has set take precedence.
-        on_cpu: whether the processes use no GPU, so that they may be forks of a process that has imported the
-            stack.
-        timeout: seconds after which the group is killed.
-
-    Raises:
-        subprocess.TimeoutExpired: the group was killed because of ``timeout``.
+        on_cpu: whether they use no GPU, so that they may be forks of a process that imported the stack.
+        timeout: seconds after which the group is killed, with subprocess.TimeoutExpired.
     """
     launcher_arguments: list[str] = []
     if world_size > 1:
         launcher_module = ["megatron_vl.launch", "--fork"] if on_cpu else ["torch.distributed.run"]
         launcher_arguments = ["-m", *launcher_module, "--standalone", "--nproc-per-node", str(world_size)]
-    rank_environment = {
-        "OMP_NUM_THREADS": "1",
-        **(environment or {}),
-        **os.environ,
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-
     python_path = filter(None, (str(REPOSITORY_ROOT), os.environ.get("PYTHONPATH")))
-    rank_environment["PYTHONPATH"] = os.pathsep.join(python_path)
-    if world_size == 1:  # the variables that torchrun would set, without its start-up time
-        single_rank_variables = {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-        }
-        rank_environment |= single_rank_variables | {"MASTER_PORT": str(free_port())}
+    rank_environment = {"OMP_NUM_THREADS": "1", **(environment or {}), **os.environ}
+    rank_environment |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(python_path)}
+    if world_size == 1:
+        rank_environment |= single_rank_variables()
 
     captured_output = subprocess.PIPE if show == "nothing" else None
-    command_line = [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)]
-    stdout = sys.stderr if show == "errors" else captured_output
     return subprocess.run(
-        command_line,
+        [sys.executable, *launcher_arguments, "-m", module_name, *map(str, module_arguments)],
         env=rank_environment,
-        stdout=stdout,
+        stdout=sys.stderr if show == "errors" else captured_output,
         stderr=captured_output,
         text=True,
         timeout=timeout,
         check=False,
     )
+
+
+def single_rank_variables() -> dict[str, str]:
+    """The variables that torchrun would set for a single rank, without its start-up time."""
+    rank_variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return rank_variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +56,11 @@ class LayoutSpec:
     @property
     def layout_arguments(self) -> dict[str, Any]:
         """Arguments of :func:`megatron_vl.spec.layout.make_layout`."""
-        layers = list(self.layers) if self.layers is not None else None
         return {
             "tp": self.tp,
             "pp": self.pp,
             "vpp": self.vpp,
-            "layers": layers,
+            "layers": list(self.layers) if self.layers is not None else None,
             "ep": self.ep,
             "etp": self.etp,
             "cp": self.cp,
@@ -100,6 +100,22 @@ def parse_layout(layout_text: str) -> LayoutSpec:
     return LayoutSpec(
         layout_text.strip(), **parallel_sizes, sequence_parallel="sp" in part_names, layers=layers_per_chunk
     )
+
+
+def layout_sizes_text(layout_sizes: Mapping[str, Any]) -> str:
+    """The sizes of a layout in one line; context and expert parallelism only where they are used.
+
+    Args:
+        layout_sizes: tp, pp, vpp, dp, ep, etp and, if it is more than 1, cp.
+    """
+    context_text = f" x cp {layout_sizes['cp']}" if layout_sizes.get("cp", 1) > 1 else ""
+    layout_text = (
+        f"tp {layout_sizes['tp']}{context_text} x pp {layout_sizes['pp']} x "
+        f"vpp {layout_sizes['vpp']} x dp {layout_sizes['dp']}"
+    )
+    if layout_sizes["ep"] * layout_sizes["etp"] > 1:
+        layout_text += f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
+    return layout_text
 
 
 def parse_layouts(layouts_text: str) -> list[LayoutSpec]:

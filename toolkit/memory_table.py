@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_vl.planning.memory import GPU_MEMORY_PARTS
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 TABLE_WIDTH = 132
@@ -22,6 +24,15 @@ def trained_text(parameter_count: int, trained_count: int) -> str:
     return f"trained: {trained_count:,} of {parameter_count:,} parameters ({share:.2%})"
 
 
+def wide_console() -> Console:
+    """A console on standard output as wide as :func:`memory_table`; a terminal wraps its lines itself."""
+    from rich.console import Console
+
+    console = Console(highlight=False, file=sys.stdout)
+    console.width = max(console.width, TABLE_WIDTH)
+    return console
+
+
 def memory_table(stage_memories: Sequence[Mapping[str, Any]], title: str) -> Table:
     """One line per stage, in GiB. A column of host memory is shown if optimizer state is offloaded.
 
@@ -30,16 +41,11 @@ def memory_table(stage_memories: Sequence[Mapping[str, Any]], title: str) -> Tab
     """
     from rich.table import Table
 
-    column_headings = {
-        "stage": "stage",
-        "in_flight": "in flight",
-        **{part: part for part in GPU_MEMORY_PARTS},
-        "total": "total",
-    }
+    columns = ["stage", "in_flight", *GPU_MEMORY_PARTS, "total"]
     if any(stage_memory["host"] for stage_memory in stage_memories):
-        column_headings["host"] = "host"
+        columns.append("host")
 
-    table = Table(*column_headings.values(), title=title)
+    table = Table(*(name.replace("_", " ") for name in columns), title=title)
     for stage_memory in stage_memories:
-        table.add_row(*(str(stage_memory[name]) for name in column_headings))
+        table.add_row(*(str(stage_memory[name]) for name in columns))
     return table

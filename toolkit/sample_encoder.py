@@ -40,10 +40,9 @@ class SampleEncoder:
     def __init__(self, hf_dir: str | Path, data_config: DataConfig | None = None) -> None:
         self.spec = read_spec(hf_dir)
         self.pixel_settings = read_pixel_settings(hf_dir, data_config)
-        data_config = data_config or DataConfig()
-        self.chat_encoder = ChatEncoder(
-            hf_dir, self.spec, data_config.video_prompt, ThinkingRule.from_data_config(data_config)
-        )
+        self.data_config = data_config or DataConfig()
+        thinking_rule = ThinkingRule.from_data_config(self.data_config)
+        self.chat_encoder = ChatEncoder(hf_dir, self.spec, self.data_config.video_prompt, thinking_rule)
 
     def encode_sample(
         self,
@@ -123,6 +122,5 @@ def read_samples(samples_path: Path) -> list[TokenizedSample]:
                 media_items.append(MediaItem(media_grid, samples_file.get_tensor(f"{i}.{j}.planes")))
 
             token_ids = samples_file.get_tensor(f"{i}.token_ids")
-            loss_mask = samples_file.get_tensor(f"{i}.loss_mask")
-            samples.append(TokenizedSample(token_ids, loss_mask, media_items))
+            samples.append(TokenizedSample(token_ids, samples_file.get_tensor(f"{i}.loss_mask"), media_items))
     return samples

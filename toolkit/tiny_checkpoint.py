@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,6 +38,14 @@ SPECIAL_TOKENS = (
     "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
 ).split()
 """Added tokens of Qwen2-VL in the order of their ids (from 151643 in the released vocabulary)."""
+
+SPECIAL_TOKEN_FLAGS = {
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+    "special": True,
+}
 
 # Qwen2's pre-tokenizer, as in transformers' Qwen2Tokenizer: single digits, words with their leading space.
 SPLIT_PATTERN = (
@@ -149,31 +156,38 @@ def write_tiny_checkpoint(
         raise ValueError(
             f"there is no tiny checkpoint of family {family!r}; valid: {', '.join(TINY_FAMILIES)}"
         )
-
     checkpoint_dir = Path(checkpoint_dir)
     if (checkpoint_dir / "config.json").exists():
         raise FileExistsError(f"{checkpoint_dir} already holds a checkpoint; give another folder")
-
     checkpoint_dir.mkdir(parents=True, exist_ok=True)
+
     sizes = sizes or TinySizes(**size_overrides)
     vocabulary, bpe_merges = train_bpe(tuple(texts), sizes.text_vocab_size)
     released_contents = released_files(family, sizes, len(vocabulary), tied, dtype)
     config = released_contents["config.json"]
     model = random_model(config, seed, dtype)
+    with tempfile.TemporaryDirectory() as temporary_dir:
+        processor_dir = checkpoint_dir if released_style else Path(temporary_dir)
+        _write_tokenizer(processor_dir, vocabulary, bpe_merges)
+        for name, file_content in released_contents.items():
+            _write_json(processor_dir / name, file_content)
+        if not released_style:
+            _save_pretrained(checkpoint_dir, model, processor_dir)
 
-    processor_dir = checkpoint_dir if released_style else Path(tempfile.mkdtemp())
-    _write_tokenizer(processor_dir, vocabulary, bpe_merges)
-    for name, file_content in released_contents.items():
-        _write_json(processor_dir / name, file_content)
-    if not released_style:
-        _save_pretrained(checkpoint_dir, model, processor_dir)
-        shutil.rmtree(processor_dir)
+    tensors = _saved_tensors(model, family, released_style, memory_names)
+    if tied:
+        tensors.pop("lm_head.weight", None)
+    if released_style and family in HYBRID_FAMILIES:
+        tensors |= prediction_tensors(config, seed)
+    _write_shards(checkpoint_dir, tensors, shards)
+    return checkpoint_dir
 
-    tensors = {}
-    for name, tensor in model.state_dict().items():
-        if not (tied and name == "lm_head.weight"):
-            tensors[name] = tensor
 
+def _saved_tensors(
+    model: torch.nn.Module, family: str, released_style: bool, memory_names: bool
+) -> dict[str, Tensor]:
+    """The tensors of a model with the names and dimensions that they have in files."""
+    tensors = model.state_dict()
     # Released Qwen3-VL and later families use the in-memory names.
     if not (memory_names or family in NESTED_CONFIG_FAMILIES):
         tensors = {_released_name(name): tensor for name, tensor in tensors.items()}
@@ -181,11 +195,7 @@ def write_tiny_checkpoint(
         for name, tensor in tensors.items():
             if ".mlp.experts." in name:
                 tensors[name] = tensor.transpose(1, 2)
-    if released_style and family in HYBRID_FAMILIES:
-        tensors |= prediction_tensors(config, seed)
-
-    _write_shards(checkpoint_dir, tensors, shards)
-    return checkpoint_dir
+    return tensors
 
 
 def released_files(
@@ -259,43 +269,39 @@ def random_model(config: dict[str, Any], seed: int, dtype: torch.dtype) -> torch
     # transformers gives all parameters the config's type, even those that are released in float32.
     model = model_class(model_class.config_class(**config_fields)).float()
     generator = torch.Generator().manual_seed(seed)
-    is_hybrid = config["model_type"] in HYBRID_FAMILIES
-
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("A_log"):
-                parameter.copy_(noise.sub(4.0))  # memories of a few to a few hundred tokens
-            elif (
-                is_hybrid
-                and name.endswith("norm.weight")
-                and "visual" not in name
-                and "linear_attn" not in name
-            ):
-                parameter.copy_(0.1 * noise)  # these norms multiply by 1 + weight
-            elif parameter.dim() == 1:
-                # Norm weights lie around one, biases around zero.
-                parameter.copy_((0.0 if name.endswith("bias") else 1.0) + 0.1 * noise)
-            elif "embed_tokens" in name:
-                parameter.copy_(0.1 * noise if config["tie_word_embeddings"] else noise)
-            else:
-                # Unit gain, so that signals of a small model neither vanish nor explode. A patch embedding
-                # has five dimensions; a stack of experts has three, with the inputs last.
-                fan_in = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
-                parameter.copy_(noise / fan_in**0.5)
-
-        if is_hybrid:
+            parameter.copy_(_random_values(name, noise, config))
+        if config["model_type"] in HYBRID_FAMILIES:
             _relate_keys_to_queries(model, config["text_config"])
 
     float32_parameters = {}
     for name, kept_parameter in model.named_parameters():
         if name.endswith(FLOAT32_SUFFIXES):
             float32_parameters[name] = kept_parameter.detach().clone()
-
     model = model.to(dtype)
     for name, value in float32_parameters.items():
         model.get_parameter(name).data = value
     return model
+
+
+def _random_values(name: str, noise: Tensor, config: dict[str, Any]) -> Tensor:
+    """Normally distributed ``noise``, scaled as a parameter of this name is in trained models."""
+    if name.endswith("A_log"):
+        return noise.sub(4.0)  # memories of a few to a few hundred tokens
+    is_language_norm = name.endswith("norm.weight") and "visual" not in name and "linear_attn" not in name
+    if config["model_type"] in HYBRID_FAMILIES and is_language_norm:
+        return 0.1 * noise  # these norms multiply by 1 + weight
+    if noise.dim() == 1:
+        # Norm weights lie around one, biases around zero.
+        return (0.0 if name.endswith("bias") else 1.0) + 0.1 * noise
+    if "embed_tokens" in name:
+        return 0.1 * noise if config["tie_word_embeddings"] else noise
+    # Unit gain, so that signals of a small model neither vanish nor explode. A patch embedding has five
+    # dimensions; a stack of experts has three, with the inputs last.
+    fan_in = noise.shape[-1] if noise.dim() == 3 else noise[0].numel()
+    return noise / fan_in**0.5
 
 
 def _relate_keys_to_queries(model: torch.nn.Module, text_config: dict[str, Any]) -> None:
@@ -323,9 +329,8 @@ def train_bpe(
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(SPLIT_PATTERN), "isolated"), to_bytes]
     )
-    byte_alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe_trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, initial_alphabet=byte_alphabet, show_progress=False
+        vocab_size=vocab_size, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(training_texts, bpe_trainer)
     bpe_model = json.loads(tokenizer.to_str())["model"]
@@ -375,16 +380,9 @@ def _write_tokenizer(
         "#version: 0.2\n" + "".join(f"{left_token} {right_token}\n" for left_token, right_token in bpe_merges)
     )
     tokens_by_id = {str(len(vocabulary) + i): special_token for i, special_token in enumerate(SPECIAL_TOKENS)}
-    token_flags = {
-        "lstrip": False,
-        "normalized": False,
-        "rstrip": False,
-        "single_word": False,
-        "special": True,
-    }
     template_values = {
         "added_tokens_decoder": {
-            i: {"content": special_token} | token_flags for i, special_token in tokens_by_id.items()
+            i: {"content": special_token} | SPECIAL_TOKEN_FLAGS for i, special_token in tokens_by_id.items()
         },
         "additional_special_tokens": SPECIAL_TOKENS[1:],
         "chat_template": chat_template(),

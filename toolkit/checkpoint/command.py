@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+from toolkit.layouts import layout_sizes_text
 
 from .contents import describe_checkpoint, find_step_dir, lineage_lines, read_lineage, verify_checkpoint
 from .options import CheckpointVerifyOptions, ShowOptions
@@ -14,41 +17,36 @@ def show(options: ShowOptions) -> int:
     run_lineage = read_lineage(options.path)
     if options.json:
         print(json.dumps(checkpoint_facts | run_lineage, indent=2))
-        return 1 if checkpoint_facts["missing"] else 0
+    else:
+        print("\n".join(lineage_lines(run_lineage) + _checkpoint_lines(checkpoint_facts)))
+    return 1 if checkpoint_facts["missing"] else 0
 
-    for lineage_line in lineage_lines(run_lineage):
-        print(lineage_line)
-    layout = checkpoint_facts["layout"]
-    print(
+
+def _checkpoint_lines(checkpoint_facts: dict[str, Any]) -> list[str]:
+    """Formats the result of :func:`describe_checkpoint`."""
+    text_lines = [
         f"{checkpoint_facts['checkpoint']}: step {checkpoint_facts['step']}, "
         f"{checkpoint_facts['family']}, {checkpoint_facts['tensors']} tensors"
-    )
-    context = f" x cp {layout['cp']}" if "cp" in layout else ""
-    layout_text = (
-        f"tp {layout['tp']}{context} x pp {layout['pp']} x vpp "
-        f"{layout['vpp']} x dp {checkpoint_facts['data_parallel']}"
-    )
-    if layout["ep"] * layout["etp"] > 1:
-        layout_text += f", experts ep {layout['ep']} x etp {layout['etp']}"
+    ]
     if parent_checkpoint := checkpoint_facts["lineage"]["parent"]:
-        print(
+        text_lines.append(
             f"  lineage  branch {checkpoint_facts['lineage']['branch']}, trained from "
             f"step {parent_checkpoint['step']} of branch {parent_checkpoint['branch']}"
         )
-
-    print(f"  layout   {layout_text}, layers {layout['layers']}")
-    print(
+    layout = checkpoint_facts["layout"] | {"dp": checkpoint_facts["data_parallel"]}
+    text_lines += [
+        f"  layout   {layout_sizes_text(layout)}, layers {layout['layers']}",
         f"  data     {checkpoint_facts['loader_workers']} loader "
-        f"workers, rows of {checkpoint_facts['seq_len']} tokens"
-    )
+        f"workers, rows of {checkpoint_facts['seq_len']} tokens",
+    ]
     for part_name, size_bytes in sorted(checkpoint_facts["bytes"].items()):
-        print(f"  {part_name:<11} {size_bytes / 1e6:12.1f} MB")
+        text_lines.append(f"  {part_name:<11} {size_bytes / 1e6:12.1f} MB")
     if checkpoint_facts["missing"]:
-        print(
+        text_lines.append(
             f"missing: {', '.join(checkpoint_facts['missing'])}; "
             "resume from another step with --checkpoint.step"
         )
-    return 1 if checkpoint_facts["missing"] else 0
+    return text_lines
 
 
 def verify(options: CheckpointVerifyOptions) -> int:

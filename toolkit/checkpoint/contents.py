@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,10 @@ def describe_checkpoint(step_dir: Path) -> dict[str, Any]:
 
     weights_manifest = read_manifest(step_dir / "weights" / MANIFEST_FILE)
     expected_files = sorted([*run_json["files"], *(f"weights/{name}" for name in weights_manifest["files"])])
-    bytes_by_part: dict[str, int] = {}
-    for stored_file in step_dir.rglob("*"):
-        if stored_file.is_file():
-            part_name = "description"
-            if stored_file.parent != step_dir:
-                part_name = stored_file.relative_to(step_dir).parts[0]
-            bytes_by_part[part_name] = bytes_by_part.get(part_name, 0) + stored_file.stat().st_size
+    bytes_by_part: Counter[str] = Counter()
+    for stored_file in filter(Path.is_file, step_dir.rglob("*")):
+        folder_names = stored_file.parent.relative_to(step_dir).parts
+        bytes_by_part[folder_names[0] if folder_names else "description"] += stored_file.stat().st_size
 
     return {
         "checkpoint": str(step_dir),
@@ -119,9 +117,8 @@ def lineage_lines(run_lineage: dict[str, Any]) -> list[str]:
     text_lines = []
     for (entry_kind, branch_name), branch_entries in entries_by_branch.items():
         step_numbers = ", ".join(str(lineage_entry["step"]) for lineage_entry in branch_entries)
-        rollback_point = branch_entries[-1]["rollback"]
         origin_note = ""
-        if rollback_point:
+        if rollback_point := branch_entries[-1]["rollback"]:
             origin_note = (
                 f", which began at step {rollback_point['step']} of branch {rollback_point['branch']}"
             )

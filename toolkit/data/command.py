@@ -221,16 +221,14 @@ def _report_conversion(
         )
 
     if report.quarantined_records > options.max_quarantined * report.records:
-        quarantined_share = report.quarantined_records / report.records
         print(
             f"megatron-vl data: {report.quarantined_records} of {report.records} records "
-            f"({quarantined_share:.2%}) were quarantined, more than --max-quarantined "
-            f"{options.max_quarantined:g} allows; {options.out} is complete without them. "
+            f"({report.quarantined_records / report.records:.2%}) were quarantined, more than "
+            f"--max-quarantined {options.max_quarantined:g} allows; {options.out} is complete without them. "
             f"Correct what {quarantine_path} names and convert again with --force, or allow more",
             file=sys.stderr,
         )
         return TOO_MANY_QUARANTINED
-
     return 0
 
 
@@ -365,9 +363,7 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
     from data_tools.media import ASSUMED_FPS
 
     _clear_progress()
-    reasons: Counter[str] = Counter()
-    for counts in report.refused.values():
-        reasons.update(counts)
+    reasons: Counter[str] = sum(map(Counter, report.refused.values()), Counter())
     reasons_text = ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common())
     quarantine_text = f" ({reasons_text}), listed in {quarantine_path}" if reasons_text else ""
     result_text = f"written to {dataset_dir} in {report.seconds:.1f} s"
@@ -389,7 +385,6 @@ def _print_summary(report: DataReport, dataset_dir: Path, quarantine_path: Path)
             f"  {report.answer_media} images or videos in the assistant's turns: "
             "the model sees them but does not learn them"
         )
-
     if report.assumed_fps:
         print(
             f"  {report.assumed_fps} videos are pictures whose rate no record names: "

@@ -60,13 +60,14 @@ def open_prepared(options: PreparedOptions) -> PreparedDataset:
     except RunConfigError as error:
         raise UsageError(str(error)) from error
 
-    missing_options = []
-    for name, field, value in (
-        ("--data", "data.path", config.data.path),
-        ("--processor", "model.hf", config.model.hf),
-    ):
-        if not value:
-            missing_options.append(f"{name} (or {field} of a run)")
+    missing_options = [
+        f"{name} (or {field} of a run)"
+        for name, field, value in (
+            ("--data", "data.path", config.data.path),
+            ("--processor", "model.hf", config.model.hf),
+        )
+        if not value
+    ]
 
     if missing_options:
         raise UsageError(f"give {' and '.join(missing_options)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -134,18 +135,7 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
     Raises:
         SourceError: the description of the data set excludes it.
     """
-    reader = SampleReader(sample_source, prepared.config.data.sample_timeout_s)
-    try:
-        raw_sample = reader.read_sample(sample_index, with_media=True)
-    finally:
-        reader.close()
-    if raw_sample is None:
-        shard_name, sample_position = sample_source.shard_position(sample_index)
-        raise SourceError(
-            f"sample {sample_position} of {shard_name} is excluded "
-            f"by {sample_source.dataset.path}'s split.yaml"
-        )
-
+    raw_sample = _read_sample(prepared, sample_source, sample_index)
     encoder, spec = prepared.row_encoder, prepared.spec
     encoded: EncodedSample = encoder.preencode_sample(raw_sample)
     if encoded.refused:
@@ -179,6 +169,20 @@ def view_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_i
     return SampleView(
         raw_sample.__key__, raw_sample.shard_name, encoded.source, problem, *token_tensors, runs, media
     )
+
+
+def _read_sample(prepared: PreparedDataset, sample_source: SampleSource, sample_index: int) -> Any:
+    """A sample as its shard holds it, with its media."""
+    sample_reader = SampleReader(sample_source, prepared.config.data.sample_timeout_s)
+    with closing(sample_reader):
+        raw_sample = sample_reader.read_sample(sample_index, with_media=True)
+    if raw_sample is None:
+        shard_name, sample_position = sample_source.shard_position(sample_index)
+        raise SourceError(
+            f"sample {sample_position} of {shard_name} is excluded "
+            f"by {sample_source.dataset.path}'s split.yaml"
+        )
+    return raw_sample
 
 
 def planes_to_pixels(planes: Tensor, grid: GridTHW, settings: PixelSettings) -> Tensor:

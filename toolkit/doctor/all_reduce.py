@@ -20,17 +20,12 @@ def reduce_on_rank(backend: str) -> int:
     """Reduces a tensor whose sum is known. Returns exit code 1 if the result is wrong."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        if backend == "nccl"
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
     if backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=90))
     base_tensor = torch.arange(NUM_ELEMENTS[backend], device=device, dtype=torch.float32) % 1000
-    reduced_tensor = base_tensor
-    elapsed_seconds = 0.0
 
     for _ in range(NUM_REPEATS):
         reduced_tensor = base_tensor * (rank + 1)
@@ -40,21 +35,14 @@ def reduce_on_rank(backend: str) -> int:
         reduced_tensor[-1].item()  # waits for the device
         elapsed_seconds = time.perf_counter() - start_time
 
-    is_correct = torch.equal(reduced_tensor, base_tensor * (world_size * (world_size + 1) // 2))
-    size_bytes = reduced_tensor.numel() * 4
     dist.destroy_process_group()
-    if not is_correct:
+    if not torch.equal(reduced_tensor, base_tensor * (world_size * (world_size + 1) // 2)):
         print(f"rank {rank}: the sum is wrong", file=sys.stderr)
         return 1
-
     if rank == 0:
-        bus_gb_s = 2 * (world_size - 1) / world_size * size_bytes / elapsed_seconds / 1e9
-        print(
-            json.dumps(
-                {"backend": backend, "bytes": size_bytes, "seconds": elapsed_seconds, "bus_gb_s": bus_gb_s}
-            )
-        )
-
+        reduce_facts = {"backend": backend, "bytes": base_tensor.nbytes, "seconds": elapsed_seconds}
+        sent_bytes = 2 * (world_size - 1) / world_size * base_tensor.nbytes
+        print(json.dumps(reduce_facts | {"bus_gb_s": sent_bytes / elapsed_seconds / 1e9}))
     return 0
 
 

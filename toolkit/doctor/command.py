@@ -50,7 +50,7 @@ def print_findings(findings: list, report: RunReport) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    from toolkit.memory_table import TABLE_WIDTH, memory_table
+    from toolkit.memory_table import memory_table, wide_console
 
     console = Console(soft_wrap=True, highlight=False, file=sys.stdout)
     state_marks = {"ok": "[green]ok    [/]", "note": "[yellow]note  [/]", "broken": "[bold red]BROKEN[/]"}
@@ -62,8 +62,7 @@ def print_findings(findings: list, report: RunReport) -> None:
     if report.memory_by_stage:
         table_title = "Memory per GPU of each pipeline stage in GiB (estimate; row full of pictures)"
         stage_table = memory_table([stage.as_json() for stage in report.memory_by_stage], table_title)
-        # A terminal wraps long lines itself.
-        Console(width=max(console.width, TABLE_WIDTH), highlight=False, file=sys.stdout).print(stage_table)
+        wide_console().print(stage_table)
 
     num_broken = sum(finding.state == "broken" for finding in findings)
     console.print(f"{num_broken} broken" if num_broken else "nothing is broken")

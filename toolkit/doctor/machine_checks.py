@@ -31,6 +31,15 @@ TE_DISTRIBUTIONS = (
 """Distributions that together form Transformer Engine."""
 SLOW_NCCL_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", "NCCL_NVLS_DISABLE")
 """Switches that people set while they look for a fault, and then forget."""
+WATCHED_VARIABLES = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "CUDA_VISIBLE",
+    "CUDA_DEVICE_MAX",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
+"""Beginnings of the names of variables that are shown."""
 
 
 def check_machine(checkpoint_dir: Path, with_nccl: bool = False) -> list[Finding]:
@@ -60,10 +69,9 @@ def check_machine(checkpoint_dir: Path, with_nccl: bool = False) -> list[Finding
 
 def _check_python() -> Finding:
     version_text = f"{sys.version.split()[0]} ({sys.executable})"
-    is_supported = sys.version_info >= (3, 12)
     return (
         ok_finding("python", version_text)
-        if is_supported
+        if sys.version_info >= (3, 12)
         else broken_finding("python", version_text, "use Python 3.12 or later; Megatron-core needs it")
     )
 
@@ -97,10 +105,10 @@ def _check_requirements() -> Iterator[Finding]:
 
     if not has_mismatch:
         shown_names = ("torch", "megatron-core", "megatron-energon", "transformers", "safetensors")
-        shown_versions = [
-            f"{name} {version_by_name[name]}" for name in shown_names if name in version_by_name
-        ]
-        yield ok_finding("packages", ", ".join(shown_versions))
+        yield ok_finding(
+            "packages",
+            ", ".join(f"{name} {version_by_name[name]}" for name in shown_names if name in version_by_name),
+        )
 
 
 def installed_version(distribution_name: str) -> str | None:
@@ -227,10 +235,9 @@ def _gpu_findings(gpus: list[GpuInfo]) -> Iterator[Finding]:
         )
         return
 
-    gpu_kinds = set()
-    for gpu in gpus:
-        memory_gib = gpu.total_memory_mib / 1024
-        gpu_kinds.add(f"{gpu.gpu_name}, {memory_gib:.0f} GiB, driver {gpu.driver_version}")
+    gpu_kinds = {
+        f"{gpu.gpu_name}, {gpu.total_memory_mib / 1024:.0f} GiB, driver {gpu.driver_version}" for gpu in gpus
+    }
     if len(gpu_kinds) > 1:
         yield note_finding(
             "gpus",
@@ -254,22 +261,12 @@ def _gpu_findings(gpus: list[GpuInfo]) -> Iterator[Finding]:
 
 def _check_environment(has_gpu: bool) -> Iterator[Finding]:
     """Checks the variables that change how NCCL and the allocator work."""
-    variable_prefixes = (
-        "NCCL_",
-        "TORCH_NCCL_",
-        "CUDA_VISIBLE",
-        "CUDA_DEVICE_MAX",
-        "PYTORCH_CUDA_ALLOC_CONF",
-        "PYTORCH_ALLOC_CONF",
-    )
-
     set_variables = {}
     for name, value in sorted(os.environ.items()):
-        if name.startswith(variable_prefixes):
+        if name.startswith(WATCHED_VARIABLES):
             set_variables[name] = value
 
     variables_text = ", ".join(f"{name}={value}" for name, value in set_variables.items()) or "none set"
-
     slow_switches = [name for name in SLOW_NCCL_SWITCHES if set_variables.get(name, "0") not in ("0", "")]
     if slow_switches:
         yield note_finding(

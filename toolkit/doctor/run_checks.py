@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,16 @@ from megatron_vl.weights.weight_reader import WeightReader
 from toolkit.doctor import Finding, broken_finding, note_finding, ok_finding
 from toolkit.doctor.family_checks import check_family
 from toolkit.doctor.machine_checks import GpuInfo, check_disk
+from toolkit.layouts import layout_sizes_text
 
 MAX_LEFT_OUT_SHARE = 0.5
 """Share of a source's samples above which it is a fault that they are left out."""
 NUM_SAMPLES_READ = 200
 """Number of samples that are read for it where no sizes are stored."""
+MEMORY_ADVICE = (
+    "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
+    "data.max_patches"
+)
 
 
 @dataclass
@@ -74,19 +80,14 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
     from converters.compare import verify_checkpoint_hashes
     from toolkit.checkpoint.contents import find_step_dir, verify_checkpoint
 
+    is_run = any(any(checkpoint_dir.glob(name)) for name in ("run.json", "latest.json", "step_*"))
     try:
-        is_run = (
-            (checkpoint_dir / "run.json").is_file()
-            or (checkpoint_dir / "latest.json").is_file()
-            or any(checkpoint_dir.glob("step_*"))
-        )
         verified_dir = find_step_dir(checkpoint_dir) if is_run else checkpoint_dir
-        if is_run:
-            problems = verify_checkpoint(verified_dir)
-        else:
-            problems = []
-            for difference in verify_checkpoint_hashes(verified_dir).differences:
-                problems.append(f"{difference.name} {difference.how}")
+        problems = (
+            verify_checkpoint(verified_dir)
+            if is_run
+            else [f"{item.name} {item.how}" for item in verify_checkpoint_hashes(verified_dir).differences]
+        )
     except (ValueError, OSError, RuntimeError) as error:
         return broken_finding(
             "checkpoint", str(error), "give a folder of weights, a run's folder, or one of its step_ folders"
@@ -98,7 +99,6 @@ def check_checkpoint(checkpoint_dir: Path) -> Finding:
             "; ".join(problems[:5]),
             "copy or write it again, or resume the run from another step with --checkpoint.step",
         )
-
     return ok_finding("checkpoint", f"{verified_dir} is intact")
 
 
@@ -112,49 +112,23 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     """
     # A check that fails ends the list only if the later ones need its result.
     report = RunReport()
-    add_finding = report.findings.append
+    advice = "megatron-vl train --help explains every field"
     try:
         config = parse_config(run_arguments)
-    except RunConfigError as error:
-        add_finding(broken_finding("config", str(error), "megatron-vl train --help explains every field"))
-        return report
-
-    parallel = config.parallel
-    if world_size is None:
-        world_size = len(gpus) or parallel.replica_ranks
-    try:
+        advice = "change the field, or give the number of GPUs with --world-size"
+        world_size = world_size or len(gpus) or config.parallel.replica_ranks
         dp_size = validate_config(config, world_size)
     except RunConfigError as error:
-        add_finding(
-            broken_finding(
-                "config", str(error), "change the field, or give the number of GPUs with --world-size"
-            )
-        )
+        report.findings.append(broken_finding("config", str(error), advice))
         return report
 
-    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
-    experts = f", experts ep {parallel.ep} x etp {parallel.etp}" if parallel.ep * parallel.etp > 1 else ""
-    add_finding(
-        ok_finding(
-            "config",
-            f"{pluralize(world_size, 'rank')}: tp {parallel.tp}{context} x "
-            f"pp {parallel.pp} x vpp {parallel.vpp} x dp {dp_size}{experts}",
-        )
-    )
-
+    layout_text = layout_sizes_text(dataclasses.asdict(config.parallel) | {"dp": dp_size})
+    report.findings.append(ok_finding("config", f"{pluralize(world_size, 'rank')}: {layout_text}"))
     run, refusal_message = _resolve_or_report(config, world_size, gpus, report)
     if run is None:
         return report
 
-    # What the planner predicts, without building anything.
-    report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, dp_size)
-    report.findings += _check_memory(run.config, report.memory_by_stage, gpus)
-    speed_calibration = calibration_for_platform(config.platform)
-    if rates_apply(config, speed_calibration):
-        prediction = predict_layout(
-            run.config, run.spec, world_size, run.layout, calibration=speed_calibration
-        )
-        report.findings.append(_estimate_speed(prediction))
+    _report_predictions(run, world_size, gpus, report)
     report.findings += [
         _check_positions(config, run.spec),
         _check_build(run_arguments, config, world_size),
@@ -163,14 +137,25 @@ def check_run(run_arguments: list[str], world_size: int | None, gpus: list[GpuIn
     on_gpus = config.platform == "cuda" or (config.platform == "auto" and bool(gpus))
     report.findings += check_family(config, run.spec, on_gpus)
 
-    # Weights and data, of which a little is read.
+    # Weights and data, of which a little is read. An input that is missing was reported with the layout.
     for input_finding in (_check_first_row(run), *_check_left_out(run), *_check_start_weights(run)):
-        # An input that is missing was already reported with the layout.
         if not refusal_message or input_finding.found != refusal_message:
-            add_finding(input_finding)
+            report.findings.append(input_finding)
     for remark in config_remarks(config, not gpus, run.is_resumed):
-        add_finding(note_finding("run", remark, ""))
+        report.findings.append(note_finding("run", remark, ""))
     return report
+
+
+def _report_predictions(run: ResolvedRun, world_size: int, gpus: list[GpuInfo], report: RunReport) -> None:
+    """Adds what the planner predicts, without building anything."""
+    report.memory_by_stage = stage_memories(run.config, run.spec, run.layout, run.dp)
+    report.findings += _check_memory(run.config, report.memory_by_stage, gpus)
+    speed_calibration = calibration_for_platform(run.config.platform)
+    if rates_apply(run.config, speed_calibration):
+        prediction = predict_layout(
+            run.config, run.spec, world_size, run.layout, calibration=speed_calibration
+        )
+        report.findings.append(_estimate_speed(prediction))
 
 
 def _resolve_or_report(
@@ -219,51 +204,35 @@ def _convert_command(config: TrainConfig) -> str:
 
 def _check_memory(
     config: TrainConfig, memory_by_stage: list[StageMemory], gpus: list[GpuInfo]
-) -> list[Finding]:
+) -> Iterator[Finding]:
     peak_memory_gib = peak_stage_gib(memory_by_stage)
+    needed_gib = peak_memory_gib + RESERVE_GIB
     if config.platform == "cpu":
-        finding_text = (
-            f"{peak_memory_gib:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs"
+        yield ok_finding(
+            "memory",
+            f"{peak_memory_gib:.1f} GiB estimated for the fullest rank; the estimate is made for GPUs",
         )
-        return [ok_finding("memory", finding_text)]
-    estimate_text = (
+        return
+    finding_text = (
         f"{peak_memory_gib:.1f} GiB estimated for the fullest "
         f"GPU, {RESERVE_GIB:.0f} GiB more should stay free"
     )
-    advice = (
-        "use more tp, pp or GPUs, recompute.vision or recompute.language, a smaller data.seq_len or "
-        "data.max_patches"
-    )
-    findings = []
     if gpus:
         smallest_gpu_gib = min(gpu.total_memory_mib for gpu in gpus) / 1024
-        fits = peak_memory_gib + RESERVE_GIB <= smallest_gpu_gib
-        finding_text = f"{estimate_text}; the GPUs here have {smallest_gpu_gib:.1f}"
-        findings.append(
-            ok_finding("memory", finding_text) if fits else broken_finding("memory", finding_text, advice)
-        )
+        finding_text += f"; the GPUs here have {smallest_gpu_gib:.1f}"
+        fits, poor_finding = needed_gib <= smallest_gpu_gib, broken_finding
     else:
-        needed_gib = peak_memory_gib + RESERVE_GIB
         fitting_gpus = [name for name, gib in GPU_MEMORY_GIB.items() if needed_gib <= gib]
-        finding_text = (
-            f"{estimate_text}: fits {', '.join(fitting_gpus) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}"
-        )
-        findings.append(
-            ok_finding("memory", finding_text)
-            if fitting_gpus
-            else note_finding("memory", finding_text, advice)
-        )
+        finding_text += f": fits {', '.join(fitting_gpus) or 'none of ' + ', '.join(GPU_MEMORY_GIB)}"
+        fits, poor_finding = bool(fitting_gpus), note_finding
+    yield ok_finding("memory", finding_text) if fits else poor_finding("memory", finding_text, MEMORY_ADVICE)
 
     if config.fp8.recipe != "none":
-        findings.append(
-            note_finding(
-                "memory",
-                "this is the estimate for bf16; fp8 stores smaller inputs and extra copies of the weights",
-                "",
-            )
+        yield note_finding(
+            "memory",
+            "this is the estimate for bf16; fp8 stores smaller inputs and extra copies of the weights",
+            "",
         )
-
-    return findings
 
 
 def _estimate_speed(prediction: RunPrediction) -> Finding:
@@ -281,13 +250,12 @@ def _estimate_speed(prediction: RunPrediction) -> Finding:
 def _check_positions(config: TrainConfig, spec: ModelSpec) -> Finding:
     max_positions = text_config(spec.hf_config).get("max_position_embeddings")
     if max_positions and config.data.seq_len > max_positions:
-        text = (
-            f"data.seq_len {config.data.seq_len} exceeds the "
-            f"{max_positions} positions that the model supports"
-        )
         return note_finding(
             "positions",
-            text,
+            (
+                f"data.seq_len {config.data.seq_len} exceeds the "
+                f"{max_positions} positions that the model supports"
+            ),
             f"the model will not understand longer samples; lower data.seq_len to {max_positions}",
         )
     return ok_finding(
@@ -326,33 +294,12 @@ def _check_build(run_arguments: list[str], config: TrainConfig, world_size: int)
 
 def _check_first_row(run: ResolvedRun) -> Finding:
     """Reads one row from the run's own loader of rank 0, without worker processes."""
-    config = run.config
     try:
-        check_data_path(config.data.path)
+        check_data_path(run.config.data.path)
     except RunConfigError as error:
         return broken_finding("rows", str(error), "correct data.path")
-    from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
-    from megatron_vl.data.source.blend import read_blend_sources
-
-    row_loader: Any = None
     try:
-        split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
-
-        blend_sources = read_blend_sources(split_facts.dataset_identity)
-        drawn_sources = [source for source in blend_sources if source.sample_share]
-        loader_config = dataclasses.replace(config.data, num_workers=0)
-        if split_facts.datasets_without_sizes:
-            row_iterator = validation_rows(loader_config, run.spec, config.model.hf, "train", split_facts)
-        else:
-            loader_arguments: dict[str, Any] = {"dp_size": run.dp, "rows_per_step": config.global_batch_size}
-            row_iterator = row_loader = build_loader(
-                loader_config, run.spec, config.model.hf, split_facts=split_facts, **loader_arguments
-            )
-        start_time = time.perf_counter()
-        first_row = next(row_iterator, None)
-        elapsed_seconds = time.perf_counter() - start_time
-        if first_row is None:
-            raise LoaderError("no sample can be used, for the reasons above; correct the data set")
+        return _read_first_row(run)
     except UserError as error:
         # The message says what to change after the last semicolon.
         fault_text, _, advised_change = str(error).rpartition("; ")
@@ -367,32 +314,62 @@ def _check_first_row(run: ResolvedRun) -> Finding:
             "`megatron-vl data verify` checks the data"
         )
         return broken_finding("rows", f"{type(error).__name__}: {error}", advice)
-    finally:
-        if row_loader is not None:
-            row_loader.close()
 
-    samples_text = pluralize(sum(source.sample_count for source in drawn_sources), "sample")
-    blend_text = f" of {len(drawn_sources)} sources" if len(drawn_sources) > 1 else ""
-    loss_tokens = int(first_row.loss_mask.count_nonzero())
+
+def _read_first_row(run: ResolvedRun) -> Finding:
+    """Describes the first row and the samples. Raises the loader's errors."""
+    from megatron_vl.data.loader import LoaderError, build_loader, validation_rows
+    from megatron_vl.data.source.blend import read_blend_sources
+
+    config = run.config
+    split_facts = run.facts_by_split.get("train") or read_split_facts(config)["train"]
+    unsized_datasets = split_facts.datasets_without_sizes
+    blend_sources = read_blend_sources(split_facts.dataset_identity)
+    drawn_counts = [source.sample_count for source in blend_sources if source.sample_share]
+
+    start_time = time.perf_counter()
+    loader_config = dataclasses.replace(config.data, num_workers=0)
+    loader_arguments = (loader_config, run.spec, config.model.hf)
+    if unsized_datasets:
+        first_row = next(validation_rows(*loader_arguments, "train", split_facts), None)
+    else:
+        with contextlib.closing(
+            build_loader(
+                *loader_arguments,
+                dp_size=run.dp,
+                rows_per_step=config.global_batch_size,
+                split_facts=split_facts,
+            )
+        ) as row_loader:
+            first_row = next(row_loader, None)
+    if first_row is None:
+        raise LoaderError("no sample can be used, for the reasons above; correct the data set")
+
+    blend_text = f" of {len(drawn_counts)} sources" if len(drawn_counts) > 1 else ""
     finding_text = (
-        f"{samples_text}{blend_text}; the first row ({elapsed_seconds:.1f} s): "
+        f"{pluralize(sum(drawn_counts), 'sample')}{blend_text}; "
+        f"the first row ({time.perf_counter() - start_time:.1f} s): "
         f"{pluralize(first_row.num_samples, 'sample')}, {first_row.num_images} pictures, "
-        f"{first_row.num_patches} patches, {loss_tokens} loss tokens of {first_row.seq_len}"
+        f"{first_row.num_patches} patches, {int(first_row.loss_mask.count_nonzero())} loss tokens "
+        f"of {first_row.seq_len}"
     )
-    if split_facts.datasets_without_sizes:
+    return _rows_finding(finding_text, unsized_datasets, first_row.dropped_counts)
+
+
+def _rows_finding(finding_text: str, unsized_datasets: Any, dropped_counts: Any) -> Finding:
+    if unsized_datasets:
         return note_finding(
             "rows",
-            f"{finding_text}; the sizes of the samples of {', '.join(split_facts.datasets_without_sizes)} "
+            f"{finding_text}; the sizes of the samples of {', '.join(unsized_datasets)} "
             "are not known for this tokenizer and chat template",
             "the first start writes them; megatron-vl data index does it now",
         )
-    if first_row.dropped_counts:
+    if dropped_counts:
         return note_finding(
             "rows",
-            f"{finding_text}; refused {dict(first_row.dropped_counts)}",
+            f"{finding_text}; refused {dict(dropped_counts)}",
             "quarantine.jsonl of the data set and of the run give the reasons",
         )
-
     return ok_finding("rows", finding_text)
 
 

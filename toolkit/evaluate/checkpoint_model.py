@@ -41,48 +41,54 @@ class CheckpointModel:
     """
 
     def __init__(self, hf_dir: Path, settings: Mapping[str, Any], allowed_roots: Sequence[Path]) -> None:
-        from transformers import GenerationConfig
-
         self.allowed_roots = [root.resolve() for root in allowed_roots]
         self.max_picture_pixels = settings["largest_picture"]
         self.spec = read_spec(hf_dir)
         self.video_prompt_rule = settings.get("video_prompt", "released")
+        self.latest_video: tuple[Any, Any] = (None, None)
+        thinking_mode = settings.get("thinking")
+        self.thinking_switch = {"enable_thinking": thinking_mode == "on"} if thinking_mode else {}
+
         self.processor = load_hf_processor(hf_dir)
         processor_size = self.processor.image_processor.size
-        min_pixels = settings["min_pixels"] or processor_size["shortest_edge"]
-        max_pixels = settings["max_pixels"] or processor_size["longest_edge"]
-        self.processor.image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        self.processor.image_processor.size = {
+            "shortest_edge": settings["min_pixels"] or processor_size["shortest_edge"],
+            "longest_edge": settings["max_pixels"] or processor_size["longest_edge"],
+        }
         self.frame_limits = (settings["min_pixels"], settings["max_pixels"])
-        self.default_fps = (
-            settings.get("video_fps") or getattr(self.processor.video_processor, "fps", None) or 2.0
-        )
+        video_processor = self.processor.video_processor
+        self.default_fps = settings.get("video_fps") or getattr(video_processor, "fps", None) or 2.0
         if settings.get("video_max_frames"):
-            self.processor.video_processor.max_frames = settings["video_max_frames"]
+            video_processor.max_frames = settings["video_max_frames"]
+
         device = settings["device"]
-        self.model = load_hf_model(
-            hf_dir, getattr(torch, settings["dtype"]), "auto" if device == "auto" else None
-        )
+        device_map = "auto" if device == "auto" else None
+        self.model = load_hf_model(hf_dir, getattr(torch, settings["dtype"]), device_map)
         follow_video_positions(self.model, self.spec, settings.get("video_positions", "released"))
         if device != "auto":
             self.model.to(device)
-        self.latest_video: tuple[Any, Any] = (None, None)
-        # Released folders set sampling and a repetition penalty; only their end-of-answer tokens are kept.
+        self.generation_configs = self._generation_configs(hf_dir, settings)
+
+    def _generation_configs(self, hf_dir: Path, settings: Mapping[str, Any]) -> dict[bool, Any]:
+        """Settings of greedy answers without (False) and with thinking (True).
+
+        Released folders set sampling and a repetition penalty; only their end-of-answer tokens are kept.
+        """
+        from transformers import GenerationConfig
+
         stop_token_ids = read_stop_tokens(hf_dir, self.processor.tokenizer)
         pad_token_id = self.model.generation_config.pad_token_id
         max_new_tokens = settings["max_new_tokens"]
         token_limits = {False: max_new_tokens, True: settings.get("max_new_tokens_thinking", max_new_tokens)}
-        generation_arguments = {
-            "do_sample": False,
-            "eos_token_id": stop_token_ids,
-            "pad_token_id": stop_token_ids[0] if pad_token_id is None else pad_token_id,
-        }
-        self.generation_configs = {}
+        generation_configs = {}
         for thinks, token_limit in token_limits.items():
-            self.generation_configs[thinks] = GenerationConfig(
-                max_new_tokens=token_limit, **generation_arguments
+            generation_configs[thinks] = GenerationConfig(
+                max_new_tokens=token_limit,
+                do_sample=False,
+                eos_token_id=stop_token_ids,
+                pad_token_id=stop_token_ids[0] if pad_token_id is None else pad_token_id,
             )
-        thinking_mode = settings.get("thinking")
-        self.thinking_switch = {"enable_thinking": thinking_mode == "on"} if thinking_mode else {}
+        return generation_configs
 
     def model_inputs(self, prompt: EvaluationPrompt) -> Any:
         """The model's inputs: the prompt after the checkpoint's own processor and chat template."""

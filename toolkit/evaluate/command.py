@@ -50,20 +50,7 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: boo
                 f"--lmu-data {lmu_data_dir}: leave it out; --data "
                 f"{data_argument} is a table whose own folder is used"
             )
-        with table_path.open(encoding="utf-8-sig", errors="replace", newline="") as table_file:
-            try:
-                column_names = next(csv.reader(table_file, delimiter="\t"), [])
-            except csv.Error as error:
-                raise UsageError(f"{table_path} is not a table: {error}") from error
-
-        needed_columns = ["index", "question"]
-        if with_scores and {"A", "B"} <= set(column_names):  # multiple choice
-            needed_columns.append("answer")
-        if missing_columns := [column for column in needed_columns if column not in column_names]:
-            raise UsageError(
-                f"{table_path}: no column {', '.join(missing_columns)}; "
-                f"it has {', '.join(column_names)[:300]}"
-            )
+        _check_columns(table_path, with_scores)
         return table_path.stem, table_path.parent.resolve()
     if "/" in data_argument or not data_argument.strip(".") or table_path.suffix == ".tsv":
         raise UsageError(
@@ -75,3 +62,19 @@ def find_dataset(data_argument: str, lmu_data_dir: Path | None, with_scores: boo
     if not lmu_data_dir.is_dir():
         raise UsageError(f"--lmu-data {lmu_data_dir} is not a folder; tables are read from there")
     return data_argument, lmu_data_dir
+
+
+def _check_columns(table_path: Path, with_scores: bool) -> None:
+    with table_path.open(encoding="utf-8-sig", errors="replace", newline="") as table_file:
+        try:
+            column_names = next(csv.reader(table_file, delimiter="\t"), [])
+        except csv.Error as error:
+            raise UsageError(f"{table_path} is not a table: {error}") from error
+
+    needed_columns = ["index", "question"]
+    if with_scores and {"A", "B"} <= set(column_names):  # multiple choice
+        needed_columns.append("answer")
+    if missing_columns := [column for column in needed_columns if column not in column_names]:
+        raise UsageError(
+            f"{table_path}: no column {', '.join(missing_columns)}; it has {', '.join(column_names)[:300]}"
+        )

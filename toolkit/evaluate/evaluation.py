@@ -37,6 +37,7 @@ from toolkit.evaluate.vlmevalkit_adapter import (
     read_answers,
 )
 from toolkit.hf_loading import check_hf_folder
+from toolkit.options import option_flag
 from toolkit.trained_video_rules import resolve_video_rules
 
 MARKER_FILE = ".megatron-vl-evaluate"
@@ -95,15 +96,7 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
         ConfigError, WeightsError: a checkpoint is invalid.
     """
     start_time = time.monotonic()
-    _check_output_dir(options.out)
-    for hf_dir in options.checkpoints.values():
-        check_hf_folder(hf_dir)
-        if options.thinking and not has_thinking_switch(read_chat_template(hf_dir)):
-            raise UsageError(
-                f"--thinking {options.thinking}: the chat template of {hf_dir} has no switch for it"
-                " (enable_thinking); leave out --thinking"
-            )
-
+    _check_folders(options)
     model_settings = _choose_settings(options)
     model_settings["video_rules"] = video_rules_by_folder(options, show_progress)
 
@@ -136,19 +129,7 @@ def _answer_and_score(
     """Lets all checkpoints answer the questions, and adds answers, scores and gates to ``result``."""
     work_dir = (options.out / "work").resolve()
     answer_folders = _prepare_work_dir(options, work_dir, result)
-    sandbox_words, result.settings["isolation"] = choose_sandbox(
-        work_dir, with_network=bool(options.judge_base_url)
-    )
-    show_progress(f"VLMEvalKit runs {result.settings['isolation']}")
-    show_progress(f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute")
-
-    # Several processes share the questions. A last one reads all answers and scores them.
-    progress = _AnswerProgress(work_dir, answer_folders, show_progress)
-    num_processes = result.settings["processes"]
-    if num_processes > 1:
-        _run_processes(options, work_dir, sandbox_words, list(range(num_processes)), progress)
-    if num_processes == 1 or not options.no_scores:
-        _run_processes(options, work_dir, sandbox_words, [None], progress)
+    _run_vlmevalkit(options, work_dir, result, _AnswerProgress(work_dir, answer_folders, show_progress))
 
     result.questions = int((work_dir / QUESTION_COUNT_FILE).read_text())
     for role, folder_name in answer_folders.items():
@@ -156,23 +137,38 @@ def _answer_and_score(
         result.answers[role] = read_answers(work_dir / folder_name)
         facts["unanswered"] = sum(line["unanswered"] for line in result.answers[role])
         if not options.no_scores:
-            facts["metrics"], facts["problem"] = read_scores(
-                work_dir / "results_all" / folder_name, options.data
-            )
+            results_dir = work_dir / "results_all" / folder_name
+            facts["metrics"], facts["problem"] = read_scores(results_dir, options.data)
 
     original, converted = result.answers["original"], result.answers["converted"]
+    original_dir, converted_dir = (
+        work_dir / answer_folders["original"],
+        work_dir / answer_folders["converted"],
+    )
     result.gates += [
-        gates.compare_logits(
-            original, converted, work_dir / answer_folders["original"], work_dir / answer_folders["converted"]
-        ),
+        gates.compare_logits(original, converted, original_dir, converted_dir),
         gates.compare_answers(original, converted, result.questions),
+        ConversionGate("scores", None, "not asked for: --no-scores")
+        if options.no_scores
+        else gates.compare_scores(result.checkpoints),
     ]
-    if options.no_scores:
-        result.gates.append(ConversionGate("scores", None, "not asked for: --no-scores"))
-    else:
-        metrics = {role: facts["metrics"] for role, facts in result.checkpoints.items()}
-        problems = {role: facts["problem"] for role, facts in result.checkpoints.items() if facts["problem"]}
-        result.gates.append(gates.compare_scores(metrics, problems))
+
+
+def _run_vlmevalkit(
+    options: EvaluateOptions, work_dir: Path, result: EvaluationResult, progress: _AnswerProgress
+) -> None:
+    """Several processes share the questions. A last one reads all answers and scores them."""
+    sandbox_words, isolation = choose_sandbox(work_dir, with_network=bool(options.judge_base_url))
+    result.settings["isolation"] = isolation
+    progress.show_progress(f"VLMEvalKit runs {isolation}")
+    progress.show_progress(
+        f"importing VLMEvalKit, which reads {options.data}: this takes up to half a minute"
+    )
+    num_processes = result.settings["processes"]
+    if num_processes > 1:
+        _run_processes(options, work_dir, sandbox_words, list(range(num_processes)), progress)
+    if num_processes == 1 or not options.no_scores:
+        _run_processes(options, work_dir, sandbox_words, [None], progress)
 
 
 def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: EvaluationResult) -> dict[str, str]:
@@ -189,47 +185,49 @@ def _prepare_work_dir(options: EvaluateOptions, work_dir: Path, result: Evaluati
             shutil.rmtree(work_path)
 
     model_settings = result.settings
-    num_processes = model_settings["processes"]
-    tables = [copy_data(options.data, options.tables, work_dir, rank) for rank in range(num_processes)][0]
-    model_settings["tables"] = {
-        table_path.name: hashlib.md5(table_path.read_bytes()).hexdigest() for table_path in tables
-    }
-
-    # Evaluations with the same key have the same answers, and pictures in the same folders. The judge comes
-    # after the answers.
-    answer_settings = {
-        **model_settings,
-        "data": options.data,
-        "limit": options.limit,
-        "logit_questions": options.logit_questions,
-    }
-    del answer_settings["judge"]
-    answer_folders = {}
-    for role, facts in result.checkpoints.items():
-        answers_key = json.dumps([facts["sha256"], answer_settings], sort_keys=True)
-        answer_folders[role] = f"{role}-{hashlib.sha256(answers_key.encode()).hexdigest()[:16]}"
+    for rank in range(model_settings["processes"]):
+        tables = copy_data(options.data, options.tables, work_dir, rank)
+    model_settings["tables"] = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in tables}
+    answer_folders = _answer_folders(options, result)
     for work_path in work_dir.glob("*-*"):
         if work_path.name not in answer_folders.values():
             shutil.rmtree(work_path)
     for entry_name in ("tmp", *answer_folders.values()):
         (work_dir / entry_name).mkdir(exist_ok=True)
 
+    checkpoint_dirs = {}
+    for role, folder in options.checkpoints.items():
+        checkpoint_dirs[answer_folders[role]] = str(folder.resolve())
     job = {
         "data": options.data,
         "work": str(work_dir),
-        "checkpoints": {
-            answer_folders[role]: str(folder.resolve()) for role, folder in options.checkpoints.items()
-        },
+        "checkpoints": checkpoint_dirs,
         "settings": model_settings,
         "roots": [str(work_dir), str(options.tables), constants.HF_HUB_CACHE],
         "limit": options.limit,
         "judge": options.judge,
         "judge_url": options.judge_base_url,
         "scores": not options.no_scores,
-        "processes": num_processes,
+        "processes": model_settings["processes"],
         "logit_questions": options.logit_questions,
     }
     (work_dir / "job.json").write_text(json.dumps(job, indent=1))
+    return answer_folders
+
+
+def _answer_folders(options: EvaluateOptions, result: EvaluationResult) -> dict[str, str]:
+    """Names that evaluations share if their answers, and the folders of their pictures, are the same."""
+    answer_settings = {
+        **result.settings,
+        "data": options.data,
+        "limit": options.limit,
+        "logit_questions": options.logit_questions,
+    }
+    del answer_settings["judge"]  # it comes after the answers
+    answer_folders = {}
+    for role, facts in result.checkpoints.items():
+        answers_key = json.dumps([facts["sha256"], answer_settings], sort_keys=True)
+        answer_folders[role] = f"{role}-{hashlib.sha256(answers_key.encode()).hexdigest()[:16]}"
     return answer_folders
 
 
@@ -249,29 +247,8 @@ def _run_processes(
     process_by_log: dict[Path, subprocess.Popen[bytes]] = {}
     try:
         for rank in ranks:
-            process_environment = process_variables(work_dir, rank or 0)
-            if options.device != "cpu" and (
-                visible_gpus := _process_gpus(options.gpus_per_process, rank or 0)
-            ):
-                process_environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus)
-            adapter_command = [
-                *sandbox_words,
-                sys.executable,
-                "-P",
-                "-m",
-                "toolkit.evaluate.vlmevalkit_adapter",
-                str(work_dir / "job.json"),
-            ]
             log_path = work_dir / f"vlmevalkit_{'all' if rank is None else rank}.log"
-            with log_path.open("wb") as log_file:
-                process_by_log[log_path] = subprocess.Popen(
-                    adapter_command + ([] if rank is None else [str(rank)]),
-                    env=process_environment,
-                    cwd=process_environment["LMUData"],  # tables may name pictures relative to it
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=subprocess.STDOUT,
-                )
+            process_by_log[log_path] = _start_process(options, work_dir, sandbox_words, rank, log_path)
 
         while any(process.poll() is None for process in process_by_log.values()):
             _check_processes(process_by_log)
@@ -282,6 +259,26 @@ def _run_processes(
         for process in process_by_log.values():
             process.kill()
             process.wait()
+
+
+def _start_process(
+    options: EvaluateOptions, work_dir: Path, sandbox_words: list[str], rank: int | None, log_path: Path
+) -> subprocess.Popen[bytes]:
+    """Starts VLMEvalKit for one share of the questions, or for all of them."""
+    process_environment = process_variables(work_dir, rank or 0)
+    if options.device != "cpu" and (visible_gpus := _process_gpus(options.gpus_per_process, rank or 0)):
+        process_environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible_gpus)
+    adapter_words = ["-P", "-m", "toolkit.evaluate.vlmevalkit_adapter", str(work_dir / "job.json")]
+    rank_words = [] if rank is None else [str(rank)]
+    with log_path.open("wb") as log_file:
+        return subprocess.Popen(
+            [*sandbox_words, sys.executable, *adapter_words, *rank_words],
+            env=process_environment,
+            cwd=process_environment["LMUData"],  # tables may name pictures relative to it
+            stdin=subprocess.DEVNULL,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def _check_processes(process_by_log: dict[Path, subprocess.Popen[bytes]]) -> None:
@@ -329,40 +326,10 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
     Raises:
         UsageError: the options do not fit together, or this machine lacks what they need.
     """
-    import torch
-
-    if options.judge_base_url and urlsplit(options.judge_base_url).hostname not in LOCAL_HOSTS:
-        raise UsageError(
-            f"--judge-base-url {options.judge_base_url}: the judge must be on this machine"
-            f" ({', '.join(LOCAL_HOSTS)})"
-        )
-    if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
-        raise UsageError(
-            "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
-        )
-
-    for option_name in POSITIVE_OPTIONS:
-        option_value = getattr(options, option_name)
-        if option_value is not None and option_value < 1:
-            raise UsageError(f"--{option_name.replace('_', '-')} {option_value} must be at least 1")
-
-    if options.video_fps is not None and not options.video_fps > 0:
-        raise UsageError(f"--video-fps {options.video_fps} must be above 0")
-    num_gpus = torch.cuda.device_count()
-    device = options.device or ("cuda" if num_gpus else "cpu")
-    if device == "cuda" and num_gpus < options.gpus_per_process:
-        raise UsageError(
-            f"--gpus-per-process {options.gpus_per_process}, but this machine has {num_gpus} GPUs"
-        )
-
-    num_processes = options.processes or (num_gpus // options.gpus_per_process if device == "cuda" else 1)
-    if device == "cuda" and num_processes * options.gpus_per_process > num_gpus:
-        raise UsageError(
-            f"--processes {num_processes} of {options.gpus_per_process} GPUs "
-            f"each: this machine has {num_gpus} GPUs"
-        )
-
+    _check_options(options)
+    device, num_processes = _choose_processes(options)
     check_vlmevalkit()
+    versions = {package: version(package) for package in REPORTED_PACKAGES}
     return {
         "dtype": options.dtype or _weights_dtype(options.checkpoints["original"]),
         "device": "auto" if device == "cuda" and options.gpus_per_process > 1 else device,
@@ -377,9 +344,48 @@ def _choose_settings(options: EvaluateOptions) -> dict[str, Any]:
         "max_new_tokens": options.max_new_tokens or MAX_ANSWER_TOKENS,
         "max_new_tokens_thinking": options.max_new_tokens or MAX_THINKING_TOKENS,
         "judge": options.judge,
-        "versions": {package: version(package) for package in REPORTED_PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": versions | {"python": platform.python_version()},
     }
+
+
+def _check_options(options: EvaluateOptions) -> None:
+    if options.judge_base_url and urlsplit(options.judge_base_url).hostname not in LOCAL_HOSTS:
+        raise UsageError(
+            f"--judge-base-url {options.judge_base_url}: the judge must be on this machine"
+            f" ({', '.join(LOCAL_HOSTS)})"
+        )
+    if bool(options.judge_base_url) != (options.judge != NO_JUDGE):
+        raise UsageError(
+            "--judge and --judge-base-url must be given together; without a server only exact_matching judges"
+        )
+
+    for option_name in POSITIVE_OPTIONS:
+        option_value = getattr(options, option_name)
+        if option_value is not None and option_value < 1:
+            raise UsageError(f"{option_flag(option_name)} {option_value} must be at least 1")
+    if options.video_fps is not None and not options.video_fps > 0:
+        raise UsageError(f"--video-fps {options.video_fps} must be above 0")
+
+
+def _choose_processes(options: EvaluateOptions) -> tuple[str, int]:
+    """The device, and the number of processes that share the questions."""
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    device = options.device or ("cuda" if num_gpus else "cpu")
+    if device == "cpu":
+        return device, options.processes or 1
+    if num_gpus < options.gpus_per_process:
+        raise UsageError(
+            f"--gpus-per-process {options.gpus_per_process}, but this machine has {num_gpus} GPUs"
+        )
+    num_processes = options.processes or num_gpus // options.gpus_per_process
+    if num_processes * options.gpus_per_process > num_gpus:
+        raise UsageError(
+            f"--processes {num_processes} of {options.gpus_per_process} GPUs "
+            f"each: this machine has {num_gpus} GPUs"
+        )
+    return device, num_processes
 
 
 def check_vlmevalkit() -> None:
@@ -444,16 +450,22 @@ def _weights_dtype(hf_dir: Path) -> str:
     return dtype_name(DTYPE_BY_CODE.get(most_frequent_code, next(iter(DTYPE_BY_CODE.values()))))
 
 
-def _check_output_dir(output_dir: Path) -> None:
-    """Raises UsageError if ``--out`` holds something else than an earlier evaluation."""
-    if not output_dir.exists():
-        return
-    is_earlier_evaluation = (output_dir / MARKER_FILE).exists()
-    if not output_dir.is_dir() or (any(output_dir.iterdir()) and not is_earlier_evaluation):
-        raise UsageError(
-            f"--out {output_dir} is not empty and was not written "
-            "by an earlier evaluation; give another folder"
-        )
+def _check_folders(options: EvaluateOptions) -> None:
+    """Raises UsageError if ``--out`` holds something else, or a checkpoint cannot be asked as requested."""
+    if options.out.exists():
+        is_earlier_evaluation = (options.out / MARKER_FILE).exists()
+        if not options.out.is_dir() or (any(options.out.iterdir()) and not is_earlier_evaluation):
+            raise UsageError(
+                f"--out {options.out} is not empty and was not written "
+                "by an earlier evaluation; give another folder"
+            )
+    for hf_dir in options.checkpoints.values():
+        check_hf_folder(hf_dir)
+        if options.thinking and not has_thinking_switch(read_chat_template(hf_dir)):
+            raise UsageError(
+                f"--thinking {options.thinking}: the chat template of {hf_dir} has no switch for it"
+                " (enable_thinking); leave out --thinking"
+            )
 
 
 def _process_gpus(gpus_per_process: int, rank: int) -> list[str]:
@@ -489,8 +501,7 @@ class _AnswerProgress:
         self.last_shown_time = current_time
         counts = {}
         for role, folder_name in self.answer_folders.items():
-            answer_files = (self.work_dir / folder_name).glob("answers_*.jsonl")
-            counts[role] = sum(map(_count_lines, answer_files))
+            counts[role] = sum(map(_count_lines, (self.work_dir / folder_name).glob("answers_*.jsonl")))
         num_answers = sum(counts.values())
         count_path = self.work_dir / QUESTION_COUNT_FILE
         num_questions = int(count_path.read_text() or 0) if count_path.is_file() else 0

@@ -57,6 +57,7 @@ def compare_logits(
         return ConversionGate(
             "logits", False, f"{len(original_lines)} and {len(converted_lines)} prompts were run"
         )
+
     details = []
     largest_difference = 0.0
     for original_line, converted_line in zip(original_lines, converted_lines, strict=True):
@@ -69,9 +70,7 @@ def compare_logits(
             )
         elif original_line["logits"]["logits"] != converted_line["logits"]["logits"]:
             logits_file = f"logits_{original_line['number']}.safetensors"
-            original_logits = load_file(original_work / logits_file)["last"]
-            converted_logits = load_file(converted_work / logits_file)["last"]
-            max_difference = float((original_logits - converted_logits).abs().max())
+            max_difference = _largest_difference(original_work / logits_file, converted_work / logits_file)
             largest_difference = max(largest_difference, max_difference)
             details.append(
                 f"question {original_line['number'] + 1}: logits differ, "
@@ -87,6 +86,11 @@ def compare_logits(
     return ConversionGate(
         "logits", True, f"{len(original_lines)} prompts, {num_tokens} tokens, inputs and logits identical"
     )
+
+
+def _largest_difference(original_file: Path, converted_file: Path) -> float:
+    """The largest absolute difference between the logits in two files."""
+    return float((load_file(original_file)["last"] - load_file(converted_file)["last"]).abs().max())
 
 
 def _differing_keys(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
@@ -116,38 +120,33 @@ def compare_answers(
     return ConversionGate("text", True, f"{num_questions} answers identical")
 
 
-def compare_scores(metrics: dict[str, dict[str, float]], problems: dict[str, str]) -> ConversionGate:
+def compare_scores(checkpoints: dict[str, dict[str, Any]]) -> ConversionGate:
     """Compares the benchmark's metrics.
 
     Every checkpoint must have some, and those of the converted one must equal those of the original.
 
     Args:
-        metrics: role -> metric -> value; the trained checkpoint may have any values.
-        problems: role -> what went wrong with it.
+        checkpoints: role -> facts, with "metrics" (metric -> value) and "problem" (what went wrong, if
+            anything); the trained checkpoint may have any values.
     """
     missing_scores = []
-    for role in metrics:
-        if not metrics[role]:
-            missing_scores.append(f"{role}: no metric; {problems.get(role, 'VLMEvalKit gives no reason')}")
-
+    for role, facts in checkpoints.items():
+        if not facts["metrics"]:
+            missing_scores.append(f"{role}: no metric; {facts['problem'] or 'VLMEvalKit gives no reason'}")
     if missing_scores:
-        return ConversionGate(
-            "scores",
-            False,
-            f"{len(missing_scores)} of {len(metrics)} checkpoints have no score",
-            missing_scores,
-        )
+        measured_text = f"{len(missing_scores)} of {len(checkpoints)} checkpoints have no score"
+        return ConversionGate("scores", False, measured_text, missing_scores)
 
-    expected, actual = metrics["original"], metrics["converted"]
+    expected, actual = checkpoints["original"]["metrics"], checkpoints["converted"]["metrics"]
     details = []
     for name in _differing_keys(expected, actual):
         details.append(f"{name}: {expected.get(name)} against {actual.get(name)}")
-    if "trained" in metrics and metrics["trained"].keys() != expected.keys():
-        trained_names = sorted(metrics["trained"])
-        expected_names = sorted(expected)
-        details.append(f"the trained checkpoint has metrics {trained_names}, the original {expected_names}")
+    trained = checkpoints.get("trained", checkpoints["original"])["metrics"]
+    if trained.keys() != expected.keys():
+        details.append(
+            f"the trained checkpoint has metrics {sorted(trained)}, the original {sorted(expected)}"
+        )
 
     if details:
         return ConversionGate("scores", False, f"{len(details)} of {len(expected)} metrics differ", details)
-
     return ConversionGate("scores", True, "all metrics equal: " + ", ".join(expected))

@@ -50,10 +50,7 @@ def choose_sandbox(work_dir: Path, with_network: bool) -> tuple[list[str], str]:
 
 def process_variables(work_dir: Path, rank: int) -> dict[str, str]:
     """Variables of a process: offline, with its own copies of the data and its own temporary files."""
-    variables = {}
-    for name, value in os.environ.items():
-        if name not in HIDDEN_VARIABLES:
-            variables[name] = value
+    variables = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
 
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "VLMEVALKIT_USE_MODELSCOPE": "0"}
     variables |= {
@@ -91,11 +88,10 @@ def copy_data(dataset_name: str, lmu_data: Path, work_dir: Path, rank: int) -> l
             (data_dir / "images" / source_path.name).symlink_to(source_path)
 
     for source_path in Path(constants.HF_HUB_CACHE).glob("datasets--*") if not tables else ():
-        ignore_blobs = shutil.ignore_patterns("blobs")
         shutil.copytree(
             source_path.resolve(),
             hub_cache_dir / source_path.name,
             copy_function=os.symlink,
-            ignore=ignore_blobs,
+            ignore=shutil.ignore_patterns("blobs"),
         )
     return tables

@@ -115,7 +115,6 @@ class ParityCase:
             vision_attention=self.attention,  # type: ignore[arg-type]
             language_attention=self.attention,  # type: ignore[arg-type]
         )
-
         parallel_config = ParallelConfig(
             tp=self.tp,
             pp=self.pp,
@@ -131,7 +130,6 @@ class ParityCase:
             overlap_param_gather=self.overlap and self.distributed_optimizer,
             bucket_size=self.bucket_size,
         )
-
         return TrainConfig(
             optimizer=ADAM_CONFIG,
             dtype=self.dtype,  # type: ignore[arg-type]

@@ -252,11 +252,9 @@ def prepare_samples(
     for conversation_record in conversation_records:
         conversation = read_conversation(conversation_record)
         picture_paths = [media_root / reference for _, reference in conversation.media_references]
-
         media_contents = []
         for (kind, _), path in zip(conversation.media_references, picture_paths, strict=True):
             media_contents.append((kind, path.name, path.read_bytes()))
-
         samples.append(sample_encoder.encode_sample(conversation.messages, media_contents))
         sample_descriptions.append(
             {"messages": conversation.messages, "images": [str(path) for path in picture_paths]}
