@@ -201,6 +201,9 @@ def on_gpu() -> dict[str, float]:
             [3, 0, 130, 300], 712, 200, ROW_TILE_CONFIG, WEIGHT_TILE_CONFIG
         ),
         "experts, no rows": experts([0, 0], 256, 256, ROW_TILE_CONFIG, WEIGHT_TILE_CONFIG),
+        "adapters of experts": adapters_error(
+            [0, 700, 129, 1], 2048, 768, 16, device="cuda", dtype=torch.bfloat16
+        ),
     }
 
     rows = partial(rows_error, device="cuda", dtype=torch.bfloat16)
@@ -282,6 +285,38 @@ def experts_error(
     # Not Python's max, which passes over NaN.
     return float(
         torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs if b.numel()]).max()
+    )
+
+
+def adapters_error(counts: list[int], features_in: int, features_out: int, rank: int, **kind: Any) -> float:
+    """Largest error of the adapters of experts: output, and gradients of the input and both factors."""
+    from megatron_vl.models.moe.expert_adapters import GroupedAdapter
+
+    x, output, output_grad = (
+        torch.randn(sum(counts), features, **kind) for features in (features_in, features_out, features_out)
+    )
+    factors_a = [torch.randn(rank, features_in, **kind) / features_in**0.5 for _ in counts]
+    factors_b = [torch.randn(features_out, rank, **kind) / rank**0.5 for _ in counts]
+    adapter = GroupedAdapter(factors_a, factors_b, 1.5, is_expert_parallel=False)
+    x.requires_grad_()
+    tile_plan = plan_tiles(torch.tensor(counts, device=x.device), len(x))
+    factors = [*adapter.lora_A.parameters(), *adapter.lora_B.parameters()]
+    ours = adapter(x, output, tile_plan)
+    ours_grads = torch.autograd.grad(ours, [x, *factors], output_grad)
+
+    wide_x = x.detach().float().requires_grad_()
+    wide = [factor.detach().float().requires_grad_() for factor in factors]
+    added = [
+        1.5 * rows @ a.T @ b.T
+        for rows, a, b in zip(wide_x.split(counts), wide[: len(counts)], wide[len(counts) :], strict=True)
+    ]
+    expected = output.float() + torch.cat(added)
+    expected_grads = torch.autograd.grad(expected, [wide_x, *wide], output_grad.float())
+    pairs = zip((ours, *ours_grads), (expected, *expected_grads), strict=True)
+    return float(
+        torch.stack(
+            [(a.detach().float() - b.detach()).abs().max() / b.abs().max().clamp(min=1) for a, b in pairs]
+        ).max()
     )
 
 
@@ -426,6 +461,7 @@ def main() -> None:
         "experts, blocks that divide": experts_error([128, 0, 1], 64, 128),
         "experts, the first without rows": experts_error([0, 0, 5], 40, 24),
         "experts, no rows": experts_error([0, 0], 40, 24),
+        "adapters of experts": adapters_error([3, 0, 130], 48, 80, 8),
         "each row to 4 others": rows_error([0.9, 0.5, 0.0, 1.0], 20, 40),
         "rows wider than a block, to 3 others": rows_error([0.9, 0.5, 0.1], 6, 2100),
         "each row to 40 others": rows_error([0.2] * 39 + [0.0], 20, 16),
