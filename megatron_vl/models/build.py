@@ -362,6 +362,11 @@ def _attach_adapters(
     )
     pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     live_tensors = chunk_tensors(chunks, layout, pp_rank, ep_rank)
+    if config.lora.dropout:
+        # Ranks with other tokens need other masks. All weights have been drawn by now.
+        data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+        model_parallel_cuda_manual_seed(config.seed + 1 + data_rank)
+
     for chunk in chunks:
         chunk.lora = config.lora
         for module in [chunk] if chunk.decoupled is None else [chunk, chunk.decoupled.module]:

@@ -80,6 +80,19 @@ def resume_layouts(
     return different
 
 
+def dropout_masks(hf: str, weights: str, layout: dict[str, Any]) -> dict[str, list[list[float]]]:
+    """What dropout makes of ones on each rank: where all ranks have the whole input, and where it is cut."""
+    platform = start("cpu")
+    live = build("dropout", hf, weights, {"rank": 4, "dropout": 0.5}, layout, platform)
+    masks: dict[str, list[list[float]]] = {}
+    layer = live.ddp_chunks[0].module.language_model.decoder.layers[0].self_attention
+    for name, linear in (("whole", layer.linear_qkv), ("cut", layer.linear_proj)):
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, linear.adapter._drop(torch.ones(64)).tolist())
+        masks[name] = by_rank
+    return masks
+
+
 def start(platform_name: str) -> Platform:
     platform = get_platform(platform_name)
     torch.set_num_threads(1)

@@ -18,7 +18,7 @@ from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
-from tests.training.lora_programs import resume_layouts, train_layouts
+from tests.training.lora_programs import dropout_masks, resume_layouts, train_layouts
 from tests.training.small_run import metrics, prepare, train
 
 pytestmark = pytest.mark.ranks
@@ -104,6 +104,19 @@ def test_a_checkpoint_of_adapters_moves_between_layouts_bit_for_bit(family: str,
         layouts=layouts,
     )
     assert different == {name: [] for name in layouts}
+
+
+def test_dropout_differs_where_the_inputs_do(tmp_path: Path) -> None:
+    """Replicas and ranks with a part of an input draw their own masks; ranks with one input draw one."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    convert_weights(hf, tmp_path / "weights")
+    given = {"hf": str(hf), "weights": str(tmp_path / "weights")}
+    replicas = call(dropout_masks, 2, **given, layout={})
+    tensor_ranks = call(dropout_masks, 2, **given, layout={"tp": 2})
+    assert set(replicas["whole"][0]) == {0.0, 2.0}
+    assert replicas["whole"][0] != replicas["whole"][1]
+    assert tensor_ranks["whole"][0] == tensor_ranks["whole"][1]
+    assert tensor_ranks["cut"][0] != tensor_ranks["cut"][1]
 
 
 LORA = ["--lora.rank", "4", "--lora.targets", "[language,merger]", "--optimizer.lr", "1e-2"]
