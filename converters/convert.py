@@ -496,6 +496,7 @@ def _write_hf_folder(
     header_by_file = {}
     for file in hf_checkpoint.tensor_folder.reader_by_file:
         header_by_file[file] = read_safetensors_header(hf_checkpoint.path / file)
+    trained_rule = _known_video_rule(source, hf_checkpoint)
 
     with open_output(
         output_dir,
@@ -511,7 +512,7 @@ def _write_hf_folder(
         write_seconds = _run_copy_jobs("export", source, export_jobs, conversion_output, worker_count)
         conversion_output.commit_files()
         copied_paths = _copy_files(hf_checkpoint.path, output_dir, companion_files)
-        _write_video_rule(_known_video_rule(source, hf_checkpoint), output_dir)
+        _write_video_rule(trained_rule, output_dir)
 
         # The journal is deleted after this block, and a folder without a journal counts as finished. So
         # everything must be on the disk now.
@@ -727,6 +728,7 @@ def export_adapter(
     source = open_adapters(checkpoint, hf_checkpoint)
     output_dir = Path(output_dir)
     header_by_file = {ADAPTER_FILE: peft_header(source)}
+    trained_rule = _known_video_rule(source, hf_checkpoint)
     start_time = time.monotonic()
 
     with open_output(
@@ -742,7 +744,7 @@ def export_adapter(
         _write_adapter_tensors(source, conversion_output)
         conversion_output.commit_files()
         write_json(output_dir / ADAPTER_CONFIG_FILE, peft_config(source, str(hf)))
-        _write_video_rule(_known_video_rule(source, hf_checkpoint), output_dir)
+        _write_video_rule(trained_rule, output_dir)
         durable_files.fsync_path(output_dir)
 
     writer = conversion_output.writer_by_file[ADAPTER_FILE]

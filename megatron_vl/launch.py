@@ -57,21 +57,36 @@ def main(argv: list[str] | None = None) -> int:
         ended it, or came before the first step).
     """
     global _launcher_pid
+    _launcher_pid = os.getpid()
+    command_words = list(sys.argv[1:] if argv is None else argv)
+    should_fork = command_words[:1] == ["--fork"]
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    _launcher_pid = os.getpid()
     survive_closed_outputs()
-    command_words = list(sys.argv[1:] if argv is None else argv)
-    should_fork = command_words[:1] == ["--fork"]
+    raise_open_file_limit()  # this process serves the store of all ranks
+
     torchrun_args = parse_args(command_words[1:] if should_fork else command_words)
     run_config = _parse_run_config(torchrun_args.training_script, torchrun_args.training_script_args)
-    if torchrun_args.standalone and run_config is not None and run_config.platform == "cpu":
-        should_fork = True
+    should_fork = should_fork or (
+        torchrun_args.standalone and run_config is not None and run_config.platform == "cpu"
+    )
     if should_fork:
         import_training_stack(torchrun_args.training_script)
-    _prepare_launcher(torchrun_args, run_config)
+
+    if torchrun_args.training_script == RANK_PROGRAM:
+        torchrun_args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
+        set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
+        threading.Thread(target=_wait_for_ranks, daemon=True).start()
+
+    if run_config is not None and run_config.failures.timeout_s:
+        stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
+        threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
+
+    # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
+    for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(logger_name).setLevel(logging.CRITICAL)
 
     try:
         run_forked_ranks(torchrun_args) if should_fork else run(torchrun_args)
@@ -85,22 +100,6 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + error.sigval.value
 
 
-def _prepare_launcher(torchrun_args: argparse.Namespace, run_config: TrainConfig | None) -> None:
-    """Sets the limits, signal handlers and threads of this process, before there are ranks."""
-    raise_open_file_limit()  # this process serves the store of all ranks
-    if torchrun_args.training_script == RANK_PROGRAM:
-        torchrun_args.signals_to_handle = "SIGQUIT"  # on which torchrun may still kill the ranks
-        set_signal_handler(STOP_SIGNALS, _ask_ranks_to_stop)
-        threading.Thread(target=_wait_for_ranks, daemon=True).start()
-    if run_config is not None and run_config.failures.timeout_s:
-        stopped_limit_s = run_config.failures.timeout_s + STOPPED_GRACE_S
-        threading.Thread(target=kill_stopped_ranks, args=(stopped_limit_s,), daemon=True).start()
-
-    # torchrun logs each failure and each signal that it sends, but the ranks have printed the cause already.
-    for logger_name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
-        logging.getLogger(logger_name).setLevel(logging.CRITICAL)
-
-
 def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     """The exit code of a run one of whose ranks has failed. It prints the reason if the rank could not.
 
@@ -109,7 +108,8 @@ def _exit_code_of_rank(rank: int, exit_code: int, is_only_rank: bool) -> int:
     """
     if exit_code in (-signal.SIGUSR1, 128 + signal.SIGUSR1):
         if exit_code < 0:  # the rank did not handle the signal yet
-            print("megatron_vl.launch: the run had not begun; nothing was saved", file=sys.stderr, flush=True)
+            not_begun_text = "megatron_vl.launch: the run had not begun; nothing was saved"
+            print(not_begun_text, file=sys.stderr, flush=True)
         return 128 + (_received_signals[0] if _received_signals else signal.SIGUSR1)
 
     if exit_code < 0:
@@ -273,9 +273,10 @@ def _wait_for_ranks(poll_interval_s: float = 1.0) -> None:
 def _find_rank_pids() -> list[int]:
     """The ranks among this process's children: programs of their own, or forks of it."""
     forked_command = tuple(psutil.Process().cmdline())
+    commands_by_pid = list_children(os.getpid())
     return [
         pid
-        for pid, command in list_children(os.getpid()).items()
+        for pid, command in commands_by_pid.items()
         if RANK_PROGRAM in command or command == forked_command
     ]
 

@@ -266,11 +266,12 @@ def with_start_adapter(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
             something else.
         WeightsError: they cannot be read.
     """
-    from megatron_vl.weights.weight_reader import WeightReader
-
     adapter_dir = config.lora.adapter
     if not adapter_dir:
         return config
+
+    from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
+
     if (Path(adapter_dir) / "adapter_config.json").is_file():
         raise RunConfigError(
             f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"

@@ -66,6 +66,8 @@ def resolve_run(
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
     dp, spec = _check_fields(config, world_size, show_only)
+    # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
+    config = freeze_unadapted_parts(preflight.with_start_adapter(config, spec), spec)
     calibration = calibration_for_platform(config.platform)
     if machine_memory is None:
         machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
@@ -109,7 +111,6 @@ def _check_fields(config: TrainConfig, world_size: int, show_only: bool) -> tupl
     if not show_only:
         preflight.check_outputs(config)
     spec = read_spec(config.model.hf)
-    config = freeze_unadapted_parts(preflight.with_start_adapter(config, spec), spec)
     if config.model.moe_aux_loss is not None and spec.language.moe is None:
         raise RunConfigError(
             f"model.moe_aux_loss is for models with experts; {spec.family} is dense: leave it empty"

@@ -181,6 +181,7 @@ def test_missing_files_of_a_checkpoint_are_shown(tmp_path, capsys):
         "kind": "shards",
         "family": "qwen2_5_vl",
         "layout": {},
+        "lora": None,
         "hf_config": {},
     }
 

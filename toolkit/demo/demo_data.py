@@ -78,17 +78,21 @@ def write_raw_data(raw_dir: Path) -> Path:
     file_names = _write_images(media_dir, pictures)
     _write_video(media_dir / "camera_pan.mp4", pictures["coffee"]())
 
-    samples = [
-        {
-            "id": name,
-            "image": file_names[name],
-            "conversations": _sharegpt_turns(["<image>\n" + PICTURE_QUESTION, answer]),
-        }
-        for name, answer in ANSWER_BY_PICTURE.items()
-    ]
+    samples: list[dict[str, Any]] = []
+    for name, answer in ANSWER_BY_PICTURE.items():
+        samples.append(
+            {
+                "id": name,
+                "image": file_names[name],
+                "conversations": _sharegpt_turns(["<image>\n" + PICTURE_QUESTION, answer]),
+            }
+        )
 
     for conversation in DEMO_CONVERSATIONS:
-        sample = {name: value for name, value in conversation.items() if name != "turns"}
+        sample = {}
+        for name, value in conversation.items():
+            if name != "turns":
+                sample[name] = value
 
         samples.append(sample | {"conversations": _sharegpt_turns(conversation["turns"])})
     json_path = raw_dir / "conversations.json"
