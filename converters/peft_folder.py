@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.adapters import fused_adapters, pattern_value
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
 
@@ -421,15 +421,21 @@ class PeftFolder:
 
     def _rank_and_alpha(self, hf_name: str) -> tuple[int, float]:
         """Rank and alpha of a matrix: those of the first patterns that match, as PEFT does it."""
-        values: list[Any] = []
-        for pattern_field, default_field in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
-            value = self.config.get(default_field, 8)
-            for pattern, pattern_value in (self.config.get(pattern_field) or {}).items():
-                if re.match(rf"(.*\.)?({pattern})$", hf_name):
-                    value = pattern_value
-                    break
-            values.append(value)
-        rank, alpha = values
+        rank_patterns = self.config.get("rank_pattern") or {}
+        default_rank = self.config.get("r", 8)
+        rank = pattern_value(
+            rank_patterns,
+            hf_name,
+            default_rank,
+        )
+
+        alpha_patterns = self.config.get("alpha_pattern") or {}
+        default_alpha = self.config.get("lora_alpha", 8)
+        alpha = pattern_value(
+            alpha_patterns,
+            hf_name,
+            default_alpha,
+        )
         return rank, alpha
 
     def _check_shape(self, hf_name: str, letter: str, factor: Tensor, shape: tuple[int, ...]) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -312,11 +311,7 @@ class AdaptedModel:
         shard_index = sharding.shard_index(info, tp_rank=self.tp_rank)
         if info.num_experts:
             # The factor is that of one expert, which only expert tensor parallelism cuts.
-            info = replace(
-                info,
-                shape=info.shape[1:],
-                num_experts=0,
-            )
+            info = info.single_expert
             sharding = Sharding(sharding.etp)
             shard_index = self.etp_rank
         shard = cut_shard(factor, info, shard_index, sharding)

@@ -359,13 +359,13 @@ def _no_match_text(named_modules: Sequence[tuple[str, str]]) -> str:
 def _make_part(lora: LoraConfig, hf_name: str, is_target: bool) -> AdapterPart:
     if not is_target:
         return AdapterPart(hf_name, 0, 0.0)
-    rank = _pattern_value(lora.rank_pattern, hf_name, lora.rank)
-    alpha = _pattern_value(lora.alpha_pattern, hf_name, lora.alpha)
+    rank = pattern_value(lora.rank_pattern, hf_name, lora.rank)
+    alpha = pattern_value(lora.alpha_pattern, hf_name, lora.alpha)
     divisor = math.sqrt(rank) if lora.use_rslora else rank
     return AdapterPart(hf_name, rank, alpha / divisor)
 
 
-def _pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
+def pattern_value(patterns: Mapping[str, Any], hf_name: str, default: Any) -> Any:
     """The value of the first pattern that matches the end of a module's name, as in PEFT."""
     for pattern, value in patterns.items():
         if _ends_with(pattern, hf_name):

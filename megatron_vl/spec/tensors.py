@@ -103,11 +103,16 @@ class TensorInfo:
     section_rows: tuple[int, ...] = ()
     """Number of rows of each section if ``parallel_style`` is ``sections``."""
 
+    @property
+    def single_expert(self) -> TensorInfo:
+        """One expert's matrix of a stack, as a dense tensor that only expert tensor parallelism cuts."""
+        return dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
+
     def shard_shape(self, sharding: Sharding) -> tuple[int, ...]:
         """The shape of one part."""
         if self.num_experts:
-            expert_info = dataclasses.replace(self, shape=self.shape[1:], num_experts=0)
-            return (self.num_experts // sharding.ep, *expert_info.shard_shape(Sharding(sharding.etp)))
+            expert_shape = self.single_expert.shard_shape(Sharding(sharding.etp))
+            return (self.num_experts // sharding.ep, *expert_shape)
         if self.parallel_style == "replicated":
             return self.shape
         shard_shape = list(self.shape)

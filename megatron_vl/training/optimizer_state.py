@@ -18,7 +18,6 @@ each of :data:`STATE_KINDS`, and STEP is Adam's step count.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -514,7 +513,7 @@ class OptimizerStateReader:
         if tensor_info.num_experts:
             # The matrix of one expert is cut as tensor parallelism cuts a dense one. Which rank held the
             # expert does not matter.
-            tensor_info = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
+            tensor_info = tensor_info.single_expert
             shard_index %= sharding.etp
             sharding = Sharding(sharding.etp)
             saved_sharding = Sharding(saved_sharding.etp)

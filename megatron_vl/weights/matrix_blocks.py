@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -159,7 +158,7 @@ def _section_rows(tensor_info: TensorInfo, row_count: int) -> tuple[int, ...]:
 
 def _expert_blocks(tensor_info: TensorInfo, sharding: Sharding) -> list[MatrixBlock]:
     """Repeats the blocks of one expert for each expert. Adjacent blocks of one part are joined."""
-    single_expert = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
+    single_expert = tensor_info.single_expert
     expert_rows = single_expert.shape[0]
     expert_shard_rows = single_expert.shard_shape(Sharding(sharding.etp))[0]
     experts_per_rank = tensor_info.num_experts // sharding.ep
@@ -224,7 +223,7 @@ def cut_shard(full_tensor: Tensor, tensor_info: TensorInfo, shard_index: int, sh
 def join_shards(shard_tensors: Sequence[Tensor], tensor_info: TensorInfo, sharding: Sharding) -> Tensor:
     """Joins all parts, in order, to the full tensor: the inverse of :func:`cut_shard`."""
     if tensor_info.num_experts:
-        single_expert = dataclasses.replace(tensor_info, shape=tensor_info.shape[1:], num_experts=0)
+        single_expert = tensor_info.single_expert
 
         # The parts of one expert rank hold slices of the same experts.
         joined_experts = []

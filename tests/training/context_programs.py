@@ -34,8 +34,17 @@ MOVES: dict[str, dict[str, Any]] = {
 """Layouts of four ranks, in the order in which a run moves through them."""
 
 
-def moved(hf: str, weights: str, folder: str) -> dict[str, list[str]]:
+def moved(
+    hf: str,
+    weights: str,
+    folder: str,
+    layouts: dict[str, dict[str, Any]] = MOVES,
+    lora: dict[str, Any] | None = None,
+) -> dict[str, list[str]]:
     """Trains and saves in the first layout; loads and saves in each of the others.
+
+    Args:
+        lora: fields of :class:`~megatron_vl.config.LoraConfig`; None: the model itself is trained.
 
     Returns, on rank 0, the names of the tensors that differ from those of the first checkpoint, by layout.
     """
@@ -44,8 +53,9 @@ def moved(hf: str, weights: str, folder: str) -> dict[str, list[str]]:
     init_distributed(platform)
     different: dict[str, list[str]] = {}
     first: dict[str, Tensor] = {}
-    for number, (name, layout) in enumerate(MOVES.items()):
-        live = build_case(ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, **layout), platform)
+    for number, (name, layout) in enumerate(layouts.items()):
+        case = ParityCase(name, hf, weights, [], seq_len=SEQ_LEN, lora=lora or {}, **layout)
+        live = build_case(case, platform)
         if number == 0:
             for step in range(2):
                 data = live.make_step_data(draw_samples(ROWS, live.spec, step), platform, SEQ_LEN)

@@ -12,16 +12,13 @@ from torch import Tensor
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
 from megatron_vl.spec.adapters import is_adapter_tensor
-from megatron_vl.training.checkpoint import load_checkpoint
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.step import train_step
-from megatron_vl.weights.run_folder import step_dir_path
 from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
 
+from .context_programs import ROWS, SEQ_LEN
 from .decoupled_programs import saved_tensors
 
-ROWS = [["image", "image"], ["mixed"], ["text", "short_text"], ["video", "text"]]
-SEQ_LEN = 192
 STEPS = 2
 
 
@@ -51,33 +48,6 @@ def train_layouts(
         results[name] = {"losses": losses, "base_changed": changed}
         results[name] |= {"errors": largest_errors(saved, reference), "tensors": len(saved)}
     return results
-
-
-def resume_layouts(
-    hf: str, weights: str, folder: str, lora: dict[str, Any], layouts: dict[str, dict[str, Any]]
-) -> dict[str, list[str]]:
-    """Trains and saves in the first layout; loads and saves in the others.
-
-    Returns, on rank 0, the names of the tensors that differ from those of the first checkpoint, by layout.
-    """
-    platform = start("cpu")
-    different: dict[str, list[str]] = {}
-    first: dict[str, Tensor] = {}
-    for number, (name, layout) in enumerate(layouts.items()):
-        live = build(name, hf, weights, lora, layout, platform)
-        if number == 0:
-            train(live, platform)
-        else:
-            parts = {"model_chunks": live.ddp_chunks, "optimizer": live.optimizer}
-            place = {"spec": live.spec, "grid": live.grid, "layout": live.layout}
-            source = step_dir_path(Path(folder) / str(number - 1), 2)
-            load_checkpoint(source, **parts, **place, run_metadata={}, restart_data=True)
-
-        saved = saved_tensors(live, Path(folder) / str(number))
-        first = first or saved
-        changed = [key for key, tensor in saved.items() if not torch.equal(tensor, first[key])]
-        different[name] = changed + sorted(saved.keys() ^ first.keys())
-    return different
 
 
 def dropout_masks(hf: str, weights: str, layout: dict[str, Any]) -> dict[str, list[list[float]]]:

@@ -18,7 +18,8 @@ from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
-from tests.training.lora_programs import dropout_masks, resume_layouts, train_layouts
+from tests.training.context_programs import moved
+from tests.training.lora_programs import dropout_masks, train_layouts
 from tests.training.small_run import metrics, prepare, train
 
 pytestmark = pytest.mark.ranks
@@ -65,21 +66,19 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
 }
 
 
+def layouts_to_run(family: str, folder: Path) -> dict[str, Any]:
+    """The arguments of a program that trains a family's adapters in all of its layouts."""
+    hf = tiny_checkpoint(family, dtype=torch.float32)
+    convert_weights(hf, folder / "weights")
+    lora, layouts = LAYOUTS[family]
+    folders = {"hf": str(hf), "weights": str(folder / "weights"), "folder": str(folder / "runs")}
+    return {**folders, "lora": lora, "layouts": layouts}
+
+
 @pytest.mark.parametrize("family", list(LAYOUTS))
 def test_adapters_train_alike_in_every_layout(family: str, tmp_path: Path) -> None:
     """Losses within 1e-5, moments within 1e-4 of those of data parallelism; the base keeps every bit."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    lora, layouts = LAYOUTS[family]
-    results = call(
-        train_layouts,
-        4,
-        hf=str(hf),
-        weights=str(tmp_path / "weights"),
-        folder=str(tmp_path / "runs"),
-        lora=lora,
-        layouts=layouts,
-    )
+    results = call(train_layouts, 4, **layouts_to_run(family, tmp_path))
     reference = next(iter(results.values()))
     for name, result in results.items():
         assert result["losses"] == pytest.approx(reference["losses"], rel=1e-5), name
@@ -91,19 +90,10 @@ def test_adapters_train_alike_in_every_layout(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("family", list(LAYOUTS))
 def test_a_checkpoint_of_adapters_moves_between_layouts_bit_for_bit(family: str, tmp_path: Path) -> None:
     """Factors, master weights, moments and step counts."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
-    convert_weights(hf, tmp_path / "weights")
-    lora, layouts = LAYOUTS[family]
-    different = call(
-        resume_layouts,
-        4,
-        hf=str(hf),
-        weights=str(tmp_path / "weights"),
-        folder=str(tmp_path / "runs"),
-        lora=lora,
-        layouts=layouts,
-    )
-    assert different == {name: [] for name in layouts}
+    given = layouts_to_run(family, tmp_path)
+    different = call(moved, 4, **given)
+    assert int(different.pop("compared")[0]) > 50
+    assert different == {name: [] for name in given["layouts"]}
 
 
 def test_dropout_differs_where_the_inputs_do(tmp_path: Path) -> None:
