@@ -57,8 +57,9 @@ class ModelConfig:
     """Implementation of the vision tower's window layers. fused: one kernel, which also applies RoPE (CUDA,
     bfloat16). backend: the same as vision_attention. auto: fused on CUDA, otherwise backend."""
     language_attention: Literal["auto", "sdpa", "torch_varlen", "flash_attn", "te"] = "auto"
-    """Implementation of packed attention in the language model. auto: the fastest one measured on the
-    platform (CPU: sdpa). flash_attn: FlashAttention-4 (the package flash-attn-4, Hopper or Blackwell, bfloat16)."""
+    """Implementation of packed attention in the language model.
+    auto: the fastest one measured on the platform (CPU: sdpa).
+    flash_attn: FlashAttention-4 (the package flash-attn-4; bfloat16, Hopper or Blackwell)."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FlashAttention-4 (the package ``flash-attn-4``) for packed rows of a language model, on Hopper and Blackwell.
+"""FlashAttention-4 (the package ``flash-attn-4``) for packed rows of language models, from Hopper on.
 
 Its backward pass is wrong for some sizes of heads: in 4.0.0b36, dQ of heads of 72 and 80 has a relative error
 of 1.3, without a message. So :func:`largest_gradient_error` compares it with float32 before a run uses it.
@@ -85,4 +85,4 @@ def largest_gradient_error(heads_per_group: int, head_dim: int) -> float:
         for result, reference in zip(results, expected, strict=True)
     ]
     # Not Python's max, which passes over NaN.
-    return float(torch.stack(errors).max())
+    return float(torch.stack(errors).detach().max())

@@ -215,8 +215,8 @@ def choose_backend(
 
     if backend_name == "flash_attn" and not flash_attention_applies:
         raise RunConfigError(
-            "attention backend flash_attn is for language models in bfloat16, on GPUs from Hopper on, with the"
-            " package flash-attn-4 (pip install -e .[gpu]); use auto"
+            "attention backend flash_attn is for language models in bfloat16, on GPUs from Hopper on, with"
+            " the package flash-attn-4 (pip install -e .[gpu]); use auto"
         )
 
     return backend_name
@@ -236,9 +236,10 @@ def check_gradients(backend_name: str, heads_per_group: int, head_dim: int) -> N
     gradient_error = largest_gradient_error(heads_per_group, head_dim)
     # The negation also finds NaN.
     if not gradient_error <= LARGEST_GRADIENT_ERROR:
+        other_backend = "te" if head_dim in TE_HEAD_DIMS else "torch_varlen"
         raise RunConfigError(
-            f"model.language_attention: flash_attn computes wrong gradients for heads of {head_dim} on this GPU"
-            f" (relative error {gradient_error:.1e}); use {'te' if head_dim in TE_HEAD_DIMS else 'torch_varlen'}"
+            f"model.language_attention: on this GPU, flash_attn computes wrong gradients for heads of"
+            f" {head_dim} (relative error {gradient_error:.1e}); use {other_backend}"
         )
 
 

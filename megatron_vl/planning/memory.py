@@ -7,8 +7,8 @@ FFN width ``f`` keeps these elements:
 - Input and output of both norms: 4 h. Tensor-parallel ranks share them only under sequence parallelism, which
   the vision tower does not have.
 - q and k after RoPE, a copy of v, and attention: the widths of heads and key/value heads. In the tower,
-  FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the output;
-  our kernels for full attention keep a rotated copy of it and the output.
+  FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the
+  output; our kernels for full attention keep a rotated copy of it and the output.
 - Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
 - Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
   and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
