@@ -13,6 +13,7 @@ The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +29,15 @@ from megatron_vl.config import RunConfigError
 from megatron_vl.kernels.sizes import TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
 from megatron_vl.models.batch import RowShard, Segments
-from megatron_vl.models.context_parallel import heads_for_tokens, tokens_for_heads
+from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kv_cache import CacheAccess
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
-"""(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
+"""(query [S, h, d], key [K, g, d], value [K, g, d], segments, causal) -> [S, h, d]
+
+K is S, or more if ranks gather keys. Then a sequence's queries are the last of its tokens."""
 
 
 @dataclass
@@ -77,7 +80,8 @@ def packed_row(
 class PackedAttention(nn.Module):
     """The ``core_attention`` of a Megatron-core layer, for packed rows.
 
-    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it.
+    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it. Where these do not divide
+    among all ranks (``pg_collection.hcp``), ranks also gather keys and values.
 
     Args:
         backend: one of :data:`BACKENDS`.
@@ -110,6 +114,8 @@ class PackedAttention(nn.Module):
         self.causal = causal
         self.backend_function = make_backend(backend)
         self.cp_group = pg_collection.cp
+        nested_groups = getattr(pg_collection, "hcp", None)
+        self.head_group, self.key_group = nested_groups or (self.cp_group, None)
 
     def forward(
         self,
@@ -137,12 +143,16 @@ class PackedAttention(nn.Module):
             # split.
             assert cache_access is None, "answers are not generated under context parallelism"
             packed_query, packed_key, packed_value = heads_for_tokens(
-                packed_query, packed_key, packed_value, self.cp_group
+                packed_query, packed_key, packed_value, self.head_group
             )
+            if segments.gathered_keys is not None:
+                packed_key, packed_value = gather_keys(
+                    packed_key, packed_value, segments.gathered_keys.row_tokens, self.key_group
+                )
             output_of_heads = self.backend_function(
                 packed_query, packed_key, packed_value, segments, self.causal
             )
-            attention_output = tokens_for_heads(output_of_heads, self.cp_group)
+            attention_output = tokens_for_heads(output_of_heads, self.head_group)
         elif cache_access is None:
             attention_output = self.backend_function(
                 packed_query, packed_key, packed_value, segments, self.causal
@@ -226,36 +236,38 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
 
     It reads ``cu_seqlens`` on the host, so it is meant for CPU and for checks.
     """
-    cu_seqlens = segments.cu_seqlens.tolist()
-    segment_lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    query_lengths = segments.cu_seqlens.diff().tolist()
+    key_lengths = segments.keys.cu_seqlens.diff().tolist()
     has_grouped_heads = query.shape[1] != key.shape[1]
 
     output_parts = []
-    first_segment = 0
-    first_token = 0
-    while first_segment < len(segment_lengths):
-        num_equal_segments = 1
-        while (
-            first_segment + num_equal_segments < len(segment_lengths)
-            and segment_lengths[first_segment + num_equal_segments] == segment_lengths[first_segment]
-        ):
-            num_equal_segments += 1
-
-        segment_length = segment_lengths[first_segment]
-        end_token = first_token + num_equal_segments * segment_lengths[first_segment]
-        if segment_length:
+    first_query = first_key = 0
+    for (num_queries, num_keys), run in itertools.groupby(zip(query_lengths, key_lengths, strict=True)):
+        num_segments = len(list(run))
+        end_query, end_key = first_query + num_segments * num_queries, first_key + num_segments * num_keys
+        if num_queries:
             query_batch, key_batch, value_batch = (
-                packed_tensor[first_token:end_token]
-                .unflatten(0, (num_equal_segments, segment_length))
-                .transpose(1, 2)
-                for packed_tensor in (query, key, value)
+                packed_tensor.unflatten(0, (num_segments, -1)).transpose(1, 2)
+                for packed_tensor in (
+                    query[first_query:end_query],
+                    key[first_key:end_key],
+                    value[first_key:end_key],
+                )
             )
+            # SDPA's own causal mask aligns the first query with the first key. Here the last ones belong together.
+            mask = None
+            if causal and num_keys > num_queries:
+                mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
             output_batch = F.scaled_dot_product_attention(
-                query_batch, key_batch, value_batch, is_causal=causal, enable_gqa=has_grouped_heads
+                query_batch,
+                key_batch,
+                value_batch,
+                mask,
+                is_causal=causal and mask is None,
+                enable_gqa=has_grouped_heads,
             )
             output_parts.append(output_batch.transpose(1, 2).flatten(0, 1))
-        first_segment += num_equal_segments
-        first_token = end_token
+        first_query, first_key = end_query, end_key
 
     return torch.cat(output_parts)
 
@@ -265,15 +277,14 @@ def _attend_with_torch_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     attention_output = varlen_attn(
         query,
         key,
         value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
+        segments.cu_seqlens,
+        segments.keys.cu_seqlens,
+        segments.max_seqlen,
+        segments.keys.max_seqlen,
         window_size=(-1, 0) if causal else (-1, -1),
     )
     assert isinstance(attention_output, Tensor)  # it is a tuple only if the log-sum-exp is requested
@@ -285,9 +296,15 @@ def _attend_with_flash_attn(
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     return flash_attn_varlen_func(
-        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=causal
+        query,
+        key,
+        value,
+        segments.cu_seqlens,
+        segments.keys.cu_seqlens,
+        segments.max_seqlen,
+        segments.keys.max_seqlen,
+        causal=causal,
     )
 
 
@@ -322,16 +339,17 @@ class _TransformerEngineBackend:
                 attn_mask_type="padding_causal" if causal else "padding",
             )
 
+        causal_mask = "padding_causal" if segments.gathered_keys is None else "padding_causal_bottom_right"
         attention_output = self.dot_product_attention(
             query,
             key,
             value,
             qkv_format="thd",
             cu_seqlens_q=segments.cu_seqlens,
-            cu_seqlens_kv=segments.cu_seqlens,
+            cu_seqlens_kv=segments.keys.cu_seqlens,
             max_seqlen_q=segments.max_seqlen,
-            max_seqlen_kv=segments.max_seqlen,
-            attn_mask_type="padding_causal" if causal else "padding",
+            max_seqlen_kv=segments.keys.max_seqlen,
+            attn_mask_type=causal_mask if causal else "padding",
         )
 
         return attention_output.view(attention_output.shape[0], query.shape[1], query.shape[2])

@@ -59,7 +59,11 @@ def run_group(
                 fields = dict(entry)
                 family = fields.pop("family")
                 hf = tiny_checkpoint(
-                    family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0)
+                    family,
+                    tied=fields.pop("tied"),
+                    dtype=torch.float32,
+                    seed=SEEDS.get(family, 0),
+                    **fields.pop("sizes", {}),
                 )
                 cases.append(ParityCase(hf=str(hf), weights=str(weights(hf)), **fields))
         return run_cases(cases, ranks, folder / str(ranks))
