@@ -80,8 +80,8 @@ def packed_row(
 class PackedAttention(nn.Module):
     """The ``core_attention`` of a Megatron-core layer, for packed rows.
 
-    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it. Where these do not divide
-    among all ranks (``pg_collection.hcp``), ranks also gather keys and values.
+    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it. Where these do not
+    divide among all ranks (``pg_collection.hcp``), ranks also gather keys and values.
 
     Args:
         backend: one of :data:`BACKENDS`.
@@ -170,14 +170,21 @@ class PackedAttention(nn.Module):
 
 
 def choose_backend(
-    backend_name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
+    backend_name: str,
+    *,
+    platform: str,
+    head_dim: int,
+    causal: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    gathers_keys: bool = False,
 ) -> str:
     """Chooses the fastest measured backend for ``auto``. Checks and returns any other ``backend_name``.
 
     On H200 (docs/log/speed.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
     FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
     language model's long causal segments. Heads wider than 128 (Qwen3.5) use FlashAttention-2, because cuDNN
-    computes wrong gradients for them in packed rows.
+    computes wrong gradients for them in packed rows. FlashAttention-2 is also for more keys than queries
+    (``gathers_keys``, under context parallelism).
 
     Raises:
         RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
@@ -190,7 +197,7 @@ def choose_backend(
             return "sdpa"  # no fused kernel supports such heads
         if tower_kernels_apply and kernels_are_fastest(head_dim):
             return "triton"
-        return "te" if causal and head_dim in TE_HEAD_DIMS else "torch_varlen"
+        return "te" if causal and head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
 
     if backend_name not in BACKENDS:
         raise RunConfigError(
@@ -208,6 +215,12 @@ def choose_backend(
         raise RunConfigError(
             f"attention backend te: cuDNN computes wrong gradients for packed rows with heads of {head_dim};"
             " use auto or torch_varlen"
+        )
+
+    if backend_name == "te" and gathers_keys:
+        raise RunConfigError(
+            "attention backend te does not support more context-parallel ranks than heads; use auto or"
+            " torch_varlen"
         )
 
     if backend_name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
@@ -254,7 +267,7 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
                     value[first_key:end_key],
                 )
             )
-            # SDPA's own causal mask aligns the first query with the first key. Here the last ones belong together.
+            # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
             mask = None
             if causal and num_keys > num_queries:
                 mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
@@ -339,17 +352,16 @@ class _TransformerEngineBackend:
                 attn_mask_type="padding_causal" if causal else "padding",
             )
 
-        causal_mask = "padding_causal" if segments.gathered_keys is None else "padding_causal_bottom_right"
         attention_output = self.dot_product_attention(
             query,
             key,
             value,
             qkv_format="thd",
             cu_seqlens_q=segments.cu_seqlens,
-            cu_seqlens_kv=segments.keys.cu_seqlens,
+            cu_seqlens_kv=segments.cu_seqlens,
             max_seqlen_q=segments.max_seqlen,
-            max_seqlen_kv=segments.keys.max_seqlen,
-            attn_mask_type=causal_mask if causal else "padding",
+            max_seqlen_kv=segments.max_seqlen,
+            attn_mask_type="padding_causal" if causal else "padding",
         )
 
         return attention_output.view(attention_output.shape[0], query.shape[1], query.shape[2])

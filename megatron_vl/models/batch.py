@@ -86,8 +86,8 @@ class DeviceRow:
 
     Shapes are those of :class:`megatron_vl.data.packing.training_row.TrainingRow`. Under context parallelism,
     it is this rank's part of the row (``shard``): S is the row's length divided by ``cp``, and positions of
-    tokens count from the part's first token. Only ``segments`` are those of the tokens whose attention this rank
-    computes for some heads: the whole row or, if ranks gather keys, a part of it.
+    tokens count from the part's first token. Only ``segments`` are those of the tokens whose attention this
+    rank computes for some heads: the whole row or, if ranks gather keys, a larger part of it.
     """
 
     tokens: Tensor

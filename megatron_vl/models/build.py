@@ -235,6 +235,7 @@ def _build_language_model(
                 platform=platform.name,
                 head_dim=language_spec.head_dim,
                 causal=True,
+                gathers_keys=layout.key_ranks > 1,
             ),
             causal=True,
             num_deepstack_levels=len(spec.vision.deepstack_layers),

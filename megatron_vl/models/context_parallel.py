@@ -5,9 +5,9 @@ of the model need other shards:
 
 * Full attention exchanges heads (DeepSpeed-Ulysses, arXiv 2309.14509): before it, each rank gives up the
   other heads of its tokens and receives the other tokens of its heads; after it, the reverse. In between,
-  documents are whole, so that the packed kernels and their bounds stay as they are. If the heads do not divide
-  among all ranks, neighbours exchange them as far as they do. Then each rank has a larger part of the row, and
-  gathers the keys and values of its heads from the ranks with the other parts.
+  documents are whole, so that the packed kernels and their bounds stay as they are. If the heads do not
+  divide among all ranks, neighbours exchange them as far as they do. Then each rank has a larger part of the
+  row, and gathers the keys and values of its heads from the ranks with the other parts.
 * The vision tower encodes some frames of the row on each rank. Features then go to the ranks whose shards
   have their placeholders.
 * The loss, the number of its tokens and the gradients are sums over all ranks of a row, as they are over

@@ -9,6 +9,9 @@ FFN width ``f`` keeps these elements:
 - q and k after RoPE, v and attention: the widths of heads and key/value heads. With Transformer Engine, v is
   a copy. FlashAttention's v is a view that keeps the whole fused QKV output. Window layers keep that and the
   output; our kernels for full attention keep a rotated copy of it and the output.
+- Under context parallelism, the exchange of heads copies v, so that v is no view, and keeps the output of
+  attention twice. Ranks that gather keys keep k and v of all of them. Linear attention keeps a state and a
+  matrix of each value head, and receives those of all ranks for a moment.
 - Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
 - Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
   and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
@@ -609,17 +612,22 @@ class _ActivationEstimator:
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
         key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
-        exchanged = 0.0
-        if self.layout.cp > 1:
-            key_value_width *= key_value_copies(
-                max(1, language_spec.num_kv_heads // tensor_parallel_size), self.layout.cp
-            )
-            exchanged = query_width  # the output of attention is kept before and after the exchange
         attention_backend = self.model_config.language_attention
         is_fused = attention_backend == "te" or (
-            attention_backend == "auto" and language_spec.head_dim in TE_HEAD_DIMS
+            attention_backend == "auto"
+            and language_spec.head_dim in TE_HEAD_DIMS
+            and self.layout.key_ranks == 1
         )
-        value_elements = key_value_width if is_fused else query_width + 2 * key_value_width
+        fused_output = query_width + 2 * key_value_width
+        value_elements = key_value_width if is_fused else fused_output
+        exchanged = 0.0
+        if self.layout.cp > 1:
+            key_value_heads = max(1, language_spec.num_kv_heads // tensor_parallel_size)
+            key_value_width *= key_value_copies(key_value_heads, self.layout.head_ranks)
+            key_value_width *= self.layout.key_ranks
+            # The norms of queries and keys keep the fused output even if the value is a copy.
+            value_elements = key_value_width + fused_output * (language_spec.qk_norm and not is_fused)
+            exchanged = query_width  # the output of attention is kept before and after the exchange
         gate_elements = 0.0
         if language_spec.output_gate:
             keeps_output = self._keeps_input(
@@ -647,6 +655,9 @@ class _ActivationEstimator:
             + values
             + linear_attention.value_heads * (1 + 4 / self.bytes_per_element + DELTA_CHUNK)
         )
+        if self.layout.cp > 1:  # a state and a matrix of each value head
+            state_bytes = 4 * linear_attention.state_exchange_size
+            core_elements += state_bytes / (self.bytes_per_element * self.seq_len)
         keeps_output = self._keeps_input(kind.adapters, "self_attention.out_proj", self._trains_language)
         return (
             projected_elements

@@ -223,7 +223,7 @@ ON_EDGES = [
 some documents have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
 TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}
-THREE_HEADS = {"heads": 3, "kv_heads": 1}
+THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
 """Sizes of models with fewer heads than ranks. Then ranks gather keys and values."""
 
 CONTEXT: dict[int, list[dict[str, Any]]] = {
