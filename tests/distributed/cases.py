@@ -369,7 +369,7 @@ CONTEXT_QUICK = {
     "CP2 x TP2 + SP, overlap, qwen3_5",
     "CP2 beyond the heads, qwen3_vl",
     "CP2 beyond the heads, qwen3_5",
-    "CP4 beyond the heads, qwen2_5_vl",
+    "CP8 beyond the heads, qwen2_5_vl",
 }
 """Those of them that ``make test`` chooses from."""
 
