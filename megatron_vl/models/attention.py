@@ -115,7 +115,7 @@ class PackedAttention(nn.Module):
         self.backend_function = make_backend(backend)
         self.cp_group = pg_collection.cp
         nested_groups = getattr(pg_collection, "hcp", None)
-        self.head_group, self.key_group = nested_groups or (self.cp_group, None)
+        self.head_group, self.key_group = nested_groups or (self.cp_group, self.cp_group)
 
     def forward(
         self,
