@@ -337,8 +337,9 @@ def _chunk_decays(
         continues_state: whether the first sequence continues a state from before the row.
 
     Returns:
-        From each token to each later one of its sequence, [chunks, heads, CHUNK, CHUNK]; from the state before
-        the chunk to each token; and from each token to the state after it, both [chunks, heads, CHUNK, 1].
+        From each token to each later one of its sequence, [chunks, heads, CHUNK, CHUNK]; from the state
+        before the chunk to each token; and from each token to the state after the chunk. The last two are
+        [chunks, heads, CHUNK, 1].
     """
     # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
     # within the sequence, so that other sequences do not change its rounding.

@@ -12,6 +12,7 @@ language models) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from megatron_vl.kernels.flash_attention import (
 from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
 from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.models.batch import RowShard, Segments
-from megatron_vl.models.context_parallel import heads_for_tokens, tokens_for_heads
+from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kv_cache import CacheAccess
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
@@ -41,7 +42,9 @@ LARGEST_GRADIENT_ERROR = 0.02
 """Largest relative error of gradients with which a backend may be used."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
-"""(query [S, h, d], key [S, g, d], value [S, g, d], segments, causal) -> [S, h, d]"""
+"""(query [S, h, d], key [K, g, d], value [K, g, d], segments, causal) -> [S, h, d]
+
+K is S, or more if ranks gather keys. Then a sequence's queries are the last of its tokens."""
 
 
 @dataclass
@@ -84,7 +87,8 @@ def packed_row(
 class PackedAttention(nn.Module):
     """The ``core_attention`` of a Megatron-core layer, for packed rows.
 
-    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it.
+    Under context parallelism (``pg_collection.cp``), ranks exchange heads around it. Where these do not
+    divide among all ranks (``pg_collection.hcp``), ranks also gather keys and values.
 
     Args:
         backend: one of :data:`BACKENDS`.
@@ -117,6 +121,8 @@ class PackedAttention(nn.Module):
         self.causal = causal
         self.backend_function = make_backend(backend)
         self.cp_group = pg_collection.cp
+        nested_groups = getattr(pg_collection, "hcp", None)
+        self.head_group, self.key_group = nested_groups or (self.cp_group, self.cp_group)
 
     def forward(
         self,
@@ -141,43 +147,49 @@ class PackedAttention(nn.Module):
             # The value is a view of the fused QKV output, all of which the backward pass would keep.
             packed_value = packed_value.contiguous()
 
-        cache_access = packed_seq_params.cache
+        attention_output = self._attend(
+            packed_query, packed_key, packed_value, segments, packed_seq_params.cache
+        )
+        return attention_output.reshape(attention_output.shape[0], 1, -1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, cache_access: CacheAccess | None
+    ) -> Tensor:
         if self.cp_group.size() > 1:
             # Each rank gets all tokens of some heads, so that the backends need not know that the row is
             # split.
             assert cache_access is None, "answers are not generated under context parallelism"
-            packed_query, packed_key, packed_value = heads_for_tokens(
-                packed_query, packed_key, packed_value, self.cp_group
-            )
-            output_of_heads = self.backend_function(
-                packed_query, packed_key, packed_value, segments, self.causal
-            )
-            attention_output = tokens_for_heads(output_of_heads, self.cp_group)
-        elif cache_access is None:
-            attention_output = self.backend_function(
-                packed_query, packed_key, packed_value, segments, self.causal
-            )
-        else:
-            # The prompt attends to itself through the backend. Later tokens attend to what it stored.
-            attention_output = cache_access.attend_with_cache(
-                self,
-                packed_query,
-                packed_key,
-                packed_value,
-                lambda: self.backend_function(packed_query, packed_key, packed_value, segments, self.causal),
-            )
-        return attention_output.reshape(attention_output.shape[0], 1, -1)
+            query, key, value = heads_for_tokens(query, key, value, self.head_group)
+            if segments.gathered_keys is not None:
+                key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+            output_of_heads = self.backend_function(query, key, value, segments, self.causal)
+            return tokens_for_heads(output_of_heads, self.head_group)
+
+        if cache_access is None:
+            return self.backend_function(query, key, value, segments, self.causal)
+
+        # The prompt attends to itself through the backend. Later tokens attend to what it stored.
+        return cache_access.attend_with_cache(
+            self, query, key, value, lambda: self.backend_function(query, key, value, segments, self.causal)
+        )
 
 
 def choose_backend(
-    backend_name: str, *, platform: str, head_dim: int, causal: bool, dtype: torch.dtype = torch.bfloat16
+    backend_name: str,
+    *,
+    platform: str,
+    head_dim: int,
+    causal: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    gathers_keys: bool = False,
 ) -> str:
     """Chooses the fastest measured backend for ``auto``. Checks and returns any other ``backend_name``.
 
     On Hopper (docs/log/speed.md), our kernels are the fastest for the vision tower, and FlashAttention-4 for
     the language model's causal segments. Without that package, the language model uses cuDNN through
     Transformer Engine, but FlashAttention-2 for heads wider than 128 (Qwen3.5), because cuDNN computes wrong
-    gradients for them in packed rows.
+    gradients for them in packed rows, and for more keys than queries (``gathers_keys``, under context
+    parallelism).
 
     Raises:
         RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
@@ -193,7 +205,7 @@ def choose_backend(
             return "triton"
         if flash_attention_applies and head_dim in FLASH_ATTENTION_HEAD_DIMS:
             return "flash_attn"
-        return "te" if causal and head_dim in TE_HEAD_DIMS else "torch_varlen"
+        return "te" if causal and head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
 
     if backend_name not in BACKENDS:
         raise RunConfigError(
@@ -211,6 +223,12 @@ def choose_backend(
         raise RunConfigError(
             f"attention backend te: cuDNN computes wrong gradients for packed rows with heads of {head_dim};"
             " use auto or torch_varlen"
+        )
+
+    if backend_name == "te" and gathers_keys:
+        raise RunConfigError(
+            "attention backend te does not support more context-parallel ranks than heads; use auto or"
+            " torch_varlen"
         )
 
     if backend_name == "flash_attn" and not flash_attention_applies:
@@ -261,36 +279,38 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
 
     It reads ``cu_seqlens`` on the host, so it is meant for CPU and for checks.
     """
-    cu_seqlens = segments.cu_seqlens.tolist()
-    segment_lengths = [end - start for start, end in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+    query_lengths = segments.cu_seqlens.diff().tolist()
+    key_lengths = segments.keys.cu_seqlens.diff().tolist()
     has_grouped_heads = query.shape[1] != key.shape[1]
 
     output_parts = []
-    first_segment = 0
-    first_token = 0
-    while first_segment < len(segment_lengths):
-        num_equal_segments = 1
-        while (
-            first_segment + num_equal_segments < len(segment_lengths)
-            and segment_lengths[first_segment + num_equal_segments] == segment_lengths[first_segment]
-        ):
-            num_equal_segments += 1
-
-        segment_length = segment_lengths[first_segment]
-        end_token = first_token + num_equal_segments * segment_lengths[first_segment]
-        if segment_length:
+    first_query = first_key = 0
+    for (num_queries, num_keys), run in itertools.groupby(zip(query_lengths, key_lengths, strict=True)):
+        num_segments = len(list(run))
+        end_query, end_key = first_query + num_segments * num_queries, first_key + num_segments * num_keys
+        if num_queries:
             query_batch, key_batch, value_batch = (
-                packed_tensor[first_token:end_token]
-                .unflatten(0, (num_equal_segments, segment_length))
-                .transpose(1, 2)
-                for packed_tensor in (query, key, value)
+                packed_tensor.unflatten(0, (num_segments, -1)).transpose(1, 2)
+                for packed_tensor in (
+                    query[first_query:end_query],
+                    key[first_key:end_key],
+                    value[first_key:end_key],
+                )
             )
+            # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
+            mask = None
+            if causal and num_keys > num_queries:
+                mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
             output_batch = F.scaled_dot_product_attention(
-                query_batch, key_batch, value_batch, is_causal=causal, enable_gqa=has_grouped_heads
+                query_batch,
+                key_batch,
+                value_batch,
+                mask,
+                is_causal=causal and mask is None,
+                enable_gqa=has_grouped_heads,
             )
             output_parts.append(output_batch.transpose(1, 2).flatten(0, 1))
-        first_segment += num_equal_segments
-        first_token = end_token
+        first_query, first_key = end_query, end_key
 
     return torch.cat(output_parts)
 
@@ -300,15 +320,14 @@ def _attend_with_torch_varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     attention_output = varlen_attn(
         query,
         key,
         value,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
+        segments.cu_seqlens,
+        segments.keys.cu_seqlens,
+        segments.max_seqlen,
+        segments.keys.max_seqlen,
         window_size=(-1, 0) if causal else (-1, -1),
     )
     assert isinstance(attention_output, Tensor)  # it is a tuple only if the log-sum-exp is requested
@@ -319,7 +338,15 @@ def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
     assert causal, "for language models only"
-    return packed_causal_attention(query, key, value, segments.cu_seqlens, segments.max_seqlen)
+    return packed_causal_attention(
+        query,
+        key,
+        value,
+        segments.cu_seqlens,
+        segments.keys.cu_seqlens,
+        segments.max_seqlen,
+        segments.keys.max_seqlen,
+    )
 
 
 def _attend_with_triton(

@@ -18,6 +18,19 @@ from megatron_vl.models.kv_cache import CacheAccess
 
 
 @dataclass
+class KeySegments:
+    """The bounds of sequences among keys that ranks gather, if these are more tokens than the queries."""
+
+    cu_seqlens: Tensor
+    """int32 [segments + 1], ascending from 0 to the number of keys, on the device. Each sequence ends with
+    the last of its queries."""
+    max_seqlen: int
+    """Number of keys of the longest sequence."""
+    row_tokens: slice
+    """The tokens of the row whose keys these are, known on the host."""
+
+
+@dataclass
 class Segments:
     """The bounds of the sequences in a packed row."""
 
@@ -25,6 +38,13 @@ class Segments:
     """int32 [segments + 1], ascending from 0 to S, on the device."""
     max_seqlen: int
     """Length of the longest segment, known on the host."""
+    gathered_keys: KeySegments | None = None
+    """The bounds among the keys if these are gathered; None if queries and keys are the same tokens."""
+
+    @property
+    def keys(self) -> Segments | KeySegments:
+        """The bounds of the sequences among the keys."""
+        return self.gathered_keys or self
 
     def with_padding_segment(self, total_length: int, padding_length: int) -> Segments:
         """A copy with one more segment.
@@ -66,7 +86,8 @@ class DeviceRow:
 
     Shapes are those of :class:`megatron_vl.data.packing.training_row.TrainingRow`. Under context parallelism,
     it is this rank's part of the row (``shard``): S is the row's length divided by ``cp``, and positions of
-    tokens count from the part's first token. Only ``segments`` are those of the whole row.
+    tokens count from the part's first token. Only ``segments`` are those of the tokens whose attention this
+    rank computes for some heads: the whole row or, if ranks gather keys, a larger part of it.
     """
 
     tokens: Tensor

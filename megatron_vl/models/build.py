@@ -26,7 +26,7 @@ from megatron_vl.models.transformer_configs import language_config, vision_confi
 from megatron_vl.models.vision import VisionTower
 from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageModel
 from megatron_vl.parallel import tp_overlap
-from megatron_vl.parallel.process_groups import group_of_this_rank
+from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
 from megatron_vl.platform import Platform
 from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts
 from megatron_vl.spec.families import ModelSpec
@@ -227,12 +227,15 @@ def _build_language_model(
         head_dim=language_spec.head_dim,
         causal=True,
         dtype=getattr(torch, config.dtype),
+        gathers_keys=layout.key_ranks > 1,
     )
     check_gradients(
         attention_backend, language_spec.num_heads // language_spec.num_kv_heads, language_spec.head_dim
     )
 
     layer_range = layout.chunk_layers(pipeline_rank, virtual_stage)
+    language_groups = ProcessGroupCollection.use_mpu_process_groups()
+    language_groups.hcp = nested_context_groups()
     language_model = GPTModel(
         core_config,
         transformer_block_spec(
@@ -256,7 +259,7 @@ def _build_language_model(
         position_embedding_type="mrope",
         rotary_base=int(language_spec.rope_theta),
         scatter_embedding_sequence_parallel=False,
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        pg_collection=language_groups,
         vp_stage=virtual_stage if layout.vpp > 1 else None,
     )
 

@@ -5,7 +5,9 @@ of the model need other shards:
 
 * Full attention exchanges heads (DeepSpeed-Ulysses, arXiv 2309.14509): before it, each rank gives up the
   other heads of its tokens and receives the other tokens of its heads; after it, the reverse. In between,
-  documents are whole, so that the packed kernels and their bounds stay as they are.
+  documents are whole, so that the packed kernels and their bounds stay as they are. If the heads do not
+  divide among all ranks, neighbours exchange them as far as they do. Then each rank has a larger part of the
+  row, and gathers the keys and values of its heads from the ranks with the other parts.
 * The vision tower encodes some frames of the row on each rank. Features then go to the ranks whose shards
   have their placeholders.
 * The loss, the number of its tokens and the gradients are sums over all ranks of a row, as they are over
@@ -21,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import all_to_all
+from megatron.core.tensor_parallel import all_to_all, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_vl.spec.layout import key_value_copies
@@ -81,6 +83,25 @@ def heads_for_tokens(
     received_heads = all_to_all(group, sent_heads.contiguous()).flatten(0, 1)
     local_query, local_key, local_value = received_heads.split(num_heads, 1)
     return local_query.contiguous(), local_key.contiguous(), local_value.contiguous()
+
+
+def gather_keys(
+    key: Tensor, value: Tensor, row_tokens: slice, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Gathers the keys and values that a rank's queries attend to. Collective over ``group``, backwards too.
+
+    The gradients of a token's key and value are summed over the ranks that attend to it.
+
+    Args:
+        key, value: [S / ranks, g, d], those of the same heads on all ranks, in the order of the ranks.
+        row_tokens: the n tokens of the row whose keys and values are returned.
+
+    Returns:
+        Key and value [n, g, d].
+    """
+    row_key = gather_from_sequence_parallel_region(key, group=group)
+    row_value = gather_from_sequence_parallel_region(value, group=group)
+    return row_key[row_tokens], row_value[row_tokens]
 
 
 def tokens_for_heads(attention_output: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -21,7 +21,7 @@ from megatron_vl.parallel.process_groups import (
     cache_core_groups,
     cached_group,
     destroy_groups,
-    keep_replica_group,
+    keep_groups,
 )
 from megatron_vl.platform import Platform
 from megatron_vl.spec.layout import Layout
@@ -42,6 +42,8 @@ class ProcessGrid:
     pp: int
     dp: int
     vpp: int
+    key_ranks: int
+    """Number of context-parallel ranks that gather each other's keys and values."""
     sharding: Sharding
     """The numbers of shards into which tensors are cut."""
     ep_rank: int
@@ -143,7 +145,7 @@ def make_grid(layout: Layout) -> ProcessGrid:
     _initialize_core_groups(layout)
     # Core has no group of a whole replica under context parallelism.
     replica_group = _replica_group(layout) if layout.cp > 1 else mpu.get_model_parallel_group()
-    keep_replica_group(replica_group)
+    keep_groups(replica_group, _nested_context_groups(layout))
     return ProcessGrid(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         cp_rank=mpu.get_context_parallel_rank(),
@@ -154,6 +156,7 @@ def make_grid(layout: Layout) -> ProcessGrid:
         pp=layout.pp,
         dp=mpu.get_data_parallel_world_size(),
         vpp=layout.vpp,
+        key_ranks=layout.key_ranks,
         sharding=layout.sharding,
         ep_rank=mpu.get_expert_model_parallel_rank(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
@@ -190,6 +193,28 @@ def _initialize_core_groups(layout: Layout) -> None:
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
         )
+
+
+def _nested_context_groups(layout: Layout) -> list[dist.ProcessGroup] | None:
+    """The groups of this rank that exchange heads and that gather keys. Collective over all ranks.
+
+    Returns:
+        None if the heads divide among all context-parallel ranks, whose group then exchanges them.
+    """
+    if layout.key_ranks == 1:
+        return None
+    ranks = torch.arange(dist.get_world_size())
+    rank_grid = ranks.view(-1, layout.key_ranks, layout.head_ranks, layout.tp)
+    head_members = rank_grid.transpose(2, 3).flatten(0, 2)
+    key_members = rank_grid.movedim(1, 3).flatten(0, 2)
+
+    own_groups = []
+    for purpose, all_members in (("HEADS", head_members), ("KEYS", key_members)):
+        for members in all_members.tolist():  # every rank must take part in the creation of every group
+            group = cached_group(members, None, purpose, timeout=_collective_timeout)
+            if dist.get_rank() in members:
+                own_groups.append(group)
+    return own_groups
 
 
 def _replica_gloo_group(layout: Layout) -> dist.ProcessGroup | None:

@@ -45,6 +45,8 @@ class _GroupCache:
         """The group with only this rank; None until one is needed."""
         self.replica_group: Any = None
         """The group of this rank's replica in the current layout."""
+        self.nested_context_groups: list[Any] | None = None
+        """The groups that exchange heads and gather keys, if the current layout needs both."""
 
     def begin_layout(self) -> None:
         """Waits until every rank begins this layout.
@@ -96,14 +98,24 @@ def cached_group(
     return _current_group_cache().get_group(member_ranks, backend, purpose, timeout=timeout)
 
 
-def keep_replica_group(group: Any) -> None:
-    """Makes ``group`` the one that :func:`replica_group` returns until the next layout."""
-    _current_group_cache().replica_group = group
+def keep_groups(replica_group: Any, nested_context_groups: list[Any] | None) -> None:
+    """Makes these groups the ones that the functions below return until the next layout."""
+    group_cache = _current_group_cache()
+    group_cache.replica_group = replica_group
+    group_cache.nested_context_groups = nested_context_groups
 
 
 def replica_group() -> Any:
     """The group of all ranks of this rank's data-parallel replica, which a grid has made."""
     return _current_group_cache().replica_group
+
+
+def nested_context_groups() -> list[Any] | None:
+    """This rank's groups that exchange heads and gather keys, in this order, which a grid has made.
+
+    None if the heads divide among all context-parallel ranks.
+    """
+    return _current_group_cache().nested_context_groups
 
 
 @contextmanager

@@ -308,7 +308,11 @@ class StepCosts:
         flops_per_second = (
             calibration.attention_tflops * 1e12 * length / (length + calibration.attention_length)
         )
-        return 2.0 * head_width * rows.mean_token_pairs / flops_per_second
+        # Among ranks that gather keys, the one with a document's end has the most pairs of tokens: of a
+        # document over n of them, 2 - 1 / n times the mean. The others wait for it.
+        part_length = self.config.data.seq_len / self.layout.key_ranks
+        largest_share = 2.0 - min(1.0, part_length / length)
+        return 2.0 * head_width * rows.mean_token_pairs * largest_share / flops_per_second
 
     def _linear_attention_seconds(self) -> tuple[float, float]:
         """Seconds of the forward pass of linear attention: (its projections, all that lies between them).
@@ -417,21 +421,27 @@ class StepCosts:
         return 4 * self.collective_seconds(self.bytes_per_element * element_count, self.layout.tp)
 
     def _head_exchange(self, width: int, key_value_heads: int, head_dim: int) -> float:
-        """Seconds to exchange heads before and after attention, in one pass, under context parallelism.
+        """Seconds to exchange heads around attention and to gather keys and values, in one pass.
 
         Args:
             width: elements of all query heads of a token.
         """
-        tp, cp = self.layout.tp, self.layout.cp
-        if cp == 1:
+        tp, head_ranks, key_ranks = self.layout.tp, self.layout.head_ranks, self.layout.key_ranks
+        if self.layout.cp == 1:
             return 0.0
-        local = max(1, key_value_heads // tp)
-        keys = local * key_value_copies(local, cp) * head_dim
-        size = self.bytes_per_element * self.seq_len * (2 * width / tp + 2 * keys)
-        bandwidth = (
-            self.network.collective_bandwidth(self.calibration, cp, tp) * self.calibration.exchange_share
+        local_heads = max(1, key_value_heads // tp)
+        key_width = local_heads * key_value_copies(local_heads, head_ranks) * head_dim
+        token_bytes = self.bytes_per_element * self.seq_len
+        gather_seconds = 2 * self.collective_seconds(
+            key_ranks * token_bytes * key_width, key_ranks, tp * head_ranks
         )
-        return size * (cp - 1) / cp / bandwidth + 2 * self.calibration.collective_s
+        if head_ranks == 1:
+            return gather_seconds
+
+        bandwidth = self.network.collective_bandwidth(self.calibration, head_ranks, tp)
+        exchanged_bytes = token_bytes * (2 * width / tp + 2 * key_width) * (head_ranks - 1) / head_ranks
+        exchange_seconds = exchanged_bytes / (bandwidth * self.calibration.exchange_share)
+        return exchange_seconds + 2 * self.calibration.collective_s + gather_seconds
 
     def _state_exchange(self) -> float:
         """Seconds of two all-gathers of linear attention in one pass, under context parallelism.

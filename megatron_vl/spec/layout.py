@@ -38,11 +38,19 @@ class Layout:
     first stage holds it."""
     cp: int = 1
     """Context parallel size. It cuts rows, and no tensors."""
+    key_ranks: int = 1
+    """Number of context-parallel ranks that gather each other's keys and values. It is more than 1 if ``cp``
+    exceeds what the heads divide into (:func:`exchange_ranks`)."""
 
     @property
     def replica_ranks(self) -> int:
         """Number of ranks of a data-parallel replica."""
         return self.tp * self.cp * self.pp
+
+    @property
+    def head_ranks(self) -> int:
+        """Number of context-parallel ranks that exchange heads with each other."""
+        return self.cp // self.key_ranks
 
     @property
     def sharding(self) -> Sharding:
@@ -123,7 +131,7 @@ def make_layout(
         raise LayoutError(f"vpp={vpp} needs pp of at least 2")
 
     check_sharding(spec, Sharding(tp, ep, etp))
-    check_context_parallel(spec, tp, cp)
+    check_context_parallel(spec, cp)
     num_layers = spec.language.num_layers
     layers = _even_layers(num_layers, pp, vpp, decoupled) if layers is None else layers
     if len(layers) != pp * vpp:
@@ -134,7 +142,8 @@ def make_layout(
         raise LayoutError(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
-    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp)
+    key_ranks = cp // exchange_ranks(spec, tp, cp)
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, key_ranks)
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:
@@ -157,32 +166,28 @@ def key_value_copies(key_value_heads: int, cp: int) -> int:
     return math.lcm(key_value_heads, cp) // key_value_heads
 
 
-def check_context_parallel(spec: ModelSpec, tp: int, cp: int) -> None:
-    """Checks that the ranks which share a row can exchange what the model's attention needs.
+def exchange_ranks(spec: ModelSpec, tp: int, cp: int) -> int:
+    """The largest divisor of ``cp`` that divides the query heads of a tensor-parallel rank.
+
+    Query heads are divided together with their key/value heads.
+    """
+    query_heads, key_value_heads = spec.language.num_heads // tp, max(1, spec.language.num_kv_heads // tp)
+    head_ranks = cp
+    while cp % head_ranks or query_heads % math.lcm(key_value_heads, head_ranks):
+        head_ranks -= 1
+    return head_ranks
+
+
+def check_context_parallel(spec: ModelSpec, cp: int) -> None:
+    """Checks that the ranks which share a row can exchange what the model's linear attention needs.
 
     Raises:
         LayoutError: they cannot. The message says why, and which sizes are valid.
     """
-    if cp == 1:
-        return
-    query_heads, key_value_heads = spec.language.num_heads // tp, max(1, spec.language.num_kv_heads // tp)
-    most_ranks = query_heads
-    if spec.language.linear_attention is not None:
-        most_ranks = min(most_ranks, MAX_STATE_RANKS)
-        if cp > MAX_STATE_RANKS:
-            raise LayoutError(
-                f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
-                f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
-            )
-
-    def divides_heads(size: int) -> bool:
-        return query_heads % math.lcm(key_value_heads, size) == 0
-
-    if not divides_heads(cp):
+    if spec.language.linear_attention is not None and cp > MAX_STATE_RANKS:
         raise LayoutError(
-            f"cp={cp}: attention exchanges heads, and each rank must get an equal number of the"
-            f" {query_heads} query heads that tp={tp} leaves to it, with their key/value heads;"
-            f" cp may be {', '.join(map(str, filter(divides_heads, range(1, most_ranks + 1))))}"
+            f"cp={cp}: {spec.family} has linear attention, in which each rank receives the states of all"
+            f" ranks that share a row; cp may be at most {MAX_STATE_RANKS}"
         )
 
 

@@ -185,7 +185,7 @@ class BatchBroadcast:
         if (self.tower_is_decoupled or grid.cp > 1) and vision_spec is None:
             raise ValueError("a tower on several ranks needs its sizes, to spread the pictures")
         self.row_sharding = (
-            RowSharding(grid.cp, vision_spec, self.tower_is_decoupled)
+            RowSharding(grid.cp, grid.key_ranks, vision_spec, self.tower_is_decoupled)
             if grid.cp > 1 and vision_spec
             else None
         )

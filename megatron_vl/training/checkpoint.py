@@ -401,7 +401,7 @@ class CheckpointSaver:
         weights_digest = write_manifest(
             partial_dir / "weights",
             self.spec,
-            dataclasses.replace(self.layout, decoupled=False, cp=1),
+            dataclasses.replace(self.layout, decoupled=False, cp=1, key_ranks=1),
             manifest_entries,
             {"step": checkpoint_snapshot.step},
             checkpoint_snapshot.lora,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_vl.data.packing.training_row import TrainingRow, loss_index
 from megatron_vl.kernels.shard_exchange import shard_route
-from megatron_vl.models.batch import DeviceRow, RowShard, Segments, VisionInput
+from megatron_vl.models.batch import DeviceRow, KeySegments, RowShard, Segments, VisionInput
 from megatron_vl.models.context_parallel import FeatureRoute
 from megatron_vl.models.decoupled import StepVision
 from megatron_vl.models.frame_shares import Array, cumulative_starts
@@ -33,11 +33,14 @@ class RowSharding:
 
     Args:
         context_size: number of ranks that share a row.
+        key_ranks: number of parts of the row whose queries belong to different ranks. If there are several,
+            their ranks gather keys.
         tower_is_decoupled: whether every rank holds the tower. Then the first rank of the replica has all
             features; otherwise, each rank of the first stage encodes a share of the row's frames.
     """
 
     context_size: int
+    key_ranks: int
     vision_spec: VisionSpec
     tower_is_decoupled: bool
 
@@ -49,7 +52,7 @@ class RowSharding:
         """
         part_length = row.seq_len // self.context_size
         segment_bounds = row.cu_seqlens.tolist()
-        parts = [self._part_segments(segment_bounds, rank) for rank in range(self.context_size)]
+        parts = _part_segments(segment_bounds, self.context_size)
 
         # A part without an index has logits for all of its tokens.
         known_indices = [row.tokens.new_empty(0)]
@@ -76,19 +79,8 @@ class RowSharding:
         row_tensors["feature_order"] = torch.from_numpy(np.concatenate(send_orders))
         index_in_part = placeholders[np.argsort(part_of_feature, kind="stable")] % part_length
         row_tensors["feature_index"] = torch.from_numpy(index_in_part)
-        return {"parts": parts, "features": features_by_pair.tolist()}
-
-    def _part_segments(self, segment_bounds: list[int], rank: int) -> dict[str, Any]:
-        """The segments that a part has tokens of, and how they cross its edges.
-
-        Args:
-            segment_bounds: bounds of the row's segments.
-        """
-        route = shard_route(segment_bounds, self.context_size, rank)
-        start, stop = rank * route.length, (rank + 1) * route.length
-        first, last = bisect_right(segment_bounds, start) - 1, bisect_left(segment_bounds, stop)
-        longest = int(np.diff(np.clip(segment_bounds[first : last + 1], start, stop)).max())
-        return {"segments": (first, last), "longest": longest, "route": route}
+        query_parts = _part_segments(segment_bounds, self.key_ranks)
+        return {"parts": parts, "query_parts": query_parts, "features": features_by_pair.tolist()}
 
     def _feature_bounds(self, row: TrainingRow) -> Array:
         """int64 [ranks + 1]: bounds of the features that each rank has before they are exchanged."""
@@ -160,18 +152,63 @@ def cut_text(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: i
     return row_tensors | part_tensors
 
 
+def _part_segments(segment_bounds: list[int], part_count: int) -> list[dict[str, Any]]:
+    """For each of the equal parts of a row, the segments that it has tokens of, and how they cross its edges.
+
+    Args:
+        segment_bounds: bounds of the row's segments.
+    """
+    parts = []
+    for part_number in range(part_count):
+        route = shard_route(segment_bounds, part_count, part_number)
+        start, stop = part_number * route.length, (part_number + 1) * route.length
+        first, last = bisect_right(segment_bounds, start) - 1, bisect_left(segment_bounds, stop)
+        longest = int(np.diff(np.clip(segment_bounds[first : last + 1], start, stop)).max())
+        parts.append({"segments": (first, last), "longest": longest, "route": route})
+    return parts
+
+
 def complete_part(row: DeviceRow, row_header: dict[str, Any], rank: int) -> DeviceRow:
     """Adds bounds and routes to a row that was made from the tensors of a part (:func:`cut_text`)."""
-    part = row_header["parts"][rank]
+    parts, query_parts = row_header["parts"], row_header["query_parts"]
     part_length = row.tokens.numel()
-    start = rank * part_length
-    first, last = part["segments"]
+    local_segments = _segments_of_part(row.segments, parts[rank])
+    attention_segments = row.segments
+    if len(query_parts) > 1:
+        query_part = query_parts[rank * len(query_parts) // len(parts)]
+        attention_segments = dataclasses.replace(
+            _segments_of_part(row.segments, query_part),
+            gathered_keys=_keys_of_part(row.segments, query_part),
+        )
 
-    segment_bounds = row.segments.cu_seqlens[first : last + 1].clamp(start, start + part_length) - start
-    row_shard = RowShard(Segments(segment_bounds, part["longest"]), part["route"])
     return dataclasses.replace(
-        row, shard=row_shard, num_real_tokens=min(max(row.num_real_tokens - start, 0), part_length)
+        row,
+        segments=attention_segments,
+        shard=RowShard(local_segments, parts[rank]["route"]),
+        num_real_tokens=min(max(row.num_real_tokens - rank * part_length, 0), part_length),
     )
+
+
+def _segments_of_part(row_segments: Segments, part: dict[str, Any]) -> Segments:
+    """The bounds of a row's segments within a part, from its first token."""
+    first, last = part["segments"]
+    start, length = part["route"].rank * part["route"].length, part["route"].length
+    segment_bounds = row_segments.cu_seqlens[first : last + 1].clamp(start, start + length) - start
+    return Segments(segment_bounds, part["longest"])
+
+
+def _keys_of_part(row_segments: Segments, part: dict[str, Any]) -> KeySegments:
+    """The bounds of the keys that the queries of a part attend to.
+
+    They are the part's own tokens, and before them those of its first segment that lie on earlier ranks.
+    """
+    first, last = part["segments"]
+    route = part["route"]
+    stop = (route.rank + 1) * route.length
+    first_key = route.rank * route.length - route.tokens_before
+    key_bounds = row_segments.cu_seqlens[first : last + 1].clamp(max=stop) - first_key
+    most_keys = max(part["longest"], route.tokens_before + route.first_end)
+    return KeySegments(key_bounds, most_keys, slice(first_key, stop))
 
 
 def cut_feature_index(row_header: dict[str, Any], row_tensors: dict[str, Tensor], rank: int) -> Tensor:

@@ -222,6 +222,9 @@ ON_EDGES = [
 """The first image crosses an edge amid its windows; a document ends on an edge; the video crosses an edge and
 some documents have 1 to 3 tokens; the last ranks have only padding, and no rank has a picture."""
 SHARED = [ON_EDGES, TEXT_ALL, MIXED_ROWS]
+TWO_HEADS = {"heads": 2, "kv_heads": 1, "mrope_section": (4, 6, 6)}
+THREE_HEADS = {"heads": 3, "kv_heads": 1, "mrope_section": (4, 6, 6)}
+"""Sizes of models with fewer heads than ranks. Then ranks gather keys and values."""
 
 CONTEXT: dict[int, list[dict[str, Any]]] = {
     2: [
@@ -257,6 +260,14 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
         case("training, CP2, decoupled, qwen3_vl", Q3, steps=TRAINING, train=True, decoupled=True),
         case("training, CP2, EP2, experts", MOE, ep=2, steps=TRAINING, train=True, overlap=True),
         case("training, CP2, overlap, qwen3_5", Q35, steps=TRAINING, train=True, overlap=True),
+        *(
+            case(f"CP2 beyond the heads, {family}", family, sizes=THREE_HEADS, steps=SHARED)
+            for family in (Q3, Q35)
+        ),
+        case("CP2 beyond the heads, full recompute", Q3, sizes=THREE_HEADS, steps=[ON_EDGES], recompute=FULL),
+        case("CP2 beyond the heads, decoupled", Q35, sizes=THREE_HEADS, steps=SHARED, decoupled=True),
+        case("CP2 beyond the heads, EP2", MOE35, sizes=THREE_HEADS, ep=2, steps=SHARED, overlap=True),
+        case("training, CP2 beyond the heads", Q3, sizes=THREE_HEADS, steps=TRAINING, train=True),
     ],
     4: [
         *(
@@ -307,6 +318,37 @@ CONTEXT: dict[int, list[dict[str, Any]]] = {
             "training, CP2 x TP2 + SP, qwen3_5", Q35, tp=2, sequence_parallel=True, steps=TRAINING, train=True
         ),
         case("training, CP2 x DP2, overlap, qwen3_vl", Q3, steps=TRAINING, train=True, overlap=True),
+        *(
+            case(f"CP4 beyond the heads, {family}", family, sizes=TWO_HEADS, cp=4, steps=SHARED)
+            for family in (Q25, Q3, Q35)
+        ),
+        *(
+            case(
+                f"CP2 x TP2 + SP beyond the heads, {family}",
+                family,
+                sizes=TWO_HEADS,
+                tp=2,
+                sequence_parallel=True,
+                steps=SHARED,
+                overlap=True,
+            )
+            for family in (Q25, Q35)
+        ),
+        case("CP2 x PP2 beyond the heads", Q3, sizes=THREE_HEADS, pp=2, steps=SHARED, overlap=True),
+    ],
+    8: [
+        *(case(f"CP8 beyond the heads, {family}", family, cp=8, steps=SHARED) for family in (Q25, Q3, Q35)),
+        *(
+            case(
+                f"CP4 x TP2 + SP beyond the heads, {family}",
+                family,
+                cp=4,
+                tp=2,
+                sequence_parallel=True,
+                steps=SHARED,
+            )
+            for family in (Q25, Q35)
+        ),
     ],
 }
 """Cases of context parallelism. Their pictures, videos and documents cross the edges of the ranks' parts."""
@@ -325,6 +367,9 @@ CONTEXT_QUICK = {
     "CP2, EP2, qwen3_5 with experts, overlap",
     "CP4 above the key/value heads, qwen3_5",
     "CP2 x TP2 + SP, overlap, qwen3_5",
+    "CP2 beyond the heads, qwen3_vl",
+    "CP2 beyond the heads, qwen3_5",
+    "CP8 beyond the heads, qwen2_5_vl",
 }
 """Those of them that ``make test`` chooses from."""
 
@@ -913,6 +958,7 @@ CASES: dict[int, list[dict[str, Any]]] = {
     ],
 }
 for _ranks, _cases in CONTEXT.items():
+    CASES.setdefault(_ranks, [])
     CASES[_ranks] += [{"cp": 2, "seq_len": EDGE_TOKENS} | case for case in _cases]
 for _ranks, _cases in DECOUPLED.items():
     CASES[_ranks] += [case | {"decoupled": True} for case in _cases]

@@ -59,7 +59,11 @@ def run_group(
                 fields = dict(entry)
                 family = fields.pop("family")
                 hf = tiny_checkpoint(
-                    family, tied=fields.pop("tied"), dtype=torch.float32, seed=SEEDS.get(family, 0)
+                    family,
+                    tied=fields.pop("tied"),
+                    dtype=torch.float32,
+                    seed=SEEDS.get(family, 0),
+                    **fields.pop("sizes", {}),
                 )
                 cases.append(ParityCase(hf=str(hf), weights=str(weights(hf)), **fields))
         return run_cases(cases, ranks, folder / str(ranks))
@@ -129,7 +133,12 @@ def test_every_setting_and_every_pair_is_in_what_make_test_runs() -> None:
     layout = ("tp", "cp", "pp", "vpp", "ep", "etp", "sequence_parallel", "overlap")
     for field in ("family", *layout, "train", "decoupled"):
         assert {entry.get(field) for entry in run} == {entry.get(field) for entry in table}, field
-    assert {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)} == {1, 2, 4}
+    assert {ranks for ranks, entries in CASES.items() if any(entry in run for entry in entries)} == {
+        1,
+        2,
+        4,
+        8,
+    }
 
     considered = [entry for entry in table if entry["name"] not in LEFT_TO_FULL]
     assert pairs_of(run) == pairs_of(considered)

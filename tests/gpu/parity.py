@@ -59,6 +59,9 @@ FAMILY_SIZES = {
     "qwen3_vl_moe": {**MOE_SIZES, "experts_per_token": 16},
     "qwen3_vl_moe, routed": {**MOE_SIZES, "experts_per_token": 4},
     "qwen3_5": HYBRID_SIZES,
+    # Two ranks cannot divide these heads, so they gather keys and values.
+    "qwen3_vl, seven heads": {**QWEN3_SIZES, "heads": 7, "kv_heads": 1},
+    "qwen3_5, seven heads": {**HYBRID_SIZES, "heads": 7, "kv_heads": 1},
     "qwen3_5_moe": {
         **HYBRID_SIZES,
         "experts": 16,
@@ -184,6 +187,13 @@ CASES: dict[int, list[dict[str, Any]]] = {
             "steps": [ROWS],
         },
         {"name": "CP2, EP2, experts", "family": "qwen3_vl_moe", "cp": 2, "ep": 2, "steps": [ROWS, TEXT_LAST]},
+        {
+            "name": "CP2 beyond the heads, qwen3_vl",
+            "family": "qwen3_vl, seven heads",
+            "cp": 2,
+            "steps": [ROWS],
+        },
+        {"name": "CP2 beyond the heads, qwen3_5", "family": "qwen3_5, seven heads", "cp": 2, "steps": [ROWS]},
         {
             "name": "TP2 + SP, qwen3_5",
             "family": "qwen3_5",

@@ -2,7 +2,8 @@
 
     TRITON_INTERPRET=1 python -m tests.planning.saved_by_linear_attention KEY_HEADS VALUE_HEADS WIDTH TOKENS
 
-Convolution, rule and norm are the Triton kernels, in Triton's interpreter and in float32.
+Convolution, rule and norm are the Triton kernels, in Triton's interpreter and in float32. Several ranks share
+one sequence, of which each has TOKENS tokens, and the one in the middle counts.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import sys
 from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron_vl.kernels.shard_exchange import ShardExchange, shard_route
 from megatron_vl.models.gated_delta_net import GatedDeltaNet, GatedNorm
+from megatron_vl.parallel.process_grid import init_distributed
+from megatron_vl.platform import get_platform
 from tests.kernels.triton_checks import fix_interpreter
 
 
@@ -33,7 +38,7 @@ def layer(key_heads: int, value_heads: int, width: int) -> GatedDeltaNet:
     return made
 
 
-def saved_bytes(made: GatedDeltaNet, tokens: int) -> int:
+def saved_bytes(made: GatedDeltaNet, tokens: int, exchange: ShardExchange | None) -> int:
     """Bytes of all tensors that are kept, parameters left out. Views of one tensor count once."""
     kept: dict[int, Tensor] = {}
 
@@ -42,9 +47,10 @@ def saved_bytes(made: GatedDeltaNet, tokens: int) -> int:
         return tensor
 
     projected = torch.randn(tokens, sum(made.sections), requires_grad=True)
-    segments = (torch.arange(tokens) >= tokens // 3).int()
+    first_length = tokens // 3 if exchange is None else tokens
+    segments = (torch.arange(tokens) >= first_length).int()
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        out = made._mix_tokens(projected, segments)
+        out = made._mix_tokens(projected, segments, exchange)
     keep(out)  # the input of the linear that follows
     for parameter in made.parameters():
         kept.pop(parameter.untyped_storage().data_ptr(), None)
@@ -54,4 +60,10 @@ def saved_bytes(made: GatedDeltaNet, tokens: int) -> int:
 if __name__ == "__main__":
     fix_interpreter()
     heads, more, size, length = map(int, sys.argv[1:])
-    print(saved_bytes(layer(heads, more, size), length) / length)
+    init_distributed(get_platform("cpu"))
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    route = shard_route([0, ranks * length], ranks, rank)
+    shard_exchange = ShardExchange(route, dist.group.WORLD) if route.any_cut else None
+    kept_bytes = saved_bytes(layer(heads, more, size), length, shard_exchange)
+    if rank == ranks // 2:
+        print(kept_bytes / length)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_vl.data.packing.assemble_row import TokenizedSample, pack_row
+from megatron_vl.models.attention import PackedAttention, packed_row
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import get_platform
 from megatron_vl.training.batch_broadcast import BatchBroadcast
@@ -153,6 +154,39 @@ def host_reads(hf: str, weights: str, platform_name: str = "cpu") -> list[str]:
         if platform_name == "cuda":
             torch.cuda.set_sync_debug_mode("default")
     return host_read_log.operators
+
+
+def saved_by_attention(hf: str, weights: str) -> int:
+    """Number of float32 elements that a rank's attention under CP2 keeps for its backward pass.
+
+    The output counts, because the linear that follows keeps it. Views of one tensor count once.
+    """
+    platform = get_platform("cpu")
+    torch.set_num_threads(1)
+    init_distributed(platform)
+    case = ParityCase("CP2", hf, weights, [], seq_len=SEQ_LEN, optimizer=False, cp=2)
+    live = build_case(case, platform)
+    [row] = live.make_step_data(draw_samples([["text"]], live.spec, 0), platform, SEQ_LEN).rows
+    attention = next(
+        module
+        for module in live.ddp_chunks[0].modules()
+        if isinstance(module, PackedAttention) and module.causal
+    )
+
+    kept_tensors: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept_tensors[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    language = live.spec.language
+    head_counts = (language.num_heads, language.num_kv_heads, language.num_kv_heads)
+    inputs = []
+    for heads in head_counts:
+        inputs.append(torch.randn(len(row.tokens), 1, heads, language.head_dim, requires_grad=True))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        keep(attention(*inputs, packed_seq_params=packed_row(row.segments, shard=row.shard)))
+    return sum(tensor.untyped_storage().nbytes() // 4 for tensor in kept_tensors.values())
 
 
 def _token_losses(live: BuiltCase, samples: list[TokenizedSample]) -> Tensor:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from converters.convert import convert_weights
 from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, TrainConfig, validate_config
 from megatron_vl.data.packing.training_row import loss_index
+from megatron_vl.models.attention import choose_backend
+from megatron_vl.models.batch import Segments
 from megatron_vl.planning.cost import StepCosts
+from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.memory import _ActivationEstimator
 from megatron_vl.planning.predict import predict_layout
 from megatron_vl.planning.run_layout import run_layout
@@ -28,20 +33,28 @@ from megatron_vl.training.row_shards import (
     cut_pictures,
     cut_text,
 )
+from tests.distributed.cases import THREE_HEADS, TWO_HEADS
 from tests.support.ranks import call
 from tests.tiny import tiny_checkpoint
-from tests.training.context_programs import MOVES, HostReads, host_reads, losses_beside_others, moved
+from tests.training.context_programs import (
+    MOVES,
+    HostReads,
+    host_reads,
+    losses_beside_others,
+    moved,
+    saved_by_attention,
+)
 from tests.training.test_pictures import _rows
 
 SEQ_LEN = 512
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize(("cp", "key_ranks"), [(2, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
+def test_the_parts_of_a_row_are_the_row(seed: int, cp: int, key_ranks: int) -> None:
     """Joined again, tokens, segments, loss tokens and pixels of the parts are those of the row."""
     spec = read_spec(tiny_checkpoint("qwen2_5_vl", dtype=torch.float32))
-    sharding = RowSharding(cp, spec.vision, tower_is_decoupled=False)
+    sharding = RowSharding(cp, key_ranks, spec.vision, tower_is_decoupled=False)
     length = SEQ_LEN // cp
     for row in _rows(spec, seed):
         row.loss_mask[3::7] = 0.0
@@ -66,7 +79,7 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
             assert (part.shard.route.tokens_before > 0) == (start not in bounds)
             assert (part.shard.route.tokens_after > 0) == (stop not in bounds)
             assert (part.shard.route.rank, part.shard.route.length) == (rank, length)
-            assert torch.equal(part.segments.cu_seqlens, row.cu_seqlens)
+            _check_attention_segments(part.segments, row.cu_seqlens, rank * key_ranks // cp, key_ranks)
             selected, expected = part.loss_index, loss_index(row.loss_mask[start:stop])
             assert torch.equal(selected, expected) if expected is not None else selected is None
 
@@ -80,6 +93,24 @@ def test_the_parts_of_a_row_are_the_row(seed: int, cp: int) -> None:
 
         if row.num_patches:
             _check_pictures(row, sharding, packed.row_header, fields)
+
+
+def _check_attention_segments(
+    segments: Segments, row_bounds: torch.Tensor, query_part: int, key_ranks: int
+) -> None:
+    """Counts the queries and keys of each document, token by token."""
+    if key_ranks == 1:
+        assert torch.equal(segments.cu_seqlens, row_bounds) and segments.gathered_keys is None
+        return
+    document_of_token = torch.arange(len(row_bounds) - 1).repeat_interleave(row_bounds.diff())
+    first, end = query_part * SEQ_LEN // key_ranks, (query_part + 1) * SEQ_LEN // key_ranks
+    first_key = int((document_of_token == document_of_token[first]).nonzero()[0])
+    assert segments.gathered_keys is not None
+    assert segments.gathered_keys.row_tokens == slice(first_key, end)
+    for bounds, start in ((segments, first), (segments.gathered_keys, first_key)):
+        _, token_counts = document_of_token[start:end].unique_consecutive(return_counts=True)
+        assert torch.equal(bounds.cu_seqlens, F.pad(token_counts.cumsum(0), (1, 0)).int())
+        assert bounds.max_seqlen == token_counts.max()
 
 
 def _check_pictures(row, sharding: RowSharding, described: dict, fields: dict) -> None:
@@ -119,10 +150,14 @@ def test_a_checkpoint_moves_between_layouts_bit_for_bit(family: str, tmp_path: P
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-def test_passes_read_no_number_of_the_device_on_the_host(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("qwen2_5_vl", {}), ("qwen3_vl", {}), ("qwen3_vl", THREE_HEADS), ("qwen3_5", {})]
+)
+def test_passes_read_no_number_of_the_device_on_the_host(
+    family: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
     """Forward and backward passes of CP2 ask for no number and no shape that depends on numbers."""
-    hf = tiny_checkpoint(family, dtype=torch.float32)
+    hf = tiny_checkpoint(family, dtype=torch.float32, **sizes)
     convert_weights(hf, tmp_path / "weights")
     assert call(host_reads, 2, hf=str(hf), weights=str(tmp_path / "weights")) == []
 
@@ -137,9 +172,10 @@ def test_reads_on_the_host_are_noticed() -> None:
 
 
 @pytest.mark.ranks
-def test_a_change_of_one_conversation_changes_no_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [{}, TWO_HEADS])
+def test_a_change_of_one_conversation_changes_no_other(sizes: dict[str, Any], tmp_path: Path) -> None:
     """The second conversation has another picture and other text; it crosses an edge of the ranks' parts."""
-    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **sizes)
     convert_weights(hf, tmp_path / "weights")
     same = call(losses_beside_others, 4, hf=str(hf), weights=str(tmp_path / "weights"))
     assert same == dict.fromkeys(("CP2 x DP2", "CP4"), [True, False, True, True, True])
@@ -172,13 +208,29 @@ def test_runs_that_cannot_share_rows_are_refused(config: TrainConfig, world: int
         validate_config(config, world)
 
 
-def test_models_that_cannot_share_rows_are_refused() -> None:
+def test_layouts_of_shared_rows() -> None:
     spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
     assert make_layout(spec, cp=4).min_data_parallel_size == 1
     assert make_layout(spec, tp=2, cp=2).replica_ranks == 4
     assert read_layout(spec, make_layout(spec, cp=4).as_dict()) == make_layout(spec, cp=4)
-    with pytest.raises(LayoutError, match=r"the 28 query heads that tp=1 leaves .* 1, 2, 4, 7, 14, 28$"):
-        make_layout(spec, cp=8)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "key_ranks"), [(1, 4, 1), (1, 8, 2), (1, 3, 3), (2, 4, 2), (4, 7, 1), (4, 2, 2)]
+)
+def test_heads_are_exchanged_as_far_as_they_divide(tp: int, cp: int, key_ranks: int) -> None:
+    """Of 28 query heads and 4 key/value heads."""
+    spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
+    layout = make_layout(spec, tp=tp, cp=cp)
+    assert (layout.key_ranks, layout.head_ranks) == (key_ranks, cp // key_ranks)
+
+
+def test_transformer_engine_does_not_gather_keys() -> None:
+    attention: dict[str, Any] = {"platform": "cuda", "head_dim": 128, "causal": True}
+    assert choose_backend("auto", **attention) == "te"
+    assert choose_backend("auto", **attention, gathers_keys=True) == "torch_varlen"
+    with pytest.raises(RunConfigError, match=r"te does not support more context-parallel ranks than heads"):
+        choose_backend("te", **attention, gathers_keys=True)
 
 
 def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
@@ -186,8 +238,6 @@ def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
     assert make_layout(spec, cp=16).replica_ranks == 16
     with pytest.raises(LayoutError, match=r"^cp=32: qwen3_5_moe has linear attention, .* at most 16$"):
         make_layout(spec, cp=32)
-    with pytest.raises(LayoutError, match=r"the 32 query heads that tp=1 leaves .* 1, 2, 4, 8, 16$"):
-        make_layout(spec, cp=3)
 
 
 def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
@@ -212,6 +262,26 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     received = 3 * (4 * 2**20 + 3 * 8192 * 2)
     expected = received / bandwidth + 2 * shared.calibration.collective_s
     assert costs._state_exchange() == pytest.approx(expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sizes", "key_ranks"), [({}, 1), ({"kv_heads": 1}, 1), ({"hidden_size": 96} | THREE_HEADS, 2)]
+)
+def test_the_estimate_knows_what_attention_keeps(
+    sizes: dict[str, Any], key_ranks: int, tmp_path: Path
+) -> None:
+    """Element for element: queries, exchanged or gathered keys and values, and the output twice."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32, **sizes)
+    convert_weights(hf, tmp_path / "weights")
+    kept_elements = call(saved_by_attention, 2, hf=str(hf), weights=str(tmp_path / "weights"))
+
+    spec = read_spec(hf)
+    layout = make_layout(spec, cp=2)
+    config = dataclasses.replace(_config(2, 192), dtype="float32")
+    estimator = _ActivationEstimator.for_run(config, spec, layout, 0)
+    assert layout.key_ranks == key_ranks
+    assert kept_elements == 96 * estimator._attention_elements(LayerKind(False, False))
 
 
 def test_the_estimate_divides_a_row_and_spreads_the_optimizer_as_before() -> None:

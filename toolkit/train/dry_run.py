@@ -73,6 +73,7 @@ def plan_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
         "ranks": world_size,
         "layout": {
             **layout.as_dict(),
+            **({"key_ranks": layout.key_ranks} if layout.key_ranks > 1 else {}),
             "dp": data_parallel_size,
             "sequence_parallel": config.parallel.sequence_parallel,
         },
@@ -203,6 +204,8 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
     if layout_sizes["ep"] * layout_sizes["etp"] > 1:
         experts_note = f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
     context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
+    if "key_ranks" in layout_sizes:
+        context += f" ({layout_sizes['key_ranks']} gather keys)"
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     if trained := trained_text(run_facts["parameters"], run_facts["trained_parameters"]):
