@@ -10,9 +10,9 @@ FFN width ``f`` keeps these elements:
   FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the
   output; our kernels for full attention keep a rotated copy of it and the output.
 - With norms of queries and keys: also the fused QKV output, which they read.
-- Under context parallelism, the exchange of heads keeps the output of
-  attention twice. Ranks that gather keys keep k and v of all of them. Linear attention keeps a state and a
-  matrix of each value head, and receives those of all ranks for a moment.
+- Under context parallelism, the exchange of heads keeps the output of attention twice. Ranks that gather keys
+  keep k and v of all of them. Linear attention keeps a state and a matrix of each value head, and receives
+  those of all ranks for a moment.
 - Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
 - Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
   and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
