@@ -6,13 +6,12 @@ core gets ``sbhd`` with a batch of one, applies RoPE from the given position ids
 :class:`PackedAttention`.
 
 The backends are ``sdpa`` (on any device), ``te`` (Transformer Engine / cuDNN), ``torch_varlen``
-(FlashAttention-2 in torch), ``flash_attn`` (the package) and ``triton``
-(:mod:`megatron_vl.kernels.tower_attention`, for towers).
+(FlashAttention-2 in torch), ``flash_attn`` (FlashAttention-4, :mod:`megatron_vl.kernels.flash_attention`, for
+language models) and ``triton`` (:mod:`megatron_vl.kernels.tower_attention`, for towers).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,13 +25,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError
-from megatron_vl.kernels.sizes import TE_HEAD_DIMS
-from megatron_vl.kernels.tower_heads import has_kernels, kernels_are_fastest
+from megatron_vl.kernels.flash_attention import (
+    has_flash_attention,
+    largest_gradient_error,
+    packed_causal_attention,
+)
+from megatron_vl.kernels.sizes import FLASH_ATTENTION_HEAD_DIMS, TE_HEAD_DIMS
+from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.models.batch import RowShard, Segments
 from megatron_vl.models.context_parallel import gather_keys, heads_for_tokens, tokens_for_heads
 from megatron_vl.models.kv_cache import CacheAccess
 
 BACKENDS = ("sdpa", "torch_varlen", "flash_attn", "te", "triton")
+
+LARGEST_GRADIENT_ERROR = 0.02
+"""Largest relative error of gradients with which a backend may be used."""
 
 Backend = Callable[[Tensor, Tensor, Tensor, "Segments", bool], Tensor]
 """(query [S, h, d], key [K, g, d], value [K, g, d], segments, causal) -> [S, h, d]
@@ -136,6 +143,9 @@ class PackedAttention(nn.Module):
         packed_query = query.squeeze(1)
         packed_key = key.squeeze(1)
         packed_value = value.squeeze(1)
+        if self.causal:
+            # The value is a view of the fused QKV output, all of which the backward pass would keep.
+            packed_value = packed_value.contiguous()
 
         cache_access = packed_seq_params.cache
         if self.cp_group.size() > 1:
@@ -180,24 +190,29 @@ def choose_backend(
 ) -> str:
     """Chooses the fastest measured backend for ``auto``. Checks and returns any other ``backend_name``.
 
-    On H200 (docs/log/speed.md), our kernels are the fastest for the vision tower's heads of 72 and 80,
-    FlashAttention-2 for its short segments with other heads, and cuDNN through Transformer Engine for the
-    language model's long causal segments. Heads wider than 128 (Qwen3.5) use FlashAttention-2, because cuDNN
-    computes wrong gradients for them in packed rows. FlashAttention-2 is also for more keys than queries
-    (``gathers_keys``, under context parallelism).
+    On Hopper (docs/log/speed.md), our kernels are the fastest for the vision tower, and FlashAttention-4 for
+    the language model's causal segments. Without that package, the language model uses cuDNN through
+    Transformer Engine, but FlashAttention-2 for heads wider than 128 (Qwen3.5), because cuDNN computes wrong
+    gradients for them in packed rows. FlashAttention-2 is also for more keys than queries (``gathers_keys``,
+    under context parallelism).
 
     Raises:
         RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
     """
     tower_kernels_apply = not causal and dtype == torch.bfloat16
+    flash_attention_applies = causal and dtype == torch.bfloat16 and has_flash_attention()
     if backend_name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
             return "sdpa"  # no fused kernel supports such heads
-        if tower_kernels_apply and kernels_are_fastest(head_dim):
+        if tower_kernels_apply and has_kernels(head_dim):
             return "triton"
-        return "te" if causal and head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
+        if gathers_keys:
+            return "torch_varlen"
+        if flash_attention_applies and head_dim in FLASH_ATTENTION_HEAD_DIMS:
+            return "flash_attn"
+        return "te" if causal and head_dim in TE_HEAD_DIMS else "torch_varlen"
 
     if backend_name not in BACKENDS:
         raise RunConfigError(
@@ -217,18 +232,40 @@ def choose_backend(
             " use auto or torch_varlen"
         )
 
-    if backend_name == "te" and gathers_keys:
+    if backend_name in ("te", "flash_attn") and gathers_keys:
         raise RunConfigError(
-            "attention backend te does not support more context-parallel ranks than heads; use auto or"
-            " torch_varlen"
+            f"attention backend {backend_name} does not support more context-parallel ranks than heads; use"
+            " auto or torch_varlen"
         )
 
-    if backend_name == "flash_attn" and importlib.util.find_spec("flash_attn") is None:
+    if backend_name == "flash_attn" and not flash_attention_applies:
         raise RunConfigError(
-            "attention backend flash_attn: the package is not installed (pip install -e .[gpu])"
+            "attention backend flash_attn is for language models in bfloat16, on GPUs from Hopper on, with"
+            " the package flash-attn-4 (pip install -e .[gpu]); use auto"
         )
 
     return backend_name
+
+
+def check_gradients(backend_name: str, heads_per_group: int, head_dim: int) -> None:
+    """Compares FlashAttention-4's gradients with float32 on this GPU, which takes seconds to compile.
+
+    The kernels that it compiles are those of the run.
+
+    Raises:
+        RunConfigError: they are wrong.
+    """
+    if backend_name != "flash_attn":
+        return
+
+    gradient_error = largest_gradient_error(heads_per_group, head_dim)
+    # The negation also finds NaN.
+    if not gradient_error <= LARGEST_GRADIENT_ERROR:
+        other_backend = "te" if head_dim in TE_HEAD_DIMS else "torch_varlen"
+        raise RunConfigError(
+            f"model.language_attention: on this GPU, flash_attn computes wrong gradients for heads of"
+            f" {head_dim} (relative error {gradient_error:.1e}); use {other_backend}"
+        )
 
 
 def make_backend(backend_name: str) -> Backend:
@@ -307,18 +344,8 @@ def _attend_with_torch_varlen(
 def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        segments.cu_seqlens,
-        segments.keys.cu_seqlens,
-        segments.max_seqlen,
-        segments.keys.max_seqlen,
-        causal=causal,
-    )
+    assert causal, "for language models only"
+    return packed_causal_attention(query, key, value, segments.cu_seqlens, segments.max_seqlen)
 
 
 def _attend_with_triton(

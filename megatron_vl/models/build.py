@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
 from megatron_vl.models.adapters import AdaptedModel
-from megatron_vl.models.attention import choose_backend
+from megatron_vl.models.attention import check_gradients, choose_backend
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
 from megatron_vl.models.layer_specs import transformer_block_spec
@@ -221,6 +221,18 @@ def _build_language_model(
     """The language model's part on virtual stage ``virtual_stage`` of pipeline rank ``pipeline_rank``."""
     language_spec = spec.language
     recompute = config.recompute
+    attention_backend = choose_backend(
+        config.model.language_attention,
+        platform=platform.name,
+        head_dim=language_spec.head_dim,
+        causal=True,
+        dtype=getattr(torch, config.dtype),
+        gathers_keys=layout.key_ranks > 1,
+    )
+    check_gradients(
+        attention_backend, language_spec.num_heads // language_spec.num_kv_heads, language_spec.head_dim
+    )
+
     layer_range = layout.chunk_layers(pipeline_rank, virtual_stage)
     language_groups = ProcessGroupCollection.use_mpu_process_groups()
     language_groups.hcp = nested_context_groups()
@@ -230,13 +242,7 @@ def _build_language_model(
             platform,
             core_config,
             len(layer_range),
-            attention_backend=choose_backend(
-                config.model.language_attention,
-                platform=platform.name,
-                head_dim=language_spec.head_dim,
-                causal=True,
-                gathers_keys=layout.key_ranks > 1,
-            ),
+            attention_backend=attention_backend,
             causal=True,
             num_deepstack_levels=len(spec.vision.deepstack_layers),
             recompute_activation=recompute.language == "selective"

@@ -6,12 +6,12 @@ FFN width ``f`` keeps these elements:
 
 - Input and output of both norms: 4 h. Tensor-parallel ranks share them only under sequence parallelism, which
   the vision tower does not have.
-- q and k after RoPE, v and attention: the widths of heads and key/value heads. With Transformer Engine, v is
-  a copy. FlashAttention's v is a view that keeps the whole fused QKV output. Window layers keep that and the
+- q and k after RoPE, a copy of v, and attention: the widths of heads and key/value heads. In the tower,
+  FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the
   output; our kernels for full attention keep a rotated copy of it and the output.
-- Under context parallelism, the exchange of heads copies v, so that v is no view, and keeps the output of
-  attention twice. Ranks that gather keys keep k and v of all of them. Linear attention keeps a state and a
-  matrix of each value head, and receives those of all ranks for a moment.
+- Under context parallelism, the output of attention twice, before and after the exchange of heads. Ranks that
+  gather keys keep k and v of all of them. Linear attention keeps a state and a matrix of each value head, and
+  receives those of all ranks for a moment.
 - Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
 - Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
   and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
@@ -36,8 +36,8 @@ import math
 from dataclasses import dataclass
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig, TrainConfig, VisionConfig
-from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU, TE_HEAD_DIMS
-from megatron_vl.kernels.tower_heads import kernels_are_fastest
+from megatron_vl.kernels.sizes import DELTA_CHUNK, STATE_CHUNK_BYTES, STATE_CHUNKS_ON_GPU
+from megatron_vl.kernels.tower_heads import has_kernels
 from megatron_vl.planning.layer_kinds import (
     LayerKind,
     MatrixAdapter,
@@ -612,21 +612,11 @@ class _ActivationEstimator:
         # A rank holds whole key/value heads; with more ranks than heads, the heads are copied.
         query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
         key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
-        attention_backend = self.model_config.language_attention
-        is_fused = attention_backend == "te" or (
-            attention_backend == "auto"
-            and language_spec.head_dim in TE_HEAD_DIMS
-            and self.layout.key_ranks == 1
-        )
-        fused_output = query_width + 2 * key_value_width
-        value_elements = key_value_width if is_fused else fused_output
         exchanged = 0.0
         if self.layout.cp > 1:
             key_value_heads = max(1, language_spec.num_kv_heads // tensor_parallel_size)
             key_value_width *= key_value_copies(key_value_heads, self.layout.head_ranks)
             key_value_width *= self.layout.key_ranks
-            # The norms of queries and keys keep the fused output even if the value is a copy.
-            value_elements = key_value_width + fused_output * (language_spec.qk_norm and not is_fused)
             exchanged = query_width  # the output of attention is kept before and after the exchange
         gate_elements = 0.0
         if language_spec.output_gate:
@@ -636,8 +626,7 @@ class _ActivationEstimator:
             gate_elements = query_width * (1 + keeps_output + 4 / self.bytes_per_element)
         return (
             query_width
-            + key_value_width
-            + value_elements
+            + 2 * key_value_width
             + query_width
             + exchanged
             + language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
@@ -837,7 +826,7 @@ class _ActivationEstimator:
     def _uses_triton_kernels(self, vision_spec: VisionSpec) -> bool:
         """Whether ``auto`` means ``triton`` on GPUs, like
         :func:`megatron_vl.models.attention.choose_backend`, whose module takes seconds to import."""
-        return self.bytes_per_element == 2 and kernels_are_fastest(vision_spec.head_dim)
+        return self.bytes_per_element == 2 and has_kernels(vision_spec.head_dim)
 
     def row_bytes(self, includes_pixels: bool) -> float:
         """Bytes of one row on the device.

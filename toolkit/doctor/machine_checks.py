@@ -128,7 +128,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda, "gpu
     ),
     "megatron.core": "import megatron.core; print('{}')",
     "transformer_engine": "import transformer_engine.pytorch; print('{}')",
-    "flash_attn": "import flash_attn; print('{}')",
+    "flash_attn": "import flash_attn.cute.interface; print('{}')",
 }
 
 
@@ -156,7 +156,7 @@ def _check_imports(import_processes: dict[str, subprocess.Popen[str]], has_gpu: 
     return [
         _check_torch(result_by_module["torch"], error_by_module["torch"], has_gpu),
         _check_transformer_engine(is_importable[te_name], error_by_module[te_name], has_gpu),
-        _check_flash_attention(is_importable["flash_attn"], error_by_module["flash_attn"]),
+        _check_flash_attention(is_importable["flash_attn"], error_by_module["flash_attn"], has_gpu),
         _check_core(is_importable["megatron.core"], error_by_module["megatron.core"]),
     ]
 
@@ -201,17 +201,22 @@ def _check_transformer_engine(is_importable: bool, error_text: str, has_gpu: boo
     return ok_finding("transformer engine", "not installed; needed only on GPUs")
 
 
-def _check_flash_attention(is_importable: bool, error_text: str) -> Finding:
-    package_version = installed_version("flash-attn")
+def _check_flash_attention(is_importable: bool, error_text: str, has_gpu: bool) -> Finding:
+    name = "flash-attn-4"
+    package_version = installed_version(name)
     if is_importable:
-        return ok_finding("flash-attn", package_version or "found on the path")
-    if package_version or "No module named 'flash_attn'" not in error_text:
+        return ok_finding(name, package_version or "found on the path")
+    if package_version:
         return broken_finding(
-            "flash-attn",
+            name,
             f"installed, but does not import: {error_text}",
-            f"pip uninstall -y flash-attn, then {INSTALL_GPU}",
+            f"pip uninstall -y {name}, then {INSTALL_GPU}",
         )
-    return ok_finding("flash-attn", "not installed; needed only for the attention backend flash_attn")
+    if has_gpu:
+        return note_finding(
+            name, "not installed; on Hopper and Blackwell, attention is slower without it", INSTALL_GPU
+        )
+    return ok_finding(name, "not installed; needed only on GPUs")
 
 
 def _check_core(is_importable: bool, error_text: str) -> Finding:
