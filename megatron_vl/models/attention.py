@@ -227,8 +227,8 @@ def choose_backend(
 
     if backend_name == "te" and gathers_keys:
         raise RunConfigError(
-            "attention backend te does not support more context-parallel ranks than heads; use auto or"
-            " torch_varlen"
+            f"attention backend {backend_name} does not support more context-parallel ranks than heads; use"
+            " auto or torch_varlen"
         )
 
     if backend_name == "flash_attn" and not flash_attention_applies:

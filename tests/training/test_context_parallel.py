@@ -16,12 +16,13 @@ from megatron_vl.config import EvalConfig, ParallelConfig, RunConfigError, Train
 from megatron_vl.data.packing.training_row import loss_index
 from megatron_vl.models.attention import choose_backend
 from megatron_vl.models.batch import Segments
-from megatron_vl.planning.cost import StepCosts
+from megatron_vl.planning.cost import FLASH_ATTENTION_2_RATE_SHARE, StepCosts
 from megatron_vl.planning.layer_kinds import LayerKind
 from megatron_vl.planning.memory import _ActivationEstimator
-from megatron_vl.planning.predict import predict_layout
+from megatron_vl.planning.predict import RunPrediction, predict_layout
+from megatron_vl.planning.row_statistics import RowShape, RowStatistics
 from megatron_vl.planning.run_layout import run_layout
-from megatron_vl.spec.families import read_spec
+from megatron_vl.spec.families import ModelSpec, read_spec
 from megatron_vl.spec.layout import make_layout, read_layout
 from megatron_vl.spec.tensors import LayoutError
 from megatron_vl.training import batch_broadcast
@@ -240,6 +241,18 @@ def test_linear_attention_is_shared_by_at_most_sixteen_ranks() -> None:
         make_layout(spec, cp=32)
 
 
+def _costs_of(config: TrainConfig, spec: ModelSpec, predicted: RunPrediction) -> StepCosts:
+    return StepCosts(
+        config,
+        spec,
+        predicted.layout,
+        predicted.data_parallel_size,
+        predicted.row_statistics,
+        predicted.calibration,
+        predicted.network,
+    )
+
+
 def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     """The 9B has 32 value heads; states and matrices are 128 x 128 in float32. So a rank sends 4 MiB of
     them, beside three inputs of 8192 channels in bfloat16."""
@@ -249,19 +262,43 @@ def test_the_estimate_knows_what_linear_attention_exchanges() -> None:
     sizes = _ActivationEstimator.for_run(config, spec, shared.layout, 0)
     assert sizes._gathered_states(spec.language) == 4 * 4 * 2**20
 
-    costs = StepCosts(
-        config,
-        spec,
-        shared.layout,
-        shared.data_parallel_size,
-        shared.row_statistics,
-        shared.calibration,
-        shared.network,
-    )
+    costs = _costs_of(config, spec, shared)
     bandwidth = shared.network.collective_bandwidth(shared.calibration, 4, 1)
     received = 3 * (4 * 2**20 + 3 * 8192 * 2)
     expected = received / bandwidth + 2 * shared.calibration.collective_s
     assert costs._state_exchange() == pytest.approx(expected)
+
+
+def test_the_estimate_knows_which_keys_are_gathered() -> None:
+    """CP8 of the 7B: four ranks exchange its 28 query heads and 4 key/value heads of 128. Then each gathers
+    the other half of the row's keys and values, for one head, from one other rank."""
+    spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
+    config = dataclasses.replace(_config(8, 32768), dtype="bfloat16", global_batch_size=8)
+    shared = predict_layout(config, spec, 8, run_layout(config, spec, 8))
+    calibration, network = shared.calibration, shared.network
+    tokens = 32768 // 8
+    exchanged_bytes = 3 / 4 * tokens * 2 * (28 + 4 + 4 + 28) * 128
+    gathered_bytes = (4 * tokens) * 2 * (1 + 1) * 128
+    heads_bandwidth = network.collective_bandwidth(calibration, 4, 1) * calibration.exchange_share
+    expected = exchanged_bytes / heads_bandwidth + 2 * calibration.collective_s
+    expected += (
+        gathered_bytes / network.collective_bandwidth(calibration, 2, 4) + 2 * calibration.collective_s
+    )
+    assert _costs_of(config, spec, shared)._head_exchange(28 * 128, 4, 128) == pytest.approx(expected)
+
+
+def test_the_rank_with_the_end_of_a_document_has_most_to_compute() -> None:
+    """Of one document of 32768 tokens, the second of two ranks has three quarters of the pairs of tokens."""
+    spec = read_spec("tests/hf_configs/Qwen2.5-VL-7B-Instruct.json")
+    row = RowShape(document_lengths=(32768,), frame_lengths=(), loss_tokens=32768, pictures=0)
+    rows = RowStatistics("one document", (row,))
+    seconds = []
+    for cp in (4, 8):
+        config = dataclasses.replace(_config(cp, 32768), dtype="bfloat16", global_batch_size=8)
+        layout = run_layout(config, spec, 8)
+        predicted = predict_layout(config, spec, 8, layout, row_statistics=rows)
+        seconds.append(_costs_of(config, spec, predicted)._attention_seconds(1.0))
+    assert seconds[1] / seconds[0] == pytest.approx(2 * 3 / 4 / FLASH_ATTENTION_2_RATE_SHARE)
 
 
 @pytest.mark.ranks
