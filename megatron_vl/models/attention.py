@@ -149,20 +149,8 @@ class PackedAttention(nn.Module):
 
         cache_access = packed_seq_params.cache
         if self.cp_group.size() > 1:
-            # Each rank gets all tokens of some heads, so that the backends need not know that the row is
-            # split.
             assert cache_access is None, "answers are not generated under context parallelism"
-            packed_query, packed_key, packed_value = heads_for_tokens(
-                packed_query, packed_key, packed_value, self.head_group
-            )
-            if segments.gathered_keys is not None:
-                packed_key, packed_value = gather_keys(
-                    packed_key, packed_value, segments.gathered_keys.row_tokens, self.key_group
-                )
-            output_of_heads = self.backend_function(
-                packed_query, packed_key, packed_value, segments, self.causal
-            )
-            attention_output = tokens_for_heads(output_of_heads, self.head_group)
+            attention_output = self._attend_over_ranks(packed_query, packed_key, packed_value, segments)
         elif cache_access is None:
             attention_output = self.backend_function(
                 packed_query, packed_key, packed_value, segments, self.causal
@@ -177,6 +165,16 @@ class PackedAttention(nn.Module):
                 lambda: self.backend_function(packed_query, packed_key, packed_value, segments, self.causal),
             )
         return attention_output.reshape(attention_output.shape[0], 1, -1)
+
+    def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
+        """Attention of context-parallel ranks: query [S, h, d], key and value [S, g, d] -> [S, h, d]"""
+        # Each rank gets more tokens of fewer heads, so that the backends need not know that the row is split.
+        query, key, value = heads_for_tokens(query, key, value, self.head_group)
+        if segments.gathered_keys is not None:
+            key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+
+        output_of_heads = self.backend_function(query, key, value, segments, self.causal)
+        return tokens_for_heads(output_of_heads, self.head_group)
 
 
 def choose_backend(
@@ -199,18 +197,16 @@ def choose_backend(
     Raises:
         RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
     """
-    tower_kernels_apply = not causal and dtype == torch.bfloat16
-    flash_attention_applies = causal and dtype == torch.bfloat16 and has_flash_attention()
     if backend_name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
             return "sdpa"  # no fused kernel supports such heads
-        if tower_kernels_apply and has_kernels(head_dim):
+        if _tower_kernels_apply(head_dim, causal, dtype):
             return "triton"
         if gathers_keys:
             return "torch_varlen"
-        if flash_attention_applies and head_dim in FLASH_ATTENTION_HEAD_DIMS:
+        if _flash_attention_applies(causal, dtype) and head_dim in FLASH_ATTENTION_HEAD_DIMS:
             return "flash_attn"
         return "te" if causal and head_dim in TE_HEAD_DIMS else "torch_varlen"
 
@@ -220,7 +216,15 @@ def choose_backend(
         )
     if platform == "cpu" and backend_name != "sdpa":
         raise RunConfigError(f"attention backend {backend_name!r} has no CPU kernel; use sdpa or auto")
-    if backend_name == "triton" and not (tower_kernels_apply and has_kernels(head_dim)):
+    _check_attention(backend_name, head_dim, causal, dtype, gathers_keys)
+    return backend_name
+
+
+def _check_attention(
+    backend_name: str, head_dim: int, causal: bool, dtype: torch.dtype, gathers_keys: bool
+) -> None:
+    """Checks that a backend of GPUs supports an attention (arguments as of :func:`choose_backend`)."""
+    if backend_name == "triton" and not _tower_kernels_apply(head_dim, causal, dtype):
         raise RunConfigError(
             "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
             " auto"
@@ -238,13 +242,19 @@ def choose_backend(
             " auto or torch_varlen"
         )
 
-    if backend_name == "flash_attn" and not flash_attention_applies:
+    if backend_name == "flash_attn" and not _flash_attention_applies(causal, dtype):
         raise RunConfigError(
             "attention backend flash_attn is for language models in bfloat16, on GPUs from Hopper on, with"
             " the package flash-attn-4 (pip install -e .[gpu]); use auto"
         )
 
-    return backend_name
+
+def _tower_kernels_apply(head_dim: int, causal: bool, dtype: torch.dtype) -> bool:
+    return not causal and dtype == torch.bfloat16 and has_kernels(head_dim)
+
+
+def _flash_attention_applies(causal: bool, dtype: torch.dtype) -> bool:
+    return causal and dtype == torch.bfloat16 and has_flash_attention()
 
 
 def check_gradients(backend_name: str, heads_per_group: int, head_dim: int) -> None:
@@ -295,26 +305,20 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     for (num_queries, num_keys), run in itertools.groupby(zip(query_lengths, key_lengths, strict=True)):
         num_segments = len(list(run))
         end_query, end_key = first_query + num_segments * num_queries, first_key + num_segments * num_keys
+        query_slice, key_slice = slice(first_query, end_query), slice(first_key, end_key)
         if num_queries:
             query_batch, key_batch, value_batch = (
                 packed_tensor.unflatten(0, (num_segments, -1)).transpose(1, 2)
-                for packed_tensor in (
-                    query[first_query:end_query],
-                    key[first_key:end_key],
-                    value[first_key:end_key],
-                )
+                for packed_tensor in (query[query_slice], key[key_slice], value[key_slice])
             )
             # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
-            mask = None
-            if causal and num_keys > num_queries:
-                mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+            causal_mask = None
+            is_causal = causal and num_keys == num_queries
+            if causal and not is_causal:
+                every_pair = query.new_ones(num_queries, num_keys, dtype=torch.bool)
+                causal_mask = every_pair.tril(num_keys - num_queries)
             output_batch = F.scaled_dot_product_attention(
-                query_batch,
-                key_batch,
-                value_batch,
-                mask,
-                is_causal=causal and mask is None,
-                enable_gqa=has_grouped_heads,
+                query_batch, key_batch, value_batch, causal_mask, 0.0, is_causal, enable_gqa=has_grouped_heads
             )
             output_parts.append(output_batch.transpose(1, 2).flatten(0, 1))
         first_query, first_key = end_query, end_key
