@@ -168,51 +168,54 @@ def adam_step(
         low_bits: int16 [chunk], or empty if the weights are fp32.
         launch_tables: the tables of this chunk; empty before its first step.
     """
-    if runs_on_kernels(exp_avg):
-        from megatron_vl.kernels import adam_triton
-
-        launch_tables.update_tables(parameter_slices, adam_triton.BLOCK_ELEMENTS, exp_avg.device)
-        has_split_master = bool(parameter_slices) and parameter_slices[0].weight.dtype == torch.bfloat16
-        for slice_table, slice_of_block, is_aligned in launch_tables.launch_tables:
-            adam_triton.adam_step(
-                slice_table,
-                slice_of_block,
-                step_coefficients.device_table,
-                exp_avg,
-                exp_avg_sq,
-                low_bits,
-                has_split_master=has_split_master,
-                is_aligned=is_aligned,
-            )
+    if not runs_on_kernels(exp_avg):
+        for parameter_slice in parameter_slices:
+            _step_slice_in_torch(parameter_slice, step_coefficients, exp_avg, exp_avg_sq, low_bits)
         return
 
-    for parameter_slice in parameter_slices:
-        weight = parameter_slice.slice_of(parameter_slice.weight)
-        gradient = parameter_slice.slice_of(parameter_slice.gradient)
-        state_end = parameter_slice.state_offset + parameter_slice.num_elements
-        state_slice = slice(parameter_slice.state_offset, state_end)
-        first_moment, second_moment = exp_avg[state_slice].float(), exp_avg_sq[state_slice].float()
-        has_split_master = weight.dtype == torch.bfloat16
-        master = torch.empty_like(first_moment) if has_split_master else weight
-        if has_split_master:
-            join_master(weight, low_bits[state_slice], second_moment, master)
+    from megatron_vl.kernels import adam_triton
 
-        first_moment, second_moment = _adamw_update(
-            master,
-            gradient,
-            first_moment,
-            second_moment,
-            step_coefficients.device_table[parameter_slice.coefficients_index],
+    launch_tables.update_tables(parameter_slices, adam_triton.BLOCK_ELEMENTS, exp_avg.device)
+    has_split_master = bool(parameter_slices) and parameter_slices[0].weight.dtype == torch.bfloat16
+    for slice_table, slice_of_block, is_aligned in launch_tables.launch_tables:
+        adam_triton.adam_step(
+            slice_table,
+            slice_of_block,
+            step_coefficients.device_table,
+            exp_avg,
+            exp_avg_sq,
+            low_bits,
+            has_split_master=has_split_master,
+            is_aligned=is_aligned,
         )
-        if has_split_master:
-            split_master(master, weight, low_bits[state_slice], second_moment)
-        round_moments(
-            first_moment,
-            second_moment,
-            step_coefficients.step_counts[parameter_slice.coefficients_index],
-            exp_avg[state_slice],
-            exp_avg_sq[state_slice],
-        )
+
+
+def _step_slice_in_torch(
+    parameter_slice: ParameterSlice,
+    step_coefficients: StepCoefficients,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    low_bits: Tensor,
+) -> None:
+    weight = parameter_slice.slice_of(parameter_slice.weight)
+    gradient = parameter_slice.slice_of(parameter_slice.gradient)
+    coefficients_index = parameter_slice.coefficients_index
+    state_end = parameter_slice.state_offset + parameter_slice.num_elements
+    state_slice = slice(parameter_slice.state_offset, state_end)
+
+    first_moment, second_moment = exp_avg[state_slice].float(), exp_avg_sq[state_slice].float()
+    has_split_master = weight.dtype == torch.bfloat16
+    master = torch.empty_like(first_moment) if has_split_master else weight
+    if has_split_master:
+        join_master(weight, low_bits[state_slice], second_moment, master)
+
+    coefficients = step_coefficients.device_table[coefficients_index]
+    first_moment, second_moment = _adamw_update(master, gradient, first_moment, second_moment, coefficients)
+
+    if has_split_master:
+        split_master(master, weight, low_bits[state_slice], second_moment)
+    step_count = step_coefficients.step_counts[coefficients_index]
+    round_moments(first_moment, second_moment, step_count, exp_avg[state_slice], exp_avg_sq[state_slice])
 
 
 def _adamw_update(

@@ -28,15 +28,22 @@ def has_flash_attention() -> bool:
 
 
 def packed_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
 ) -> Tensor:
-    """query [S, h, d], key and value [S, g, d] -> [S, h, d], in bfloat16.
+    """query [S, h, d], key and value [K, g, d] -> [S, h, d], in bfloat16.
 
     Gradients are equal in every run if ``torch.use_deterministic_algorithms`` is on.
 
     Args:
-        cu_seqlens: int32 [number of sequences + 1], on the device.
-        max_seqlen: length of the longest sequence, or more.
+        cu_seqlens_q, cu_seqlens_k: int32 [number of sequences + 1], on the device. If a sequence has more
+            keys than queries, its queries are the last of its tokens.
+        max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
     """
     from flash_attn.cute.interface import flash_attn_varlen_func
 
@@ -44,10 +51,10 @@ def packed_causal_attention(
         query,
         key,
         value,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
         causal=True,
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
@@ -70,7 +77,8 @@ def largest_gradient_error(heads_per_group: int, head_dim: int) -> float:
 
     inputs = [random_heads(2 * heads_per_group), random_heads(2), random_heads(2)]
     output_grad = random_heads(2 * heads_per_group).detach()
-    attention_output = packed_causal_attention(*inputs, cu_seqlens, max(CHECKED_LENGTHS))
+    max_seqlen = max(CHECKED_LENGTHS)
+    attention_output = packed_causal_attention(*inputs, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     results = [attention_output, *torch.autograd.grad(attention_output, inputs, output_grad)]
 
     float_inputs = [heads.detach().float().requires_grad_() for heads in inputs]

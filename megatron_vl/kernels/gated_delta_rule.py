@@ -301,27 +301,7 @@ def _scan_chunks(
         segment_ids: [chunks, CHUNK].
         initial_state: [heads, K, V], the state that the first sequence continues; None: it begins here.
     """
-    # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
-    # within the sequence, so that other sequences do not change its rounding.
-    in_same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
-    causal_mask = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=q.device).tril()
-    visible_pairs = (in_same_segment & causal_mask)[:, None]
-    cumulative_decay = visible_pairs.to(log_decay.dtype) @ log_decay
-
-    # Masked before exp, so that neither values nor gradients of other pairs overflow.
-    decay_between = cumulative_decay - cumulative_decay.transpose(-1, -2)
-    pair_decay = decay_between.masked_fill(~visible_pairs, -torch.inf).exp()
-
-    # The state before a chunk is read by the tokens of its sequence, and the state after it is written by
-    # those of the chunk's last sequence.
-    previous_segment = F.pad(segment_ids[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
-    if initial_state is not None:
-        previous_segment = torch.cat((segment_ids[:1, 0], segment_ids[:-1, -1]))
-    continues_previous = (segment_ids == previous_segment[:, None])[:, None, :, None]
-    read_decay = cumulative_decay.exp() * continues_previous
-    in_last_segment = (segment_ids == segment_ids[:, -1:])[:, None, :, None]
-    decay_to_end = cumulative_decay[:, :, -1:] - cumulative_decay
-    write_decay = decay_to_end.masked_fill(~in_last_segment, -torch.inf).exp()
+    pair_decay, read_decay, write_decay = _chunk_decays(log_decay, segment_ids, initial_state is not None)
     state_decay = read_decay[:, :, -1:]
 
     # d_i = beta_i (v_i - read_i k_i S - sum over earlier j of pairs_ij (k_i k_j) d_j) is a triangular system
@@ -344,6 +324,45 @@ def _scan_chunks(
         chunk_outputs.append(chunk_queries[i] @ state + attention_scores[i] @ delta_values)
         state = state_decay[i] * state + transposed_write_keys[i] @ delta_values
     return torch.stack(chunk_outputs), state
+
+
+def _chunk_decays(
+    log_decay: Tensor, segment_ids: Tensor, continues_state: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The decays within chunks.
+
+    Args:
+        log_decay: [chunks, heads, CHUNK, 1].
+        segment_ids: [chunks, CHUNK].
+        continues_state: whether the first sequence continues a state from before the row.
+
+    Returns:
+        From each token to each later one of its sequence, [chunks, heads, CHUNK, CHUNK]; from the state
+        before the chunk to each token; and from each token to the state after the chunk. The last two are
+        [chunks, heads, CHUNK, 1].
+    """
+    # Each token's decay since the beginning of its sequence, or of the chunk if that is later. It is summed
+    # within the sequence, so that other sequences do not change its rounding.
+    in_same_segment = segment_ids[:, :, None] == segment_ids[:, None, :]
+    causal_mask = torch.ones(CHUNK_TOKENS, CHUNK_TOKENS, dtype=torch.bool, device=log_decay.device).tril()
+    visible_pairs = (in_same_segment & causal_mask)[:, None]
+    cumulative_decay = visible_pairs.to(log_decay.dtype) @ log_decay
+
+    # Masked before exp, so that neither values nor gradients of other pairs overflow.
+    decay_between = cumulative_decay - cumulative_decay.transpose(-1, -2)
+    pair_decay = decay_between.masked_fill(~visible_pairs, -torch.inf).exp()
+
+    # The state before a chunk is read by the tokens of its sequence, and the state after it is written by
+    # those of the chunk's last sequence.
+    previous_segment = F.pad(segment_ids[:-1, -1], (1, 0), value=-1)  # no sequence begins before the row
+    if continues_state:
+        previous_segment = torch.cat((segment_ids[:1, 0], segment_ids[:-1, -1]))
+    continues_previous = (segment_ids == previous_segment[:, None])[:, None, :, None]
+    read_decay = cumulative_decay.exp() * continues_previous
+    in_last_segment = (segment_ids == segment_ids[:, -1:])[:, None, :, None]
+    decay_to_end = cumulative_decay[:, :, -1:] - cumulative_decay
+    write_decay = decay_to_end.masked_fill(~in_last_segment, -torch.inf).exp()
+    return pair_decay, read_decay, write_decay
 
 
 def gated_delta_step(

@@ -286,8 +286,7 @@ def weight_product(
     Args:
         output_grad, x: [rows, features out] and [rows, features in], contiguous. Rows must be a multiple of
             16 bytes.
-        grad_addresses: int64 [experts], addresses of contiguous tensors [out, in] in the type of
-            ``dtype_like``.
+        grad_addresses: int64 [experts], addresses of contiguous tensors [out, in] of ``dtype_like``'s type.
         dtype_like: a tensor with the gradients' type.
         accumulate: whether to add to the old values. If so, the gradient of an expert without rows does not
             change. If not, it becomes zero.
@@ -297,8 +296,7 @@ def weight_product(
     triton.set_allocator(_allocate_scratch)
     row_tiles = triton.cdiv(output_grad.shape[1], tile_config.tile_m)
     column_tiles = triton.cdiv(x.shape[1], tile_config.tile_n)
-    tiles_per_expert = row_tiles * column_tiles
-    _weight_product_kernel[(grad_addresses.numel() * tiles_per_expert,)](
+    _weight_product_kernel[(grad_addresses.numel() * row_tiles * column_tiles,)](
         output_grad,
         x,
         tile_plan.expert_starts,

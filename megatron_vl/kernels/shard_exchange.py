@@ -83,8 +83,7 @@ def shard_route(cu_seqlens: Sequence[int], cp_size: int, rank: int) -> ShardRout
     # A shard lies within one sequence if no bound is in it, its edges included.
     any_between = False
     for other_start in range(0, row_length, length):
-        next_bound = bisect_left(cu_seqlens, other_start)
-        any_between |= next_bound == bisect_right(cu_seqlens, other_start + length)
+        any_between |= bisect_left(cu_seqlens, other_start) == bisect_right(cu_seqlens, other_start + length)
 
     bounds = set(cu_seqlens)
     return ShardRoute(

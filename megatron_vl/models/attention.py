@@ -147,34 +147,31 @@ class PackedAttention(nn.Module):
             # The value is a view of the fused QKV output, all of which the backward pass would keep.
             packed_value = packed_value.contiguous()
 
-        cache_access = packed_seq_params.cache
-        if self.cp_group.size() > 1:
-            assert cache_access is None, "answers are not generated under context parallelism"
-            attention_output = self._attend_over_ranks(packed_query, packed_key, packed_value, segments)
-        elif cache_access is None:
-            attention_output = self.backend_function(
-                packed_query, packed_key, packed_value, segments, self.causal
-            )
-        else:
-            # The prompt attends to itself through the backend. Later tokens attend to what it stored.
-            attention_output = cache_access.attend_with_cache(
-                self,
-                packed_query,
-                packed_key,
-                packed_value,
-                lambda: self.backend_function(packed_query, packed_key, packed_value, segments, self.causal),
-            )
+        attention_output = self._attend(
+            packed_query, packed_key, packed_value, segments, packed_seq_params.cache
+        )
         return attention_output.reshape(attention_output.shape[0], 1, -1)
 
-    def _attend_over_ranks(self, query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> Tensor:
-        """Attention of context-parallel ranks: query [S, h, d], key and value [S, g, d] -> [S, h, d]"""
-        # Each rank gets more tokens of fewer heads, so that the backends need not know that the row is split.
-        query, key, value = heads_for_tokens(query, key, value, self.head_group)
-        if segments.gathered_keys is not None:
-            key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, segments: Segments, cache_access: CacheAccess | None
+    ) -> Tensor:
+        if self.cp_group.size() > 1:
+            # Each rank gets all tokens of some heads, so that the backends need not know that the row is
+            # split.
+            assert cache_access is None, "answers are not generated under context parallelism"
+            query, key, value = heads_for_tokens(query, key, value, self.head_group)
+            if segments.gathered_keys is not None:
+                key, value = gather_keys(key, value, segments.gathered_keys.row_tokens, self.key_group)
+            output_of_heads = self.backend_function(query, key, value, segments, self.causal)
+            return tokens_for_heads(output_of_heads, self.head_group)
 
-        output_of_heads = self.backend_function(query, key, value, segments, self.causal)
-        return tokens_for_heads(output_of_heads, self.head_group)
+        if cache_access is None:
+            return self.backend_function(query, key, value, segments, self.causal)
+
+        # The prompt attends to itself through the backend. Later tokens attend to what it stored.
+        return cache_access.attend_with_cache(
+            self, query, key, value, lambda: self.backend_function(query, key, value, segments, self.causal)
+        )
 
 
 def choose_backend(
@@ -191,24 +188,24 @@ def choose_backend(
     On Hopper (docs/log/speed.md), our kernels are the fastest for the vision tower, and FlashAttention-4 for
     the language model's causal segments. Without that package, the language model uses cuDNN through
     Transformer Engine, but FlashAttention-2 for heads wider than 128 (Qwen3.5), because cuDNN computes wrong
-    gradients for them in packed rows. FlashAttention-2 is also for more keys than queries (``gathers_keys``,
-    under context parallelism).
+    gradients for them in packed rows, and for more keys than queries (``gathers_keys``, under context
+    parallelism).
 
     Raises:
         RunConfigError: the name is unknown, or the backend cannot run on this platform or this attention.
     """
+    tower_kernels_apply = not causal and dtype == torch.bfloat16
+    flash_attention_applies = causal and dtype == torch.bfloat16 and has_flash_attention()
     if backend_name == "auto":
         if platform == "cpu":
             return "sdpa"
         if head_dim % 8:
             return "sdpa"  # no fused kernel supports such heads
-        if _tower_kernels_apply(head_dim, causal, dtype):
+        if tower_kernels_apply and has_kernels(head_dim):
             return "triton"
-        if gathers_keys:
-            return "torch_varlen"
-        if _flash_attention_applies(causal, dtype) and head_dim in FLASH_ATTENTION_HEAD_DIMS:
+        if flash_attention_applies and head_dim in FLASH_ATTENTION_HEAD_DIMS:
             return "flash_attn"
-        return "te" if causal and head_dim in TE_HEAD_DIMS else "torch_varlen"
+        return "te" if causal and head_dim in TE_HEAD_DIMS and not gathers_keys else "torch_varlen"
 
     if backend_name not in BACKENDS:
         raise RunConfigError(
@@ -216,15 +213,7 @@ def choose_backend(
         )
     if platform == "cpu" and backend_name != "sdpa":
         raise RunConfigError(f"attention backend {backend_name!r} has no CPU kernel; use sdpa or auto")
-    _check_attention(backend_name, head_dim, causal, dtype, gathers_keys)
-    return backend_name
-
-
-def _check_attention(
-    backend_name: str, head_dim: int, causal: bool, dtype: torch.dtype, gathers_keys: bool
-) -> None:
-    """Checks that a backend of GPUs supports an attention (arguments as of :func:`choose_backend`)."""
-    if backend_name == "triton" and not _tower_kernels_apply(head_dim, causal, dtype):
+    if backend_name == "triton" and not (tower_kernels_apply and has_kernels(head_dim)):
         raise RunConfigError(
             "attention backend triton is for vision towers in bfloat16 with heads of 16, 24, ... 128; use"
             " auto"
@@ -236,25 +225,19 @@ def _check_attention(
             " use auto or torch_varlen"
         )
 
-    if backend_name in ("te", "flash_attn") and gathers_keys:
+    if backend_name == "te" and gathers_keys:
         raise RunConfigError(
             f"attention backend {backend_name} does not support more context-parallel ranks than heads; use"
             " auto or torch_varlen"
         )
 
-    if backend_name == "flash_attn" and not _flash_attention_applies(causal, dtype):
+    if backend_name == "flash_attn" and not flash_attention_applies:
         raise RunConfigError(
             "attention backend flash_attn is for language models in bfloat16, on GPUs from Hopper on, with"
             " the package flash-attn-4 (pip install -e .[gpu]); use auto"
         )
 
-
-def _tower_kernels_apply(head_dim: int, causal: bool, dtype: torch.dtype) -> bool:
-    return not causal and dtype == torch.bfloat16 and has_kernels(head_dim)
-
-
-def _flash_attention_applies(causal: bool, dtype: torch.dtype) -> bool:
-    return causal and dtype == torch.bfloat16 and has_flash_attention()
+    return backend_name
 
 
 def check_gradients(backend_name: str, heads_per_group: int, head_dim: int) -> None:
@@ -349,7 +332,15 @@ def _attend_with_flash_attn(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, causal: bool
 ) -> Tensor:
     assert causal, "for language models only"
-    return packed_causal_attention(query, key, value, segments.cu_seqlens, segments.max_seqlen)
+    return packed_causal_attention(
+        query,
+        key,
+        value,
+        segments.cu_seqlens,
+        segments.keys.cu_seqlens,
+        segments.max_seqlen,
+        segments.keys.max_seqlen,
+    )
 
 
 def _attend_with_triton(

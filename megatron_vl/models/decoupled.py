@@ -89,39 +89,41 @@ class StepVision:
             An input, and its slice of the share's patches.
         """
         frame_patches = self.local_frames.patches_per_frame[first_frame:end_frame]
-        first_patch, first_window = self.local_frames.first_patch, self.local_frames.first_window
         num_inputs = max(1, -(-int(frame_patches.sum()) // patches_per_input))
         frame_bounds = first_frame + split_by_cost(frame_patches, num_inputs)
         for frame_begin, frame_end in zip(frame_bounds[:-1], frame_bounds[1:], strict=True):
-            if frame_begin == frame_end:
-                continue
+            if frame_begin < frame_end:
+                yield self._tower_input(int(frame_begin), int(frame_end))
 
-            patch_slice = slice(int(first_patch[frame_begin]), int(first_patch[frame_end]))
-            window_slice = slice(int(first_window[frame_begin]), int(first_window[frame_end]))
-            first_plane = int(self.plane_bounds[frame_begin:frame_end, 0].min())
-            end_plane = int(self.plane_bounds[frame_begin:frame_end, 1].max())
+    def _tower_input(self, frame_begin: int, frame_end: int) -> tuple[VisionInput, slice]:
+        """The tower input of a range of the share's frames, and its slice of the share's patches."""
+        first_patch, first_window = self.local_frames.first_patch, self.local_frames.first_window
+        patch_slice = slice(int(first_patch[frame_begin]), int(first_patch[frame_end]))
+        window_slice = slice(int(first_window[frame_begin]), int(first_window[frame_end]))
+        first_plane = int(self.plane_bounds[frame_begin:frame_end, 0].min())
+        end_plane = int(self.plane_bounds[frame_begin:frame_end, 1].max())
 
-            # Bounds and plane numbers count from the start of the share. The first input needs no change,
-            # which saves three kernels in a step of one input.
-            frame_cu_seqlens = self.frame_cu_seqlens[frame_begin : frame_end + 1]
-            window_cu_seqlens = self.window_cu_seqlens[window_slice.start : window_slice.stop + 1]
-            plane_index = self.plane_index[patch_slice]
-            if frame_begin:
-                frame_cu_seqlens = frame_cu_seqlens - patch_slice.start
-                window_cu_seqlens = window_cu_seqlens - patch_slice.start
-                plane_index = plane_index - first_plane
+        # Bounds and plane numbers count from the start of the share. The first input needs no change,
+        # which saves three kernels in a step of one input.
+        frame_cu_seqlens = self.frame_cu_seqlens[frame_begin : frame_end + 1]
+        window_cu_seqlens = self.window_cu_seqlens[window_slice.start : window_slice.stop + 1]
+        plane_index = self.plane_index[patch_slice]
+        if frame_begin:
+            frame_cu_seqlens = frame_cu_seqlens - patch_slice.start
+            window_cu_seqlens = window_cu_seqlens - patch_slice.start
+            plane_index = plane_index - first_plane
 
-            max_frame_patches = int(self.local_frames.patches_per_frame[frame_begin:frame_end].max())
-            max_window_patches = int(self.local_frames.patches_per_window[window_slice].max())
-            tower_input = VisionInput(
-                planes=self.planes[first_plane:end_plane],
-                plane_index=plane_index,
-                position_hw=self.position_hw[patch_slice],
-                frame_hw=self.frame_hw[patch_slice],
-                full_segments=Segments(frame_cu_seqlens, max_frame_patches),
-                window_segments=Segments(window_cu_seqlens, max_window_patches),
-            )
-            yield tower_input, patch_slice
+        max_frame_patches = int(self.local_frames.patches_per_frame[frame_begin:frame_end].max())
+        max_window_patches = int(self.local_frames.patches_per_window[window_slice].max())
+        tower_input = VisionInput(
+            planes=self.planes[first_plane:end_plane],
+            plane_index=plane_index,
+            position_hw=self.position_hw[patch_slice],
+            frame_hw=self.frame_hw[patch_slice],
+            full_segments=Segments(frame_cu_seqlens, max_frame_patches),
+            window_segments=Segments(window_cu_seqlens, max_window_patches),
+        )
+        return tower_input, patch_slice
 
 
 class DecoupledTower:

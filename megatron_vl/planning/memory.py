@@ -9,9 +9,10 @@ FFN width ``f`` keeps these elements:
 - q and k after RoPE, a copy of v, and attention: the widths of heads and key/value heads. In the tower,
   FlashAttention-2's v is a view that keeps the whole fused QKV output. Window layers keep that and the
   output; our kernels for full attention keep a rotated copy of it and the output.
-- Under context parallelism, the output of attention twice, before and after the exchange of heads. Ranks that
-  gather keys keep k and v of all of them. Linear attention keeps a state and a matrix of each value head, and
-  receives those of all ranks for a moment.
+- With norms of queries and keys: also the fused QKV output, which they read.
+- Under context parallelism, the exchange of heads keeps the output of attention twice. Ranks that gather keys
+  keep k and v of all of them. Linear attention keeps a state and a matrix of each value head, and receives
+  those of all ranks for a moment.
 - Attention with an output gate: also the gate, its sigmoid in float32, and the gated output.
 - Linear attention: the output of its input projection, q, k and v after the convolution, the rule's output
   and the normalised one, and of each value head the gates and a row of its chunk's matrix of 64 x 64. With
@@ -613,6 +614,8 @@ class _ActivationEstimator:
         query_width = language_spec.num_heads * language_spec.head_dim / tensor_parallel_size
         key_value_width = max(language_spec.num_kv_heads / tensor_parallel_size, 1.0) * language_spec.head_dim
         exchanged = 0.0
+        # The norms of queries and keys keep the fused output.
+        norm_inputs = (query_width + 2 * key_value_width) * language_spec.qk_norm
         if self.layout.cp > 1:
             key_value_heads = max(1, language_spec.num_kv_heads // tensor_parallel_size)
             key_value_width *= key_value_copies(key_value_heads, self.layout.head_ranks)
@@ -628,6 +631,7 @@ class _ActivationEstimator:
             query_width
             + 2 * key_value_width
             + query_width
+            + norm_inputs
             + exchanged
             + language_spec.num_heads * 4 / self.bytes_per_element / tensor_parallel_size
             + gate_elements

@@ -9,6 +9,7 @@ pass, and returns exit code 1 if the backend that ``auto`` takes is wrong.
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_vl.kernels.flash_attention import has_flash_attention
 from megatron_vl.models.attention import choose_backend, make_backend
-from megatron_vl.models.batch import Segments
+from megatron_vl.models.batch import KeySegments, Segments
 
 LENGTHS = [1, 63, 64, 65, 700, 0, 129, 1500, 900, 2000, 1770, 1000]
 HEADS = {
@@ -31,11 +32,23 @@ LIMIT = 2e-2
 """Largest relative error. bf16 inputs with exact sums are at about 3e-3."""
 
 
-def inputs(heads: int, groups: int, width: int) -> list[Tensor]:
+def bounds(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+
+
+def row_segments(gathers_keys: bool) -> Segments:
+    """With gathered keys, the queries are the second half of each sequence."""
+    if not gathers_keys:
+        return Segments(bounds(LENGTHS), max(LENGTHS))
+    query_lengths = [-(-length // 2) for length in LENGTHS]
+    keys = KeySegments(bounds(LENGTHS), max(LENGTHS), slice(0, sum(LENGTHS)))
+    return Segments(bounds(query_lengths), max(query_lengths), keys)
+
+
+def inputs(heads: int, groups: int, width: int, num_queries: int) -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = ((heads, width), (groups, width), (groups, width))
-    tensors = [torch.randn(sum(LENGTHS), *shape, device="cuda").bfloat16() for shape in shapes]
-    return [tensor.requires_grad_() for tensor in tensors]
+    shapes = ((num_queries, heads, width), *((sum(LENGTHS), groups, width),) * 2)
+    return [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for shape in shapes]
 
 
 def run(name: str, tensors: list[Tensor], gradient: Tensor, segments: Segments) -> list[Tensor]:
@@ -57,20 +70,20 @@ def milliseconds(name: str, tensors: list[Tensor], gradient: Tensor, segments: S
 
 
 def main() -> int:
-    bounds = torch.tensor([0, *LENGTHS], device="cuda").cumsum(0).int()
-    segments = Segments(bounds, max(LENGTHS))
     passed = True
-
-    for family, (heads, groups, width) in HEADS.items():
-        tensors = inputs(heads, groups, width)
-        gradient = torch.randn(sum(LENGTHS), heads, width, device="cuda").bfloat16()
+    for (family, (heads, groups, width)), gathers_keys in itertools.product(HEADS.items(), (False, True)):
+        segments = row_segments(gathers_keys)
+        tensors = inputs(heads, groups, width, int(segments.cu_seqlens[-1]))
+        gradient = torch.randn_like(tensors[0])
         wide = [tensor.detach().float().requires_grad_() for tensor in tensors]
         with sdpa_kernel(SDPBackend.MATH):
             want = run("sdpa", wide, gradient.float(), segments)
 
-        chosen = choose_backend("auto", platform="cuda", head_dim=width, causal=True)
-        names = ("te", "torch_varlen", "flash_attn")
-        for name in names[: 3 if has_flash_attention() else 2]:
+        chosen = choose_backend(
+            "auto", platform="cuda", head_dim=width, causal=True, gathers_keys=gathers_keys
+        )
+        names = ["torch_varlen"] + ["te"] * (not gathers_keys) + ["flash_attn"] * has_flash_attention()
+        for name in names:
             got = run(name, tensors, gradient, segments)
             pairs = zip(got, want, strict=True)
             errors = [float((g.float() - w).norm() / w.norm()) for g, w in pairs]
@@ -79,6 +92,7 @@ def main() -> int:
             listed = " ".join(f"{part} {error:.1e}" for part, error in zip("oqkv", errors, strict=True))
             took = milliseconds(name, tensors, gradient, segments)
             which = f"{family} {heads}/{groups} x {width} {name}{' (auto)' if name == chosen else ''}"
+            which += ", gathered keys" * gathers_keys
             print(f"{'ok    ' if fine else 'WRONG '} {which}: {listed}, {took:.2f} ms", flush=True)
     return 0 if passed else 1
 
