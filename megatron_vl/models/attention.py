@@ -288,26 +288,20 @@ def _attend_with_sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segme
     for (num_queries, num_keys), run in itertools.groupby(zip(query_lengths, key_lengths, strict=True)):
         num_segments = len(list(run))
         end_query, end_key = first_query + num_segments * num_queries, first_key + num_segments * num_keys
+        query_slice, key_slice = slice(first_query, end_query), slice(first_key, end_key)
         if num_queries:
             query_batch, key_batch, value_batch = (
                 packed_tensor.unflatten(0, (num_segments, -1)).transpose(1, 2)
-                for packed_tensor in (
-                    query[first_query:end_query],
-                    key[first_key:end_key],
-                    value[first_key:end_key],
-                )
+                for packed_tensor in (query[query_slice], key[key_slice], value[key_slice])
             )
             # SDPA's own causal mask aligns the first query with the first key, and not the last ones.
-            mask = None
-            if causal and num_keys > num_queries:
-                mask = query.new_ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+            causal_mask = None
+            is_causal = causal and num_keys == num_queries
+            if causal and not is_causal:
+                every_pair = query.new_ones(num_queries, num_keys, dtype=torch.bool)
+                causal_mask = every_pair.tril(num_keys - num_queries)
             output_batch = F.scaled_dot_product_attention(
-                query_batch,
-                key_batch,
-                value_batch,
-                mask,
-                is_causal=causal and mask is None,
-                enable_gqa=has_grouped_heads,
+                query_batch, key_batch, value_batch, causal_mask, 0.0, is_causal, enable_gqa=has_grouped_heads
             )
             output_parts.append(output_batch.transpose(1, 2).flatten(0, 1))
         first_query, first_key = end_query, end_key

@@ -234,8 +234,6 @@ def _build_language_model(
     )
 
     layer_range = layout.chunk_layers(pipeline_rank, virtual_stage)
-    language_groups = ProcessGroupCollection.use_mpu_process_groups()
-    language_groups.hcp = nested_context_groups()
     language_model = GPTModel(
         core_config,
         transformer_block_spec(
@@ -259,7 +257,7 @@ def _build_language_model(
         position_embedding_type="mrope",
         rotary_base=int(language_spec.rope_theta),
         scatter_embedding_sequence_parallel=False,
-        pg_collection=language_groups,
+        pg_collection=_language_process_groups(),
         vp_stage=virtual_stage if layout.vpp > 1 else None,
     )
 
@@ -298,6 +296,12 @@ def aux_loss_reason(spec: ModelSpec, model_config: ModelConfig) -> str:
         return f"{coefficient_text} ({reason})"
     advice = f"--model.moe_aux_loss {moe_spec.aux_loss_coef:g} adds it"
     return f"{coefficient_text} (output_router_logits is not true in model.hf's config.json; {advice})"
+
+
+def _language_process_groups() -> ProcessGroupCollection:
+    language_groups = ProcessGroupCollection.use_mpu_process_groups()
+    language_groups.hcp = nested_context_groups()
+    return language_groups
 
 
 def _tower_process_groups(

@@ -30,9 +30,6 @@ from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
 
 GPUS_PER_NODE = 8
-FLASH_ATTENTION_2_RATE_SHARE = 0.69
-"""Rate of FlashAttention-2, which ranks that gather keys use, as a share of the calibrated backend's: 4.15 of
-6.00 ms for a sequence of 8,192 tokens (docs/log/speed.md)."""
 DELTA_RULE_RATE_SHARE = 0.12
 """Share of attention's rate that the delta rule's small products reach. With our kernels, 8192 tokens of 32
 heads of 128 took 0.79 ms forward on an H200."""
@@ -315,8 +312,6 @@ class StepCosts:
         # document over n of them, 2 - 1 / n times the mean. The others wait for it.
         part_length = self.config.data.seq_len / self.layout.key_ranks
         largest_share = 2.0 - min(1.0, part_length / length)
-        if self.layout.key_ranks > 1:
-            flops_per_second *= FLASH_ATTENTION_2_RATE_SHARE
         return 2.0 * head_width * rows.mean_token_pairs * largest_share / flops_per_second
 
     def _linear_attention_seconds(self) -> tuple[float, float]:

@@ -502,6 +502,8 @@ def describe_layout(config: TrainConfig, layout: Layout, data_parallel_size: int
         "dp": data_parallel_size,
     }
     dense_text = " ".join(f"{name}{size}" for name, size in dense_sizes.items() if size > 1) or "one GPU"
+    if layout.key_ranks > 1:
+        dense_text += f", {layout.key_ranks} ranks gather keys"
     expert_sizes = {"ep": layout.ep, "etp": layout.etp}
     further_parts = [" ".join(f"{name}{size}" for name, size in expert_sizes.items() if size > 1)]
     recompute_config = config.recompute

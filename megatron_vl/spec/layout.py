@@ -142,8 +142,7 @@ def make_layout(
         raise LayoutError(
             f"layers {list(layers)} add up to {sum(layers)}; the model has {num_layers} decoder layers"
         )
-    key_ranks = cp // exchange_ranks(spec, tp, cp)
-    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, key_ranks)
+    return Layout(tp, pp, vpp, tuple(layers), ep, etp, decoupled, cp, cp // exchange_ranks(spec, tp, cp))
 
 
 def _even_layers(num_layers: int, pp: int, vpp: int, decoupled: bool) -> list[int]:

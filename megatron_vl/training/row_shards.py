@@ -64,9 +64,8 @@ class RowSharding:
 
         # features_by_pair[i, j]: how many features rank i has for the tokens of part j.
         placeholders = row.vision.feature_index.numpy()
-        part_of_feature = (placeholders // part_length).astype(
-            np.int16
-        )  # NumPy sorts short integers by radix
+        # NumPy sorts short integers by radix.
+        part_of_feature = (placeholders // part_length).astype(np.int16)
         feature_bounds = self._feature_bounds(row)
         rank_of_feature = np.repeat(np.arange(self.context_size), np.diff(feature_bounds))
         features_by_pair = np.zeros((self.context_size, self.context_size), dtype=np.int64)

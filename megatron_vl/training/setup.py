@@ -252,7 +252,7 @@ def _run_summary(training_run: TrainingRun) -> str:
         optimizer_note += f", {state_chunks.host_bytes / 2**30:.1f} GiB of optimizer state in host memory"
     context = f" x cp {layout.cp}" if layout.cp > 1 else ""
     if layout.key_ranks > 1:
-        context += f" ({layout.key_ranks} gather keys)"
+        context += f" ({layout.key_ranks} ranks gather keys)"
     parallel_sizes = (
         f"tp {layout.tp}{context} x pp {layout.pp} x vpp {layout.vpp} x dp {grid.dp}{expert_sizes}"
     )

@@ -205,7 +205,7 @@ def _print_facts(run_facts: dict[str, Any]) -> None:
         experts_note = f", experts ep {layout_sizes['ep']} x etp {layout_sizes['etp']}"
     context = f" x cp {layout_sizes['cp']}" if "cp" in layout_sizes else ""
     if "key_ranks" in layout_sizes:
-        context += f" ({layout_sizes['key_ranks']} gather keys)"
+        context += f" ({layout_sizes['key_ranks']} ranks gather keys)"
     sequence_note = ", sequence parallel" if layout_sizes["sequence_parallel"] else ""
     print(f"{run_facts['family']} on {pluralize(run_facts['ranks'], 'rank')}")
     if trained := trained_text(run_facts["parameters"], run_facts["trained_parameters"]):
