@@ -139,13 +139,13 @@ TESTED_BY = {
     "megatron-energon": "`.ci/run`",
     "transformers": "`make test` with the first version, `make test-transformers` with the last one",
     "transformer-engine": TESTS_ON_GPUS,
-    "flash-attn": "optional; not among the pinned packages",
+    "flash-attn-4": f"{TESTS_ON_GPUS}; a run compares its gradients with float32 when it starts",
 }
 """What runs with each package that decides about numbers."""
 GPUS = (
     ("none: CPU, two cores", "all of `.ci/run`, with gloo"),
     ("H200", f"{TESTS_ON_GPUS}, on one, two and four; all published speeds"),
-    ("H100", "parity, moments and calibration, on two"),
+    ("H100", "parity, LoRA, moments and calibration, on two; FlashAttention-4"),
     ("A100, B200", "nothing; `plan` scales the rates of H200 by their data sheets"),
 )
 

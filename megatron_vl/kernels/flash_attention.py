@@ -68,29 +68,38 @@ def largest_gradient_error(heads_per_group: int, head_dim: int) -> float:
     Right kernels in bfloat16 have 0.003 to 0.005.
     """
     generator = torch.Generator("cuda").manual_seed(0)
-    num_tokens = sum(CHECKED_LENGTHS)
-    cu_seqlens = torch.tensor([0, *CHECKED_LENGTHS], device="cuda").cumsum(0).int()
+    lengths = torch.tensor(CHECKED_LENGTHS, device="cuda")
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0)).int()
+    num_tokens, max_seqlen = sum(CHECKED_LENGTHS), max(CHECKED_LENGTHS)
 
     def random_heads(num_heads: int) -> Tensor:
         heads = torch.randn(num_tokens, num_heads, head_dim, device="cuda", generator=generator)
         return heads.bfloat16().requires_grad_()
 
-    inputs = [random_heads(2 * heads_per_group), random_heads(2), random_heads(2)]
-    output_grad = random_heads(2 * heads_per_group).detach()
-    max_seqlen = max(CHECKED_LENGTHS)
-    attention_output = packed_causal_attention(*inputs, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    results = [attention_output, *torch.autograd.grad(attention_output, inputs, output_grad)]
+    query, key, value = random_heads(2 * heads_per_group), random_heads(2), random_heads(2)
+    attention_output = packed_causal_attention(
+        query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    )
+    output_grad = torch.randn_like(attention_output)
+    gradients = torch.autograd.grad(attention_output, (query, key, value), output_grad)
 
-    float_inputs = [heads.detach().float().requires_grad_() for heads in inputs]
-    sequences = zip(*(heads.transpose(0, 1).split(CHECKED_LENGTHS, 1) for heads in float_inputs), strict=True)
-    expected_output = torch.cat(
-        [F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True) for heads in sequences], 1
-    ).transpose(0, 1)
-    expected = [expected_output, *torch.autograd.grad(expected_output, float_inputs, output_grad.float())]
+    # The reference computes the whole square of scores and masks other sequences.
+    segment_ids = torch.repeat_interleave(lengths)
+    mask = (segment_ids[:, None] == segment_ids) & torch.ones(
+        num_tokens, num_tokens, device="cuda"
+    ).tril().bool()
+    float_heads = [heads.detach().float().transpose(0, 1).requires_grad_() for heads in (query, key, value)]
+    expected_output = F.scaled_dot_product_attention(
+        float_heads[0], float_heads[1], float_heads[2], mask, enable_gqa=True
+    )
+    expected_gradients = torch.autograd.grad(
+        expected_output, float_heads, output_grad.float().transpose(0, 1)
+    )
 
-    errors = [
-        (result.float() - reference).norm() / reference.norm()
-        for result, reference in zip(results, expected, strict=True)
-    ]
+    relative_errors = []
+    references = (expected_output, *expected_gradients)
+    for result, reference in zip((attention_output, *gradients), references, strict=True):
+        error = result.float().transpose(0, 1) - reference
+        relative_errors.append(error.norm() / reference.norm())
     # Not Python's max, which passes over NaN.
-    return float(torch.stack(errors).detach().max())
+    return float(torch.stack(relative_errors).detach().max())
