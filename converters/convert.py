@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -708,6 +711,33 @@ def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightRea
         raise WeightsError(f"{weight_reader.path} holds a whole model and no adapters")
     _check_same_model(weight_reader, hf_checkpoint)
     return weight_reader
+
+
+def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
+    """The Megatron weights of adapters. A PEFT folder is converted within ``parent_dir``, once.
+
+    Several processes may call this at the same time; one of their results stays.
+
+    Raises:
+        The errors of :func:`convert_adapter`.
+    """
+    if not is_peft_folder(adapter):
+        return adapter
+    peft_digest = hashlib.sha256()
+    for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+        peft_file = adapter / file_name
+        peft_digest.update(peft_file.read_bytes() if peft_file.is_file() else b"")
+
+    converted_dir = parent_dir / f"adapter_{peft_digest.hexdigest()[:16]}"
+    if not converted_dir.exists():
+        parent_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
+            convert_adapter(adapter, hf, Path(partial_dir) / "weights")
+            # Another process may have been faster, and its folder is then not empty.
+            with contextlib.suppress(OSError):
+                os.rename(Path(partial_dir) / "weights", converted_dir)
+        durable_files.fsync_path(parent_dir)
+    return converted_dir
 
 
 def export_adapter(

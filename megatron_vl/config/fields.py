@@ -85,9 +85,9 @@ class LoraConfig:
     alpha_pattern: dict[str, float] = option({}, exclusive_minimum=0)
     """Alphas of single matrices, written in the same way."""
     adapter: str = ""
-    """Start from these adapters: a run with LoRA (its latest step), or what `megatron-vl convert --adapter`
-    made of a PEFT folder. Their ranks, targets and scales hold; leave out the other fields of lora, but for
-    dropout. Empty: new adapters."""
+    """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, which `megatron-vl train`
+    converts into checkpoint.dir, or what `megatron-vl convert --adapter` made of one. Their ranks, targets
+    and scales hold; leave out the other fields of lora, but for dropout. Empty: new adapters."""
 
     def __hash__(self) -> int:
         # What follows from the adapters of a run is cached, and lists have no hash of their own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -16,11 +17,11 @@ from converters.peft_folder import ADAPTER_FILE
 from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.ranks import call
+from tests.support.ranks import call, run_module
 from tests.tiny import tiny_checkpoint
 from tests.training.context_programs import moved
 from tests.training.lora_programs import dropout_masks, train_layouts
-from tests.training.small_run import metrics, prepare, train
+from tests.training.small_run import metrics, options_of, prepare, train
 
 pytestmark = pytest.mark.ranks
 
@@ -197,6 +198,20 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     kept = WeightReader(begun, takes_adapters=True)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
+
+    # The command takes PEFT's folder as it is. A run that goes on no longer needs it.
+    moved, direct = tmp_path / "peft", tmp_path / "direct"
+    folder.rename(moved)
+    words = options_of(prepared, direct, "--lora.adapter", str(moved), "--optimizer.lr", "0", steps=6)
+    done = run_module("toolkit", ["train", *words, "--stop_after", "3"], 2, cwd=prepared["folder"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = WeightReader(direct, takes_adapters=True)
+    for name in stored.tensor_names():
+        assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
+    moved.rename(folder)
+    rmtree(next(direct.glob("adapter_*")))
+    done = run_module("toolkit", ["train", *words], 2, cwd=prepared["folder"])
+    assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
 
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),
