@@ -48,6 +48,8 @@ from .adapters import (
     peft_config,
     peft_header,
     peft_tensors,
+    read_factor,
+    saved_tensor_keys,
 )
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
@@ -793,11 +795,18 @@ def _write_adapter_tensors(source: AdapterSource, conversion_output: ConversionO
     """Writes the tensors of PEFT's file that an earlier attempt did not write."""
     names = adapted_matrices(source)
     writer = conversion_output.writer_by_file[ADAPTER_FILE]
+
+    def write_tensor(key: str, tensor: Tensor) -> None:
+        if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
+            tensor_sha256 = writer.write_tensor(key, [tensor])
+            conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
+
     for adapter in fused_adapters(source.spec, source.lora).values():
         for key, tensor in peft_tensors(source, adapter, names).items():
-            if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
-                tensor_sha256 = writer.write_tensor(key, [tensor])
-                conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
+            write_tensor(key, tensor)
+    tensor_infos = trained_table(source.spec, source.lora)
+    for tensor_name, (key, _) in saved_tensor_keys(source).items():
+        write_tensor(key, read_factor(source, tensor_infos[tensor_name]))
 
 
 def convert_adapter(

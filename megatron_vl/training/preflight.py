@@ -22,7 +22,7 @@ from megatron_vl.planning.offload_fraction import (
     with_offload_fraction,
 )
 from megatron_vl.plurals import pluralize
-from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.adapters import fused_adapters, saved_modules
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.weights.run_folder import SavedCheckpoint
@@ -324,10 +324,13 @@ def check_same_adapters(
             f"checkpoint {checkpoint_path} holds {held}, but this run has lora.rank {config.lora.rank}; give"
             " another checkpoint.dir to begin a new run"
         )
-    if fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
+    has_same_modules = saved_modules(spec, saved) == saved_modules(spec, config.lora)
+    if has_same_modules and fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
         return
 
-    saved_fields, current_fields = dataclasses.asdict(saved), dataclasses.asdict(config.lora)
+    # These two decide no shape and no scale.
+    current = dataclasses.replace(config.lora, dropout=saved.dropout, adapter=saved.adapter)
+    saved_fields, current_fields = dataclasses.asdict(saved), dataclasses.asdict(current)
     field_name = next(name for name, value in saved_fields.items() if value != current_fields[name])
     raise RunConfigError(
         f"lora.{field_name} is {current_fields[field_name]}, but {checkpoint_path} was saved with"
