@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import FusedAdapter, adapter_table, fused_adapters, row_runs
+from megatron_vl.spec.adapters import (
+    FusedAdapter,
+    fused_adapters,
+    is_adapter_tensor,
+    row_runs,
+    saved_modules,
+    trained_table,
+)
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.tensors import TensorInfo
 from megatron_vl.weights.tensor_files import (
@@ -166,7 +173,12 @@ class PeftAdapters(PeftFolder):
 
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path, spec)
-        self.tensor_infos = adapter_table(spec, self.lora)
+        self.tensor_infos = trained_table(spec, self.lora)
+        for tensor_name in self.tensor_infos.keys() - self.saved_keys.keys():
+            if not is_adapter_tensor(tensor_name):
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: {tensor_name!r} is missing in a whole module"
+                )
         self._adapter_by_factor: dict[str, FusedAdapter] = {}
         for adapter in fused_adapters(spec, self.lora).values():
             self._adapter_by_factor[adapter.name_a] = adapter
@@ -178,7 +190,9 @@ class PeftAdapters(PeftFolder):
         return fuse_factors(self.spec, adapter, self.factors, common_dtype)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
-        """The type that holds the values of all factors of a canonical tensor exactly."""
+        """The type that holds the values of all released parts of a canonical tensor exactly."""
+        if tensor_name in self.saved_keys:
+            return self._reader.dtype(self.saved_keys[tensor_name])
         common_dtype: torch.dtype | None = None
         for part in self._adapter_by_factor[tensor_name].parts:
             if part.rank:
@@ -189,7 +203,9 @@ class PeftAdapters(PeftFolder):
         return common_dtype
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
-        """A region of a canonical factor as a matrix."""
+        """A region of a canonical tensor as a matrix."""
+        if tensor_name in self.saved_keys:
+            return self._reader.read_region(self.saved_keys[tensor_name], region)
         adapter = self._adapter_by_factor[tensor_name]
         factor, canonical_b = self._cached_factors(adapter)
         if tensor_name == adapter.name_b:
@@ -260,6 +276,15 @@ def peft_tensors(source: AdapterSource, adapter: FusedAdapter, names: Container[
     return stored_tensors
 
 
+def saved_tensor_keys(source: AdapterSource) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Canonical name of a tensor that was trained whole -> its key in PEFT's file, and its shape there."""
+    saved_keys: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for tensor_name in saved_modules(source.spec, source.lora):
+        [(hf_name, shape)] = rules_by_name(source.spec)[tensor_name].hf_shapes.items()
+        saved_keys[tensor_name] = (KEY_PREFIX + long_tensor_name(hf_name), shape)
+    return saved_keys
+
+
 def peft_header(source: AdapterSource) -> bytes:
     """The header of PEFT's file."""
     matrix_shapes = released_matrices(source.spec)
@@ -279,6 +304,8 @@ def peft_header(source: AdapterSource) -> bytes:
             key_b = peft_key(part.hf_name, "B", adapted_names)
             dtype_b = source.dtype(adapter.name_b)
             stored_types[key_b] = (dtype_b, (row_count, rank_count))
+    for tensor_name, (key, shape) in saved_tensor_keys(source).items():
+        stored_types[key] = (source.dtype(tensor_name), shape)
     return make_safetensors_header(stored_types, {"format": "pt"})
 
 
@@ -320,7 +347,7 @@ def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": None,
+        "modules_to_save": list(dict.fromkeys(saved_modules(spec, lora).values())) or None,
         "use_dora": False,
     }
 
@@ -337,8 +364,8 @@ def _plain_number(number: float) -> float:
 class MergedWeights:
     """The canonical tensors of a model with an adapter added to them.
 
-    A tensor with an adapter is the sum in float32, which a writer rounds once. The others are those of the
-    base, bit for bit.
+    A tensor with an adapter is the sum in float32, which a writer rounds once. One that was trained whole is
+    the adapter's. The others are those of the base, bit for bit.
     """
 
     lora = LoraConfig()
@@ -349,11 +376,14 @@ class MergedWeights:
         self.spec = base.spec
         self.path = source.path
         self.adapters = fused_adapters(source.spec, source.lora)
+        self.saved_modules = saved_modules(source.spec, source.lora)
         self._cached_factors = lru_cache(maxsize=16)(self._read_wide_factors)
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         if tensor_name in self.adapters:
             return torch.float32
+        if tensor_name in self.saved_modules:
+            return self.source.dtype(tensor_name)
         return self.base.dtype(tensor_name)
 
     def verify_tensor(self, tensor_name: str) -> None:
@@ -366,6 +396,9 @@ class MergedWeights:
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a full canonical tensor as a matrix."""
+        if tensor_name in self.saved_modules:
+            self.source.verify_tensor(tensor_name)
+            return self.source.read_region(tensor_name, region)
         base_region = self.base.read_region(tensor_name, region)
         if tensor_name not in self.adapters:
             return base_region

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +48,8 @@ from .adapters import (
     peft_config,
     peft_header,
     peft_tensors,
+    read_factor,
+    saved_tensor_keys,
 )
 from .copy_jobs import CopyJob, ProgressBar, default_worker_count, order_with_checks, run_copy_tasks
 from .hf_checkpoint import HfCheckpoint
@@ -710,6 +715,33 @@ def open_adapters(adapter: str | Path, hf_checkpoint: HfCheckpoint) -> WeightRea
     return weight_reader
 
 
+def megatron_adapter(adapter: Path, hf: Path, parent_dir: Path) -> Path:
+    """The Megatron weights of adapters. A PEFT folder is converted within ``parent_dir``, once.
+
+    Several processes may call this at the same time; one of their results stays.
+
+    Raises:
+        The errors of :func:`convert_adapter`.
+    """
+    if not is_peft_folder(adapter):
+        return adapter
+    peft_digest = hashlib.sha256()
+    for file_name in (ADAPTER_CONFIG_FILE, ADAPTER_FILE):
+        peft_file = adapter / file_name
+        peft_digest.update(peft_file.read_bytes() if peft_file.is_file() else b"")
+
+    converted_dir = parent_dir / f"adapter_{peft_digest.hexdigest()[:16]}"
+    if not converted_dir.exists():
+        parent_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=parent_dir, prefix="adapter_") as partial_dir:
+            convert_adapter(adapter, hf, Path(partial_dir) / "weights")
+            # Another process may have been faster, and its folder is then not empty.
+            with contextlib.suppress(OSError):
+                os.rename(Path(partial_dir) / "weights", converted_dir)
+        durable_files.fsync_path(parent_dir)
+    return converted_dir
+
+
 def export_adapter(
     checkpoint: str | Path, hf: str | Path, output_dir: str | Path, *, force: bool = False
 ) -> WeightsReport:
@@ -763,11 +795,18 @@ def _write_adapter_tensors(source: AdapterSource, conversion_output: ConversionO
     """Writes the tensors of PEFT's file that an earlier attempt did not write."""
     names = adapted_matrices(source)
     writer = conversion_output.writer_by_file[ADAPTER_FILE]
+
+    def write_tensor(key: str, tensor: Tensor) -> None:
+        if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
+            tensor_sha256 = writer.write_tensor(key, [tensor])
+            conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
+
     for adapter in fused_adapters(source.spec, source.lora).values():
         for key, tensor in peft_tensors(source, adapter, names).items():
-            if (ADAPTER_FILE, key) not in conversion_output.kept_tensors:
-                tensor_sha256 = writer.write_tensor(key, [tensor])
-                conversion_output.record_tensor(ADAPTER_FILE, key, tensor_sha256)
+            write_tensor(key, tensor)
+    tensor_infos = trained_table(source.spec, source.lora)
+    for tensor_name, (key, _) in saved_tensor_keys(source).items():
+        write_tensor(key, read_factor(source, tensor_infos[tensor_name]))
 
 
 def convert_adapter(

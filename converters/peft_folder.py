@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_vl.config import LoraConfig
-from megatron_vl.spec.adapters import fused_adapters, pattern_value
+from megatron_vl.spec.adapters import fused_adapters, pattern_value, whole_module
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.weights.tensor_files import TensorReader, WeightsError, whole_matrix_region
 
@@ -46,7 +46,6 @@ _REFUSED_SETTINGS = (
     "use_dora",
     "lora_bias",
     "fan_in_fan_out",
-    "modules_to_save",
     "trainable_token_indices",
     "alora_invocation_tokens",
     "layer_replication",
@@ -185,6 +184,7 @@ class PeftFolder:
     Attributes:
         config: the content of ``adapter_config.json``.
         factors: module name of a released matrix -> its factors, in model order. They are views of the file.
+        saved_keys: canonical name of a tensor that was trained whole -> its key in the file.
         lora: the settings of a run with these adapters; their names are compared with the file's.
 
     Raises:
@@ -197,6 +197,7 @@ class PeftFolder:
         self.spec = spec
         self.config = self._read_config()
         self._reader = TensorReader(self._weights_file())
+        self.saved_keys = self._find_saved_keys()
         self.factors = self._read_factors()
         self.lora = self._make_lora_config()
 
@@ -234,6 +235,33 @@ class PeftFolder:
             raise FileNotFoundError(f"{weights_path} is missing")
         return weights_path
 
+    def _find_saved_keys(self) -> dict[str, str]:
+        """The tensors of PEFT's ``modules_to_save``, in the order of the file."""
+        rule_by_hf_name: dict[str, ConversionRule] = {}
+        for rule in rules_by_name(self.spec).values():
+            for hf_name in rule.hf_shapes:
+                rule_by_hf_name[long_tensor_name(hf_name)] = rule
+
+        saved_keys: dict[str, str] = {}
+        for key in self._reader.tensor_names():
+            hf_name = long_tensor_name(key.removeprefix(KEY_PREFIX))
+            saved_rule = rule_by_hf_name.get(hf_name)
+            if saved_rule is None:
+                continue
+            if not whole_module(saved_rule.name):
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: {hf_name!r} was trained whole (modules_to_save), which is"
+                    " not supported for this module"
+                )
+            [shape] = saved_rule.hf_shapes.values()
+            if self._reader.shape(key) != shape:
+                raise WeightsError(
+                    f"{self.path / ADAPTER_FILE}: {hf_name!r} has shape {list(self._reader.shape(key))}; the"
+                    f" model requires {list(shape)}"
+                )
+            saved_keys[saved_rule.name] = key
+        return saved_keys
+
     def _read_factors(self) -> dict[str, MatrixFactors]:
         """The factors of all matrices, in model order."""
         matrix_shapes = released_matrices(self.spec)
@@ -266,6 +294,8 @@ class PeftFolder:
         """Module name in ``transformers`` 5 -> {"A": factor, "B": factor}, as stored."""
         modules: dict[str, dict[str, Tensor]] = {}
         for key in self._reader.tensor_names():
+            if key in self.saved_keys.values():
+                continue
             key_match = re.fullmatch(rf"{re.escape(KEY_PREFIX)}(.+)\.lora_([AB])\.weight", key)
             if not key_match:
                 raise WeightsError(
@@ -462,6 +492,7 @@ class PeftFolder:
             targets=shortest_suffixes(self.factors, self.spec),
             rank_pattern=_patterns(names_by_rank, default_rank, self.spec),
             alpha_pattern=_patterns(names_by_alpha, default_alpha, self.spec),
+            modules_to_save=list(dict.fromkeys(map(whole_module, self.saved_keys))),
         )
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.training.small_run import command, environment, prepare, small_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -54,3 +58,54 @@ def test_core_is_imported_without_inductor(facts: dict[str, bool]) -> None:
 def test_transformers_is_imported_without_scikit_learn(facts: dict[str, bool]) -> None:
     assert not facts["scikit-learn"] and facts["transformers knows that it is there"]
     assert facts["transformers imports it by itself"], "the fix is no longer needed"
+
+
+TRANSFORMER_ENGINE = """
+import sys
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import torch
+
+__version__ = "2.20.2"
+__path__ = []
+
+class Refusing(torch.autograd.Function):
+    def __init__(self, *args, **kwargs):
+        raise RuntimeError("Transformer Engine was called without a GPU")
+
+class Submodules:
+    def find_spec(self, name, path, target=None):
+        if name.startswith("transformer_engine."):
+            return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = ModuleType(spec.name)
+        module.__file__ = __file__
+        module.__getattr__ = lambda name: type(name, (Refusing,), {})
+        # These work on a CPU too.
+        module.get_cpu_offload_context = lambda *args, **kwargs: (nullcontext(), None)
+        module.SplitAlongDim = SimpleNamespace(apply=lambda tensor, dim, sizes: tensor.split(sizes, dim))
+        module._SplitAlongDim = module.SplitAlongDim
+        return module
+
+    def exec_module(self, module):
+        pass
+
+sys.meta_path.insert(0, Submodules())
+import transformer_engine.common.recipe, transformer_engine.pytorch.module.base
+"""
+
+
+def test_a_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path) -> None:
+    """Of an installed one, whose kernels and modules need a GPU."""
+    (tmp_path / "installed").mkdir()
+    (tmp_path / "installed/transformer_engine.py").write_text(TRANSFORMER_ENGINE)
+    prepared = prepare(tmp_path / "prepared", small_checkpoint(tmp_path / "hf"))
+
+    variables = environment()
+    variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'installed'}"
+    run_command = command(prepared, tmp_path / "run", "--optimizer.clip_grad", "1e-3", ranks=1, steps=3)
+    done = subprocess.run(run_command, env=variables, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]

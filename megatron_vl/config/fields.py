@@ -85,10 +85,13 @@ class LoraConfig:
     """Ranks of single matrices, by the end of a module's name (a regular expression), as in PEFT."""
     alpha_pattern: dict[str, float] = option({}, exclusive_minimum=0)
     """Alphas of single matrices, written in the same way."""
+    modules_to_save: list[str] = option([])
+    """Modules that are trained whole beside the adapters, by the end of their names as in PEFT (patch_embed,
+    norm, input_layernorm, lm_head), or by a regular expression for the whole name. merger: all mergers."""
     adapter: str = ""
-    """Start from these adapters: a run with LoRA (its latest step), or what `megatron-vl convert --adapter`
-    made of a PEFT folder. Their ranks, targets and scales hold; leave out the other fields of lora, but for
-    dropout. Empty: new adapters."""
+    """Start from these adapters: a run with LoRA (its latest step), a PEFT folder, which `megatron-vl train`
+    converts into checkpoint.dir, or what `megatron-vl convert --adapter` made of one. Their ranks, targets
+    and scales hold; leave out the other fields of lora, but for dropout. Empty: new adapters."""
 
     def __hash__(self) -> int:
         # What follows from the adapters of a run is cached, and lists have no hash of their own.

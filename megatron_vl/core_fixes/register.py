@@ -195,6 +195,27 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test=_PARITY,
     ),
     DependencyFix(
+        fix_location="megatron_vl.platform.cpu:_patch_core_optimizer",
+        touched_names=(
+            "megatron.core.optimizer.Adam",
+            "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",
+            "megatron.core.optimizer.clip_grads.multi_tensor_applier",
+            "megatron.core.optimizer.clip_grads.l2_norm_impl",
+            "megatron.core.optimizer.clip_grads.multi_tensor_scale_impl",
+            "megatron.core.optimizer.clip_grads.multi_tensor_scale_tensor_impl",
+            "megatron.core.optimizer.optimizer.multi_tensor_applier",
+            "megatron.core.optimizer.optimizer.multi_tensor_scale_impl",
+        ),
+        fix_reason=(
+            "If Transformer Engine is installed, core's optimizer takes its kernels, also for tensors on the"
+            " CPU, which they refuse."
+        ),
+        written_for=_CORE,
+        upstream_issue=NOT_REPORTED,
+        removal_condition="core chooses these functions by the device of the tensors",
+        guarding_test="tests/test_start.py::test_a_run_on_cpu_calls_no_kernel_of_transformer_engine",
+    ),
+    DependencyFix(
         fix_location="megatron_vl.launch:main",
         touched_names=(
             "torch.distributed.run.run",

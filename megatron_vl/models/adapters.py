@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch import Tensor, nn
 
 from megatron_vl.config import RunConfigError, TrainConfig
@@ -198,6 +198,23 @@ def add_to_output(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
     # Grouped experts also get the numbers of their rows.
     adapted_output = linear.adapter(layer_input, layer_output, *inputs[1:])
     return adapted_output, bias
+
+
+def seed_dropout(seed: int, step: int) -> None:
+    """Seeds the dropout of a step, so that a step has the same masks after a resume.
+
+    Ranks with other tokens draw other masks.
+
+    Args:
+        step: zero-based.
+    """
+    from megatron.core import parallel_state as mpu
+
+    data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
+    pipeline_rank = mpu.get_pipeline_model_parallel_rank()
+    seed_text = f"{seed} {step} {data_rank} {pipeline_rank}"
+    seed_digest = hashlib.sha256(seed_text.encode()).digest()
+    model_parallel_cuda_manual_seed(int.from_bytes(seed_digest[:4], "little"))
 
 
 class AdaptedModel:

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.core_fixes.wgrad_fusion import fuse_weight_gradients
-from megatron_vl.models.adapters import AdaptedModel
+from megatron_vl.models.adapters import AdaptedModel, seed_dropout
 from megatron_vl.models.attention import check_gradients, choose_backend
 from megatron_vl.models.decoupled import DecoupledTower
 from megatron_vl.models.deepstack import remaining_deepstack_levels
@@ -28,7 +28,7 @@ from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageMo
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
 from megatron_vl.platform import Platform
-from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts
+from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts, saved_modules
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
 from megatron_vl.spec.tensors import OUTPUT_TENSOR, model_part, tensor_table
@@ -363,7 +363,7 @@ def _freeze_parameters(modules: Iterable[torch.nn.Module], config: TrainConfig) 
 def _attach_adapters(
     chunks: list[VisionLanguageModel], spec: ModelSpec, layout: Layout, config: TrainConfig
 ) -> None:
-    """Gives the chunks the adapters of the run."""
+    """Gives the chunks the adapters of the run, and trains the modules of ``lora.modules_to_save``."""
     from megatron.core import parallel_state as mpu
 
     adapted_parts = AdaptedModel(
@@ -376,9 +376,10 @@ def _attach_adapters(
     pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
     live_tensors = chunk_tensors(chunks, layout, pp_rank, ep_rank)
     if config.lora.dropout:
-        # Ranks with other tokens need other masks. All weights have been drawn by now.
-        data_rank = mpu.get_data_parallel_rank(with_context_parallel=True)
-        model_parallel_cuda_manual_seed(config.seed + 1 + data_rank)
+        seed_dropout(config.seed, step=0)
+    saved_names = saved_modules(spec, config.lora)
+    for live_tensor in live_tensors:
+        live_tensor.parameter.requires_grad_(live_tensor.tensor_name in saved_names)
 
     for chunk in chunks:
         chunk.lora = config.lora

@@ -47,10 +47,10 @@ from megatron_vl.planning.layer_kinds import (
     merger_adapters,
 )
 from megatron_vl.spec.adapters import (
-    adapter_table,
     freeze_unadapted_parts,
-    is_adapter_tensor,
+    saved_modules,
     trained_parts,
+    trained_table,
 )
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
@@ -260,16 +260,15 @@ class ParameterCounts:
 
 def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     """The parameters of a whole model and its adapters: (all of them, those that are trained)."""
-    model_tensors, adapter_tensors = tensor_table(spec), adapter_table(spec, config.lora)
-    parts = trained_parts(spec, config.lora, config.model)
-    trained_tensors = adapter_tensors or {
-        name: info for name, info in model_tensors.items() if model_part(name) in parts
-    }
+    model_tensors, trained_tensors = tensor_table(spec), trained_table(spec, config.lora)
+    if not config.lora.rank:
+        parts = trained_parts(spec, config.lora, config.model)
+        trained_tensors = {name: info for name, info in model_tensors.items() if model_part(name) in parts}
 
     def count(tensor_infos: dict[str, TensorInfo]) -> int:
         return sum(math.prod(info.shape) for info in tensor_infos.values())
 
-    return count(model_tensors | adapter_tensors), count(trained_tensors)
+    return count(model_tensors | trained_tensors), count(trained_tensors)
 
 
 def stage_parameters(
@@ -331,6 +330,8 @@ def _counts_by_section(
         trained_part_names: those of vision, merger and language that are trained.
     """
 
+    trained_names = trained_table(spec, lora)
+
     def count(tensor_infos: list[TensorInfo]) -> ParameterCounts:
         parameter_counts = ParameterCounts()
         for tensor_info in tensor_infos:
@@ -343,7 +344,7 @@ def _counts_by_section(
             shape = tensor_info.shard_shape(sharding)
             shard_size = math.prod(shape)
             is_trained = (
-                is_adapter_tensor(tensor_info.name)
+                tensor_info.name in trained_names
                 if lora.rank
                 else model_part(tensor_info.name) in trained_part_names
             )
@@ -376,7 +377,7 @@ def _tensors_by_section(
     tensors_by_section: dict[str, list[TensorInfo]] = {"vision": [], "embedding": [], "head": [], "tied": []}
     kinds = layer_kinds(spec, lora)
     tensors_by_kind: dict[LayerKind, list[TensorInfo]] = {kind: [] for kind in kinds}
-    for tensor_info in (tensor_table(spec) | adapter_table(spec, lora)).values():
+    for tensor_info in (tensor_table(spec) | trained_table(spec, lora)).values():
         if tensor_info.model_section != "layer":
             tensors_by_section[tensor_info.model_section].append(tensor_info)
         elif kinds.index(kind := kinds[tensor_info.layer_index]) == tensor_info.layer_index:
@@ -684,13 +685,16 @@ class _ActivationEstimator:
 
         They are the router's logits, probabilities and map in float32, and the inputs of the experts, their
         linear and their activation. A token becomes ``top_k`` rows. With an even load, a rank's experts
-        process the rows of its own tokens, times the number of ranks that share the experts' matrices. Our
-        kernel of the experts keeps its input even if their matrices are frozen.
+        process the rows of its own tokens, times the number of ranks that share the experts' matrices.
         """
         hidden_size, moe_spec = self.spec.language.hidden_size, self.spec.language.moe
         assert moe_spec is not None
+        keeps_input = self._keeps_input(kind.adapters, "mlp.experts.linear_fc1", self._trains_language)
+        kept_widths = 2 + self._keeps_activation(
+            kind.adapters, "mlp.experts.linear_fc2", recomputes_activation
+        )
         expert_elements = moe_spec.top_k * (
-            self.layout.etp * hidden_size + (2 if recomputes_activation else 3) * moe_spec.ffn_hidden_size
+            keeps_input * self.layout.etp * hidden_size + kept_widths * moe_spec.ffn_hidden_size
         )
         shared_expert_elements = 0.0
         if moe_spec.shared_ffn_hidden_size:
@@ -719,7 +723,8 @@ class _ActivationEstimator:
             return _ActivationBytes(
                 0.0 if model_config.freeze_merger else merger_bytes, max(layer_bytes) + pixel_bytes
             )
-        kept_bytes = merger_bytes + pixel_bytes * self._trains_tower
+        trains_patch_embed = self._trains_tower or "model.visual.patch_embed" in self._whole_modules
+        kept_bytes = merger_bytes + pixel_bytes * trains_patch_embed
         if self.recompute_config.vision == "full":
             return _ActivationBytes(
                 vision_spec.num_layers * bytes_per_feature * vision_spec.hidden_size + kept_bytes,
@@ -733,12 +738,18 @@ class _ActivationEstimator:
         """Whether the tower's own matrices are trained."""
         return not (self.lora.rank or self.model_config.freeze_vision)
 
+    @property
+    def _whole_modules(self) -> set[str]:
+        """The released names of the modules that are trained whole beside adapters."""
+        return set(saved_modules(self.spec, self.lora).values())
+
     def _merger_elements(self) -> float:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
+        trains_merger = not self.lora.rank or "model.visual.merger" in self._whole_modules
         elements = 0.0
         for adapters in merger_adapters(self.spec, self.lora):
-            keeps_activation = self._keeps_input(adapters, "linear_fc2", not self.lora.rank)
+            keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
             elements += vision_spec.hidden_size * (2 + (1 + keeps_activation) / tensor_parallel_size)
             adapter_elements = sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
             elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit

@@ -99,10 +99,13 @@ def install_cpu_platform() -> None:
         # If the machine has a GPU, core's imports would initialise it. The user's own setting takes
         # precedence.
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+        # Core's functions were then compiled while it was imported, and Dynamo fails within the mode below.
+        torch.compiler.set_stance("force_eager")
     # Core warns at every start unless this is set. Without a GPU the value has no effect.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _patch_torch_cuda()
     _patch_core_rng()
+    _patch_core_optimizer()
     use_one_gloo_worker()
     _installed_mode = CudaOnCpu()
     _installed_mode.__enter__()
@@ -147,3 +150,20 @@ def _patch_core_rng() -> None:
 
     core_random._get_cuda_rng_state = _get_rng_state
     core_random._set_cuda_rng_state = _set_rng_state
+
+
+def _patch_core_optimizer() -> None:
+    """Gives core's optimizer what it takes where Transformer Engine, whose kernels need a GPU, is missing."""
+    from megatron.core import optimizer as core_optimizer
+    from megatron.core import utils as core_utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as mixed_precision
+
+    core_optimizer.Adam = torch.optim.AdamW
+    core_optimizer.USING_PYTORCH_OPTIMIZER = True
+    clip_grads.multi_tensor_applier = core_utils.local_multi_tensor_applier
+    clip_grads.l2_norm_impl = core_utils.local_multi_tensor_l2_norm
+    clip_grads.multi_tensor_scale_impl = core_utils.local_multi_tensor_scale
+    clip_grads.multi_tensor_scale_tensor_impl = None
+    mixed_precision.multi_tensor_applier = core_utils.local_multi_tensor_applier
+    mixed_precision.multi_tensor_scale_impl = core_utils.local_multi_tensor_scale

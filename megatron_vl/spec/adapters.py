@@ -29,7 +29,14 @@ from typing import Any
 
 from megatron_vl.config import LoraConfig, ModelConfig, RunConfigError, TrainConfig
 from megatron_vl.spec.families import ModelSpec
-from megatron_vl.spec.tensors import ParallelStyle, TensorInfo, model_part, tensor_table
+from megatron_vl.spec.tensors import (
+    EMBEDDING_TENSOR,
+    OUTPUT_TENSOR,
+    ParallelStyle,
+    TensorInfo,
+    model_part,
+    tensor_table,
+)
 
 ADAPTER_KINDS = (
     "language",
@@ -70,6 +77,26 @@ _LANGUAGE_MODULES: dict[str, tuple[str, tuple[str, ...]]] = {
     "mlp.experts.linear_fc2": ("experts", ("mlp.experts.down_proj",)),
 }
 """Canonical name within a decoder layer -> (kind, released names within the layer)."""
+_LAYER = r"language_model\.decoder\.layers\.(\d+)\."
+_BLOCK = r"vision_model\.decoder\.layers\.(\d+)\."
+_WHOLE_MODULES = (
+    (r"vision_model\.merger\..*", "model.visual.merger"),
+    (r"vision_model\.deepstack_mergers\.(\d+)\..*", r"model.visual.deepstack_merger_list.\1"),
+    (r"vision_model\.patch_embed\..*", "model.visual.patch_embed"),
+    (r"vision_model\.position_table\..*", "model.visual.pos_embed"),
+    (_BLOCK + r"self_attention\.linear_qkv\.layer_norm_.*", r"model.visual.blocks.\1.norm1"),
+    (_BLOCK + r"mlp\.linear_fc1\.layer_norm_.*", r"model.visual.blocks.\1.norm2"),
+    (_LAYER + r"self_attention\.\w+\.layer_norm_weight", rf"{_LANGUAGE_PREFIX}\1.input_layernorm"),
+    (_LAYER + r"mlp\.linear_fc1\.layer_norm_weight", rf"{_LANGUAGE_PREFIX}\1.post_attention_layernorm"),
+    (_LAYER + r"pre_mlp_layernorm\.weight", rf"{_LANGUAGE_PREFIX}\1.post_attention_layernorm"),
+    (_LAYER + r"self_attention\.([qk])_layernorm\.weight", rf"{_LANGUAGE_PREFIX}\1.self_attn.\2_norm"),
+    (_LAYER + r"self_attention\.out_norm\.weight", rf"{_LANGUAGE_PREFIX}\1.linear_attn.norm"),
+    (r"language_model\.decoder\.final_layernorm\.weight", "model.language_model.norm"),
+    (re.escape(EMBEDDING_TENSOR), "model.language_model.embed_tokens"),
+    (re.escape(OUTPUT_TENSOR), "lm_head"),
+)
+"""Canonical names of the tensors of modules that can be trained whole, and the module's released name. Each
+of these tensors equals a released one."""
 _REGEX_CHARACTERS = frozenset("*+?|()[]^$\\{}")
 _LAYER_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -182,18 +209,62 @@ def adapter_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     return factor_infos
 
 
+@functools.cache
+def saved_modules(spec: ModelSpec, lora: LoraConfig) -> dict[str, str]:
+    """The tensors of ``lora.modules_to_save``: canonical name -> released name of the module, in model order.
+
+    Raises:
+        RunConfigError: an entry matches no module that can be trained whole, or one that has adapters too, or
+            the embedding, which is tied to the output layer.
+    """
+    module_by_tensor = {}
+    for tensor_name in tensor_table(spec) if lora.rank else ():
+        module_name = whole_module(tensor_name)
+        if module_name:
+            module_by_tensor[tensor_name] = module_name
+    named_modules = []
+    for tensor_name, module_name in module_by_tensor.items():
+        kind = model_part(tensor_name)
+        named_modules.append((kind if kind == "merger" else "module", module_name))
+
+    if spec.language.tied_embeddings:
+        named_modules.append(("module", "lm_head"))
+    chosen_names = _matching_names("lora.modules_to_save", lora.modules_to_save, named_modules)
+    if spec.language.tied_embeddings and chosen_names & {"lm_head", "model.language_model.embed_tokens"}:
+        raise RunConfigError(
+            "lora.modules_to_save: the embedding and lm_head of this model are tied, and PEFT would store two"
+            " copies that differ; leave them out"
+        )
+    saved = {name: module for name, module in module_by_tensor.items() if module in chosen_names}
+    for tensor_name in saved.keys() & fused_adapters(spec, lora).keys():
+        raise RunConfigError(f"lora.modules_to_save: {saved[tensor_name]} has adapters too; exclude them")
+    return saved
+
+
+def whole_module(tensor_name: str) -> str:
+    """The released module that a canonical tensor belongs to; empty if it cannot be trained whole."""
+    for pattern, module_name in _WHOLE_MODULES:
+        if name_match := re.fullmatch(pattern, tensor_name):
+            return name_match.expand(module_name)
+    return ""
+
+
 def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
-    """The tensors that a run's checkpoints hold: those of its adapters with LoRA, otherwise the model's."""
-    return adapter_table(spec, lora) if lora.rank else tensor_table(spec)
+    """The tensors that a run's checkpoints hold: what it trains with LoRA, otherwise all of the model's."""
+    if not lora.rank:
+        return tensor_table(spec)
+    saved = saved_modules(spec, lora)
+    saved_infos = {name: info for name, info in tensor_table(spec).items() if name in saved}
+    return adapter_table(spec, lora) | saved_infos
 
 
 def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
     """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained.
 
-    With LoRA, these are the parts that have adapters.
+    With LoRA, these are the parts that have adapters, or modules that are trained whole.
     """
     if lora.rank:
-        return set(map(model_part, fused_adapters(spec, lora)))
+        return set(map(model_part, trained_table(spec, lora)))
     parts = ("vision", "merger", "language")
     return {part for part in parts if not getattr(model_config, f"freeze_{part}")}
 
@@ -212,8 +283,8 @@ def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
     for part in sorted(adapted_parts):
         if getattr(config.model, f"freeze_{part}"):
             raise RunConfigError(
-                f"model.freeze_{part} is set, but lora.targets names matrices of this part; leave out one"
-                " of the two"
+                f"model.freeze_{part} is set, but lora.targets names matrices of this part, or"
+                " lora.modules_to_save a module; leave out one of the two"
             )
 
     model_config = dataclasses.replace(

@@ -48,7 +48,7 @@ from megatron_vl.models.build import chunk_tensors
 from megatron_vl.models.parameter_names import LiveTensor
 from megatron_vl.parallel import failures
 from megatron_vl.parallel.process_grid import ProcessGrid
-from megatron_vl.spec.adapters import is_adapter_tensor, trained_table
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout, read_layout
 from megatron_vl.training.export_hf import HfExporter
@@ -104,14 +104,14 @@ _FORMAT_VERSION = 1
 def collect_live_tensors(
     model_chunks: list[DistributedDataParallel], layout: Layout, grid: ProcessGrid
 ) -> list[LiveTensor]:
-    """The parameters of this rank that checkpoints hold: with LoRA, those of the adapters, otherwise all.
+    """The parameters of this rank that checkpoints hold: with LoRA, those that are trained, otherwise all.
 
     A tied output layer is a second parameter under the embedding's name.
     """
     live_tensors = chunk_tensors([chunk.module for chunk in model_chunks], layout, grid.pp_rank, grid.ep_rank)
     if not model_chunks[0].module.lora.rank:
         return live_tensors
-    return [live_tensor for live_tensor in live_tensors if is_adapter_tensor(live_tensor.tensor_name)]
+    return [live_tensor for live_tensor in live_tensors if live_tensor.parameter.requires_grad]
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megatron_vl import progress
 from megatron_vl.errors import UserError
+from megatron_vl.models.adapters import seed_dropout
 from megatron_vl.parallel import failures
 from megatron_vl.signals import requested_stop_signal
 from megatron_vl.training import checkpoint
@@ -79,6 +80,8 @@ def _run_step(training_run: TrainingRun, batch_broadcast: BatchBroadcast) -> Ste
     step_batch = batch_broadcast.next_batch()
     learning_rates = set_learning_rates(training_run.optimizer, config, training_run.completed_steps)
     num_sources = len(training_run.blend_sources)
+    if config.lora.dropout:
+        seed_dropout(config.seed, training_run.completed_steps)
 
     # Every rank learns with the loss whether any rank failed to save, or was asked to stop.
     step_result = train_step(

@@ -47,7 +47,8 @@ def build_model(
     Args:
         grid: the grid of ``layout``, whose process groups must exist.
         weight_reader: weights in any layout, of which each rank reads its own slices; None: random weights.
-        adapter_reader: factors of adapters in any layout; None: adapters that add nothing yet.
+        adapter_reader: adapters, and modules that were trained whole, in any layout; None: adapters that add
+            nothing yet.
         pixel_norm: statistics of pixels; None: those of ``model.hf``.
 
     Raises:
@@ -66,6 +67,7 @@ def build_model(
         base_tensors = [tensor for tensor in live_tensors if not is_adapter_tensor(tensor.tensor_name)]
         load_weights(weight_reader, base_tensors, grid)
     if adapter_reader is not None:
-        adapter_tensors = [tensor for tensor in live_tensors if is_adapter_tensor(tensor.tensor_name)]
-        load_weights(adapter_reader, adapter_tensors, grid)
+        trained_names = adapter_reader.tensor_infos
+        trained_tensors = [tensor for tensor in live_tensors if tensor.tensor_name in trained_names]
+        load_weights(adapter_reader, trained_tensors, grid)
     return BuiltModel(model_chunks, live_tensors)

@@ -22,9 +22,10 @@ from megatron_vl.planning.offload_fraction import (
     with_offload_fraction,
 )
 from megatron_vl.plurals import pluralize
-from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.adapters import fused_adapters, saved_modules
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
+from megatron_vl.weights.run_folder import SavedCheckpoint
 from megatron_vl.weights.video_rule import trained_video_rule, weights_video_rule
 
 MAX_UNREMARKED_STEPS = 10
@@ -258,8 +259,14 @@ def check_own_checkpoint(
         )
 
 
-def with_start_adapter(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
+def with_start_adapter(
+    config: TrainConfig, spec: ModelSpec, source_checkpoint: SavedCheckpoint | None = None
+) -> TrainConfig:
     """The config of a run with the settings of the adapters in ``lora.adapter``, if it names any.
+
+    Args:
+        source_checkpoint: the checkpoint that the run resumes from. It holds the run's adapters, and those in
+            ``lora.adapter`` are not read.
 
     Raises:
         RunConfigError: there are no adapters, they belong to another model, or another field of ``lora`` says
@@ -272,13 +279,19 @@ def with_start_adapter(config: TrainConfig, spec: ModelSpec) -> TrainConfig:
 
     from megatron_vl.weights.weight_reader import WeightReader  # it imports torch
 
-    if (Path(adapter_dir) / "adapter_config.json").is_file():
+    if source_checkpoint is None and (Path(adapter_dir) / "adapter_config.json").is_file():
         raise RunConfigError(
             f"lora.adapter {adapter_dir} holds PEFT's files; convert them first: `megatron-vl convert --hf"
             f" {config.model.hf} --adapter {adapter_dir} --out DIR`"
         )
 
-    weight_reader = WeightReader(adapter_dir, takes_adapters=True)
+    if source_checkpoint is not None:
+        from megatron_vl.training.checkpoint import suggest_remedy
+
+        with suggest_remedy(source_checkpoint.path):
+            weight_reader = WeightReader(source_checkpoint.path / "weights", takes_adapters=True)
+    else:
+        weight_reader = WeightReader(adapter_dir, takes_adapters=True)
     if not weight_reader.lora.rank:
         raise RunConfigError(f"lora.adapter {adapter_dir} holds a whole model; model.checkpoint takes that")
     check_same_model(f"lora.adapter {adapter_dir}", weight_reader.spec, config, spec)
@@ -311,10 +324,13 @@ def check_same_adapters(
             f"checkpoint {checkpoint_path} holds {held}, but this run has lora.rank {config.lora.rank}; give"
             " another checkpoint.dir to begin a new run"
         )
-    if fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
+    has_same_modules = saved_modules(spec, saved) == saved_modules(spec, config.lora)
+    if has_same_modules and fused_adapters(spec, saved) == fused_adapters(spec, config.lora):
         return
 
-    saved_fields, current_fields = dataclasses.asdict(saved), dataclasses.asdict(config.lora)
+    # These two decide no shape and no scale.
+    current = dataclasses.replace(config.lora, dropout=saved.dropout, adapter=saved.adapter)
+    saved_fields, current_fields = dataclasses.asdict(saved), dataclasses.asdict(current)
     field_name = next(name for name, value in saved_fields.items() if value != current_fields[name])
     raise RunConfigError(
         f"lora.{field_name} is {current_fields[field_name]}, but {checkpoint_path} was saved with"

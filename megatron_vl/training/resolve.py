@@ -66,14 +66,15 @@ def resolve_run(
         FileNotFoundError: a file of the checkpoint or of the model is missing.
     """
     dp, spec = _check_fields(config, world_size, show_only)
+    run_start = _find_run_start(config, dp)
     # Adapters of an earlier run decide their own fields, and parts without adapters are frozen.
-    config = freeze_unadapted_parts(preflight.with_start_adapter(config, spec), spec)
+    config = preflight.with_start_adapter(config, spec, run_start.source_checkpoint)
+    config = freeze_unadapted_parts(config, spec)
     calibration = calibration_for_platform(config.platform)
     if machine_memory is None:
         machine_memory = MachineMemory(None if config.platform == "cpu" else calibration.memory_gib, math.inf)
 
     # A resumed run keeps the split with which its checkpoint was saved.
-    run_start = _find_run_start(config, dp)
     saved_layout = _saved_layout(config, spec, run_start.source_checkpoint)
     layout = run_layout(config, spec, world_size, calibration=calibration, saved_layout=saved_layout)
     layer_split_origin = split_source(config, saved_layout, calibration)

@@ -15,6 +15,12 @@ from toolkit.hf_loading import load_hf_model
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 MOE_FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe")
 
+SAVED: dict[str, Any] = {
+    "target_modules": r".*(language_model\.layers|visual\.blocks)\..*(q_proj|o_proj|attn\.proj)",
+    "modules_to_save": ["visual.merger", "patch_embed", "lm_head", "embed_tokens", "layernorm", "model.norm"],
+}
+"""Modules of PEFT that are trained whole."""
+
 
 def all_targets(hf: Path) -> dict[str, Any]:
     """PEFT's settings for an adapter of every matrix that can have one."""

@@ -27,6 +27,7 @@ from .helpers import read_tensors
 from .peft_models import (
     FAMILIES,
     MOE_FAMILIES,
+    SAVED,
     all_targets,
     load_peft,
     logits,
@@ -83,6 +84,32 @@ def test_merge_equals_peft(tmp_path: Path, adapters, family: str) -> None:
     matrices = {name for name in PeftFolder(adapter, spec).factors}
     assert {name.removesuffix(".weight") for name in changed} == matrices
     for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_modules_go_through_all_layouts_as_peft_has_them(tmp_path: Path, family: str) -> None:
+    """PEFT's file comes back with the same bits, and merges as peft merges it."""
+    hf = float_checkpoint(family)
+    saved = peft_model(hf, **SAVED)
+    with torch.no_grad():
+        for name, parameter in saved.named_parameters():
+            if ".modules_to_save." in name:
+                parameter.mul_(1.25)
+    saved.save_pretrained(tmp_path / "peft")
+    convert_adapter(tmp_path / "peft", hf, tmp_path / "0")
+    for number, layout in enumerate(LAYOUTS.values()):
+        reshard_weights(tmp_path / str(number), tmp_path / str(number + 1), layout)
+    export_adapter(tmp_path / str(len(LAYOUTS)), hf, tmp_path / "out")
+
+    written, back = (load_file(tmp_path / name / ADAPTER_FILE) for name in ("peft", "out"))
+    assert written.keys() == back.keys() and any("merger" in key for key in back)
+    assert all(torch.equal(tensor, back[key]) for key, tensor in written.items())
+    assert torch.equal(logits(load_peft(hf, tmp_path / "out")), logits(load_peft(hf, tmp_path / "peft")))
+
+    export_weights(tmp_path / "out", hf, tmp_path / "merged", merges_adapter=True)
+    expected = merged_by_peft(hf, tmp_path / "peft")
+    for name, tensor in released(read_tensors(tmp_path / "merged"), family).items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-6, msg=name)
 
 
@@ -278,7 +305,6 @@ def test_names_of_older_transformers(tmp_path: Path, adapters) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"use_dora": True}, "use_dora"),
     "bias": ({"bias": "all"}, "bias is 'all'"),
-    "modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is 'pissa_niter_4'"),
     "type": ({"peft_type": "LOHA"}, "peft_type"),
     "rank": ({"r": 8}, r"require \[8, "),

@@ -18,17 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-if sys.argv[-1] == "cpu":
-    # Megatron-core would call Transformer Engine's GPU kernels with tensors on the CPU.
-    sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+import torch
+import torch.distributed as dist
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-
-from converters.convert import convert_weights  # noqa: E402
-from tests.gpu.parity import FAMILY_SIZES, SIZES  # noqa: E402
-from tests.training.lora_programs import train_layouts  # noqa: E402
-from toolkit.tiny_checkpoint import write_tiny_checkpoint  # noqa: E402
+from converters.convert import convert_weights
+from tests.gpu.parity import FAMILY_SIZES, SIZES
+from tests.training.lora_programs import train_layouts
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 FAMILIES = {
     "qwen2_5_vl": ["language", "vision", "merger"],

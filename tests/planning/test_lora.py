@@ -35,7 +35,7 @@ from .lora_programs import built_parameters
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 PAGE = ROOT / "docs" / "lora.md"
-B7, B9, A35 = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B"
+B7, B9, A35, TIED = "Qwen2.5-VL-7B-Instruct", "Qwen3.5-9B", "Qwen3.5-35B-A3B", "Qwen3-VL-4B-Instruct"
 BASE = "--global_batch_size 8 --dtype float32 --lora.rank 4"
 SEQUENCE = "--parallel.sequence_parallel true"
 RUNS = [
@@ -45,6 +45,7 @@ RUNS = [
     ("qwen3_5_moe", 2, "--parallel.ep 2 --lora.targets [language,experts] --lora.exclude [in_proj_a]"),
     ("qwen3_vl_moe", 2, f"--parallel.etp 2 --parallel.tp 2 {SEQUENCE} --lora.targets [experts]"),
     ("qwen3_5", 1, '--lora.rank_pattern {"q_proj":2,"in_proj_z":6}'),
+    ("qwen3_vl", 2, "--parallel.tp 2 --lora.modules_to_save [merger,input_layernorm,lm_head]"),
 ]
 """Family, ranks and options."""
 
@@ -216,6 +217,24 @@ def test_page_has_runs_of_every_size_that_it_promises() -> None:
     assert names == sizes
 
 
-def test_a_frozen_part_with_adapters_is_refused() -> None:
-    with pytest.raises(RunConfigError, match="model.freeze_language is set"):
-        memory_of(B7, "--lora.rank 16 --model.freeze_language true")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--model.freeze_language true", "model.freeze_language is set"),
+        ("--lora.modules_to_save [merger] --model.freeze_merger true", "model.freeze_merger is set"),
+        ("--lora.modules_to_save [router]", "lora.modules_to_save: 'router' matches no matrix"),
+        (
+            "--lora.targets [language,merger] --lora.modules_to_save [merger]",
+            "visual.merger has adapters too",
+        ),
+    ],
+)
+def test_what_contradicts_itself_is_refused(options: str, message: str) -> None:
+    with pytest.raises(RunConfigError, match=message):
+        memory_of(B7, f"--lora.rank 16 {options}")
+
+
+@pytest.mark.parametrize("name", ["lm_head", "embed_tokens"])
+def test_tied_embeddings_are_not_trained_beside_adapters(name: str) -> None:
+    with pytest.raises(RunConfigError, match="lora.modules_to_save: the embedding and lm_head .* are tied"):
+        count_parameters(config_of(f"--lora.rank 4 --lora.modules_to_save [{name}]"), spec_of(TIED))

@@ -19,6 +19,7 @@ from PIL import Image
 
 from converters.convert import convert_weights, export_weights, reshard_weights
 from megatron_vl.errors import UsageError
+from tests.converters.peft_models import peft_folder
 from tests.tiny import tiny_checkpoint
 from tests.toolkit.evaluation import (
     answers_letters,
@@ -31,6 +32,7 @@ from toolkit.cli import main
 from toolkit.evaluate import evaluation
 from toolkit.evaluate.command import find_dataset
 from toolkit.evaluate.evaluation import _process_gpus
+from toolkit.evaluate.options import EvaluateOptions
 from toolkit.hf_loading import load_hf_model, load_hf_processor
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,6 +165,17 @@ def test_one_permuted_projection_fails_before_a_question_is_asked(original, dama
     assert "no question asked" in (tmp_path / "out" / "report.html").read_text()
 
 
+def test_an_adapter_is_merged_and_scored_as_the_trained_checkpoint(original, tmp_path):
+    adapter = peft_folder(tmp_path / "adapter", original, target_modules=["q_proj"])
+    options = EvaluateOptions(
+        original=original, converted=original, adapter=adapter, data="", out=tmp_path / "out"
+    )
+    evaluation._merge_adapter(options, print)
+    export_weights(adapter, original, tmp_path / "merged", merges_adapter=True)
+    scored = evaluation.folder_hash(options.checkpoints["trained"])
+    assert scored == evaluation.folder_hash(tmp_path / "merged") != evaluation.folder_hash(original)
+
+
 @pytest.mark.eval
 @pytest.mark.ranks
 def test_one_permuted_projection_changes_the_logits(original, damaged, table, tmp_path):
@@ -185,6 +198,8 @@ def test_what_cannot_be_used_ends_with_2(original, converted, table, tmp_path, c
     assert f"--data {table} is a table whose own folder is used" in refused("--data", str(table))
     assert "config.json is missing" in refused(hf=tmp_path)
     assert "--limit 0 must be at least 1" in refused("--limit", "0")
+    both = ("--adapter", str(original), "--trained", str(original))
+    assert "give --trained or --adapter, not both" in refused(*both)
     assert "must be on this machine" in refused(
         "--judge", "gpt", "--judge-base-url", "https://example.com/v1"
     )

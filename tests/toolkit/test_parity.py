@@ -11,8 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from converters.convert import convert_weights
+from tests.converters.peft_models import SAVED, peft_folder
 from toolkit.cli import main
 from toolkit.layouts import parse_layout, parse_layouts
+from toolkit.parity import compare
 from toolkit.parity.compare import spread_samples
 
 
@@ -69,6 +71,26 @@ def test_adapters_agree_with_peft(capsys, family: str):
         step = result["steps"][0]
         assert 0 < max(step["activations"].values()) < 1e-5 and step["departs"] == ""
         assert 0 < max(step["gradients"].values()) < 1e-4 and "embeddings" not in step["gradients"]
+        assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen3_5", marks=pytest.mark.full)])
+def test_modules_trained_whole_agree_with_peft(capsys, monkeypatch: pytest.MonkeyPatch, family: str):
+    """Mergers, norms, patch embedding, embedding and output layer, beside adapters."""
+    prepare_samples = compare.prepare_samples
+
+    def prepare_with_adapter(images: list[Path], hf: Path, work: Path, count: int) -> list:
+        peft_folder(work / "adapter", hf, **SAVED)
+        return prepare_samples(images, hf, work, count)
+
+    monkeypatch.setattr(compare, "prepare_samples", prepare_with_adapter)
+    code, report = run(capsys, "--family", family, "--layouts", "1,tp2sp,pp2", "--lora", "4")
+    assert code == 0 and report["ok"] and report["adapter"]["same_file"]
+    for result in report["layouts"].values():
+        step = result["steps"][0]
+        assert {"patch embedding", "merger", "embeddings", "logits"} <= set(step["gradients"])
+        assert 0 < max(step["gradients"].values()) < 1e-4
         assert step["loss"] == pytest.approx(step["reference"], rel=1e-5)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_vl.parallel.process_grid import init_distributed
 from megatron_vl.platform import Platform, get_platform
-from megatron_vl.spec.adapters import is_adapter_tensor
+from megatron_vl.spec.adapters import trained_table
 from megatron_vl.training.optimizer import set_learning_rates
 from megatron_vl.training.step import train_step
 from toolkit.parity.case import BuiltCase, ParityCase, build_case, draw_samples
@@ -96,15 +96,16 @@ def changed_base(
     lora: dict[str, Any],
     platform: Platform,
 ) -> list[str]:
-    """Names of the base's tensors on any rank that differ from a newly built model by a bit."""
+    """Names of the base's frozen tensors on any rank that differ from a newly built model by a bit."""
     fresh = build("fresh", hf, weights, lora, layout, platform)
     before = {
         (tensor.tensor_name, tensor.expert_index, number): tensor.parameter
         for number, tensor in enumerate(fresh.live_tensors)
     }
     changed = []
+    trained = trained_table(live.spec, live.config.lora)
     for number, tensor in enumerate(live.live_tensors):
-        if not is_adapter_tensor(tensor.tensor_name):
+        if tensor.tensor_name not in trained:
             same = torch.equal(tensor.parameter, before[tensor.tensor_name, tensor.expert_index, number])
             changed += [] if same and not tensor.parameter.requires_grad else [tensor.tensor_name]
     by_rank: list[Any] = [None] * dist.get_world_size()

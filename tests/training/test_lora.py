@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -16,18 +17,25 @@ from converters.peft_folder import ADAPTER_FILE
 from megatron_vl.spec.adapters import fused_adapters
 from megatron_vl.weights.run_folder import export_dir_path, step_dir_path
 from megatron_vl.weights.weight_reader import WeightReader
-from tests.support.ranks import call
+from tests.support.ranks import call, run_module
 from tests.tiny import tiny_checkpoint
 from tests.training.context_programs import moved
 from tests.training.lora_programs import dropout_masks, train_layouts
-from tests.training.small_run import metrics, prepare, train
+from tests.training.small_run import metrics, options_of, prepare, train
 
 pytestmark = pytest.mark.ranks
 
 SP = {"sequence_parallel": True}
 FULL = {"recompute": {"language": "full", "vision": "full"}}
 SELECTIVE = {"recompute": {"language": "selective", "language_modules": ["mlp", "core_attn"]}}
-DENSE = {"rank": 4, "targets": ["language", "vision", "merger"], "rank_pattern": {"q_proj": 2}}
+WHOLE = ["norm", "input_layernorm", "norm2", "patch_embed", "lm_head", "embed_tokens"]
+"""Modules that are trained whole, in all families."""
+DENSE = {
+    "rank": 4,
+    "targets": ["language", "vision"],
+    "rank_pattern": {"q_proj": 2},
+    "modules_to_save": ["merger", *WHOLE],
+}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
     "qwen2_5_vl": (
         DENSE,
@@ -44,7 +52,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         },
     ),
     "qwen3_5": (
-        {"rank": 4, "targets": ["language", "vision", "merger"], "alpha_pattern": {"in_proj_z": 8.0}},
+        {
+            "rank": 4,
+            "targets": ["language", "vision", "merger"],
+            "alpha_pattern": {"in_proj_z": 8.0},
+            "modules_to_save": [*WHOLE, "pos_embed"],
+        },
         {
             "DP4": {},
             "TP2 + SP": {"tp": 2, **SP},
@@ -140,7 +153,11 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
 
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but .* was saved with 4"),
-        (["--lora.targets", "[mlp]"], "lora.targets is .*mlp.*, but .* was saved with"),
+        (
+            ["--lora.targets", "[mlp]", "--lora.dropout", "0.1"],
+            "lora.targets is .*mlp.*, but .* was saved with",
+        ),
+        (["--lora.modules_to_save", "[patch_embed]"], "lora.modules_to_save is .*, but .* was saved with"),
         (["--lora.rank", "0"], "holds adapters of rank 4, but this run has lora.rank 0"),
         (["--lora.targets", "[qproj]"], "'qproj' matches no matrix of this model"),
         (["--model.freeze_merger", "true"], "model.freeze_merger is set, but lora.targets names"),
@@ -150,6 +167,23 @@ def test_a_run_resumes_in_another_layout_and_learns(prepared: dict[str, Path], t
         refused = train(prepared, run, *LORA, *options, ranks=1, steps=8)
         assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr[-2000:]
         assert re.search(message, refused.stderr), refused.stderr[-2000:]
+
+
+def test_dropout_goes_on_bit_for_bit(prepared: dict[str, Path], tmp_path: Path) -> None:
+    """Masks of whole inputs and of parts of them; a whole module beside the adapters goes on too."""
+    lora = (*LORA, "--lora.targets", "[language]", "--lora.modules_to_save", "[merger,patch_embed]")
+    options = (*lora, "--lora.dropout", "0.1", "--parallel.tp", "2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for run, stops in ((whole, [4]), (parts, [2, 4])):
+        for stop in stops:
+            done = train(prepared, run, *options, "--stop_after", str(stop), ranks=2, steps=6)
+            assert done.returncode == 0, done.stderr[-3000:]
+
+    assert [line["loss"] for line in metrics(whole)] == [line["loss"] for line in metrics(parts)]
+    weights, resumed = (WeightReader(run, takes_adapters=True) for run in (whole, parts))
+    assert "vision_model.patch_embed.proj.weight" in weights.tensor_names()
+    for name in weights.tensor_names():
+        assert torch.equal(weights.read_shard(name), resumed.read_shard(name)), name
 
 
 def test_adapters_of_another_base_are_refused(prepared: dict[str, Path], tmp_path: Path) -> None:
@@ -197,6 +231,20 @@ def test_adapters_leave_as_a_peft_folder_and_begin_another_run(
     kept = WeightReader(begun, takes_adapters=True)
     for name in stored.tensor_names():
         assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
+
+    # The command takes PEFT's folder as it is. A run that goes on no longer needs it.
+    moved, direct = tmp_path / "peft", tmp_path / "direct"
+    folder.rename(moved)
+    words = options_of(prepared, direct, "--lora.adapter", str(moved), "--optimizer.lr", "0", steps=6)
+    done = run_module("toolkit", ["train", *words, "--stop_after", "3"], 2, cwd=prepared["folder"])
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = WeightReader(direct, takes_adapters=True)
+    for name in stored.tensor_names():
+        assert torch.equal(stored.read_shard(name), kept.read_shard(name)), name
+    moved.rename(folder)
+    rmtree(next(direct.glob("adapter_*")))
+    done = run_module("toolkit", ["train", *words], 2, cwd=prepared["folder"])
+    assert done.returncode == 0 and "resumed at step 3" in done.stdout, done.stderr[-3000:]
 
     for options, message in (
         (["--lora.rank", "8"], "lora.rank is 8, but the adapters in lora.adapter .* have 4"),

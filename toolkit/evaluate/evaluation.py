@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from huggingface_hub import constants
 
+from converters.convert import export_weights
 from megatron_vl.data.sample.chat import read_chat_template
 from megatron_vl.data.sample.thinking import has_thinking_switch
 from megatron_vl.errors import UsageError, UserError
@@ -98,6 +99,8 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
     start_time = time.monotonic()
     _check_folders(options)
     model_settings = _choose_settings(options)
+    if options.adapter is not None:
+        _merge_adapter(options, show_progress)
     model_settings["video_rules"] = video_rules_by_folder(options, show_progress)
 
     facts_by_role: dict[str, dict[str, Any]] = {}
@@ -121,6 +124,16 @@ def run_evaluation(options: EvaluateOptions, show_progress: Callable[[str], None
 
     result.seconds = round(time.monotonic() - start_time, 1)
     return result
+
+
+def _merge_adapter(options: EvaluateOptions, show_progress: Callable[[str], None]) -> None:
+    """Makes the original with its adapters the trained checkpoint, which VLMEvalKit can load."""
+    assert options.adapter is not None
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / MARKER_FILE).touch()
+    options.trained = options.out / "merged"
+    show_progress(f"trained: merging {options.adapter} into {options.trained}")
+    export_weights(options.adapter, options.original, options.trained, force=True, merges_adapter=True)
 
 
 def _answer_and_score(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_vl.errors import UsageError
 from toolkit.options import option
 from toolkit.video_rule_options import VideoRuleOptions
 
@@ -25,6 +26,9 @@ class EvaluateOptions(VideoRuleOptions):
     """Hugging Face folder that was exported again, before any training."""
     trained: Path | None = option(None, metavar="HF_DIR")
     """Hugging Face folder exported after training; it is scored but not compared."""
+    adapter: Path | None = option(None, metavar="DIR", must_exist=True)
+    """LoRA adapters of --original in place of --trained: a run with LoRA (its latest step), or a PEFT folder.
+    They are merged into OUT/merged, which is scored."""
     data: str = option(metavar="NAME")
     """Name of a VLMEvalKit data set (also of videos, such as Video-MME_8frame), or path of your own table
     FOLDER/NAME.tsv: tab-separated multiple choice with the columns index, image (base64), question, A to
@@ -72,6 +76,10 @@ class EvaluateOptions(VideoRuleOptions):
     """Run all gates even if an earlier one fails."""
     json: bool = False
     """Print the report as JSON."""
+
+    def check(self) -> None:
+        if self.trained is not None and self.adapter is not None:
+            raise UsageError("give --trained or --adapter, not both")
 
     @property
     def checkpoints(self) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from converters.convert import convert_adapter
+from converters.convert import megatron_adapter
 from converters.peft_folder import is_peft_folder
 from data_tools.formats import Conversation, RecordError, read_prompt
 from data_tools.media import check_reference, describe_reference, read_media
@@ -66,14 +66,6 @@ class GenerateRequest:
     the checkpoint."""
 
 
-def _megatron_adapter(request: GenerateRequest, work_dir: Path) -> Path | None:
-    """The Megatron weights of the adapters. Those of a PEFT folder are converted."""
-    if request.adapter_dir is None or not is_peft_folder(request.adapter_dir):
-        return request.adapter_dir
-    convert_adapter(request.adapter_dir, request.hf_dir, work_dir / "adapter")
-    return work_dir / "adapter"
-
-
 def run_generate(
     request: GenerateRequest, print_line: Callable[[str], None] = lambda line: None
 ) -> list[dict[str, Any]]:
@@ -109,11 +101,14 @@ def run_generate(
     # The processes get token ids and pixels through files. They know nothing of prompts and texts.
     with tempfile.TemporaryDirectory(prefix="megatron-vl-generate-") as temporary_dir:
         work_dir = Path(temporary_dir)
+        adapter_dir = request.adapter_dir
+        if adapter_dir is not None:
+            adapter_dir = megatron_adapter(adapter_dir, request.hf_dir, work_dir)
         write_samples(samples, work_dir / "samples.safetensors")
         generate_job = GenerateJob(
             hf=str(request.hf_dir),
             checkpoint=str(request.checkpoint_dir),
-            adapter=str(_megatron_adapter(request, work_dir) or ""),
+            adapter=str(adapter_dir or ""),
             samples=str(work_dir / "samples.safetensors"),
             layout=request.layout_arguments,
             max_new_tokens=token_limit,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from pathlib import Path
 
 from megatron_vl.config import RunConfigError, TrainConfig, parse_config, validate_config
 from megatron_vl.errors import UsageError
@@ -37,13 +39,17 @@ def train(options: TrainOptions) -> int:
         from .dry_run import show_dry_run
 
         nnodes = options.nnodes or launch_environment.nnodes
-        show_dry_run(_read_config(options.fields), options.nproc_per_node, nnodes, options.json)
+        with tempfile.TemporaryDirectory(prefix="megatron-vl-") as temporary_dir:
+            run_words = _with_megatron_adapter(options.fields, temporary_dir)
+            show_dry_run(_read_config(run_words), options.nproc_per_node, nnodes, options.json)
         return 0
 
+    run_words = options.fields
     if not launch_environment.is_rank:
         launcher_arguments = _launcher_arguments(options, launch_environment)
+        run_words = _with_megatron_adapter(run_words)
         if launcher_arguments is not None:
-            return _start_ranks(options, launcher_arguments)
+            return _start_ranks(run_words, launcher_arguments)
 
     # From here on, this process is a rank: torchrun or Slurm started it as one, or it is the only one.
     if launch_environment.rank_variables and options.nproc_per_node:
@@ -56,7 +62,10 @@ def train(options: TrainOptions) -> int:
 
     is_rank = launch_environment.is_rank
     os.environ.update(launch_environment.rank_variables if is_rank else _single_rank_variables())
-    return main(options.fields)
+    # The other ranks get the fields that rank 0 has settled.
+    if is_rank and os.environ.get("RANK") == "0":
+        run_words = _with_megatron_adapter(run_words)
+    return main(run_words)
 
 
 def _launcher_arguments(options: TrainOptions, launch_environment: LaunchEnvironment) -> list[str] | None:
@@ -85,6 +94,29 @@ def _read_config(run_words: list[str]) -> TrainConfig:
         return parse_config(run_words)
     except RunConfigError as error:
         raise UsageError(f"{error}; megatron-vl train --help explains every field") from error
+
+
+def _with_megatron_adapter(run_words: list[str], converted_parent: str = "") -> list[str]:
+    """The words of a run with PEFT's files in ``lora.adapter`` converted: the library reads its own alone.
+
+    Args:
+        converted_parent: folder for the converted adapters; empty: the run's folder.
+    """
+    config = _read_config(run_words)
+    adapter_dir = Path(config.lora.adapter)
+    if not config.lora.adapter or not (adapter_dir / "adapter_config.json").is_file():
+        return run_words
+    converted_parent = converted_parent or config.checkpoint.dir
+    if not converted_parent:
+        raise UsageError(
+            f"lora.adapter {adapter_dir} holds PEFT's files, which are converted into checkpoint.dir; give"
+            " that too"
+        )
+
+    from converters.convert import megatron_adapter
+
+    converted_dir = megatron_adapter(adapter_dir, Path(config.model.hf), Path(converted_parent))
+    return [*run_words, "--lora.adapter", str(converted_dir)]
 
 
 def _single_rank_variables() -> dict[str, str]:
@@ -120,9 +152,9 @@ def _rendezvous_arguments(
     return [*endpoint_arguments, "--rdzv-id", options.job_id or launch_environment.job_id]
 
 
-def _start_ranks(options: TrainOptions, launcher_arguments: list[str]) -> int:
+def _start_ranks(run_words: list[str], launcher_arguments: list[str]) -> int:
     """Starts this node's ranks and waits for them."""
     from megatron_vl.launch import main as launch
 
     sys.stdout.flush()
-    return launch([*launcher_arguments, "-m", "megatron_vl.train", *options.fields])
+    return launch([*launcher_arguments, "-m", "megatron_vl.train", *run_words])

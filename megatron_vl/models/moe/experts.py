@@ -92,8 +92,11 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         x = x.contiguous()
         weight_addresses = expert_weights.weight_addresses
-        ctx.save_for_backward(x, weight_addresses, *tile_plan)
+        # Only the weights' gradients need the input.
+        kept_input = x if autograd_parameters[0].requires_grad else None
+        ctx.save_for_backward(kept_input, weight_addresses, *tile_plan)
         ctx.weights = expert_weights
+        ctx.input_width = x.shape[1]
         return row_product(
             x, weight_addresses, tile_plan, autograd_parameters[0].shape[0], is_transposed=True
         )
@@ -106,7 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
         input_grad = None
         if ctx.needs_input_grad[0]:
             input_grad = row_product(
-                output_grad, weight_addresses, tile_plan, x.shape[1], is_transposed=False
+                output_grad, weight_addresses, tile_plan, ctx.input_width, is_transposed=False
             )
         return input_grad, None, None, *ctx.weights.compute_gradients(output_grad, x, tile_plan)
 
