@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.training.small_run import command, environment, prepare, small_checkpoint
+from tests.training.small_run import command, environment, prepare
+from toolkit.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +103,8 @@ def test_a_run_on_cpu_calls_no_kernel_of_transformer_engine(tmp_path: Path) -> N
     """Of an installed one, whose kernels and modules need a GPU."""
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed/transformer_engine.py").write_text(TRANSFORMER_ENGINE)
-    prepared = prepare(tmp_path / "prepared", small_checkpoint(tmp_path / "hf"))
+    hf = write_tiny_checkpoint(tmp_path / "hf", "qwen3_vl_moe", dtype=torch.float32)
+    prepared = prepare(tmp_path / "prepared", hf)
 
     variables = environment()
     variables["PYTHONPATH"] += f"{os.pathsep}{tmp_path / 'installed'}"

@@ -195,7 +195,7 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
         guarding_test=_PARITY,
     ),
     DependencyFix(
-        fix_location="megatron_vl.platform.cpu:_patch_core_optimizer",
+        fix_location="megatron_vl.platform.cpu:_avoid_transformer_engine",
         touched_names=(
             "megatron.core.optimizer.Adam",
             "megatron.core.optimizer.USING_PYTORCH_OPTIMIZER",
@@ -205,10 +205,11 @@ DEPENDENCY_FIXES: tuple[DependencyFix, ...] = (
             "megatron.core.optimizer.clip_grads.multi_tensor_scale_tensor_impl",
             "megatron.core.optimizer.optimizer.multi_tensor_applier",
             "megatron.core.optimizer.optimizer.multi_tensor_scale_impl",
+            "megatron.core.transformer.moe.moe_utils.te_general_gemm",
         ),
         fix_reason=(
-            "If Transformer Engine is installed, core's optimizer takes its kernels, also for tensors on the"
-            " CPU, which they refuse."
+            "If Transformer Engine is installed, core's optimizer and router take its kernels, also for"
+            " tensors on the CPU, which they refuse."
         ),
         written_for=_CORE,
         upstream_issue=NOT_REPORTED,

@@ -105,7 +105,7 @@ def install_cpu_platform() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     _patch_torch_cuda()
     _patch_core_rng()
-    _patch_core_optimizer()
+    _avoid_transformer_engine()
     use_one_gloo_worker()
     _installed_mode = CudaOnCpu()
     _installed_mode.__enter__()
@@ -152,12 +152,13 @@ def _patch_core_rng() -> None:
     core_random._set_cuda_rng_state = _set_rng_state
 
 
-def _patch_core_optimizer() -> None:
-    """Gives core's optimizer what it takes where Transformer Engine, whose kernels need a GPU, is missing."""
+def _avoid_transformer_engine() -> None:
+    """Gives core what it takes where Transformer Engine, whose kernels need a GPU, is missing."""
     from megatron.core import optimizer as core_optimizer
     from megatron.core import utils as core_utils
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as mixed_precision
+    from megatron.core.transformer.moe import moe_utils
 
     core_optimizer.Adam = torch.optim.AdamW
     core_optimizer.USING_PYTORCH_OPTIMIZER = True
@@ -167,3 +168,4 @@ def _patch_core_optimizer() -> None:
     clip_grads.multi_tensor_scale_tensor_impl = None
     mixed_precision.multi_tensor_applier = core_utils.local_multi_tensor_applier
     mixed_precision.multi_tensor_scale_impl = core_utils.local_multi_tensor_scale
+    moe_utils.te_general_gemm = None
