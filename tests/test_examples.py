@@ -252,10 +252,11 @@ def stage_parts(example: Example, stage: int) -> dict[str, int]:
     return {part: parts[part] for part in wanted & set(parts)}
 
 
-def activations_gib(example: Example, stage: int) -> float:
-    """What a decoder layer or vision layer keeps for its backward pass, in bfloat16.
+def activations_gib(example: Example, stage: int, logits: float) -> float:
+    """What a decoder layer or vision layer keeps for its backward pass, in bfloat16, and the logits.
 
     These are inputs and outputs of both norms, q, k, v, the output of attention, and the products of the MLP.
+    The ``logits`` (bytes) are gone before a layer is recomputed.
     """
     _, sizes = counted(example.hf_config)
     config = example.config
@@ -287,7 +288,7 @@ def activations_gib(example: Example, stage: int) -> float:
     full = config.recompute.language == "full"
     all_layers = len(mine) * (4 * h / split + mlp) + mixers
     kept = (len(mine) * h / split if full else all_layers) / p.vpp * 2 * tokens
-    again = layer * 2 * tokens if full else 0.0
+    again = max(layer * 2 * tokens if full else 0.0, logits)
 
     passes = p.vpp * config.global_batch_size * p.tp * p.pp // example.world
     ahead = (p.pp - stage - 1) * 2 + (p.vpp - 1) * p.pp if p.vpp > 1 else p.pp - stage - 1
@@ -318,8 +319,8 @@ def test_stated_memory_is_what_is_counted_by_hand(example):
     stages = []
     for stage in range(p.pp):
         last = stage == p.pp - 1
-        logits = 4 * example.config.data.seq_len * text["vocab_size"] / p.tp / GIB if last else 0.0
-        stages.append(states_gib(example, stage) + activations_gib(example, stage) + logits)
+        logits = 4 * example.config.data.seq_len * text["vocab_size"] / p.tp if last else 0.0
+        stages.append(states_gib(example, stage) + activations_gib(example, stage, logits))
     assert example.gpu == "H200 (141 GB)"
     assert max(stages) * 0.95 <= example.gib <= max(stages) * 1.12 + 2
     assert example.gib <= H200_GIB - 8

@@ -24,9 +24,10 @@ FFN width ``f`` keeps these elements:
 
 The number of micro-batches in flight comes from simulating the schedule (1F1B or interleaved). The loss holds
 the logits twice, because Transformer Engine's cross entropy copies them; they are counted for every token, as
-in a row that consists of answers only. Experts are assumed to be evenly loaded, and FP8 is not modelled. The
-CUDA context, NCCL's buffers and memory that the allocator cannot use are not counted; :data:`RESERVE_GIB`
-leaves room for them. ``docs/log/memory.md`` compares the formula with measurements.
+in a row that consists of answers only, but not beside a layer that is recomputed later. Experts are assumed
+to be evenly loaded, and FP8 is not modelled. The CUDA context, NCCL's buffers and memory that the allocator
+cannot use are not counted; :data:`RESERVE_GIB` leaves room for them. ``docs/log/memory.md`` compares the
+formula with measurements.
 """
 
 from __future__ import annotations
@@ -82,6 +83,7 @@ class StageMemory:
     vision: float = 0.0
     """Activations of the vision tower, for all micro-batches in flight."""
     logits: float = 0.0
+    """What the logits add to a layer that is recomputed after they are gone."""
     rows: float = 0.0
     """Rows of a whole step in the form that the loader delivers."""
     workspace: float = WORKSPACE_GIB * GIB
@@ -186,17 +188,16 @@ def _add_activations(
         for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
     )
 
-    # A decoder layer and a vision layer are never recomputed at the same time.
+    # A recomputed decoder layer, a recomputed vision layer and the logits never exist at the same time: the
+    # logits are gone before the first layer is recomputed. Each part states what it adds to the others.
     recomputed_bytes = max(chunk.transient_bytes for chunk in chunk_activations)
-    is_last_stage = pipeline_stage == layout.pp - 1
-    logits_bytes = (
-        2.0 * bytes_per_element * estimator.seq_len * spec.language.vocab_size / layout.tp
-        if is_last_stage
-        else 0.0
-    )
     vision_bytes = peak_state[0] * vision_activations.kept_bytes + max(
         0.0, vision_activations.transient_bytes - recomputed_bytes
     )
+    logits_bytes = 0.0
+    if pipeline_stage == layout.pp - 1:
+        all_logits = 2.0 * bytes_per_element * estimator.seq_len * spec.language.vocab_size / layout.tp
+        logits_bytes = max(0.0, all_logits - max(recomputed_bytes, vision_activations.transient_bytes))
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
     # A tower on every rank encodes an even share of the pictures of the whole step.
