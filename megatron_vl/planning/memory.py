@@ -190,8 +190,12 @@ def _add_activations(
         if is_last_stage
         else 0.0
     )
+    # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
+    reused_bytes = recomputed_bytes
+    if estimator.model_config.freeze_vision:
+        reused_bytes += chunk_activations[0].kept_bytes + logits_bytes
     vision_bytes = peak_state[0] * vision_activations.kept_bytes + max(
-        0.0, vision_activations.transient_bytes - recomputed_bytes
+        0.0, vision_activations.transient_bytes - reused_bytes
     )
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
@@ -743,10 +747,13 @@ class _ActivationEstimator:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
         trains_merger = not self.lora.rank or "model.visual.merger" in self._whole_modules
+        keeps_norm_input = trains_merger or not self.model_config.freeze_vision
         elements = 0.0
         for adapters in merger_adapters(self.spec, self.lora):
             keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
-            elements += vision_spec.hidden_size * (2 + (1 + keeps_activation) / tensor_parallel_size)
+            elements += vision_spec.hidden_size * (
+                1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
+            )
             adapter_elements = sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
             elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
         return elements
