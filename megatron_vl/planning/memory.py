@@ -45,12 +45,12 @@ from megatron_vl.planning.layer_kinds import (
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,
-    trained_parts,
     trained_table,
+    trained_tensors,
 )
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
-from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, model_part, tensor_table
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
 GIB = 2**30
 GPU_MEMORY_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
@@ -260,15 +260,10 @@ class ParameterCounts:
 
 def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     """The parameters of a whole model and its adapters: (all of them, those that are trained)."""
-    model_tensors, trained_tensors = tensor_table(spec), trained_table(spec, config.lora)
-    if not config.lora.rank:
-        parts = trained_parts(spec, config.lora, config.model)
-        trained_tensors = {name: info for name, info in model_tensors.items() if model_part(name) in parts}
-
-    def count(tensor_infos: dict[str, TensorInfo]) -> int:
-        return sum(math.prod(info.shape) for info in tensor_infos.values())
-
-    return count(model_tensors | trained_tensors), count(trained_tensors)
+    all_tensors = tensor_table(spec) | trained_table(spec, config.lora)
+    trained_names = trained_tensors(spec, config.lora, config.model)
+    element_counts = {name: math.prod(info.shape) for name, info in all_tensors.items()}
+    return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
 
 
 def stage_parameters(
@@ -306,8 +301,8 @@ def _run_counts(
         layout.sharding,
         (stage_ranks, all_ranks),
         config.parallel.distributed_optimizer,
-        frozenset(trained_parts(spec, config.lora, config.model)),
         config.lora,
+        config.model,
     )
 
 
@@ -317,8 +312,8 @@ def _counts_by_section(
     sharding: Sharding,
     replica_ranks: tuple[int, int],
     distributed_optimizer: bool,
-    trained_part_names: frozenset[str],
     lora: LoraConfig,
+    model_config: ModelConfig,
 ) -> dict[tuple[str, int], ParameterCounts]:
     """The parameters of each section of the model on one GPU, by (section, layer).
 
@@ -327,10 +322,9 @@ def _counts_by_section(
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
-        trained_part_names: those of vision, merger and language that are trained.
     """
 
-    trained_names = trained_table(spec, lora)
+    trained_names = trained_tensors(spec, lora, model_config)
 
     def count(tensor_infos: list[TensorInfo]) -> ParameterCounts:
         parameter_counts = ParameterCounts()
@@ -343,12 +337,7 @@ def _counts_by_section(
                 optimizer_shards = replica_ranks[1]
             shape = tensor_info.shard_shape(sharding)
             shard_size = math.prod(shape)
-            is_trained = (
-                tensor_info.name in trained_names
-                if lora.rank
-                else model_part(tensor_info.name) in trained_part_names
-            )
-            trained_size = shard_size if is_trained else 0
+            trained_size = shard_size if tensor_info.name in trained_names else 0
             tensors = (shape[0] if tensor_info.num_experts else 1) * bool(trained_size)
             parameter_counts += ParameterCounts(
                 shard_size,
