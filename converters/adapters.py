@@ -175,8 +175,9 @@ class PeftAdapters(PeftFolder):
         super().__init__(path, spec)
         self.tensor_infos = trained_table(spec, self.lora)
         for tensor_name in self.tensor_infos:
+            is_factor = is_adapter_tensor(tensor_name)
             is_stored = tensor_name in self.saved_keys
-            if not is_stored and not is_adapter_tensor(tensor_name):
+            if not is_factor and not is_stored:
                 raise WeightsError(
                     f"{self.path / ADAPTER_FILE}: {tensor_name!r} is missing in a whole module"
                 )
@@ -286,7 +287,8 @@ def saved_tensor_keys(source: AdapterSource) -> dict[str, tuple[str, tuple[int, 
     for tensor_name in saved_modules(source.spec, source.lora):
         saved_rule = conversion_rules[tensor_name]
         [(hf_name, shape)] = saved_rule.hf_shapes.items()
-        key = KEY_PREFIX + long_tensor_name(hf_name)
+        module_key = long_tensor_name(hf_name)
+        key = KEY_PREFIX + module_key
         saved_keys[tensor_name] = (key, shape)
     return saved_keys
 

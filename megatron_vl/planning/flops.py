@@ -254,13 +254,14 @@ def _row_flops_with_lora(
     """:func:`row_flops` of a run with LoRA."""
     weights, patch_count = _lora_weights(spec, lora), sum(frame_lengths)
     language = language_forward_flops(spec.language, document_lengths, head_tokens)
+    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
     attention_pairs = weights.full_layers * sum(length * length for length in frame_lengths)
     attention_pairs += weights.window_layers * sum(length * length for length in window_lengths)
     return ModelFlops(
         language=2.0 * weights.per_token * sum(document_lengths)
         + weights.attention_share * language.attention
         + weights.delta_rule_share * language.delta_rule
-        + (2.0 + (OUTPUT_TENSOR in saved_modules(spec, lora))) * language.output_layer,
+        + (2.0 + trains_output) * language.output_layer,
         vision=2.0 * weights.per_patch * patch_count
         + 4.0 * spec.vision.hidden_size * attention_pairs
         + 2.0 * weights.per_merged_unit * (patch_count // spec.vision.merge_unit),
@@ -278,7 +279,8 @@ def _lora_weights(spec: ModelSpec, lora: LoraConfig) -> _LoraWeights:
     top_k = spec.language.moe.top_k if spec.language.moe is not None else 1
     for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         weights = _layer_weights(spec.language, layer_index)
-        trained = _trained_before(spec, lora, f"language_model.decoder.layers.{layer_index}.", weights)
+        prefix = f"language_model.decoder.layers.{layer_index}."
+        trained = _trained_before(spec, lora, prefix, weights)
         count, reaches_output, is_reached = _count_products(
             weights, kind.adapters, is_reached, trained, top_k
         )
@@ -303,15 +305,17 @@ def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool
     """
     vision_spec = spec.vision
     saved = saved_modules(spec, lora)
-    trains_patch_embed = any(name.startswith("vision_model.patch_embed.") for name in saved)
-    product_count = float(vision_spec.patch_dim * vision_spec.hidden_size) * (1 + trains_patch_embed)
+    trains_patch_embed = "vision_model.patch_embed.proj.weight" in saved
+    product_count = float(vision_spec.patch_dim * vision_spec.hidden_size)
+    product_count *= 1 + trains_patch_embed
     is_reached = trains_patch_embed or "vision_model.position_table.weight" in saved
     layers_by_attention = {True: 0, False: 0}
     reached_blocks = []
     for layer_index in range(vision_spec.num_layers):
         adapters = block_adapters(spec, lora, layer_index)
         weights = _block_weights(vision_spec)
-        trained = _trained_before(spec, lora, f"vision_model.decoder.layers.{layer_index}.", weights)
+        prefix = f"vision_model.decoder.layers.{layer_index}."
+        trained = _trained_before(spec, lora, prefix, weights)
         count, reaches_output, is_reached = _count_products(weights, adapters, is_reached, trained)
         product_count += count
         layers_by_attention[vision_spec.is_full_attention(layer_index)] += 1 + 2 * reaches_output
@@ -328,16 +332,19 @@ def _merger_products(spec: ModelSpec, lora: LoraConfig, reached_blocks: list[boo
         "linear_fc2": merger_width * vision_spec.out_hidden_size,
     }
     source_blocks = [vision_spec.num_layers - 1, *vision_spec.deepstack_layers]
-    names = ["merger", *(f"deepstack_mergers.{level}" for level in range(len(source_blocks) - 1))]
-    counted = []
-    for name, block, adapters in zip(names, source_blocks, merger_adapters(spec, lora), strict=True):
-        trained = _trained_before(spec, lora, f"vision_model.{name}.", weights)
-        count, _, is_reached = _count_products(weights, adapters, reached_blocks[block], trained)
+    product_count = 0.0
+    is_any_reached = False
+    for number, adapters in enumerate(merger_adapters(spec, lora)):
+        prefix = f"vision_model.deepstack_mergers.{number - 1}." if number else "vision_model.merger."
+        trained = _trained_before(spec, lora, prefix, weights)
+        is_reached = reached_blocks[source_blocks[number]]
+        count, _, is_reached = _count_products(weights, adapters, is_reached, trained)
+        product_count += count
+        is_any_reached = is_any_reached or is_reached
         if trained:
             # All of a merger is trained, its matrices too.
-            count += sum(weights.values())
-        counted.append((count, is_reached))
-    return sum(count for count, _ in counted), any(is_reached for _, is_reached in counted)
+            product_count += sum(weights.values())
+    return product_count, is_any_reached
 
 
 def _block_weights(vision_spec: VisionSpec) -> dict[str, int]:
@@ -400,7 +407,8 @@ def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dic
         if not tensor_name.startswith(prefix):
             continue
         is_reached = is_reached or tensor_name in saved
-        matrix_name = tensor_name.removeprefix(prefix).removesuffix(".weight")
+        matrix_name = tensor_name.removeprefix(prefix)
+        matrix_name = matrix_name.removesuffix(".weight")
         if is_reached and matrix_name in weights:
             trained_before.add(matrix_name)
     return trained_before
