@@ -195,7 +195,7 @@ class PeftAdapters(PeftFolder):
         """The type that holds the values of all released parts of a canonical tensor exactly."""
         saved_key = self.saved_keys.get(tensor_name)
         if saved_key is not None:
-            return self._reader.dtype(saved_key)
+            return self.tensor_reader.dtype(saved_key)
         common_dtype: torch.dtype | None = None
         for part in self._adapter_by_factor[tensor_name].parts:
             if part.rank:
@@ -209,7 +209,7 @@ class PeftAdapters(PeftFolder):
         """A region of a canonical tensor as a matrix."""
         saved_key = self.saved_keys.get(tensor_name)
         if saved_key is not None:
-            return self._reader.read_region(saved_key, region)
+            return self.tensor_reader.read_region(saved_key, region)
         adapter = self._adapter_by_factor[tensor_name]
         factor, canonical_b = self._cached_factors(adapter)
         if tensor_name == adapter.name_b:
