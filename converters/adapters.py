@@ -174,8 +174,10 @@ class PeftAdapters(PeftFolder):
     def __init__(self, path: str | Path, spec: ModelSpec) -> None:
         super().__init__(path, spec)
         self.tensor_infos = trained_table(spec, self.lora)
-        for tensor_name in self.tensor_infos.keys() - self.saved_keys.keys():
-            if not is_adapter_tensor(tensor_name):
+        for tensor_name in self.tensor_infos:
+            is_factor = is_adapter_tensor(tensor_name)
+            is_stored = tensor_name in self.saved_keys
+            if not is_factor and not is_stored:
                 raise WeightsError(
                     f"{self.path / ADAPTER_FILE}: {tensor_name!r} is missing in a whole module"
                 )
@@ -191,8 +193,9 @@ class PeftAdapters(PeftFolder):
 
     def dtype(self, tensor_name: str) -> torch.dtype:
         """The type that holds the values of all released parts of a canonical tensor exactly."""
-        if tensor_name in self.saved_keys:
-            return self._reader.dtype(self.saved_keys[tensor_name])
+        saved_key = self.saved_keys.get(tensor_name)
+        if saved_key is not None:
+            return self.tensor_reader.dtype(saved_key)
         common_dtype: torch.dtype | None = None
         for part in self._adapter_by_factor[tensor_name].parts:
             if part.rank:
@@ -204,8 +207,9 @@ class PeftAdapters(PeftFolder):
 
     def read_region(self, tensor_name: str, region: MatrixRegion) -> Tensor:
         """A region of a canonical tensor as a matrix."""
-        if tensor_name in self.saved_keys:
-            return self._reader.read_region(self.saved_keys[tensor_name], region)
+        saved_key = self.saved_keys.get(tensor_name)
+        if saved_key is not None:
+            return self.tensor_reader.read_region(saved_key, region)
         adapter = self._adapter_by_factor[tensor_name]
         factor, canonical_b = self._cached_factors(adapter)
         if tensor_name == adapter.name_b:
@@ -278,10 +282,14 @@ def peft_tensors(source: AdapterSource, adapter: FusedAdapter, names: Container[
 
 def saved_tensor_keys(source: AdapterSource) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Canonical name of a tensor that was trained whole -> its key in PEFT's file, and its shape there."""
+    conversion_rules = rules_by_name(source.spec)
     saved_keys: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensor_name in saved_modules(source.spec, source.lora):
-        [(hf_name, shape)] = rules_by_name(source.spec)[tensor_name].hf_shapes.items()
-        saved_keys[tensor_name] = (KEY_PREFIX + long_tensor_name(hf_name), shape)
+        saved_rule = conversion_rules[tensor_name]
+        [(hf_name, shape)] = saved_rule.hf_shapes.items()
+        module_key = long_tensor_name(hf_name)
+        key = KEY_PREFIX + module_key
+        saved_keys[tensor_name] = (key, shape)
     return saved_keys
 
 
@@ -327,6 +335,7 @@ def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
     """
     spec, lora = source.spec, source.lora
     alpha_pattern = {pattern: _plain_number(alpha) for pattern, alpha in lora.alpha_pattern.items()}
+    module_names = set(saved_modules(spec, lora).values())
     return {
         "peft_type": "LORA",
         "peft_version": PEFT_VERSION,
@@ -347,7 +356,7 @@ def peft_config(source: AdapterSource, base_name: str) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "modules_to_save": list(dict.fromkeys(saved_modules(spec, lora).values())) or None,
+        "modules_to_save": sorted(module_names) or None,
         "use_dora": False,
     }
 

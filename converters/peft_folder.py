@@ -183,6 +183,7 @@ class PeftFolder:
 
     Attributes:
         config: the content of ``adapter_config.json``.
+        tensor_reader: the tensors of the file.
         factors: module name of a released matrix -> its factors, in model order. They are views of the file.
         saved_keys: canonical name of a tensor that was trained whole -> its key in the file.
         lora: the settings of a run with these adapters; their names are compared with the file's.
@@ -196,7 +197,7 @@ class PeftFolder:
         self.path = Path(path)
         self.spec = spec
         self.config = self._read_config()
-        self._reader = TensorReader(self._weights_file())
+        self.tensor_reader = TensorReader(self._weights_file())
         self.saved_keys = self._find_saved_keys()
         self.factors = self._read_factors()
         self.lora = self._make_lora_config()
@@ -243,7 +244,7 @@ class PeftFolder:
                 rule_by_hf_name[long_tensor_name(hf_name)] = rule
 
         saved_keys: dict[str, str] = {}
-        for key in self._reader.tensor_names():
+        for key in self.tensor_reader.tensor_names():
             hf_name = long_tensor_name(key.removeprefix(KEY_PREFIX))
             saved_rule = rule_by_hf_name.get(hf_name)
             if saved_rule is None:
@@ -254,10 +255,11 @@ class PeftFolder:
                     " not supported for this module"
                 )
             [shape] = saved_rule.hf_shapes.values()
-            if self._reader.shape(key) != shape:
+            stored_shape = self.tensor_reader.shape(key)
+            if stored_shape != shape:
                 raise WeightsError(
-                    f"{self.path / ADAPTER_FILE}: {hf_name!r} has shape {list(self._reader.shape(key))}; the"
-                    f" model requires {list(shape)}"
+                    f"{self.path / ADAPTER_FILE}: {hf_name!r} has shape {list(stored_shape)}; the model"
+                    f" requires {list(shape)}"
                 )
             saved_keys[saved_rule.name] = key
         return saved_keys
@@ -293,7 +295,7 @@ class PeftFolder:
     def _tensors_by_module(self) -> dict[str, dict[str, Tensor]]:
         """Module name in ``transformers`` 5 -> {"A": factor, "B": factor}, as stored."""
         modules: dict[str, dict[str, Tensor]] = {}
-        for key in self._reader.tensor_names():
+        for key in self.tensor_reader.tensor_names():
             if key in self.saved_keys.values():
                 continue
             key_match = re.fullmatch(rf"{re.escape(KEY_PREFIX)}(.+)\.lora_([AB])\.weight", key)
@@ -302,12 +304,12 @@ class PeftFolder:
                     f"{self.path / ADAPTER_FILE}: tensor {key!r} is not a factor of an adapter"
                 )
             module_name = long_tensor_name(key_match[1])
-            self._reader.dtype(key)  # refuses quantised factors
-            stored_region = whole_matrix_region(self._reader.shape(key))
+            self.tensor_reader.dtype(key)  # refuses quantised factors
+            stored_region = whole_matrix_region(self.tensor_reader.shape(key))
             pair = modules.setdefault(module_name, {})
             if key_match[2] in pair:
                 raise WeightsError(f"{self.path / ADAPTER_FILE}: {key!r} is there under two names")
-            pair[key_match[2]] = self._reader.read_region(key, stored_region)
+            pair[key_match[2]] = self.tensor_reader.read_region(key, stored_region)
 
         for module_name, pair in modules.items():
             if len(pair) != 2:

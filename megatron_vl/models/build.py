@@ -28,10 +28,10 @@ from megatron_vl.models.vision_language import TowerEverywhere, VisionLanguageMo
 from megatron_vl.parallel import tp_overlap
 from megatron_vl.parallel.process_groups import group_of_this_rank, nested_context_groups
 from megatron_vl.platform import Platform
-from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts, saved_modules
+from megatron_vl.spec.adapters import adapter_table, freeze_unadapted_parts, trained_tensors
 from megatron_vl.spec.families import ModelSpec
 from megatron_vl.spec.layout import Layout
-from megatron_vl.spec.tensors import OUTPUT_TENSOR, model_part, tensor_table
+from megatron_vl.spec.tensors import OUTPUT_TENSOR, tensor_table
 
 
 def build_chunks(
@@ -98,9 +98,7 @@ def build_chunks(
 
     tower_tp_size = 1 if layout.decoupled else layout.tp
     _zero_ffn_padding(modules, spec, tower_tp_size, mpu.get_tensor_model_parallel_rank() % tower_tp_size)
-    _freeze_parameters(modules, config)
-    if config.lora.rank:
-        _attach_adapters(chunks, spec, layout, config)
+    _choose_trained_parameters(chunks, spec, layout, config)
     if platform.has_transformer_engine:
         for module in modules:
             fuse_weight_gradients(module)
@@ -346,26 +344,23 @@ def _zero_ffn_padding(
                 parameter.mul_(column_mask)
 
 
-def _freeze_parameters(modules: Iterable[torch.nn.Module], config: TrainConfig) -> None:
-    """Freezes the parts that are not trained. With LoRA, these are all parts of the model."""
-    model_config = config.model
-    is_part_frozen = {
-        "vision": model_config.freeze_vision,
-        "merger": model_config.freeze_merger,
-        "language": model_config.freeze_language,
-    }
-    for chunk in modules:
-        for name, parameter in chunk.named_parameters():
-            if config.lora.rank or is_part_frozen[model_part(name)]:
-                parameter.requires_grad_(False)
-
-
-def _attach_adapters(
+def _choose_trained_parameters(
     chunks: list[VisionLanguageModel], spec: ModelSpec, layout: Layout, config: TrainConfig
 ) -> None:
-    """Gives the chunks the adapters of the run, and trains the modules of ``lora.modules_to_save``."""
+    """Freezes what the run does not train, and attaches its adapters."""
     from megatron.core import parallel_state as mpu
 
+    pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
+    live_tensors = chunk_tensors(chunks, layout, pp_rank, ep_rank)
+    trained_names = trained_tensors(spec, config.lora, config.model)
+    for live_tensor in live_tensors:
+        live_tensor.parameter.requires_grad_(live_tensor.tensor_name in trained_names)
+    if not config.lora.rank:
+        return
+
+    # All weights have been drawn by now.
+    if config.lora.dropout:
+        seed_dropout(config.seed, step=0)
     adapted_parts = AdaptedModel(
         spec,
         config,
@@ -373,14 +368,6 @@ def _attach_adapters(
         tp_rank=mpu.get_tensor_model_parallel_rank(),
         etp_rank=mpu.get_expert_tensor_parallel_rank(),
     )
-    pp_rank, ep_rank = mpu.get_pipeline_model_parallel_rank(), mpu.get_expert_model_parallel_rank()
-    live_tensors = chunk_tensors(chunks, layout, pp_rank, ep_rank)
-    if config.lora.dropout:
-        seed_dropout(config.seed, step=0)
-    saved_names = saved_modules(spec, config.lora)
-    for live_tensor in live_tensors:
-        live_tensor.parameter.requires_grad_(live_tensor.tensor_name in saved_names)
-
     for chunk in chunks:
         chunk.lora = config.lora
         for module in [chunk] if chunk.decoupled is None else [chunk, chunk.decoupled.module]:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from megatron_vl.config import LoraConfig, ModelConfig, RecomputeConfig
 from megatron_vl.planning.layer_kinds import MatrixAdapter, block_adapters, layer_kinds, merger_adapters
-from megatron_vl.spec.adapters import trained_parts
+from megatron_vl.spec.adapters import saved_modules, trained_parts
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, OUTPUT_TENSOR, tensor_table
 
 
 @dataclass(frozen=True)
@@ -253,13 +254,14 @@ def _row_flops_with_lora(
     """:func:`row_flops` of a run with LoRA."""
     weights, patch_count = _lora_weights(spec, lora), sum(frame_lengths)
     language = language_forward_flops(spec.language, document_lengths, head_tokens)
+    trains_output = OUTPUT_TENSOR in saved_modules(spec, lora)
     attention_pairs = weights.full_layers * sum(length * length for length in frame_lengths)
     attention_pairs += weights.window_layers * sum(length * length for length in window_lengths)
     return ModelFlops(
         language=2.0 * weights.per_token * sum(document_lengths)
         + weights.attention_share * language.attention
         + weights.delta_rule_share * language.delta_rule
-        + 2.0 * language.output_layer,
+        + (2.0 + trains_output) * language.output_layer,
         vision=2.0 * weights.per_patch * patch_count
         + 4.0 * spec.vision.hidden_size * attention_pairs
         + 2.0 * weights.per_merged_unit * (patch_count // spec.vision.merge_unit),
@@ -270,13 +272,18 @@ def _row_flops_with_lora(
 def _lora_weights(spec: ModelSpec, lora: LoraConfig) -> _LoraWeights:
     per_patch, layers_by_attention, reached_blocks = _tower_products(spec, lora)
     per_unit, is_reached = _merger_products(spec, lora, reached_blocks)
+    is_reached = is_reached or EMBEDDING_TENSOR in saved_modules(spec, lora)
 
     per_token = 0.0
     decoder_layers: dict[bool, list[int]] = {True: [], False: []}
     top_k = spec.language.moe.top_k if spec.language.moe is not None else 1
     for layer_index, kind in enumerate(layer_kinds(spec, lora)):
         weights = _layer_weights(spec.language, layer_index)
-        count, reaches_output, is_reached = _count_products(weights, kind.adapters, is_reached, top_k)
+        prefix = f"language_model.decoder.layers.{layer_index}."
+        trained = _trained_before(spec, lora, prefix, weights)
+        count, reaches_output, is_reached = _count_products(
+            weights, kind.adapters, is_reached, trained, top_k
+        )
         per_token += count
         decoder_layers[kind.has_linear_attention].append(1 + 2 * reaches_output)
 
@@ -297,12 +304,19 @@ def _tower_products(spec: ModelSpec, lora: LoraConfig) -> tuple[float, dict[bool
         and whether an adapter lies before the end of each layer.
     """
     vision_spec = spec.vision
-    product_count, is_reached = float(vision_spec.patch_dim * vision_spec.hidden_size), False
+    saved = saved_modules(spec, lora)
+    trains_patch_embed = "vision_model.patch_embed.proj.weight" in saved
+    product_count = float(vision_spec.patch_dim * vision_spec.hidden_size)
+    product_count *= 1 + trains_patch_embed
+    is_reached = trains_patch_embed or "vision_model.position_table.weight" in saved
     layers_by_attention = {True: 0, False: 0}
     reached_blocks = []
     for layer_index in range(vision_spec.num_layers):
         adapters = block_adapters(spec, lora, layer_index)
-        count, reaches_output, is_reached = _count_products(_block_weights(vision_spec), adapters, is_reached)
+        weights = _block_weights(vision_spec)
+        prefix = f"vision_model.decoder.layers.{layer_index}."
+        trained = _trained_before(spec, lora, prefix, weights)
+        count, reaches_output, is_reached = _count_products(weights, adapters, is_reached, trained)
         product_count += count
         layers_by_attention[vision_spec.is_full_attention(layer_index)] += 1 + 2 * reaches_output
         reached_blocks.append(is_reached)
@@ -318,11 +332,19 @@ def _merger_products(spec: ModelSpec, lora: LoraConfig, reached_blocks: list[boo
         "linear_fc2": merger_width * vision_spec.out_hidden_size,
     }
     source_blocks = [vision_spec.num_layers - 1, *vision_spec.deepstack_layers]
-    counted = [
-        _count_products(weights, adapters, reached_blocks[block])
-        for block, adapters in zip(source_blocks, merger_adapters(spec, lora), strict=True)
-    ]
-    return sum(count for count, _, _ in counted), any(is_reached for _, _, is_reached in counted)
+    product_count = 0.0
+    is_any_reached = False
+    for number, adapters in enumerate(merger_adapters(spec, lora)):
+        prefix = f"vision_model.deepstack_mergers.{number - 1}." if number else "vision_model.merger."
+        trained = _trained_before(spec, lora, prefix, weights)
+        is_reached = reached_blocks[source_blocks[number]]
+        count, _, is_reached = _count_products(weights, adapters, is_reached, trained)
+        product_count += count
+        is_any_reached = is_any_reached or is_reached
+        if trained:
+            # All of a merger is trained, its matrices too.
+            product_count += sum(weights.values())
+    return product_count, is_any_reached
 
 
 def _block_weights(vision_spec: VisionSpec) -> dict[str, int]:
@@ -337,13 +359,18 @@ def _block_weights(vision_spec: VisionSpec) -> dict[str, int]:
 
 
 def _count_products(
-    weights: dict[str, int], adapters: tuple[MatrixAdapter, ...], is_reached: bool, top_k: int = 1
+    weights: dict[str, int],
+    adapters: tuple[MatrixAdapter, ...],
+    is_reached: bool,
+    trained_before: set[str],
+    top_k: int = 1,
 ) -> tuple[float, bool, bool]:
     """Weights of frozen matrices and their adapters, times the products that each of them is in.
 
     Args:
         weights: those of each matrix, in the order of the forward pass.
-        is_reached: whether an adapter lies before the first matrix.
+        is_reached: whether something that is trained lies before these matrices and their norms.
+        trained_before: result of :func:`_trained_before`.
         top_k: number of experts of a token.
 
     Returns:
@@ -353,6 +380,7 @@ def _count_products(
     product_count, is_second_reached = 0.0, is_reached
     adapter_by_matrix = {adapter.matrix_name: adapter for adapter in adapters}
     for number, (matrix_name, weight_count) in enumerate(weights.items()):
+        is_reached = is_reached or matrix_name in trained_before
         if number == 1:
             is_second_reached = is_reached
         product_count += weight_count * (1 + is_reached)
@@ -363,6 +391,27 @@ def _count_products(
             )
             is_reached = True
     return product_count, is_second_reached, is_reached
+
+
+def _trained_before(spec: ModelSpec, lora: LoraConfig, prefix: str, weights: dict[str, int]) -> set[str]:
+    """The matrices of a layer or merger that have before them, within it, a tensor that is trained whole.
+
+    Args:
+        prefix: the beginning of the canonical names of the layer's tensors.
+        weights: by matrix.
+    """
+    trained_before: set[str] = set()
+    saved = saved_modules(spec, lora)
+    is_reached = False
+    for tensor_name in tensor_table(spec) if saved else ():
+        if not tensor_name.startswith(prefix):
+            continue
+        is_reached = is_reached or tensor_name in saved
+        matrix_name = tensor_name.removeprefix(prefix)
+        matrix_name = matrix_name.removesuffix(".weight")
+        if is_reached and matrix_name in weights:
+            trained_before.add(matrix_name)
+    return trained_before
 
 
 def _adapter_weights(spec: ModelSpec, lora: LoraConfig, prefix: str) -> int:

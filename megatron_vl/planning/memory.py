@@ -50,12 +50,12 @@ from megatron_vl.planning.layer_kinds import (
 from megatron_vl.spec.adapters import (
     freeze_unadapted_parts,
     saved_modules,
-    trained_parts,
     trained_table,
+    trained_tensors,
 )
 from megatron_vl.spec.families import LanguageSpec, ModelSpec, VisionSpec
 from megatron_vl.spec.layout import Layout, key_value_copies
-from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, model_part, tensor_table
+from megatron_vl.spec.tensors import EMBEDDING_TENSOR, Sharding, TensorInfo, tensor_table
 
 GIB = 2**30
 GPU_MEMORY_GIB = {"H200 (141 GB)": 139.8, "H100 (80 GB)": 79.1, "A100 (80 GB)": 79.1, "B200 (180 GB)": 178.4}
@@ -188,16 +188,22 @@ def _add_activations(
         for micro_batch_count, chunk in zip(peak_state, chunk_activations, strict=True)
     )
 
-    # A recomputed decoder layer, a recomputed vision layer and the logits never exist at the same time: the
-    # logits are gone before the first layer is recomputed. Each part states what it adds to the others.
+    # A recomputed decoder layer, the logits and a recomputed vision layer never exist at the same time: the
+    # logits are gone before the first layer is recomputed. Each part states what it adds to those before it.
     recomputed_bytes = max(chunk.transient_bytes for chunk in chunk_activations)
-    vision_bytes = peak_state[0] * vision_activations.kept_bytes + max(
-        0.0, vision_activations.transient_bytes - recomputed_bytes
-    )
-    logits_bytes = 0.0
+    all_logits_bytes = 0.0
     if pipeline_stage == layout.pp - 1:
-        all_logits = 2.0 * bytes_per_element * estimator.seq_len * spec.language.vocab_size / layout.tp
-        logits_bytes = max(0.0, all_logits - max(recomputed_bytes, vision_activations.transient_bytes))
+        all_logits_bytes = 2.0 * bytes_per_element * estimator.seq_len * spec.language.vocab_size / layout.tp
+    largest_transient = max(recomputed_bytes, all_logits_bytes)
+    logits_bytes = largest_transient - recomputed_bytes
+
+    # A frozen tower runs before the decoder layers of its micro-batch, which then take its memory.
+    reused_bytes = largest_transient
+    if estimator.model_config.freeze_vision:
+        reused_bytes += chunk_activations[0].kept_bytes
+    vision_bytes = peak_state[0] * vision_activations.kept_bytes + max(
+        0.0, vision_activations.transient_bytes - reused_bytes
+    )
     rows_bytes = micro_batches * estimator.row_bytes(pipeline_stage == 0)
 
     # A tower on every rank encodes an even share of the pictures of the whole step.
@@ -261,15 +267,10 @@ class ParameterCounts:
 
 def count_parameters(config: TrainConfig, spec: ModelSpec) -> tuple[int, int]:
     """The parameters of a whole model and its adapters: (all of them, those that are trained)."""
-    model_tensors, trained_tensors = tensor_table(spec), trained_table(spec, config.lora)
-    if not config.lora.rank:
-        parts = trained_parts(spec, config.lora, config.model)
-        trained_tensors = {name: info for name, info in model_tensors.items() if model_part(name) in parts}
-
-    def count(tensor_infos: dict[str, TensorInfo]) -> int:
-        return sum(math.prod(info.shape) for info in tensor_infos.values())
-
-    return count(model_tensors | trained_tensors), count(trained_tensors)
+    all_tensors = tensor_table(spec) | trained_table(spec, config.lora)
+    trained_names = trained_tensors(spec, config.lora, config.model)
+    element_counts = {name: math.prod(info.shape) for name, info in all_tensors.items()}
+    return sum(element_counts.values()), sum(element_counts[name] for name in trained_names)
 
 
 def stage_parameters(
@@ -307,8 +308,8 @@ def _run_counts(
         layout.sharding,
         (stage_ranks, all_ranks),
         config.parallel.distributed_optimizer,
-        frozenset(trained_parts(spec, config.lora, config.model)),
         config.lora,
+        config.model,
     )
 
 
@@ -318,8 +319,8 @@ def _counts_by_section(
     sharding: Sharding,
     replica_ranks: tuple[int, int],
     distributed_optimizer: bool,
-    trained_part_names: frozenset[str],
     lora: LoraConfig,
+    model_config: ModelConfig,
 ) -> dict[tuple[str, int], ParameterCounts]:
     """The parameters of each section of the model on one GPU, by (section, layer).
 
@@ -328,10 +329,9 @@ def _counts_by_section(
 
     Args:
         replica_ranks: (number of ranks of a stage, number of all ranks).
-        trained_part_names: those of vision, merger and language that are trained.
     """
 
-    trained_names = trained_table(spec, lora)
+    trained_names = trained_tensors(spec, lora, model_config)
 
     def count(tensor_infos: list[TensorInfo]) -> ParameterCounts:
         parameter_counts = ParameterCounts()
@@ -344,12 +344,7 @@ def _counts_by_section(
                 optimizer_shards = replica_ranks[1]
             shape = tensor_info.shard_shape(sharding)
             shard_size = math.prod(shape)
-            is_trained = (
-                tensor_info.name in trained_names
-                if lora.rank
-                else model_part(tensor_info.name) in trained_part_names
-            )
-            trained_size = shard_size if is_trained else 0
+            trained_size = shard_size if tensor_info.name in trained_names else 0
             tensors = (shape[0] if tensor_info.num_experts else 1) * bool(trained_size)
             parameter_counts += ParameterCounts(
                 shard_size,
@@ -748,10 +743,13 @@ class _ActivationEstimator:
         """Elements of one patch in all mergers: the outputs of their norm, linear and activation."""
         vision_spec, tensor_parallel_size = self.spec.vision, self.layout.tp
         trains_merger = not self.lora.rank or "model.visual.merger" in self._whole_modules
+        keeps_norm_input = trains_merger or not self.model_config.freeze_vision
         elements = 0.0
         for adapters in merger_adapters(self.spec, self.lora):
             keeps_activation = self._keeps_input(adapters, "linear_fc2", trains_merger)
-            elements += vision_spec.hidden_size * (2 + (1 + keeps_activation) / tensor_parallel_size)
+            elements += vision_spec.hidden_size * (
+                1 + keeps_norm_input + (1 + keeps_activation) / tensor_parallel_size
+            )
             adapter_elements = sum(self._adapter_elements_of(adapter, 1) for adapter in adapters)
             elements += (vision_spec.out_hidden_size + adapter_elements) / vision_spec.merge_unit
         return elements

@@ -258,15 +258,18 @@ def trained_table(spec: ModelSpec, lora: LoraConfig) -> dict[str, TensorInfo]:
     return adapter_table(spec, lora) | saved_infos
 
 
-def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
-    """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained.
+def trained_tensors(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
+    """The canonical names of what a run trains: with LoRA, of adapters and modules that are trained whole."""
+    trained_names = set()
+    for tensor_name in trained_table(spec, lora):
+        if lora.rank or not getattr(model_config, f"freeze_{model_part(tensor_name)}"):
+            trained_names.add(tensor_name)
+    return trained_names
 
-    With LoRA, these are the parts that have adapters, or modules that are trained whole.
-    """
-    if lora.rank:
-        return set(map(model_part, trained_table(spec, lora)))
-    parts = ("vision", "merger", "language")
-    return {part for part in parts if not getattr(model_config, f"freeze_{part}")}
+
+def trained_parts(spec: ModelSpec, lora: LoraConfig, model_config: ModelConfig) -> set[str]:
+    """The parts of the model (``vision``, ``merger``, ``language``) in which something is trained."""
+    return set(map(model_part, trained_tensors(spec, lora, model_config)))
 
 
 def freeze_unadapted_parts(config: TrainConfig, spec: ModelSpec) -> TrainConfig:

@@ -312,6 +312,16 @@ def adapters_error(counts: list[int], features_in: int, features_out: int, rank:
     ]
     expected = output.float() + torch.cat(added)
     expected_grads = torch.autograd.grad(expected, [wide_x, *wide], output_grad.float())
+
+    # Frozen experts keep no input, and compute its gradient.
+    adapter.lora_A.requires_grad_(False)
+    frozen_output, _ = adapter.lora_A(x, tile_plan)
+    assert frozen_output.grad_fn is not None and frozen_output.grad_fn.saved_tensors[0] is None
+    frozen_grad = torch.randn_like(frozen_output)
+    ours_grads += torch.autograd.grad(frozen_output, x, frozen_grad)
+    parts = zip(frozen_grad.float().split(counts), wide, strict=False)
+    expected_grads += (torch.cat([grad @ a.detach() for grad, a in parts]),)
+
     pairs = zip((ours, *ours_grads), (expected, *expected_grads), strict=True)
     return float(
         torch.stack(

@@ -25,7 +25,7 @@ from megatron_vl.planning.flops import (
     row_flops,
     vision_forward_flops,
 )
-from megatron_vl.spec.adapters import fused_adapters
+from megatron_vl.spec.adapters import fused_adapters, saved_modules
 from megatron_vl.spec.families import ModelSpec, read_spec
 from tests.support.ranks import call
 from tests.training.programs import counted_flops
@@ -140,6 +140,14 @@ LORA_TARGETS = {
     "merger": ["merger"],
     "later layers": [r".*language_model.*\.(1|3)\..*(o_proj|out_proj)"],
     "second block": [r".*visual\.blocks\.1\..*attn\.qkv", "merger"],
+    "beside a trained merger": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
+    "beside trained norms": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
+    "beside trained ends": [r".*language_model.*\.3\..*(o_proj|out_proj)"],
+}
+WHOLE_MODULES = {
+    "beside a trained merger": ["visual.merger"],
+    "beside trained norms": ["layers.1.post_attention_layernorm", "blocks.1.norm2"],
+    "beside trained ends": ["patch_embed", "embed_tokens", "lm_head"],
 }
 
 
@@ -154,11 +162,15 @@ def test_step_with_lora_equals_counted(tiny_checkpoint, elementwise_rule, family
     hf = tiny_checkpoint(family, dtype=torch.float32)
     spec, norm = read_spec(hf), read_pixel_norm(hf)
     ranks = {"rank_pattern": {"o_proj": 3, "linear_fc1": 5}} if targets == "all" and "3" in family else {}
-    lora = LoraConfig(rank=4, targets=LORA_TARGETS[targets], **ranks)
+    whole = {"modules_to_save": WHOLE_MODULES.get(targets, [])}
+    lora = LoraConfig(rank=4, targets=LORA_TARGETS[targets], **whole, **ranks)
     adapted = [part for adapter in fused_adapters(spec, lora).values() for part in adapter.parts if part.rank]
     names = [part.hf_name for part in adapted]
     options = peft.LoraConfig(
-        r=4, target_modules=names, rank_pattern={part.hf_name: part.rank for part in adapted}
+        r=4,
+        target_modules=names,
+        rank_pattern={part.hf_name: part.rank for part in adapted},
+        modules_to_save=list(set(saved_modules(spec, lora).values())) or None,
     )
     model, sample = peft.get_peft_model(load.__wrapped__(hf), options), make_sample("mixed", spec, 0)
     with FlopCounterMode(display=False) as counter:

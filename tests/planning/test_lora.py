@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
+from converters.convert import convert_weights
 from megatron_vl.config import LoraConfig, RunConfigError, TrainConfig, parse_config
 from megatron_vl.planning.calibration import shipped_calibration
 from megatron_vl.planning.layout_search import SearchRequest, search_fastest_fit
@@ -31,7 +33,7 @@ from tests.examples import ROOT, read_example
 from tests.support.planned import predict_run
 from tests.support.ranks import call
 
-from .lora_programs import built_parameters
+from .lora_programs import built_parameters, kept_by_tower
 
 CONFIGS = Path(__file__).parents[1] / "hf_configs"
 PAGE = ROOT / "docs" / "lora.md"
@@ -126,6 +128,20 @@ def test_tower_without_adapters_keeps_nothing() -> None:
     assert memory_of(B7, f"--lora.rank 16 --lora.targets [attention] {recomputed}") == attention
 
 
+@pytest.mark.ranks
+def test_autograd_keeps_what_is_estimated_of_a_frozen_tower(tiny_checkpoint, tmp_path: Path) -> None:
+    """Nothing, and of a merger with adapters what they read and its output, which is then inserted."""
+    hf = tiny_checkpoint("qwen2_5_vl", dtype=torch.float32)
+    convert_weights(hf, tmp_path / "weights")
+    targets, spec = [["language"], ["merger"]], read_spec(hf)
+    kept = call(kept_by_tower, hf=str(hf), weights=str(tmp_path / "weights"), targets=targets)
+    kept[1] += 4 * spec.vision.out_hidden_size / spec.vision.merge_unit
+    for names, kept_bytes in zip(targets, kept, strict=True):
+        config = TrainConfig(lora=LoraConfig(rank=4, targets=names), dtype="float32")
+        estimator = _ActivationEstimator.for_run(config, spec, make_layout(spec), 1)
+        assert estimator.vision_tower_bytes().kept_bytes == pytest.approx(kept_bytes)
+
+
 def test_dropout_keeps_a_copy_of_each_input() -> None:
     """The four matrices of a layer of 7B read 3584 + 3584 + 3584 + 18944 numbers, each with a byte of a mask.
     The activation itself is then not kept; what the others read is kept anyway."""
@@ -147,6 +163,19 @@ def test_gates_and_linear_attention_keep_less_without_adapters(name: str) -> Non
     with_output, without = elements(["out_proj", "o_proj"]), elements(["in_proj_z", "k_proj"])
     # Both kinds of layers: the output of the norm or of the gate, 4096 numbers of a token.
     assert [more - less for more, less in zip(with_output, without, strict=True)] == [4096.0, 4096.0]
+
+
+def test_frozen_experts_keep_no_input() -> None:
+    """Of a token and its 8 experts: neither their input, 2048 numbers, nor their activation, 512."""
+    spec = spec_of(A35)
+    elements = []
+    for experts in ("experts", "mlp.experts.down_proj", "mlp.shared_expert.down_proj"):
+        config = TrainConfig(lora=LoraConfig(rank=16, targets=["q_proj", "in_proj_z", experts]))
+        estimator = _ActivationEstimator.for_run(config, spec, make_layout(spec), 0)
+        elements.append(min(estimator._elements_by_layer_kind.values()))
+    both, down, shared = elements
+    assert both - down == 8 * (2048 + 16)
+    assert down - shared == 8 * (512 + 16) - (512 + 16)
 
 
 def test_adapters_of_some_layers_count_in_their_stages() -> None:

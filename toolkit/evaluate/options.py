@@ -85,7 +85,7 @@ class EvaluateOptions(VideoRuleOptions):
     def checkpoints(self) -> dict[str, Path]:
         """Role (``original``, ``converted``, ``trained``) -> Hugging Face folder."""
         roles = {"original": self.original, "converted": self.converted, "trained": self.trained}
-        return {role: folder for role, folder in roles.items() if folder is not None}
+        return {role: hf_folder for role, hf_folder in roles.items() if hf_folder is not None}
 
     @property
     def tables(self) -> Path:
